@@ -1,0 +1,156 @@
+"""Make the demo model that ships inside the package: a small Llama trained from scratch on the standard library's source.
+
+    python examples/make_demo_model.py build/demo            # about an hour on two CPU cores
+    python -m swiftkv_jax.train --model build/demo/llama ... # then its SwiftKV delta; the README of the demo has the line
+
+Restarting continues from the last saved step. The learning rate is constant until the last 30 % of the steps, which fall
+linearly to zero on rows twice as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_jax.config import Config
+from swiftkv_jax.layers import unembed
+from swiftkv_jax.model import Batch, teacher
+from swiftkv_jax.params import init_llama
+from swiftkv_jax.train.loader import batches
+from swiftkv_jax.train.packing import PackedRows, pack
+from swiftkv_jax.train.sources import STDLIB, read, tokenize
+
+CONFIG = Config(
+    vocab_size=2048,
+    embed_dim=128,
+    mlp_dim=512,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rope_theta=10_000.0,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+TOKENS_PER_STEP = 4096
+PEAK_RATE, DECAY_SHARE = 3e-3, 0.3
+
+
+def train_tokenizer(path: Path) -> None:
+    """A byte-level BPE of `CONFIG.vocab_size` entries, in the shape of Llama 3's."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG.vocab_size,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((document.text for document in read(STDLIB)), trainer)
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, bpe.token_to_id(BEGIN))])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BEGIN, eos_token=END, clean_up_tokenization_spaces=False)
+    wrapped.save_pretrained(path)
+
+
+def cross_entropy(llama, batch: Batch):
+    logits = unembed(CONFIG, llama, teacher(CONFIG, llama, batch))
+    targets = jnp.roll(batch.tokens, -1, axis=1)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return (losses * batch.loss_mask).sum() / jnp.maximum(batch.loss_mask.sum(), 1)
+
+
+def schedule(steps: int) -> optax.Schedule:
+    decay = int(steps * DECAY_SHARE)
+    warmup = min(100, steps // 10)
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, PEAK_RATE, warmup),
+            optax.constant_schedule(PEAK_RATE),
+            optax.linear_schedule(PEAK_RATE, 0.0, decay),
+        ],
+        [warmup, steps - decay],
+    )
+
+
+def held_out_loss(loss, llama, rows: PackedRows, limit: int = 32) -> float:
+    return float(np.mean([loss(llama, batch) for batch in batches(rows, 8, seed=0, stop=limit)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="folder to make")
+    parser.add_argument("--steps", type=int, default=3000, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
+    args = parser.parse_args()
+    folder = args.output / "llama"
+    if not (folder / "tokenizer.json").exists():
+        train_tokenizer(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    examples, held_out_examples = list(tokenize(read(STDLIB), tokenizer)), list(tokenize(read(STDLIB, held_out=True), tokenizer))
+    short, long = pack(examples, 256), pack(examples, 512)
+    held_out = pack(held_out_examples, 512)
+    print(f"{short.num_tokens:,} training tokens, {held_out.num_tokens:,} held out", flush=True)
+
+    rate = schedule(args.steps)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 2, tree)),
+    )
+    llama = init_llama(CONFIG, jax.random.key(0), scale=0.04)
+    state = (llama, optimizer.init(llama))
+    first, saved = 0, args.output / "state.npz"
+    if saved.exists():
+        with np.load(saved) as arrays:
+            first = int(arrays["step"])
+            leaves = [jnp.asarray(arrays[f"leaf{i}"]) for i in range(len(jax.tree.leaves(state)))]
+        state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+    loss = jax.jit(cross_entropy)
+
+    @jax.jit
+    def train_step(state, batch: Batch):
+        llama, moments = state
+        value, gradient = jax.value_and_grad(cross_entropy)(llama, batch)
+        updates, moments = optimizer.update(gradient, moments, llama)
+        return (optax.apply_updates(llama, updates), moments), value
+
+    decay_start = args.steps - int(args.steps * DECAY_SHARE)
+    started = time.time()
+    step = first
+    for rows, stop in ((short, decay_start), (long, args.steps)):
+        size = TOKENS_PER_STEP // rows.tokens.shape[1]
+        for batch in batches(rows, size, seed=stop, start=step, stop=max(stop, step)):
+            state, value = train_step(state, batch)
+            step += 1
+            if step % 50 == 0 or step == args.steps:
+                speed = (step - first) * TOKENS_PER_STEP / (time.time() - started)
+                line = {"step": step, "loss": round(float(value), 4), "rate": float(rate(step)), "tokens_per_second": round(speed)}
+                if step % 250 == 0 or step == args.steps:
+                    line["held_out_loss"] = round(held_out_loss(loss, state[0], held_out), 4)
+                print(json.dumps(line), flush=True)
+            if step % 100 == 0 or step == args.steps:
+                arrays = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+                partial = saved.with_suffix(".partial.npz")
+                np.savez(partial, step=step, **arrays)
+                partial.replace(saved)
+
+    export(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state[0]), folder)
+
+
+def export(llama, folder: Path) -> None:
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A model as users hold it: architecture, weights, and what came with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from .config import Config
+from .params import Llama, SwiftKV, init_swiftkv, split_layers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SideFiles:
+    """Files of a checkpoint that are carried along unread: tokenizer, chat template, generation defaults.
+
+    Compared by identity, so a `Model` can cross `jax.jit`.
+    """
+
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    """File name -> bytes."""
+    hf_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The `config.json` as it was read; export keeps its fields and overwrites those a `Config` determines."""
+
+
+@struct.dataclass
+class Model:
+    """A Llama, with a SwiftKV delta or without. A pytree: the arrays are its leaves."""
+
+    llama: Llama
+    """The frozen weights."""
+    swiftkv: SwiftKV | None
+    """The delta; None for a plain Llama."""
+    config: Config = struct.field(pytree_node=False)
+    eos_token_ids: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    """Tokens that end a generation, from generation_config.json or config.json."""
+    tokenizer: Any = struct.field(pytree_node=False, default=None)
+    """A transformers tokenizer, or None if the checkpoint brought none."""
+    side_files: SideFiles = struct.field(pytree_node=False, default_factory=SideFiles)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.llama.embed.dtype
+
+    def uses_swiftkv(self, swiftkv: bool | None) -> bool:
+        """Resolve the `swiftkv` argument of the public functions: None means the student if there is a delta.
+
+        Raises `ValueError` if the student is asked for and there is no delta.
+        """
+        if swiftkv and self.swiftkv is None:
+            raise ValueError("swiftkv=True, but this model has no delta: add one with add_swiftkv or load a SwiftKV checkpoint")
+        return self.swiftkv is not None if swiftkv is None else swiftkv
+
+
+def default_dtype() -> jnp.dtype:
+    """bfloat16 on accelerators, float32 on a CPU (where bfloat16 arithmetic is emulated, several times slower)."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: int = 1) -> Model:
+    """Give a model a fresh delta, initialised from its own teacher (see `params.init_swiftkv`).
+
+    The first `num_key_value_layers` layers keep their keys and values; the others share one projection per
+    `key_value_group_size` layers. Any delta the model has is left behind. Raises `ConfigError` if the cut does not fit.
+    """
+    config = model.config.cut(num_key_value_layers, key_value_group_size)
+    llama = split_layers(config, model.llama)
+    delta = init_swiftkv(config, llama) if config.num_upper_layers else None
+    return dataclasses.replace(model, config=config, llama=llama, swiftkv=delta)

@@ -1,0 +1,240 @@
+"""Architecture of a Llama-family model and of its SwiftKV cut.
+
+A `Config` is frozen and hashable, so it is a static argument of every jitted function. It holds
+architecture only: no mesh, no dtype, no batch size, no kernel choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the pretraining length.
+
+    `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones and
+    blends between (Llama 3.1, "The Llama 3 Herd of Models", 2024; HF `rope_type: llama3`).
+    """
+
+    rope_type: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Shape of a Llama and of its SwiftKV variant.
+
+    Layers `0 .. num_key_value_layers-1` ("lower") own their keys and values. The others ("upper") read keys
+    and values projected from the hidden state that enters layer `num_key_value_layers` (SingleInputKV), one
+    projection per `key_value_group_size` consecutive layers (AcrossKV). With
+    `num_key_value_layers == num_layers` there is no upper layer and the model is the plain Llama.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    num_key_value_layers: int = 0
+    """K of the paper; 0 means all layers, as in the authors' configuration."""
+    key_value_group_size: int = 1
+
+    def __post_init__(self):
+        for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.num_key_value_layers == 0:
+            object.__setattr__(self, "num_key_value_layers", self.num_layers)
+        if not 1 <= self.num_key_value_layers <= self.num_layers:
+            raise ConfigError(f"num_key_value_layers={self.num_key_value_layers} must be from 1 to num_layers={self.num_layers}")
+        if self.key_value_group_size < 1 or self.num_upper_layers % self.key_value_group_size:
+            raise ConfigError(
+                f"key_value_group_size={self.key_value_group_size} must divide the {self.num_upper_layers} layers "
+                f"from num_key_value_layers={self.num_key_value_layers} to num_layers={self.num_layers}"
+            )
+
+    @property
+    def num_lower_layers(self) -> int:
+        return self.num_key_value_layers
+
+    @property
+    def num_upper_layers(self) -> int:
+        return self.num_layers - self.num_key_value_layers
+
+    @property
+    def num_kv_groups(self) -> int:
+        """J: how many key/value projections the upper layers share."""
+        return self.num_upper_layers // self.key_value_group_size
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Buffers in the student's KV cache: one per lower layer and one per group of upper layers."""
+        return self.num_lower_layers + self.num_kv_groups
+
+    def cut(self, num_key_value_layers: int, key_value_group_size: int = 1) -> Config:
+        """The same Llama with another SwiftKV cut. Raises `ConfigError` if the cut does not fit the layers."""
+        return dataclasses.replace(self, num_key_value_layers=num_key_value_layers, key_value_group_size=key_value_group_size)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Config:
+        """Read a Hugging Face `config.json` (Llama, Mistral shape, or the authors' `llama_swiftkv`).
+
+        Raises `ConfigError` for any field that would change the result and is not implemented.
+        """
+        return _from_hf(hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of a `config.json` that this `Config` determines, in the authors' spelling."""
+        swiftkv = self.num_upper_layers > 0
+        fields: dict[str, Any] = {
+            "architectures": ["LlamaSwiftKVForCausalLM" if swiftkv else "LlamaForCausalLM"],
+            "model_type": "llama_swiftkv" if swiftkv else "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.embed_dim,
+            "intermediate_size": self.mlp_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else _rope_scaling_to_hf(self.rope_scaling),
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": False,
+            "tie_word_embeddings": self.tie_word_embeddings,
+        }
+        if swiftkv:
+            fields |= {
+                "swiftkv": True,
+                "num_key_value_layers": self.num_key_value_layers,
+                "key_value_group_size": self.key_value_group_size,
+            }
+        return fields
+
+
+MODEL_TYPES = ("llama", "llama_swiftkv", "mistral")
+
+# Fields whose only supported value leaves the computation as it is.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "tie_encoder_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "logit_scale": (1.0, None),
+}
+
+# Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
+_IRRELEVANT = frozenset(
+    """_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache pretraining_tp
+    attention_dropout initializer_range bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id swiftkv
+    _attn_implementation attn_implementation _attn_implementation_autoset auto_map tokenizer_class return_dict
+    return_dict_in_generate output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id finetuning_task id2label label2id
+    num_labels prefix problem_type task_specific_params max_length min_length do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
+    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id remove_invalid_values
+    unsloth_version unsloth_fixed""".split()
+)
+
+_USED = frozenset(
+    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings attention_bias tie_word_embeddings
+    num_key_value_layers key_value_group_size sliding_window layer_types""".split()
+)
+
+
+def _from_hf(hf: Mapping[str, Any]) -> Config:
+    if hf.get("model_type") not in MODEL_TYPES:
+        raise ConfigError(f"model_type={hf.get('model_type')!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+    for name, value in hf.items():
+        if name in _NEUTRAL and value not in _NEUTRAL[name]:
+            raise ConfigError(f"{name}={value!r} is not supported; supported: {_NEUTRAL[name][0]!r}")
+        if name not in _NEUTRAL and name not in _IRRELEVANT and name not in _USED:
+            raise ConfigError(f"unknown field {name!r} (value {value!r}): it may change the model, so it is not ignored")
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [name for name in required if hf.get(name) is None]:
+        raise ConfigError(f"missing fields: {', '.join(missing)}")
+
+    max_positions = int(hf.get("max_position_embeddings") or 2048)
+    window = hf.get("sliding_window")
+    if window is not None and window < max_positions:
+        raise ConfigError(f"sliding_window={window} below max_position_embeddings={max_positions} is not supported")
+    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+        raise ConfigError(f"layer_types={hf['layer_types']!r} is not supported; supported: full_attention everywhere")
+
+    theta, scaling = _rope_from_hf(hf)
+    return Config(
+        vocab_size=hf["vocab_size"],
+        embed_dim=hf["hidden_size"],
+        mlp_dim=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=max_positions,
+        attention_bias=bool(hf.get("attention_bias")),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+        num_key_value_layers=hf.get("num_key_value_layers") or 0,
+        key_value_group_size=hf.get("key_value_group_size") or 1,
+    )
+
+
+def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
+    field = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
+    rope = dict(hf.get(field) or {})
+    theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if kind == "default":
+        known: frozenset[str] = frozenset()
+    elif kind == "linear":
+        known = frozenset({"factor"})
+    elif kind == "llama3":
+        known = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+    else:
+        raise ConfigError(f"{field}: rope_type={kind!r} is not supported; supported: default, linear, llama3")
+    if missing := known - rope.keys():
+        raise ConfigError(f"{field}: rope_type={kind!r} needs {', '.join(sorted(missing))}")
+    # A rotary factor of one is how transformers 5 spells "all of head_dim".
+    if unknown := [name for name in rope.keys() - known if (name, rope[name]) != ("partial_rotary_factor", 1.0)]:
+        raise ConfigError(f"{field}: unknown fields for rope_type={kind!r}: {', '.join(sorted(unknown))}")
+    if kind == "default":
+        return theta, None
+    return theta, RopeScaling(rope_type=kind, **{name: rope[name] for name in known})
+
+
+def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return dataclasses.asdict(scaling)

@@ -1,0 +1,19 @@
+"""Errors a user can cause. Each message is one line that names the file, tensor, row or flag, and what to do."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """A flag or argument that cannot be honoured. Exit code 2."""
+
+
+class DataError(ValueError):
+    """Training data or prompts that cannot be read. Exit code 1."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, incomplete, or not the one asked for. Exit code 4."""
+
+
+class ConfigError(CheckpointError):
+    """A `config.json` that this package cannot honour exactly. Exit code 4."""

@@ -1,0 +1,173 @@
+"""Teacher and student: the same frozen Llama, with and without SwiftKV.
+
+    tokens -> embed -> lower layers -> x -+-> upper layers with their own q, k, v          = teacher
+                                          |
+                                          +-> s = RMSNorm(x) -> k, v of every upper group
+                                          +-> upper layers with the delta's q on those k, v = student
+
+There are two layer kinds: `self_layer` owns its keys and values, `cross_layer` brings only queries. Both take an
+`attend` callable, so training, prefill and decode run the same layer over different memories. Here whole sequences run
+through stacks of layers (`lax.scan`); `infer.programs` runs the same layers one by one over a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from .config import Config
+from .layers import apply_rope, embed, finish_layer, project_heads, rms_norm, rope_table
+from .pallas_kernels import prefill_attention
+from .params import QKV, Block, Llama, SwiftKV
+
+Heads = Float[Array, "B T N H"]
+Attend = Callable[..., Any]
+Probe = Callable[[Array, Array], Any]
+
+
+@struct.dataclass
+class Batch:
+    """Packed rows of tokens."""
+
+    tokens: Array  # i32[B, T]
+    positions: Array  # i32[B, T]; restart at 0 in every document
+    segment_ids: Array  # i32[B, T]; equal within a document, 0 is padding
+    loss_mask: Array  # f32[B, T]; weight of the prediction made at this position
+
+
+def whole_rows(tokens: Int[Array, "B T"], loss_mask: Float[Array, "B T"] | None = None) -> Batch:
+    """Rows that hold one document each, from position 0."""
+    ones = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return Batch(tokens, positions, ones, ones.astype(jnp.float32) if loss_mask is None else loss_mask)
+
+
+# Layers ---------------------------------------------------------------------------------------------------------
+
+
+def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
+    """A layer that owns its keys and values. `attend(q, k, v)` returns (attended, state): (x, state)."""
+    with jax.named_scope("qkv"):
+        h = rms_norm(x, block.attn_norm, config.norm_eps)
+        q = apply_rope(project_heads(h, qkv.q, qkv.q_bias), rope)
+        k = apply_rope(project_heads(h, qkv.k, qkv.k_bias), rope)
+        v = project_heads(h, qkv.v, qkv.v_bias)
+    with jax.named_scope("attention"):
+        attended, state = attend(q, k, v)
+    return finish_layer(config, block, x, attended), state
+
+
+def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend: Attend):
+    """An upper layer of the student: only queries are its own. `attend(q)` reads the group's keys and values: x."""
+    with jax.named_scope("q"):
+        h = rms_norm(x, block.attn_norm, config.norm_eps)
+        q = apply_rope(project_heads(h, q_weight, q_bias), rope)
+    with jax.named_scope("attention"):
+        attended = attend(q)
+    return finish_layer(config, block, x, attended)
+
+
+def project_kv(
+    config: Config, delta: SwiftKV, x: Float[Array, "B T D"], rope
+) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
+    """Keys and values of every upper group from the hidden state at the boundary: one product for all J groups.
+
+    This is all of the upper half that a prompt token needs. Keys come out rotated, once per group: the layers of a
+    group share positions, so they share the rotated keys.
+    """
+    with jax.named_scope("project_kv"):
+        s = rms_norm(x, delta.norm, config.norm_eps)
+        weights = jnp.stack([delta.k, delta.v])  # 2 J K H D
+        kv = jnp.einsum("BTD,PJKHD->PBTJKH", s, weights)
+        if delta.k_bias is not None:
+            kv = kv + jnp.stack([delta.k_bias, delta.v_bias])[:, None, None]
+        k, v = apply_rope(kv[0], rope), kv[1]
+        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
+
+
+# Whole sequences ------------------------------------------------------------------------------------------------
+
+
+def packed_attention(segment_ids: Int[Array, "B T"]) -> Attend:
+    """Causal attention within each packed document; keys and values come as the projections leave them."""
+
+    def attend(q, k, v):
+        return prefill_attention(q, head_major(k), head_major(v), segment_ids=segment_ids), None
+
+    return attend
+
+
+def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
+    """The layout of the cache and of the attention ops."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def run_lower(config: Config, llama: Llama, batch: Batch) -> tuple[Float[Array, "B T D"], Array]:
+    """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher and student share it."""
+    rope = rope_table(config, batch.positions)
+    attend = packed_attention(batch.segment_ids)
+
+    def step(x, layer):
+        return self_layer(config, *layer, x, rope, attend)
+
+    x, _ = jax.lax.scan(step, embed(llama, batch.tokens), (llama.lower, llama.lower_qkv))
+    return x, rope
+
+
+def run_upper_teacher(config: Config, llama: Llama, x, rope, segment_ids, *, probe: Probe | None = None, remat: bool = False):
+    """The plain Llama's upper layers: (x, sum over layers of `probe(layer index, layer input)`)."""
+    if llama.upper_qkv is None:
+        raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
+    attend = packed_attention(segment_ids)
+
+    def layer_step(x, layer):
+        block, qkv = layer
+        return self_layer(config, block, qkv, x, rope, attend)[0]
+
+    return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, probe, remat)
+
+
+def run_upper_student(
+    config: Config, llama: Llama, delta: SwiftKV, x, rope, segment_ids, *, probe: Probe | None = None, remat: bool = False
+):
+    """The student's upper layers on shared keys and values: (x, sum of `probe(layer index, layer input)`)."""
+    # A scan slices its inputs for free; an index per group would scatter-add whole stacks in the backward pass.
+    kv = jax.tree.map(lambda a: jnp.repeat(a, config.key_value_group_size, axis=0), project_kv(config, delta, x, rope))
+
+    def layer_step(x, layer):
+        block, q_weight, q_bias, (k, v) = layer
+        return cross_layer(config, block, q_weight, q_bias, x, rope, lambda q: prefill_attention(q, k, v, segment_ids=segment_ids))
+
+    return _scan_upper(config, layer_step, (llama.upper, delta.q, delta.q_bias, kv), x, probe, remat)
+
+
+def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, remat: bool):
+    probe = probe or (lambda index, x: ())
+
+    def step(carry, indexed_layer):
+        x, total = carry
+        index, layer = indexed_layer
+        total = jax.tree.map(jnp.add, total, probe(index, x))
+        return (layer_step(x, layer), total), None
+
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, jnp.int32(0), x))
+    indices = jnp.arange(config.num_lower_layers, config.num_layers)
+    (x, total), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, zero), (indices, layers))
+    return x, total
+
+
+def teacher(config: Config, llama: Llama, batch: Batch) -> Float[Array, "B T D"]:
+    """The plain Llama: hidden state before the final norm."""
+    x, rope = run_lower(config, llama, batch)
+    return run_upper_teacher(config, llama, x, rope, batch.segment_ids)[0]
+
+
+def student(config: Config, llama: Llama, delta: SwiftKV, batch: Batch) -> Float[Array, "B T D"]:
+    """The SwiftKV model: hidden state before the final norm. Every token runs through every layer."""
+    x, rope = run_lower(config, llama, batch)
+    return run_upper_student(config, llama, delta, x, rope, batch.segment_ids)[0]
