@@ -1,0 +1,100 @@
+"""The public functions: short compositions of the modules that do the work."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from . import model as forward
+from .bundle import Model
+from .config import Config
+from .layers import unembed
+from .params import Llama, SwiftKV
+
+
+def load(path: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None, mesh: Mesh | None = None) -> Model:
+    """Load a Hugging Face directory (Llama, or SwiftKV as the authors publish it) or one written by `save`.
+
+    `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and `model`) each weight is
+    read straight into its shards. Raises `CheckpointError` for anything missing, damaged or unsupported.
+    """
+    from . import checkpoint
+
+    return checkpoint.load(path, dtype=dtype, mesh=mesh)
+
+
+def save(model: Model, path: str | os.PathLike[str]) -> None:
+    """Write a model with Orbax, leaf by leaf, with a digest for each. Nothing appears at `path` until all is written.
+
+    Raises `UsageError` if `path` exists.
+    """
+    from . import checkpoint
+
+    checkpoint.save(model, path)
+
+
+def save_hf(model: Model, path: str | os.PathLike[str], *, format: Literal["full", "delta", "expanded"] = "full") -> None:
+    """Write safetensors and a config.json that the authors' stack loads. Nothing appears at `path` until all is written.
+
+    `full` holds teacher and delta; `delta` only what was trained; `expanded` repeats each group's keys and values per
+    layer, for loaders without groups. Raises `UsageError` if `path` exists.
+    """
+    from . import hf
+
+    hf.save_hf(model, path, format=format)
+
+
+def generate(model: Model, prompts: list[list[int]], *, max_tokens: int, **options) -> list[list[int]]:
+    """The new tokens of each prompt, without the end token. `options` are those of `infer.generate.generate`."""
+    from .infer.generate import generate
+
+    return generate(model, prompts, max_tokens=max_tokens, **options)
+
+
+def logits(model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = None) -> Float[Array, "B T V"]:
+    """Logits of every position of whole rows, float32, all layers for all tokens.
+
+    `swiftkv` False is the teacher, True the student, None the student if there is a delta. Raises `ValueError` for the
+    student of a model without a delta, and for the teacher of one whose upper projections were dropped.
+    """
+    delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
+    return _logits(model.config, model.llama, delta, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config: Config, llama: Llama, delta: SwiftKV | None, tokens):
+    batch = forward.whole_rows(tokens)
+    hidden = forward.teacher(config, llama, batch) if delta is None else forward.student(config, llama, delta, batch)
+    return unembed(config, llama, hidden)
+
+
+def distill_loss(
+    model: Model,
+    tokens: Int[Array, "B T"],
+    loss_mask: Float[Array, "B T"],
+    *,
+    temperature: float = 2.0,
+    hidden_weight: float = 1.0,
+    hidden_layer: int = -2,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss of the authors' trainer (ArcticTraining `projects/swiftkv/train.py`), and its two parts.
+
+    logits_loss is the mean over all B T positions of loss_mask * temperature^2 * KL(teacher || student), hidden_loss the
+    mean squared difference of `hidden_states[hidden_layer]` over all positions and dimensions, loss their sum with
+    `hidden_weight`. `loss_mask[b, t]` weighs the prediction made at position t. Differentiable in `model.swiftkv`; the
+    frozen weights get no gradient.
+    """
+    from .train.distill import distill_sums
+
+    if model.swiftkv is None:
+        raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
+    batch = forward.whole_rows(tokens, loss_mask)
+    sums = distill_sums(model.config, model.swiftkv, model.llama, batch, temperature=temperature, hidden_layer=hidden_layer)
+    metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
+    return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics

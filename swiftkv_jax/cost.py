@@ -1,0 +1,57 @@
+"""What a model costs: floating-point operations of prefill and of training, counted from the shapes.
+
+A multiply-add is two operations. Only matrix products and attention count; causal attention counts the pairs it needs.
+"""
+
+from __future__ import annotations
+
+from .config import Config
+
+
+def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
+    """Operations to fill the cache with a prompt of `length` tokens: no logits are needed for that.
+
+    The student runs the lower layers and one key/value projection per group; the teacher runs every layer.
+    """
+    layers = config.num_lower_layers if swiftkv else config.num_layers
+    shared = 2 * length * config.num_kv_groups * _kv_weights(config) if swiftkv else 0
+    return layers * _layer_flops(config, length) + shared
+
+
+def train_flops_per_token(config: Config, length: int, *, remat: bool = False) -> float:
+    """Operations per token of one distillation step on rows of `length` tokens.
+
+    Forward through the lower layers once and through the upper layers twice (teacher, student); backward through the
+    student's upper layers for activations and for the delta's weights; three products with the output matrix.
+    """
+    attention = _attention_flops(config, length) / length
+    upper_matmul = 2 * (_layer_weights(config) - _kv_weights(config))
+    shared_kv = 2 * config.num_kv_groups * _kv_weights(config)
+    lower = config.num_lower_layers * (2 * _layer_weights(config) + attention)
+    teacher = config.num_upper_layers * (2 * _layer_weights(config) + attention)
+    student = config.num_upper_layers * (upper_matmul + attention) + shared_kv
+    query_gradients = 2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
+    # Activations: one product per weight, attention twice. Keys' and values' weights get a gradient, their input does not
+    # need one: the boundary is frozen.
+    backward = config.num_upper_layers * (upper_matmul + 2 * attention) + query_gradients + shared_kv
+    recompute = student - shared_kv if remat else 0
+    return lower + teacher + student + backward + recompute + 3 * 2 * config.vocab_size * config.embed_dim
+
+
+def _layer_flops(config: Config, length: int) -> int:
+    return 2 * length * _layer_weights(config) + _attention_flops(config, length)
+
+
+def _attention_flops(config: Config, length: int) -> int:
+    """Scores and weighted values of one layer over a causal row."""
+    return 2 * 2 * config.num_heads * config.head_dim * length * (length + 1) // 2
+
+
+def _kv_weights(config: Config) -> int:
+    return 2 * config.num_kv_heads * config.head_dim * config.embed_dim
+
+
+def _layer_weights(config: Config) -> int:
+    """Entries of one layer's matrices."""
+    attention = 2 * config.num_heads * config.head_dim * config.embed_dim + _kv_weights(config)
+    return attention + 3 * config.mlp_dim * config.embed_dim

@@ -1,0 +1,194 @@
+"""The distillation loss: the student's KL divergence from the teacher, and its distance from one hidden state.
+
+Teacher and student share embedding and lower layers, so those run once. Vocabulary logits exist for one chunk of
+positions at a time and the gradient is formed in that same pass, so no `B T V` array is ever held.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from ..config import Config
+from ..layers import head_weights, rms_norm
+from ..model import Batch, run_lower, run_upper_student, run_upper_teacher
+from ..params import Llama, SwiftKV, cast
+
+LOGITS_PER_CHUNK = 2**26
+"""Entries of one chunk's logits, 256 MiB in float32; the rows of a chunk follow from batch and vocabulary."""
+
+
+@struct.dataclass
+class Sums:
+    """What one batch adds up to. All f32[] and differentiable in the delta only through `kl` and `hidden`."""
+
+    kl: Array  # sum over positions of loss_mask * temperature^2 * KL(teacher || student), nats
+    hidden: Array  # sum over real tokens of the mean squared difference of the tapped hidden states
+    targets: Array  # sum of loss_mask
+    tokens: Array  # real (not padding) tokens
+    agreement: Array  # sum of loss_mask where both models rank the same token first
+    teacher_nll: Array  # sum of loss_mask * cross-entropy of the teacher with the next token, nats
+    student_nll: Array  # the same for the student
+
+    def means(self) -> dict[str, Array]:
+        """Per-token means, independent of padding, packing and device layout."""
+        targets, tokens = jnp.maximum(self.targets, 1), jnp.maximum(self.tokens, 1)
+        return {
+            "logits_loss": self.kl / targets,
+            "hidden_loss": self.hidden / tokens,
+            "agreement": self.agreement / targets,
+            "teacher_loss": self.teacher_nll / targets,
+            "student_loss": self.student_nll / targets,
+        }
+
+
+def distill_sums(
+    config: Config,
+    delta: SwiftKV,
+    llama: Llama,
+    batch: Batch,
+    *,
+    temperature: float = 2.0,
+    hidden_layer: int = -2,
+    remat: bool = False,
+) -> Sums:
+    """Run teacher and student on one batch.
+
+    `hidden_layer` indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L (or -1)
+    the output of the final norm; -2 is the input of the last layer. The delta may be wider than the frozen weights (a
+    float32 master copy): it is cast to their dtype. Raises `ValueError` for a `hidden_layer` out of range.
+    """
+    if not -config.num_layers - 1 <= hidden_layer <= config.num_layers:
+        raise ValueError(f"{hidden_layer=} must be from {-config.num_layers - 1} to {config.num_layers}")
+    tapped = hidden_layer % (config.num_layers + 1)
+    llama = jax.lax.stop_gradient(llama)
+    delta = cast(delta, llama.embed.dtype)
+    real = (batch.segment_ids > 0).astype(jnp.float32)
+
+    def squared_error(student_x, teacher_x):
+        difference = student_x.astype(jnp.float32) - teacher_x.astype(jnp.float32)
+        return (jnp.square(difference).mean(axis=-1) * real).sum()
+
+    with jax.named_scope("lower"):
+        boundary, rope = run_lower(config, llama, batch)
+    with jax.named_scope("teacher"):
+        teacher_x, tap = run_upper_teacher(
+            config, llama, boundary, rope, batch.segment_ids, probe=lambda index, x: jnp.where(index == tapped, x, 0)
+        )
+    with jax.named_scope("student"):
+        # The error is summed inside the scan: carrying the tapped state out of it would store it once per layer.
+        student_x, hidden = run_upper_student(
+            config,
+            llama,
+            delta,
+            boundary,
+            rope,
+            batch.segment_ids,
+            probe=lambda index, x: jax.lax.cond(index == tapped, squared_error, lambda *_: 0.0, x, tap),
+            remat=remat,
+        )
+    teacher_x = rms_norm(teacher_x, llama.final_norm, config.norm_eps)
+    student_x = rms_norm(student_x, llama.final_norm, config.norm_eps)
+    if tapped == config.num_layers:
+        hidden = squared_error(student_x, teacher_x)
+    kl, agreement, teacher_nll, student_nll = linear_kl(
+        temperature, student_x, teacher_x, head_weights(llama), jnp.roll(batch.tokens, -1, axis=1), batch.loss_mask
+    )
+    return Sums(kl, hidden, batch.loss_mask.sum(), real.sum(), agreement, teacher_nll, student_nll)
+
+
+def distill_loss(
+    config: Config,
+    delta: SwiftKV,
+    llama: Llama,
+    batch: Batch,
+    *,
+    temperature: float = 2.0,
+    hidden_weight: float = 1.0,
+    hidden_layer: int = -2,
+    remat: bool = False,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """(logits_loss + hidden_weight * hidden_loss, metrics), each a mean over the tokens it concerns."""
+    sums = distill_sums(config, delta, llama, batch, temperature=temperature, hidden_layer=hidden_layer, remat=remat)
+    metrics = sums.means()
+    loss = metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"]
+    return loss, {"loss": loss, **metrics}
+
+
+# KL through the output matrix, without the logits ---------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_kl(
+    temperature: float,
+    student_x: Float[Array, "B T D"],
+    teacher_x: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    next_tokens: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+) -> tuple[Array, Array, Array, Array]:
+    """Weighted sums over positions, in float32: (temperature^2 KL, agreement, teacher nll, student nll).
+
+    KL is sum_v p (log p - log q) with p, q the softmax of teacher and student logits over `temperature` (Hinton et al.,
+    "Distilling the Knowledge in a Neural Network", 2015). Only the KL is differentiable, and only in `student_x`:
+    teacher and head are frozen.
+    """
+    sums, _ = _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, with_gradient=False)
+    return sums
+
+
+def _linear_kl_forward(temperature, *args):
+    return _scan_chunks(temperature, *args, with_gradient=True)
+
+
+def _linear_kl_backward(temperature, gradient, cotangents):
+    return cotangents[0].astype(gradient.dtype) * gradient, None, None, None, None
+
+
+linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
+
+
+def _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool):
+    """((kl, agreement, teacher nll, student nll), d kl / d student_x or None).
+
+    Chunks run along the sequence, never over flattened tokens: flattening would gather a batch that is sharded over rows.
+    """
+    batch, length, _ = student_x.shape
+    chunk = max(1, min(length, LOGITS_PER_CHUNK // (batch * head.shape[0])))
+    chunks = -(-length // chunk)
+
+    def split(x):  # B T ... -> chunks B chunk ...
+        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, chunks, chunk, *x.shape[2:]), 1, 0)
+
+    def step(sums, arrays):
+        student_x, teacher_x, next_tokens, weights = arrays
+        student = jnp.einsum("BTD,VD->BTV", student_x, head, preferred_element_type=jnp.float32)
+        teacher = jnp.einsum("BTD,VD->BTV", teacher_x, head, preferred_element_type=jnp.float32)
+        log_q, log_p = jax.nn.log_softmax(student / temperature), jax.nn.log_softmax(teacher / temperature)
+        p = jnp.exp(log_p)
+        parts = (
+            temperature**2 * (p * (log_p - log_q)).sum(axis=-1),
+            (student.argmax(axis=-1) == teacher.argmax(axis=-1)).astype(jnp.float32),
+            _nll(teacher, next_tokens),
+            _nll(student, next_tokens),
+        )
+        sums = tuple(total + (weights * part).sum() for total, part in zip(sums, parts, strict=True))
+        if not with_gradient:
+            return sums, None
+        wide = temperature * (jnp.exp(log_q) - p) * weights[..., None]
+        return sums, jnp.einsum("BTV,VD->BTD", wide.astype(head.dtype), head).astype(student_x.dtype)
+
+    zeros = (jnp.zeros((), jnp.float32),) * 4
+    sums, gradient = jax.lax.scan(step, zeros, tuple(map(split, (student_x, teacher_x, next_tokens, weights))))
+    if with_gradient:
+        gradient = jnp.moveaxis(gradient, 0, 1).reshape(batch, chunks * chunk, -1)[:, :length]
+    return sums, gradient
+
+
+def _nll(logits, tokens):
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
