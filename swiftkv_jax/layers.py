@@ -6,12 +6,25 @@ in float32.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .config import Config
-from .params import Block, Llama
+from .params import Block, Leaf
+
+
+class Ends(Protocol):
+    """What comes before and after the layers: of a `Llama`, or of one unstacked for serving."""
+
+    @property
+    def embed(self) -> Leaf: ...  # V D
+    @property
+    def final_norm(self) -> Leaf: ...  # D
+    @property
+    def lm_head(self) -> Leaf: ...  # V D; None when tied to `embed`
 
 
 def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
@@ -71,16 +84,16 @@ def finish_layer(
         return x + jnp.einsum("BTF,DF->BTD", gate * up, block.down)
 
 
-def embed(llama: Llama, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def embed(llama: Ends, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     return llama.embed[tokens]
 
 
-def head_weights(llama: Llama) -> Float[Array, "V D"]:
+def head_weights(llama: Ends) -> Float[Array, "V D"]:
     """The output matrix: its own, or the embedding's when they are tied."""
     return llama.embed if llama.lm_head is None else llama.lm_head
 
 
-def unembed(config: Config, llama: Llama, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+def unembed(config: Config, llama: Ends, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Final norm and logits, accumulated and returned in float32."""
     x = rms_norm(x, llama.final_norm, config.norm_eps)
     return jnp.einsum("BTD,VD->BTV", x, head_weights(llama), preferred_element_type=jnp.float32)

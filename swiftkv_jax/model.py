@@ -75,18 +75,25 @@ def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend:
 def project_kv(
     config: Config, delta: SwiftKV, x: Float[Array, "B T D"], rope
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """Keys and values of every upper group from the hidden state at the boundary: one product for all J groups.
+    """Keys and values of every upper group from the hidden state at the boundary.
 
     This is all of the upper half that a prompt token needs. Keys come out rotated, once per group: the layers of a
     group share positions, so they share the rotated keys.
     """
+    bias = None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias])
+    return project_fused_kv(config, delta.norm, jnp.stack([delta.k, delta.v]), bias, x, rope)
+
+
+def project_fused_kv(
+    config: Config, norm: Float[Array, " D"], kv: Float[Array, "2 J K H D"], bias: Float[Array, "2 J K H"] | None, x, rope
+) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
+    """`project_kv` with keys' and values' weights in one array: one product for all groups. Serving joins them once."""
     with jax.named_scope("project_kv"):
-        s = rms_norm(x, delta.norm, config.norm_eps)
-        weights = jnp.stack([delta.k, delta.v])  # 2 J K H D
-        kv = jnp.einsum("BTD,PJKHD->PBTJKH", s, weights)
-        if delta.k_bias is not None:
-            kv = kv + jnp.stack([delta.k_bias, delta.v_bias])[:, None, None]
-        k, v = apply_rope(kv[0], rope), kv[1]
+        s = rms_norm(x, norm, config.norm_eps)
+        out = jnp.einsum("BTD,PJKHD->PBTJKH", s, kv)
+        if bias is not None:
+            out = out + bias[:, None, None]
+        k, v = apply_rope(out[0], rope), out[1]
         return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
 

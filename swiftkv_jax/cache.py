@@ -1,0 +1,65 @@
+"""The static key/value cache: one buffer of keys and one of values per cache layer, head-major.
+
+The student has a buffer per lower layer and one per *group* of upper layers: AcrossKV shares memory, not only work.
+Rows are left-aligned. The cache does not know how much of a row is valid; whoever holds it does (`DecodeState.length`).
+Serving an unmodified teacher is serving the cut at `num_layers`: a buffer per layer.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from .config import Config
+from .sharding import DATA, MODEL
+
+
+@struct.dataclass
+class KVCache:
+    """Rotated keys, and values: lower layers first, then one entry per group of upper layers."""
+
+    k: tuple[jax.Array, ...]  # each B K S H
+    v: tuple[jax.Array, ...]  # each B K S H
+
+
+def cache_shapes(config: Config, batch: int, length: int, dtype) -> KVCache:
+    """The `ShapeDtypeStruct` of every buffer of a cache of `length` positions per row."""
+    buffer = jax.ShapeDtypeStruct((batch, config.num_kv_heads, length, config.head_dim), dtype)
+    return KVCache((buffer,) * config.num_cache_layers, (buffer,) * config.num_cache_layers)
+
+
+def init_cache(config: Config, batch: int, length: int, dtype, sharding: NamedSharding | None = None) -> KVCache:
+    """A cache of zeros, each buffer made where `sharding` puts it."""
+    shapes = cache_shapes(config, batch, length, dtype)
+    return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape, buffer.dtype, device=sharding), shapes)
+
+
+def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
+    """Rows over `data`, heads over `model` where it divides them."""
+    heads = MODEL if config.num_kv_heads % mesh.shape[MODEL] == 0 else None
+    return NamedSharding(mesh, PartitionSpec(DATA, heads))
+
+
+def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True) -> int:
+    """What one token occupies: keys and values of every cache layer, with SwiftKV or without."""
+    layers = config.num_cache_layers if swiftkv else config.num_layers
+    return 2 * layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+def write_chunk(
+    buffer: Float[Array, "B K S H"], new: Float[Array, "B K T H"], offset: Int[Array, ""]
+) -> Float[Array, "B K S H"]:
+    """Every row's positions `offset .. offset+T-1`. They must be inside the buffer: XLA would move them, silently."""
+    zero = jnp.zeros_like(offset)
+    return jax.lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), (zero, zero, offset, zero))
+
+
+def write_token(
+    buffer: Float[Array, "B K S H"], new: Float[Array, "B K 1 H"], position: Int[Array, " B"]
+) -> Float[Array, "B K S H"]:
+    """One position of each row, each row its own. A position outside the buffer is not written."""
+    rows = jnp.arange(buffer.shape[0])
+    return buffer.at[rows, :, position].set(new[:, :, 0].astype(buffer.dtype), mode="drop", unique_indices=True)

@@ -1,0 +1,1 @@
+"""Serving: prompts in, tokens out, over a static key/value cache."""

@@ -1,0 +1,64 @@
+"""The weights as serving holds them: one tuple entry per layer, nothing that serving does not read."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ..config import Config
+from ..params import QKV, Block, Leaf, Llama, SwiftKV, llama_shapes, swiftkv_shapes, unstack
+
+
+@struct.dataclass
+class Weights:
+    """A student, or a teacher: that is a model whose lower layers are all its layers."""
+
+    embed: Leaf  # V D
+    lower: tuple[Block, ...]
+    lower_qkv: tuple[QKV, ...]
+    boundary_norm: Leaf  # D; this and the next two are None in a teacher
+    kv: Leaf  # 2 J K H D; all upper keys and values are one product
+    kv_bias: Leaf  # 2 J K H, with `attention_bias` only
+    upper: tuple[Block, ...]  # empty in a teacher
+    upper_q: tuple[Leaf, ...]  # each N H D
+    upper_q_bias: tuple[Leaf, ...]  # each N H, with `attention_bias` only; else None
+    final_norm: Leaf  # D
+    lm_head: Leaf  # V D; None when tied to `embed`
+
+
+def served_config(config: Config, swiftkv: bool) -> Config:
+    """The architecture that runs: the teacher is the cut above the last layer."""
+    return config if swiftkv else config.cut(config.num_layers)
+
+
+def serving_weights(llama: Llama, delta: SwiftKV | None) -> Weights:
+    """Unstack a student (with `delta`) or a teacher (without): copies the layers, shares embedding and head.
+
+    Raises `ValueError` for the teacher of a model whose upper projections were dropped.
+    """
+    lower, lower_qkv, upper = unstack(llama.lower), unstack(llama.lower_qkv), unstack(llama.upper)
+    if delta is None:
+        if upper and llama.upper_qkv is None:
+            raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
+        lower_qkv += unstack(llama.upper_qkv) if upper else ()
+        return Weights(llama.embed, lower + upper, lower_qkv, None, None, None, (), (), (), llama.final_norm, llama.lm_head)
+    return Weights(
+        embed=llama.embed,
+        lower=lower,
+        lower_qkv=lower_qkv,
+        boundary_norm=delta.norm,
+        kv=jnp.stack([delta.k, delta.v]),
+        kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
+        upper=upper,
+        upper_q=tuple(delta.q),
+        upper_q_bias=(None,) * len(upper) if delta.q_bias is None else tuple(delta.q_bias),
+        final_norm=llama.final_norm,
+        lm_head=llama.lm_head,
+    )
+
+
+def weight_shapes(config: Config, swiftkv: bool, dtype) -> Weights:
+    """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint."""
+    delta = swiftkv_shapes(config, dtype) if swiftkv else None
+    return jax.eval_shape(serving_weights, llama_shapes(config, dtype), delta)
