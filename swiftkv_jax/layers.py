@@ -6,7 +6,7 @@ in float32.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from .config import Config
 from .params import Block, Leaf
 
 
+@runtime_checkable
 class Ends(Protocol):
     """What comes before and after the layers: of a `Llama`, or of one unstacked for serving."""
 
