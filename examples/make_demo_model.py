@@ -25,7 +25,7 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Batch, teacher
 from swiftkv_jax.params import init_llama
-from swiftkv_jax.train.loader import batches
+from swiftkv_jax.train.loader import batches, first_batches
 from swiftkv_jax.train.packing import PackedRows, pack
 from swiftkv_jax.train.sources import STDLIB, read, tokenize
 
@@ -84,7 +84,7 @@ def schedule(steps: int) -> optax.Schedule:
 
 
 def held_out_loss(loss, llama, rows: PackedRows, limit: int = 32) -> float:
-    return float(np.mean([loss(llama, batch) for batch in batches(rows, 8, seed=0, stop=limit)]))
+    return float(np.mean([loss(llama, batch) for batch in first_batches(rows, 8, limit=limit)]))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grain
+import numpy as np
 
 from ..model import Batch
 from .packing import PackedRows
@@ -15,14 +16,15 @@ def batches(rows: PackedRows, batch_size: int, *, seed: int, start: int = 0, sto
 
     Batch i is a function of (rows, batch_size, seed, i) alone, so a resumed run sees what the uninterrupted one would.
     """
-    dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)  # pyright: ignore
+    dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
     iterator = iter(dataset[start:stop].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
     for _ in range(start, stop):
         yield Batch(**next(iterator))
 
 
-def batches_once(rows: PackedRows, batch_size: int) -> Iterator[Batch]:
-    """Every row once, in order; the last batch is filled up with empty rows that carry no weight."""
-    for start in range(0, len(rows), batch_size):
-        block = PackedRows(**rows[slice(start, start + batch_size)])  # pyright: ignore
-        yield Batch(**block.padded(batch_size)[slice(None)])  # pyright: ignore
+def first_batches(rows: PackedRows, batch_size: int, *, limit: int) -> Iterator[Batch]:
+    """At most `limit` batches of `rows` in order, each row once; empty rows, which carry no weight, fill the last one."""
+    for start in range(0, min(len(rows), limit * batch_size), batch_size):
+        fields = rows[slice(start, start + batch_size)]
+        missing = batch_size - len(fields["tokens"])
+        yield Batch(**{name: np.pad(field, [(0, missing), (0, 0)]) for name, field in fields.items()})

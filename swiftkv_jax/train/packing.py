@@ -24,7 +24,7 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, row: int | slice) -> dict[str, np.ndarray]:
         return {field.name: getattr(self, field.name)[row] for field in dataclasses.fields(self)}
 
     @property

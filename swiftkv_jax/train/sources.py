@@ -72,7 +72,7 @@ def tokenize(documents: Iterable[Document], tokenizer) -> Iterator[Example]:
         if document.messages is not None:
             yield _tokenize_chat(document, tokenizer)
         else:
-            tokens = tokenizer(document.text)["input_ids"]
+            tokens = tokenizer(document.text, verbose=False)["input_ids"]
             if tokenizer.eos_token_id is not None:
                 tokens = [*tokens, tokenizer.eos_token_id]
             yield Example(np.array(tokens, np.int32), np.ones(len(tokens), bool))
@@ -98,7 +98,7 @@ def _tokenize_chat(document: Document, tokenizer) -> Example:
         spans.append((len(before), len(after)))
     if not spans:
         raise DataError(f"{document.origin}: no message with role 'assistant', so nothing to learn")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     is_target = [any(start < stop and start >= a and stop <= b for a, b in spans) for start, stop in encoded["offset_mapping"]]
     return Example(np.array(encoded["input_ids"], np.int32), np.array(is_target, bool))
 

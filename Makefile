@@ -1,0 +1,43 @@
+# make demo   converts, distils and runs the demo model, and prints what SwiftKV saves
+# make test   lint, types and tests
+# Both set everything up first, in .venv, from the pinned versions in requirements.lock.
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+.PHONY: demo test lint test-newest lock clean
+
+demo: $(VENV)/installed
+	$(RUN) examples/demo.py
+
+test: lint
+	$(RUN) -m pytest -q
+
+lint: $(VENV)/installed
+	$(RUN) -m ruff check .
+	$(VENV)/bin/basedpyright --level error
+
+$(VENV)/installed: requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH: install one, or run make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# The same code on the newest releases that install, without the slow tests.
+test-newest:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
+	.venv-newest/bin/python -m pytest -q -m "not slow"
+
+# Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
+lock:
+	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-emit-index-url --no-annotate \
+		--no-header --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) .venv-newest build runs *.egg-info

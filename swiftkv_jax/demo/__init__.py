@@ -1,0 +1,8 @@
+"""The embedded default model: a small Llama trained on the Python standard library's source, and its SwiftKV student."""
+
+from pathlib import Path
+
+LLAMA = Path(__file__).parent / "llama"
+"""The teacher, a plain Hugging Face Llama checkpoint."""
+SWIFTKV = Path(__file__).parent / "swiftkv"
+"""Teacher and delta, as `swiftkv_jax.save_hf` writes them."""

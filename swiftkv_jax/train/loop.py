@@ -1,0 +1,218 @@
+"""A distillation run, in the order it happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from .. import api, checkpoint
+from ..bundle import Model
+from ..cli import INTERRUPTED, OK, log
+from ..config import Config
+from ..cost import train_flops_per_token
+from ..digest import digest
+from ..errors import UsageError
+from ..params import cast, init_swiftkv
+from ..sharding import batch_sharding, make_mesh, swiftkv_shardings
+from .loader import batches, first_batches
+from .metrics import MetricsLog, Progress, measure_matmul_rate
+from .packing import PackedRows, pack
+from .recipe import Recipe
+from .recovery import RunCheckpoints, prepare_folder
+from .sources import STDLIB, read, tokenize
+from .step import init_state, make_eval_step, make_optimizer, make_train_step, state_shapes, state_shardings
+
+
+def run(recipe: Recipe) -> int:
+    """Distil a delta and export the model to `output_dir/model`. Returns the exit code.
+
+    Continues from the newest checkpoint in `output_dir` if there is one. On SIGINT or SIGTERM the current step is
+    finished and saved first.
+    """
+    prepare_folder(recipe.output_dir)
+    mesh = make_mesh(recipe.mesh)
+    model = load_model(recipe, mesh)
+    config, llama = model.config, model.llama
+    log(describe(recipe, model, mesh))
+
+    rows = load_rows(recipe.data, model.tokenizer, recipe.max_length, "training")
+    eval_rows = None
+    if recipe.eval_data:
+        eval_rows = load_rows((recipe.eval_data,), model.tokenizer, recipe.max_length, "held-out", held_out=True)
+    steps = recipe.max_steps or max(1, len(rows) // recipe.batch_size)
+
+    optimizer = make_optimizer(recipe, steps)
+    checkpoints = RunCheckpoints(recipe, fingerprint(recipe, model, rows, steps))
+    shardings = state_shardings(config, optimizer, mesh)
+    state = checkpoints.restore(state_shapes(config, optimizer), shardings)
+    if state is None:
+        assert model.swiftkv is not None
+        state = init_state(config, optimizer, mesh, model.swiftkv)
+    model = dataclasses.replace(model, swiftkv=None)  # the state's master copy is the delta from here on
+    first = int(state.step)
+    if first:
+        log(f"continuing after step {first} of {steps}")
+
+    train_step = make_train_step(config, recipe, optimizer, mesh)
+    eval_step = make_eval_step(config, recipe, mesh)
+    metrics = MetricsLog(recipe.output_dir / "metrics.jsonl", first_step=first)
+    write_settings(recipe, config, steps)
+
+    def evaluate(state) -> None:
+        if eval_rows is not None:
+            results = evaluate_delta(eval_step, state.delta, llama, eval_rows, recipe, mesh)
+            log(f"step {int(state.step)}: held-out " + "  ".join(f"{name} {value:.4f}" for name, value in results.items()))
+            metrics.write({"step": int(state.step)} | {f"eval_{name}": value for name, value in results.items()})
+
+    if first == 0:
+        evaluate(state)
+    progress = Progress(
+        first_step=first,
+        steps=steps,
+        flops_per_token=train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
+        matmul_rate=measure_matmul_rate(model.dtype, mesh.size),
+    )
+    with StopSignals() as signals:
+        for step, batch in enumerate(batches(rows, recipe.batch_size, seed=recipe.seed, start=first, stop=steps), start=first + 1):
+            state, values = train_step(state, llama, jax.device_put(batch, batch_sharding(mesh)))
+            progress.advance(recipe.batch_size * recipe.max_length)
+            if step == first + 1:
+                jax.block_until_ready(state)
+                progress.restart_clock()
+            if step % recipe.logging_steps == 0 or step == steps:
+                numbers = {name: float(value) for name, value in values.items()}
+                if not np.isfinite(numbers["loss"]):
+                    raise FloatingPointError(f"step {step}: the loss is {numbers['loss']}; the last checkpoint is in {recipe.output_dir}")
+                metrics.write({"step": step} | numbers | progress.report(step, numbers))
+            if step % recipe.save_steps == 0 or step == steps or signals.received:
+                checkpoints.save(state)
+            if signals.received:
+                break
+    progress.close()
+    checkpoints.close()
+    if int(state.step) < steps:
+        log(f"stopped after step {int(state.step)} of {steps}; the same command continues")
+        return INTERRUPTED if signals.received == signal.SIGINT else OK
+    if first < steps:
+        evaluate(state)
+    metrics.close()
+
+    exported = recipe.output_dir / "model"
+    if not exported.exists():
+        dtype = source_dtype(model)
+        finished = dataclasses.replace(model, llama=cast(llama, dtype), swiftkv=cast(state.delta, dtype))
+        api.save_hf(finished, exported)
+    log(f"finished {steps} steps: the model is in {exported}")
+    return OK
+
+
+def load_model(recipe: Recipe, mesh: Mesh) -> Model:
+    """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut, else a fresh one."""
+    found = checkpoint.read_config(recipe.model)
+    has_delta = found.num_upper_layers > 0
+    layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
+    same_layers = has_delta and layers == found.num_key_value_layers
+    config = found.cut(layers, recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1))
+    if config.num_upper_layers == 0:
+        raise UsageError(f"--num-key-value-layers {layers}: this model has {config.num_layers} layers, so nothing is left to distil")
+    model = checkpoint.load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
+    if model.swiftkv is None:
+        init = jax.jit(init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh))
+        model = dataclasses.replace(model, swiftkv=init(config, model.llama))
+    if model.tokenizer is None:
+        raise UsageError(f"--model {recipe.model}: it has no tokenizer, so text cannot be read")
+    return model
+
+
+def load_rows(sources: tuple[str, ...], tokenizer, length: int, what: str, *, held_out: bool = False) -> PackedRows:
+    """Read, tokenise and pack every source, with progress on stderr."""
+    documents = (document for source in sources for document in read(source, held_out=held_out and source == STDLIB))
+    rows = pack(tokenize(tqdm(documents, desc=f"{what} data", unit=" documents", delay=2, leave=False), tokenizer), length)
+    log(f"{what} data: {rows.num_tokens:,} tokens in {len(rows):,} rows of {length}, {rows.num_tokens / rows.tokens.size:.1%} full")
+    return rows
+
+
+def evaluate_delta(eval_step, delta, llama, rows: PackedRows, recipe: Recipe, mesh: Mesh) -> dict[str, float]:
+    """Teacher and student on the first rows of a data set: perplexities, agreement, KL and hidden loss, per token."""
+    limit = recipe.eval_batches
+    parts = [
+        eval_step(delta, llama, jax.device_put(batch, batch_sharding(mesh)))
+        for batch in first_batches(rows, recipe.batch_size, limit=limit)
+    ]
+    means = {name: float(value) for name, value in jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts).means().items()}
+    return {
+        "teacher_perplexity": float(np.exp(means.pop("teacher_loss"))),
+        "student_perplexity": float(np.exp(means.pop("student_loss"))),
+        **means,
+    }
+
+
+def fingerprint(recipe: Recipe, model: Model, rows: PackedRows, steps: int) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be continued: weights, data, and the settings that steer the updates."""
+    settings = ("batch_size", "max_length", "learning_rate", "warmup_ratio", "temperature", "hidden_loss_weight", "hidden_loss_layer", "seed")
+    data = zlib.crc32(rows.loss_mask.tobytes(), zlib.crc32(rows.tokens.tobytes()))
+    weights = zlib.crc32(b"".join(digest(leaf).to_bytes(8, "little") for leaf in jax.tree.leaves((model.llama, model.swiftkv))))
+    return {name: getattr(recipe, name) for name in settings} | {
+        "steps": steps,
+        "dtype": str(model.dtype),
+        "num_key_value_layers": model.config.num_key_value_layers,
+        "key_value_group_size": model.config.key_value_group_size,
+        "base_model": f"{weights:08x}",
+        "data": f"{data:08x}",
+    }
+
+
+def describe(recipe: Recipe, model: Model, mesh: Mesh) -> str:
+    config = model.config
+    frozen, trained = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (model.llama, model.swiftkv))
+    device = jax.devices()[0]
+    emulated = " (emulated: for trying out, not for speed)" if device.platform == "cpu" and mesh.size > 1 else ""
+    return (
+        f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of {config.num_layers} layers "
+        f"with their own keys and values, groups of {config.key_value_group_size}; {model.dtype} on a "
+        f"{recipe.mesh[0]}x{recipe.mesh[1]} data x model mesh of {device.device_kind} devices{emulated}"
+    )
+
+
+def write_settings(recipe: Recipe, config: Config, steps: int) -> None:
+    """The resolved recipe beside the run, for whoever finds it later."""
+    settings = dataclasses.asdict(recipe) | {"max_steps": steps, "config": dataclasses.asdict(config), "jax": jax.__version__}
+    (recipe.output_dir / "recipe.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
+
+
+def source_dtype(model: Model) -> jnp.dtype:
+    """The dtype the checkpoint came in: what the run read widened is written as it was."""
+    hf = model.side_files.hf_config
+    return jnp.dtype(hf.get("torch_dtype") or hf.get("dtype") or model.dtype)
+
+
+class StopSignals:
+    """Notes SIGINT and SIGTERM instead of dying from them; a second one acts as usual."""
+
+    received: int = 0
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = number
+        log("finishing and saving the current step; once more to stop at once")
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._restore()

@@ -1,0 +1,153 @@
+"""The distillation loss against float64 NumPy, and the properties training relies on."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swiftkv_jax import Config, Model, add_swiftkv, distill_loss
+from swiftkv_jax.model import Batch, whole_rows
+from swiftkv_jax.params import init_llama
+from swiftkv_jax.train import distill
+
+CONFIG = Config(vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+def make_model(num_key_value_layers=3, group=1, *, noise=0.0) -> Model:
+    llama = init_llama(CONFIG, jax.random.key(0), scale=0.3)
+    model = add_swiftkv(Model(llama=llama, swiftkv=None, config=CONFIG), num_key_value_layers, group)
+    leaves, tree = jax.tree.flatten(model.swiftkv)
+    noisy = [leaf + noise * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
+    return dataclasses.replace(model, swiftkv=jax.tree.unflatten(tree, noisy))
+
+
+def make_tokens(batch=2, length=13):
+    return jax.random.randint(jax.random.key(1), (batch, length), 0, CONFIG.vocab_size)
+
+
+def kl_inputs(length=13, vocab=61):
+    draw = np.random.default_rng(0).standard_normal
+    student, teacher, head = draw((2, length, 16)), draw((2, length, 16)), draw((vocab, 16))
+    tokens = np.random.default_rng(1).integers(0, vocab, (2, length))
+    weights = np.random.default_rng(2).uniform(size=(2, length)) * (np.arange(length) > 3)
+    return student, teacher, head, tokens, weights
+
+
+def oracle_kl(student, teacher, head, tokens, weights, temperature):
+    """Float64, the formula as written, every logit at once."""
+
+    def log_softmax(x):
+        return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+    s, t = student @ head.T, teacher @ head.T
+    log_q, log_p = log_softmax(s / temperature), log_softmax(t / temperature)
+    kl = temperature**2 * (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    gradient = temperature * (np.exp(log_q) - np.exp(log_p)) * weights[..., None] @ head
+    nll = [-np.take_along_axis(log_softmax(x), tokens[..., None], -1)[..., 0] for x in (t, s)]
+    agreement = s.argmax(-1) == t.argmax(-1)
+    return [(weights * x).sum() for x in (kl, agreement, *nll)], gradient
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 5, 13, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_linear_kl_equals_the_oracle(monkeypatch, chunk_rows, temperature):
+    student, teacher, head, tokens, weights = kl_inputs()
+    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", chunk_rows * 2 * 61)
+    expected, expected_gradient = oracle_kl(student, teacher, head, tokens, weights, temperature)
+    args = [jnp.asarray(x, jnp.float32) for x in (student, teacher, head)] + [jnp.asarray(tokens), jnp.asarray(weights, jnp.float32)]
+    sums, gradient = jax.value_and_grad(lambda x: (lambda s: (s[0], s))(distill.linear_kl(temperature, x, *args[1:])), has_aux=True)(args[0])
+    np.testing.assert_allclose(sums[1], expected, rtol=1e-5)
+    np.testing.assert_allclose(distill.linear_kl(temperature, *args), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_improbable_tokens_do_not_make_nan():
+    """A softmax that underflows to zero makes p log p a NaN when it is not taken from logarithms."""
+    student = jnp.array([[[200.0, 0.0]]])
+    sums = distill.linear_kl(2.0, student, -student, jnp.eye(2), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
+    assert all(np.isfinite(value) for value in sums)
+    np.testing.assert_allclose(sums[0], 4 * 200 / 2, rtol=1e-6)
+
+
+def test_no_whole_logits_in_the_compiled_gradient(monkeypatch):
+    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 2 * 8 * CONFIG.vocab_size)
+    model, tokens = make_model(), make_tokens(2, 64)
+
+    def loss(delta):
+        return distill_loss(dataclasses.replace(model, swiftkv=delta), tokens, jnp.ones((2, 64)))[0]
+
+    text = jax.jit(jax.grad(loss)).lower(model.swiftkv).compile().as_text()
+    assert f"[2,8,{CONFIG.vocab_size}]" in text, "the chunk's logits should be there: the pattern below would not match anything"
+    assert f"[2,64,{CONFIG.vocab_size}]" not in text and f"[128,{CONFIG.vocab_size}]" not in text
+
+
+@pytest.mark.parametrize("hidden_layer", [-2, -1, 4])
+def test_a_student_that_equals_its_teacher_has_no_loss(hidden_layer):
+    model = make_model(num_key_value_layers=5)  # the only upper layer computes the very same keys, values and queries
+    loss, metrics = distill_loss(model, make_tokens(), jnp.ones((2, 13)), hidden_layer=hidden_layer)
+    assert float(loss) < 1e-10
+    assert set(metrics) == {"logits_loss", "hidden_loss"}
+
+
+def test_hidden_layers_are_counted_as_hugging_face_does():
+    model, tokens, mask = make_model(noise=0.2), make_tokens(), jnp.ones((2, 13))
+    hidden = {i: float(distill_loss(model, tokens, mask, hidden_layer=i)[1]["hidden_loss"]) for i in range(-7, 7)}
+    assert all(hidden[i] == hidden[i - 7] for i in range(7))
+    assert hidden[0] == hidden[3] == 0, "up to the boundary both models are one"
+    assert 0 < hidden[4] < hidden[5]
+    for wrong in (7, -8):
+        with pytest.raises(ValueError, match="hidden_layer=.* must be from -7 to 6"):
+            distill_loss(model, tokens, mask, hidden_layer=wrong)
+
+
+def test_gradient_agrees_with_finite_differences_and_reaches_only_the_delta():
+    model, tokens, mask = make_model(noise=0.05, group=3), make_tokens(), jnp.ones((2, 13))
+
+    def loss(delta, llama):
+        return distill_loss(dataclasses.replace(model, swiftkv=delta, llama=llama), tokens, mask)[0]
+
+    of_delta, of_llama = jax.grad(loss, argnums=(0, 1))(model.swiftkv, model.llama)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(of_delta))
+    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(of_llama))
+    direction = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(9), leaf.shape), model.swiftkv)
+    step = 1e-3
+    ahead, behind = (jax.tree.map(lambda p, d, s=s: p + s * d, model.swiftkv, direction) for s in (step, -step))
+    numeric = (loss(ahead, model.llama) - loss(behind, model.llama)) / (2 * step)
+    exact = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(of_delta), jax.tree.leaves(direction), strict=True))
+    np.testing.assert_allclose(numeric, exact, rtol=1e-2)
+
+
+def test_recomputation_changes_nothing():
+    model = make_model(noise=0.1, group=3)
+    batch = whole_rows(make_tokens())
+
+    def gradient(remat):
+        return jax.grad(lambda delta: distill.distill_loss(model.config, delta, model.llama, batch, remat=remat)[0])(model.swiftkv)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient(False), gradient(True))
+
+
+def test_packed_documents_weigh_as_they_would_alone():
+    """Sums of a packed row equal the sums of its documents; padding and masked positions add nothing."""
+    model = make_model(noise=0.1)
+    a, b = make_tokens(1, 5), make_tokens(1, 6) + 1
+    zeros = jnp.zeros((1, 2), jnp.int32)
+    packed = Batch(
+        tokens=jnp.concatenate([a, b, zeros + 7], axis=1),
+        positions=jnp.concatenate([jnp.arange(5), jnp.arange(6), jnp.arange(2)])[None],
+        segment_ids=jnp.concatenate([zeros[:, :1].repeat(5, 1) + 1, zeros[:, :1].repeat(6, 1) + 2, zeros], axis=1),
+        loss_mask=jnp.array([[0, 1, 1, 1, 0] + [1, 1, 1, 1, 1, 0] + [0, 0]], jnp.float32),
+    )
+    alone = [whole_rows(a, packed.loss_mask[:, :5]), whole_rows(b, packed.loss_mask[:, 5:11])]
+    sums = [distill.distill_sums(model.config, model.swiftkv, model.llama, batch) for batch in (packed, *alone)]
+    expected = jax.tree.map(lambda x, y: x + y, sums[1], sums[2])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), sums[0], expected)
+    assert float(sums[0].tokens) == 11 and float(sums[0].targets) == 8
+
+
+def test_a_model_without_delta_is_refused():
+    model = dataclasses.replace(make_model(), swiftkv=None)
+    with pytest.raises(ValueError, match="needs a model with a delta"):
+        distill_loss(model, make_tokens(), jnp.ones((2, 13)))
