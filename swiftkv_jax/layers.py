@@ -17,6 +17,7 @@ from .params import Block, Leaf
 
 
 @runtime_checkable
+@runtime_checkable
 class Ends(Protocol):
     """What comes before and after the layers: of a `Llama`, or of one unstacked for serving."""
 
@@ -28,14 +29,14 @@ class Ends(Protocol):
     def lm_head(self) -> Leaf: ...  # V D; None when tied to `embed`
 
 
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """Root-mean-square norm: float32 inside, cast back before the scale is applied, as Hugging Face's Llama does."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale
 
 
-def rope_frequencies(config: Config) -> Float[Array, "H_half"]:
+def rope_frequencies(config: Config) -> Float[Array, " H_half"]:
     """Radians per position of each rotated pair, after scaling (`RopeScaling` says by which rule)."""
     exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequency = config.rope_theta**-exponent

@@ -128,9 +128,7 @@ def head(config: HFConfig, tensors: Tensors, h: np.ndarray) -> tuple[np.ndarray,
 # ---- the whole model, every token through every layer (1.4, training) ----
 
 
-def forward(
-    config: HFConfig, tensors: Tensors, tokens: Sequence[int], *, swiftkv: bool, positions: Sequence[int] | None = None
-) -> Outputs:
+def forward(config: HFConfig, tensors: Tensors, tokens: Sequence[int], *, swiftkv: bool, positions: Sequence[int] | None = None) -> Outputs:
     """The full forward pass of one sequence; swiftkv=False is the plain Llama (1.1), whatever *_swiftkv tensors there are."""
     shape = shape_of(config)
     positions = range(len(tokens)) if positions is None else positions
