@@ -17,7 +17,6 @@ from .params import Block, Leaf
 
 
 @runtime_checkable
-@runtime_checkable
 class Ends(Protocol):
     """What comes before and after the layers: of a `Llama`, or of one unstacked for serving."""
 
