@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .config import Config
+from .params import Leaf
 from .sharding import DATA, MODEL
 
 
@@ -21,8 +22,8 @@ from .sharding import DATA, MODEL
 class KVCache:
     """Rotated keys, and values: lower layers first, then one entry per group of upper layers."""
 
-    k: tuple[jax.Array, ...]  # each B K S H
-    v: tuple[jax.Array, ...]  # each B K S H
+    k: tuple[Leaf, ...]  # each B K S H
+    v: tuple[Leaf, ...]  # each B K S H
 
 
 def cache_shapes(config: Config, batch: int, length: int, dtype) -> KVCache:

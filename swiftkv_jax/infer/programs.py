@@ -24,6 +24,7 @@ from ..config import Config
 from ..layers import embed, rope_table, unembed
 from ..model import cross_layer, head_major, project_fused_kv, self_layer
 from ..pallas_kernels import decode_attention, prefill_attention
+from ..params import Leaf
 from .sampling import Sampling, sample
 from .weights import Weights, served_config, weight_shapes
 
@@ -33,9 +34,9 @@ class DecodeState:
     """All that decoding carries from step to step. Donated: the old state is gone after each call."""
 
     cache: KVCache
-    token: jax.Array  # i32[B]; the last token of each row: known, but not in the cache yet
-    length: jax.Array  # i32[B]; valid positions of the cache row, and so the position of `token`
-    budget: jax.Array  # i32[B]; tokens the row may still emit; 0 once it is finished
+    token: Leaf  # i32[B]; the last token of each row: known, but not in the cache yet
+    length: Leaf  # i32[B]; valid positions of the cache row, and so the position of `token`
+    budget: Leaf  # i32[B]; tokens the row may still emit; 0 once it is finished
 
 
 Write = Callable[[Float[Array, "B K S H"], Float[Array, "B K T H"]], Float[Array, "B K S H"]]

@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import UsageError
+from ..params import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +48,11 @@ class SamplingParams:
 class Sampling:
     """What each row was asked for, as arrays: a change of value never recompiles."""
 
-    temperature: jax.Array  # f32[B]; 0 is greedy
-    top_k: jax.Array  # i32[B]; 0 is off
-    top_p: jax.Array  # f32[B]; 1 is off
-    key: jax.Array  # key[B]; of the row, before the position is folded in
-    end_ids: jax.Array  # i32[B, E]; tokens that end the row, -1 for none
+    temperature: Leaf  # f32[B]; 0 is greedy
+    top_k: Leaf  # i32[B]; 0 is off
+    top_p: Leaf  # f32[B]; 1 is off
+    key: Leaf  # key[B]; of the row, before the position is folded in
+    end_ids: Leaf  # i32[B, E]; tokens that end the row, -1 for none
 
 
 def make_sampling(params: SamplingParams, rows: Sequence[int], end_ids: Sequence[int]) -> Sampling:

@@ -39,9 +39,10 @@ def serving_weights(llama: Llama, delta: SwiftKV | None) -> Weights:
     """
     lower, lower_qkv, upper = unstack(llama.lower), unstack(llama.lower_qkv), unstack(llama.upper)
     if delta is None:
-        if upper and llama.upper_qkv is None:
-            raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
-        lower_qkv += unstack(llama.upper_qkv) if upper else ()
+        if upper:
+            if llama.upper_qkv is None:
+                raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
+            lower_qkv += unstack(llama.upper_qkv)
         return Weights(llama.embed, lower + upper, lower_qkv, None, None, None, (), (), (), llama.final_norm, llama.lm_head)
     return Weights(
         embed=llama.embed,

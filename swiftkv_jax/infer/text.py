@@ -1,0 +1,130 @@
+"""Between text and tokens: text that appears as it becomes certain, stop strings, chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import UsageError
+
+REPLACEMENT = "\ufffd"
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt, with the tokenizer's special tokens unless the text brings its own first one."""
+    bos = getattr(tokenizer, "bos_token", None)
+    return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to the assistant's turn. The template writes every special token itself.
+
+    Raises `UsageError` if the tokenizer has no template, or if the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("this model's tokenizer has no chat template: use a chat model, or plain prompts")
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise UsageError(f"the chat template refuses these messages: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class Detokenizer:
+    """Text of a growing row of tokens, in pieces that add up to the text of the whole.
+
+    A character may take several tokens. Text that ends in a replacement character is held back: its last bytes may be
+    the beginning of a character.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Decoding starts a few tokens back, because some tokenizers treat the first token of a text specially.
+        self._context, self._done = 0, 0
+
+    def push(self, token: int) -> str:
+        """The text that has become certain."""
+        self._ids.append(token)
+        text = self._pending()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._context, self._done = self._done, len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """What was held back, incomplete bytes as replacement characters."""
+        text = self._pending()
+        self._context, self._done = self._done, len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        done = self._decode(self._ids[self._context : self._done])
+        return self._decode(self._ids[self._context :])[len(done) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class StopStrings:
+    """Text up to the first of some strings. Holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Iterable[str]):
+        self._stops = tuple(stops)
+        if "" in self._stops:
+            raise UsageError("--stop '': a stop string must have at least one character")
+        self._held = ""
+        self.hit = False
+
+    def push(self, text: str) -> str:
+        """The text that cannot be part of a stop string any more. After a hit, nothing."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        if found:
+            self.hit, self._held = True, ""
+            return text[: min(found)]
+        hold = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that is a beginning of `stop`."""
+        return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class TextStream:
+    """Tokens of one row in, its text out, up to a stop string."""
+
+    def __init__(self, tokenizer: Any, stops: Iterable[str] = ()):
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self.token_ids: list[int] = []
+        """Tokens taken so far: up to the one that completed a stop string."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has appeared."""
+        return self._stops.hit
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that has become certain. Tokens after a stop string are ignored."""
+        text = ""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.token_ids.append(token)
+            text += self._stops.push(self._detokenizer.push(token))
+        return text
+
+    def finish(self) -> str:
+        """What was held back. No token may follow."""
+        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
