@@ -27,6 +27,14 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def __post_init__(self):
+        for field in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ConfigError(f"rope scaling: {field}={value!r} must be a positive number")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(f"rope scaling: high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -59,6 +67,9 @@ class Config:
         for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
+        for field in ("norm_eps", "rope_theta"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"{field}={getattr(self, field)} must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -169,6 +180,26 @@ _USED = frozenset(
     num_key_value_layers key_value_group_size sliding_window layer_types""".split()
 )
 
+# What JSON may hold besides null in the fields that are used.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "an integer": (
+        (int,),
+        """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        max_position_embeddings sliding_window num_key_value_layers key_value_group_size""",
+    ),
+    "a number": ((int, float), "rms_norm_eps rope_theta"),
+    "true or false": ((bool,), "attention_bias tie_word_embeddings"),
+    "an object": ((Mapping,), "rope_scaling rope_parameters"),
+}
+
+
+def _check_types(hf: Mapping[str, Any]) -> None:
+    for wanted, (types, names) in _TYPES.items():
+        for name in names.split():
+            value = hf.get(name)
+            if value is not None and (not isinstance(value, types) or isinstance(value, bool) is not (bool in types)):
+                raise ConfigError(f"{name}={value!r} must be {wanted}")
+
 
 def _from_hf(hf: Mapping[str, Any]) -> Config:
     if hf.get("model_type") not in MODEL_TYPES:
@@ -181,9 +212,15 @@ def _from_hf(hf: Mapping[str, Any]) -> Config:
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")
+    _check_types(hf)
+    if not hf.get("head_dim") and hf["num_attention_heads"] and hf["hidden_size"] % hf["num_attention_heads"]:
+        raise ConfigError(
+            f"hidden_size={hf['hidden_size']} must be a multiple of num_attention_heads={hf['num_attention_heads']}, or head_dim be given"
+        )
 
-    max_positions = int(hf.get("max_position_embeddings") or 2048)
-    window = hf.get("sliding_window")
+    max_positions = hf.get("max_position_embeddings") or 2048
+    # transformers reads a Mistral without the field as one with a window of 4096; null is no window.
+    window = hf.get("sliding_window", 4096 if hf["model_type"] == "mistral" else None)
     if window is not None and window < max_positions:
         raise ConfigError(f"sliding_window={window} below max_position_embeddings={max_positions} is not supported")
     if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
@@ -198,7 +235,7 @@ def _from_hf(hf: Mapping[str, Any]) -> Config:
         num_heads=hf["num_attention_heads"],
         num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        norm_eps=1e-6 if hf.get("rms_norm_eps") is None else hf["rms_norm_eps"],
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=max_positions,
@@ -213,7 +250,11 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
     field = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
     rope = dict(hf.get(field) or {})
-    theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
+    theta = rope.pop("rope_theta", None)
+    if theta is None:
+        theta = 10_000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ConfigError(f"rope_theta={theta!r} must be a number")
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     if kind == "default":
@@ -230,8 +271,8 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if unknown := [name for name in rope.keys() - known if (name, rope[name]) != ("partial_rotary_factor", 1.0)]:
         raise ConfigError(f"{field}: unknown fields for rope_type={kind!r}: {', '.join(sorted(unknown))}")
     if kind == "default":
-        return theta, None
-    return theta, RopeScaling(rope_type=kind, **{name: rope[name] for name in known})
+        return float(theta), None
+    return float(theta), RopeScaling(rope_type=kind, **{name: rope[name] for name in known})
 
 
 def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:

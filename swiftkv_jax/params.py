@@ -10,7 +10,7 @@ the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `Partition
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,6 @@ class SwiftKV:
     k_bias: Leaf = None  # J K H
     v_bias: Leaf = None  # J K H
 
-
-Tree = TypeVar("Tree")
 
 
 def llama_shapes(config: Config, dtype=jnp.float32) -> Llama:
@@ -208,12 +206,12 @@ def split_layers(config: Config, llama: Llama) -> Llama:
     )
 
 
-def unstack(stack: Tree) -> tuple[Tree, ...]:
+def unstack[Tree](stack: Tree) -> tuple[Tree, ...]:
     """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights at every step)."""
     leaves, tree = jax.tree.flatten(stack)
     return tuple(jax.tree.unflatten(tree, layer) for layer in zip(*map(tuple, leaves), strict=True))
 
 
-def cast(tree: Tree, dtype) -> Tree:
+def cast[Tree](tree: Tree, dtype) -> Tree:
     """Every leaf in `dtype`; leaves that already are stay the same buffers."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

@@ -47,7 +47,8 @@ def make_mesh(shape: tuple[int, int]) -> Mesh:
     """A data x model mesh over the first devices. Raises `UsageError` if there are too few."""
     devices, needed = jax.devices(), math.prod(shape)
     if needed > len(devices):
-        raise UsageError(f"--mesh {shape[0]}x{shape[1]} needs {needed} devices; this process sees {len(devices)} ({devices[0].device_kind})")
+        seen = f"{len(devices)} ({devices[0].device_kind})"
+        raise UsageError(f"--mesh {shape[0]}x{shape[1]} needs {needed} devices; this process sees {seen}")
     return Mesh(np.array(devices[:needed]).reshape(shape), (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m swiftkv_jax.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag = result.add_argument
-    flag("--mesh", metavar="DATAxMODEL", default="1x1", help="devices over batch rows x devices over heads and widths; on a CPU they are emulated")
+    flag("--mesh", metavar="DATAxMODEL", default="1x1", help="devices over rows x devices over heads and widths; emulated on a CPU")
     flag("--model", help="checkpoint to distil, Hugging Face or Orbax (default: the demo model)")
     flag("--data", action="append", help="JSONL with `messages` or `text` rows, a text file, a folder, or `stdlib`; repeat to add more")
     flag("--eval-data", help="held-out data, in the same forms")
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     flag("--warmup-ratio", type=float, help=f"share of the steps that warm up; then linear to 0 (default: {Recipe.warmup_ratio})")
     flag("--temperature", type=float, help=f"of both softmaxes in the KL (default: {Recipe.temperature:g})")
     flag("--hidden-loss-weight", type=float, help=f"of the hidden-state error (default: {Recipe.hidden_loss_weight:g})")
-    flag("--hidden-loss-layer", type=int, help=f"hidden state that is compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})")
+    flag("--hidden-loss-layer", type=int, help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})")
     flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
     flag("--remat", action=argparse.BooleanOptionalAction, help="recompute activations instead of keeping them (default: yes; demo: no)")
     flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import signal
 import zlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from .. import api, checkpoint
 from ..bundle import Model
-from ..cli import INTERRUPTED, OK, log
+from ..cli import ERROR, INTERRUPTED, OK, log
 from ..config import Config
 from ..cost import train_flops_per_token
 from ..digest import digest
@@ -92,7 +91,8 @@ def run(recipe: Recipe) -> int:
             if step % recipe.logging_steps == 0 or step == steps:
                 numbers = {name: float(value) for name, value in values.items()}
                 if not np.isfinite(numbers["loss"]):
-                    raise FloatingPointError(f"step {step}: the loss is {numbers['loss']}; the last checkpoint is in {recipe.output_dir}")
+                    log(f"error: step {step}: the loss is {numbers['loss']}; the last good checkpoint is in {recipe.output_dir}")
+                    return ERROR
                 metrics.write({"step": step} | numbers | progress.report(step, numbers))
             if step % recipe.save_steps == 0 or step == steps or signals.received:
                 checkpoints.save(state)
@@ -159,7 +159,7 @@ def evaluate_delta(eval_step, delta, llama, rows: PackedRows, recipe: Recipe, me
 
 def fingerprint(recipe: Recipe, model: Model, rows: PackedRows, steps: int) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that steer the updates."""
-    settings = ("batch_size", "max_length", "learning_rate", "warmup_ratio", "temperature", "hidden_loss_weight", "hidden_loss_layer", "seed")
+    settings = "batch_size max_length learning_rate warmup_ratio temperature hidden_loss_weight hidden_loss_layer seed".split()
     data = zlib.crc32(rows.loss_mask.tobytes(), zlib.crc32(rows.tokens.tobytes()))
     weights = zlib.crc32(b"".join(digest(leaf).to_bytes(8, "little") for leaf in jax.tree.leaves((model.llama, model.swiftkv))))
     return {name: getattr(recipe, name) for name in settings} | {
@@ -178,9 +178,9 @@ def describe(recipe: Recipe, model: Model, mesh: Mesh) -> str:
     device = jax.devices()[0]
     emulated = " (emulated: for trying out, not for speed)" if device.platform == "cpu" and mesh.size > 1 else ""
     return (
-        f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of {config.num_layers} layers "
-        f"with their own keys and values, groups of {config.key_value_group_size}; {model.dtype} on a "
-        f"{recipe.mesh[0]}x{recipe.mesh[1]} data x model mesh of {device.device_kind} devices{emulated}"
+        f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; {config.num_key_value_layers} of {config.num_layers} "
+        f"layers own their keys and values, the others share in groups of {config.key_value_group_size}\n"
+        f"{model.dtype} on a {recipe.mesh[0]}x{recipe.mesh[1]} data x model mesh of {device.device_kind} devices{emulated}"
     )
 
 

@@ -26,11 +26,8 @@ class RunCheckpoints:
     def __init__(self, recipe: Recipe, fingerprint: dict[str, Any]):
         self._fingerprint = fingerprint
         self._folder = (recipe.output_dir / "checkpoints").absolute()
-        self._checkpointer = ocp.training.Checkpointer(
-            self._folder,
-            preservation_policy=ocp.training.preservation_policies.LatestN(recipe.save_total_limit),
-            cleanup_tmp_directories=True,
-        )
+        newest: Any = ocp.training.preservation_policies.LatestN(recipe.save_total_limit)
+        self._checkpointer = ocp.training.Checkpointer(str(self._folder), preservation_policy=newest, cleanup_tmp_directories=True)
         found = self._checkpointer.latest is not None
         if recipe.resume == "must" and not found:
             raise UsageError(f"--resume must: no checkpoint in {self._folder}")
@@ -73,8 +70,9 @@ class RunCheckpoints:
         self._checkpointer.close()
 
     def _check_fingerprint(self, found: dict[str, Any], where: str) -> None:
-        names = sorted(found.keys() | self._fingerprint.keys())
-        different = [f"{name} {found.get(name)} -> {self._fingerprint.get(name)}" for name in names if found.get(name) != self._fingerprint.get(name)]
+        wanted = self._fingerprint
+        names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        different = [f"{name} was {found.get(name)} and is now {wanted.get(name)}" for name in names]
         if different:
             raise CheckpointError(f"{where} belongs to another run ({'; '.join(different)}); name another --output-dir")
 

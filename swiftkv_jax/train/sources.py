@@ -21,7 +21,9 @@ from ..errors import DataError
 STDLIB = "stdlib"
 _TEXT_SUFFIXES = frozenset(".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split())
 # Generated tables, vendored wheels and tests teach little and would take most of the budget.
-_STDLIB_SKIPPED = frozenset("test tests idle_test turtledemo site-packages dist-packages encodings ensurepip lib2to3 __pycache__ pydoc_data".split())
+_STDLIB_SKIPPED = frozenset(
+    "test tests idle_test turtledemo site-packages dist-packages encodings ensurepip lib2to3 __pycache__ pydoc_data".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,8 @@ def read(source: str, *, held_out: bool = False) -> Iterator[Document]:
     path = Path(source)
     if not path.exists():
         raise DataError(f"{source}: no such file or folder")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in _TEXT_SUFFIXES | {".jsonl"} and p.is_file())
+    suffixes = _TEXT_SUFFIXES | {".jsonl"}
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
     found = False
     for file in files:
         for document in _jsonl(file) if file.suffix == ".jsonl" else _text(file):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from ..config import Config
 from ..model import Batch
-from ..params import Llama, SwiftKV, swiftkv_shapes
+from ..params import Leaf, Llama, SwiftKV, swiftkv_shapes
 from ..sharding import batch_sharding, llama_shardings, replicated, swiftkv_shardings
 from .distill import distill_loss, distill_sums
 from .recipe import Recipe
@@ -23,9 +23,9 @@ from .recipe import Recipe
 class TrainState:
     """All that training changes, and all that a checkpoint holds."""
 
-    step: jax.Array  # i32[]; optimiser steps taken
+    step: Leaf  # i32[]; optimiser steps taken
     delta: SwiftKV  # float32 master copy
-    opt_state: Any  # AdamW moments of the delta, float32
+    opt_state: Leaf  # AdamW moments of the delta, float32
 
 
 def learning_rate(recipe: Recipe, steps: int) -> optax.Schedule:
@@ -45,7 +45,7 @@ def make_optimizer(recipe: Recipe, steps: int) -> optax.GradientTransformation:
 
 
 def state_shapes(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
-    delta = swiftkv_shapes(config, jnp.float32)
+    delta: Any = swiftkv_shapes(config, jnp.float32)
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32), delta, jax.eval_shape(optimizer.init, delta))
 
 
@@ -89,8 +89,9 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
     def train_step(state: TrainState, llama: Llama, batch: Batch):
         gradient, metrics = jax.grad(loss, has_aux=True)(state.delta, llama, batch)
         metrics["grad_norm"] = optax.tree.norm(gradient)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.delta)
-        delta = optax.apply_updates(state.delta, updates)
+        delta: Any = state.delta
+        updates, opt_state = optimizer.update(gradient, state.opt_state, delta)
+        delta = optax.apply_updates(delta, updates)
         return TrainState(state.step + 1, delta, opt_state), metrics
 
     state = state_shardings(config, optimizer, mesh)

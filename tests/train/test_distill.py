@@ -50,24 +50,28 @@ def oracle_kl(student, teacher, head, tokens, weights, temperature):
     return [(weights * x).sum() for x in (kl, agreement, *nll)], gradient
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, 5, 13, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("chunk_rows", "temperature"), [(1, 2.0), (5, 1.0), (13, 2.0), (1000, 4.0)])
 def test_linear_kl_equals_the_oracle(monkeypatch, chunk_rows, temperature):
     student, teacher, head, tokens, weights = kl_inputs()
     monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", chunk_rows * 2 * 61)
     expected, expected_gradient = oracle_kl(student, teacher, head, tokens, weights, temperature)
     args = [jnp.asarray(x, jnp.float32) for x in (student, teacher, head)] + [jnp.asarray(tokens), jnp.asarray(weights, jnp.float32)]
-    sums, gradient = jax.value_and_grad(lambda x: (lambda s: (s[0], s))(distill.linear_kl(temperature, x, *args[1:])), has_aux=True)(args[0])
-    np.testing.assert_allclose(sums[1], expected, rtol=1e-5)
-    np.testing.assert_allclose(distill.linear_kl(temperature, *args), expected, rtol=1e-5)
+
+    def linear_kl(x):
+        sums = distill.linear_kl(temperature, x, *args[1:])
+        return sums[0], jnp.stack(sums)
+
+    (_, sums), gradient = jax.value_and_grad(linear_kl, has_aux=True)(args[0])
+    np.testing.assert_allclose(sums, expected, rtol=1e-5)
+    np.testing.assert_allclose(linear_kl(args[0])[1], expected, rtol=1e-5)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_improbable_tokens_do_not_make_nan():
     """A softmax that underflows to zero makes p log p a NaN when it is not taken from logarithms."""
     student = jnp.array([[[200.0, 0.0]]])
-    sums = distill.linear_kl(2.0, student, -student, jnp.eye(2), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
-    assert all(np.isfinite(value) for value in sums)
+    sums = jnp.stack(distill.linear_kl(2.0, student, -student, jnp.eye(2), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))))
+    assert np.isfinite(sums).all()
     np.testing.assert_allclose(sums[0], 4 * 200 / 2, rtol=1e-6)
 
 
@@ -78,7 +82,7 @@ def test_no_whole_logits_in_the_compiled_gradient(monkeypatch):
     def loss(delta):
         return distill_loss(dataclasses.replace(model, swiftkv=delta), tokens, jnp.ones((2, 64)))[0]
 
-    text = jax.jit(jax.grad(loss)).lower(model.swiftkv).compile().as_text()
+    text = jax.jit(jax.grad(loss)).lower(model.swiftkv).compile().as_text() or ""
     assert f"[2,8,{CONFIG.vocab_size}]" in text, "the chunk's logits should be there: the pattern below would not match anything"
     assert f"[2,64,{CONFIG.vocab_size}]" not in text and f"[128,{CONFIG.vocab_size}]" not in text
 
@@ -87,7 +91,7 @@ def test_no_whole_logits_in_the_compiled_gradient(monkeypatch):
 def test_a_student_that_equals_its_teacher_has_no_loss(hidden_layer):
     model = make_model(num_key_value_layers=5)  # the only upper layer computes the very same keys, values and queries
     loss, metrics = distill_loss(model, make_tokens(), jnp.ones((2, 13)), hidden_layer=hidden_layer)
-    assert float(loss) < 1e-10
+    assert float(loss) < 1e-6, "rounding in two separate sums of exponentials is all that may be left"
     assert set(metrics) == {"logits_loss", "hidden_loss"}
 
 
@@ -141,6 +145,7 @@ def test_packed_documents_weigh_as_they_would_alone():
         loss_mask=jnp.array([[0, 1, 1, 1, 0] + [1, 1, 1, 1, 1, 0] + [0, 0]], jnp.float32),
     )
     alone = [whole_rows(a, packed.loss_mask[:, :5]), whole_rows(b, packed.loss_mask[:, 5:11])]
+    assert model.swiftkv is not None
     sums = [distill.distill_sums(model.config, model.swiftkv, model.llama, batch) for batch in (packed, *alone)]
     expected = jax.tree.map(lambda x, y: x + y, sums[1], sums[2])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), sums[0], expected)
