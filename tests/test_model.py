@@ -1,5 +1,6 @@
 """Teacher and student against the oracle, over the shapes a Llama can take; packing, initial deltas, and moving the boundary."""
 
+import dataclasses
 import functools
 
 import jax
@@ -46,7 +47,7 @@ SHAPES = {
     "length 1": {"length": 1},
     "length 17": {"length": 17, "key_value_group_size": 2},
 }
-CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64
+assert_close = functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-5)  # float32 against float64
 
 
 @functools.cache
@@ -85,9 +86,9 @@ def test_equals_oracle(name):
     for who, (logits, inputs) in runs.items():
         expected = oracle.forward_batch(hf, tensors, tokens, swiftkv=who == "student")
         assert logits.dtype == jnp.float32
-        np.testing.assert_allclose(logits, expected.logits, err_msg=f"{who} logits", **CLOSE)
+        assert_close(logits, expected.logits, err_msg=f"{who} logits")
         for j in range(model.config.num_lower_layers, model.config.num_layers):
-            np.testing.assert_allclose(inputs[j], expected.hidden_states[j], err_msg=f"{who}, input of layer {j}", **CLOSE)
+            assert_close(inputs[j], expected.hidden_states[j], err_msg=f"{who}, input of layer {j}")
 
 
 @pytest.mark.parametrize("name", ["g=2", "biases multi-head g=4"])
@@ -102,14 +103,14 @@ def test_teacher_and_student_differ(name):
 def test_public_logits_choose_the_model(swiftkv):
     hf, tensors, model, tokens = setup("g=2")
     expected = oracle.forward_batch(hf, tensors, tokens, swiftkv=swiftkv is not False).logits
-    np.testing.assert_allclose(skv.logits(model, jnp.asarray(tokens), swiftkv=swiftkv), expected, **CLOSE)
+    assert_close(skv.logits(model, jnp.asarray(tokens), swiftkv=swiftkv), expected)
 
 
 def test_all_layers_lower_is_the_teacher():
     hf, tensors, model, tokens = setup("K=L")
     assert model.swiftkv is None
     expected = oracle.forward_batch(hf, tensors, tokens, swiftkv=True).logits  # K = L is also the oracle's teacher
-    np.testing.assert_allclose(skv.logits(model, jnp.asarray(tokens)), expected, **CLOSE)
+    assert_close(skv.logits(model, jnp.asarray(tokens)), expected)
     with pytest.raises(ValueError, match="no delta"):
         skv.logits(model, jnp.asarray(tokens), swiftkv=True)
 
@@ -138,7 +139,7 @@ def test_packed_documents_are_separate(name):
     runs, repadded = run(model, packed(documents)), run(model, packed(documents, pad_with=7))
     for who, (logits, _) in runs.items():
         expected = np.concatenate([oracle.forward(hf, tensors, document, swiftkv=who == "student").logits for document in documents])
-        np.testing.assert_allclose(logits[0, :13], expected, err_msg=who, **CLOSE)
+        assert_close(logits[0, :13], expected, err_msg=who)
         np.testing.assert_array_equal(logits[0, :13], repadded[who][0][0, :13], err_msg=f"{who}: padding has an influence")
 
 
@@ -230,7 +231,7 @@ def test_a_cut_that_does_not_fit(kv_layers, group, field):
 
 def test_no_delta_without_the_teachers_upper_projections():
     _, _, model, tokens = setup("plain")
-    slim = model.replace(llama=model.llama.replace(upper_qkv=None))
+    slim = dataclasses.replace(model, llama=dataclasses.replace(model.llama, upper_qkv=None))
     np.testing.assert_array_equal(skv.logits(slim, jnp.asarray(tokens)), skv.logits(model, jnp.asarray(tokens)))
     with pytest.raises(ValueError, match="upper q, k, v were dropped"):
         skv.add_swiftkv(slim, 2)
@@ -250,7 +251,7 @@ def test_the_boundary_does_not_matter_to_the_teacher():
         assert moved.upper_qkv is not None
         assert moved.upper.attn_norm.shape[0] == moved.upper_qkv.q.shape[0] == 6 - cut
         logits = skv.logits(skv.Model(moved, None, model.config.cut(cut)), jnp.asarray(tokens))
-        np.testing.assert_allclose(logits, expected, err_msg=f"{cut=}", **CLOSE)
+        assert_close(logits, expected, err_msg=f"{cut=}")
         jax.tree.map(np.testing.assert_array_equal, split_layers(model.config, moved), model.llama)
 
 
@@ -284,4 +285,4 @@ def test_layers_one_by_one_equal_the_scan(name):
             return forward.prefill_attention(q, keys[group], values[group], segment_ids=batch.segment_ids)
 
         x = forward.cross_layer(config, block, delta.q[i], biases[i], x, rope, read)
-    np.testing.assert_allclose(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)), **CLOSE)
+    assert_close(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)))
