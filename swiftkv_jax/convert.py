@@ -1,0 +1,153 @@
+"""Convert checkpoints and say what is in them: `python -m swiftkv_jax.convert {hf2orbax,orbax2hf,inspect}`.
+
+Conversion goes leaf by leaf: it needs memory for about three of the model's largest stacked weights, not for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from tqdm import tqdm
+
+from . import checkpoint, cli
+from .config import Config
+from .errors import CheckpointError
+from .hf import open_hf
+from .hf_export import write_hf
+from .names import Leaf
+from .sharding import make_mesh, parse_mesh
+from .side_files import has_tokenizer
+from .source import Source
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is that of `cli`."""
+    args = _parser().parse_args(argv)
+    return cli.run(lambda: args.command(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m swiftkv_jax.convert", description="Convert and inspect checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="{hf2orbax,orbax2hf,inspect}")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=run)
+        sub.add_argument("src", metavar="SRC", help="checkpoint directory to read")
+        return sub
+
+    def target(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("dst", metavar="DST", help="directory to write; must not exist, or be empty")
+        sub.add_argument("--dtype", choices=_DTYPES, help="dtype to write (default: the one stored)")
+
+    hf2orbax = command("hf2orbax", _hf2orbax, "Convert a Hugging Face directory (Llama or SwiftKV safetensors) to Orbax.")
+    target(hf2orbax)
+    hf2orbax.add_argument("--mesh", default="1x1", metavar="DATAxMODEL", help="devices to spread each weight over while converting (1x1)")
+    orbax2hf = command("orbax2hf", _orbax2hf, "Convert an Orbax directory written by this package to Hugging Face safetensors.")
+    target(orbax2hf)
+    orbax2hf.add_argument(
+        "--format",
+        choices=("full", "delta", "expanded"),
+        default="full",
+        help="full: teacher and delta, as the authors' stack loads it; delta: only what was trained; "
+        "expanded: keys and values of a group repeated for each of its layers (full)",
+    )
+    command("inspect", _inspect, "Print what a checkpoint of either kind holds.")
+    return parser
+
+
+def _hf2orbax(args: argparse.Namespace) -> int:
+    if checkpoint.is_orbax(args.src):
+        raise CheckpointError(f"{args.src}: an Orbax directory already; give a Hugging Face directory")
+    mesh = make_mesh(parse_mesh(args.mesh))
+    opened = open_hf(args.src)
+    with _bar(opened) as advance:
+        checkpoint.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
+    return cli.OK
+
+
+def _orbax2hf(args: argparse.Namespace) -> int:
+    if not checkpoint.is_orbax(args.src):
+        raise CheckpointError(f"{args.src}: a Hugging Face directory already; give one written by hf2orbax or save")
+    opened = checkpoint.open_orbax(args.src)
+    with _bar(opened) as advance:
+        write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)
+    return cli.OK
+
+
+@contextlib.contextmanager
+def _bar(opened: Source) -> Iterator[Callable[[Leaf], None]]:
+    """A progress bar of bytes on stderr, advanced leaf by leaf; silent where stderr is no terminal."""
+    total = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
+
+        def advance(leaf: Leaf) -> None:
+            bar.set_description(leaf.name, refresh=False)
+            bar.update(_num_bytes(opened, leaf))
+
+        yield advance
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    opened = checkpoint.open_any(args.src)
+    kind = "Orbax" if checkpoint.is_orbax(args.src) else "Hugging Face"
+    for name, value in _facts(opened, kind):
+        print(f"{name:22} {value}")
+    return cli.OK
+
+
+def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
+    config = opened.config
+    trained = sum(leaf.size for leaf in opened.leaves if leaf.is_delta)
+    frozen = sum(leaf.size for leaf in opened.leaves) - trained
+    dtypes = sorted({opened.dtypes[leaf.name].name for leaf in opened.leaves if leaf.size})
+    num_bytes = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
+    item = opened.dtypes["embed"].itemsize
+    teacher = kv_bytes_per_token(config, config.num_layers, item)
+    facts = [
+        ("kind", kind),
+        ("layers", f"{config.num_layers} of width {config.embed_dim}, MLP {config.mlp_dim}"),
+        ("heads", f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide"),
+        ("vocabulary", f"{config.vocab_size}{', head tied to embedding' if config.tie_word_embeddings else ''}"),
+        ("rope", f"theta {config.rope_theta:g}, scaling {config.rope_scaling.rope_type if config.rope_scaling else 'none'}"),
+        ("max positions", str(config.max_position_embeddings)),
+        ("attention bias", _yes(config.attention_bias)),
+        ("swiftkv", _yes(opened.has_delta)),
+        ("num_key_value_layers", str(config.num_key_value_layers)),
+        ("key_value_group_size", str(config.key_value_group_size)),
+        ("teacher q, k, v", _yes(opened.has_teacher)),
+        ("parameters", f"{frozen + trained:,} = {frozen:,} frozen + {trained:,} trained"),
+        ("bytes", f"{num_bytes:,}"),
+        ("dtype", ", ".join(dtypes)),
+        ("KV bytes per token", f"{teacher:,} teacher"),
+        ("end tokens", ", ".join(map(str, opened.eos_token_ids)) or "none"),
+        ("tokenizer", _yes(has_tokenizer(opened.side_files))),
+        ("digests", _yes(opened.digests)),
+    ]
+    if opened.has_delta:
+        student = kv_bytes_per_token(config, config.num_cache_layers, item)
+        row = [name for name, _ in facts].index("KV bytes per token")
+        facts[row] = ("KV bytes per token", f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)")
+    return facts
+
+
+def kv_bytes_per_token(config: Config, cache_layers: int, item_bytes: int) -> int:
+    """Bytes of keys and values that a token leaves in `cache_layers` cache buffers."""
+    return 2 * cache_layers * config.num_kv_heads * config.head_dim * item_bytes
+
+
+def _num_bytes(opened: Source, leaf: Leaf) -> int:
+    return leaf.size * opened.dtypes[leaf.name].itemsize
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""safetensors files, a tensor at a time: strict reading, streaming writing, a checksum for each tensor.
+
+The format has no checksum of its own. Files written here keep a CRC-32 of each tensor's bytes in the header's metadata
+(`crc32`: a JSON object of name -> hexadecimal), where other readers ignore it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .errors import CheckpointError
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, unread."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    code: str
+    """The format's name of the dtype: a key of `DTYPES`, or one that is not supported."""
+    crc32: int | None
+    """Of the tensor's bytes; None if the file records none."""
+
+
+def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors and the metadata of a file. Raises `CheckpointError` if it is missing, truncated or garbled."""
+    try:
+        with safe_open(file, framework="np") as handle:
+            metadata = handle.metadata() or {}
+            checksums = {name: int(value, 16) for name, value in json.loads(metadata.get("crc32", "{}")).items()}
+            slices = {name: handle.get_slice(name) for name in handle.keys()}
+            stored = [
+                Stored(name, file, tuple(part.get_shape()), str(part.get_dtype()), checksums.get(name)) for name, part in slices.items()
+            ]
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
+    except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file}: not a complete safetensors file ({error}); copy or download it again") from None
+    return stored, metadata
+
+
+def read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
+    """The slice `index` (step 1, one per axis) of a tensor, in the file's dtype. Opened anew, so no pages stay mapped.
+
+    Raises `CheckpointError` if the file cannot be read, or if the slice is the whole tensor and its checksum is wrong.
+    """
+    try:
+        with safe_open(tensor.file, framework="np") as handle:
+            block = handle.get_slice(tensor.name)[index]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{tensor.file}: cannot read {tensor.name} ({error})") from None
+    if tensor.crc32 is not None and block.shape == tensor.shape:
+        _check(tensor, crc32(block))
+    return block
+
+
+def verify(tensor: Stored) -> None:
+    """Raise `CheckpointError` if the file records a checksum for this tensor and its bytes do not have it."""
+    if tensor.crc32 is None:
+        return
+    rows = _chunk_rows(tensor)
+    checksum = 0
+    for start in range(0, tensor.shape[0], rows):
+        checksum = crc32(read_block(dataclasses.replace(tensor, crc32=None), (slice(start, start + rows),)), checksum)
+    _check(tensor, checksum)
+
+
+def same_values(a: Stored, b: Stored) -> bool:
+    """Whether two tensors have equal shapes and values, compared in chunks."""
+    if a.shape != b.shape:
+        return False
+    chunks = (slice(start, start + _chunk_rows(a)) for start in range(0, a.shape[0], _chunk_rows(a)))
+    return all(np.array_equal(_wide(a, chunk), _wide(b, chunk)) for chunk in chunks)
+
+
+def crc32(block: np.ndarray, start: int = 0) -> int:
+    return zlib.crc32(np.ascontiguousarray(block).reshape(-1).view(np.uint8), start)
+
+
+def write_file(
+    file: Path, tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]], blocks: Iterable[np.ndarray], metadata: Mapping[str, str]
+) -> dict[str, int]:
+    """Write one file, holding one tensor at a time in memory: name -> CRC-32 of what was written.
+
+    `blocks` yields the arrays of `tensors` (name, shape, dtype) in that order; dtypes must be float32, bfloat16 or float16.
+    """
+    checksums = {name: 0 for name, _, _ in tensors}
+    with open(file, "wb") as out:
+        out.write(_header(tensors, metadata, checksums))  # a placeholder of the final length
+        for (name, shape, dtype), block in zip(tensors, blocks, strict=True):
+            assert block.shape == shape and block.dtype == dtype, f"{name}: {block.dtype}{block.shape}, expected {dtype}{shape}"
+            checksums[name] = crc32(block)
+            out.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+        out.seek(0)
+        out.write(_header(tensors, metadata, checksums))
+    return checksums
+
+
+def _header(
+    tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]], metadata: Mapping[str, str], checksums: Mapping[str, int]
+) -> bytes:
+    """Eight bytes of length, then JSON padded so that the data starts on a multiple of eight."""
+    recorded = json.dumps({name: f"{value:08x}" for name, value in checksums.items()})
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata, "crc32": recorded}}
+    start = 0
+    for name, shape, dtype in tensors:
+        stop = start + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunk_rows(tensor: Stored) -> int:
+    row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.code].itemsize
+    return max(1, _CHUNK_BYTES // max(1, row_bytes))
+
+
+def _wide(tensor: Stored, rows: slice) -> np.ndarray:
+    return read_block(dataclasses.replace(tensor, crc32=None), (rows,)).astype(np.float32)
+
+
+def _check(tensor: Stored, checksum: int) -> None:
+    if checksum != tensor.crc32:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} is damaged (checksum {checksum:08x}, recorded {tensor.crc32:08x}); copy the file again"
+        )
