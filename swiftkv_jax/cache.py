@@ -39,9 +39,16 @@ def init_cache(config: Config, batch: int, length: int, dtype, sharding: NamedSh
 
 
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
-    """Rows over `data`, heads over `model` where it divides them."""
-    heads = MODEL if config.num_kv_heads % mesh.shape[MODEL] == 0 else None
-    return NamedSharding(mesh, PartitionSpec(DATA, heads))
+    """Rows over `data`, heads over `model` where it divides them. Names no axis of size one: XLA would drop the name."""
+    rows = DATA if mesh.shape[DATA] > 1 else None
+    if mesh.shape[MODEL] > 1 and config.num_kv_heads % mesh.shape[MODEL] == 0:
+        return NamedSharding(mesh, PartitionSpec(rows, MODEL))
+    return row_sharding(mesh)
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over `data`, for the vectors that stand beside a cache."""
+    return NamedSharding(mesh, PartitionSpec(DATA) if mesh.shape[DATA] > 1 else PartitionSpec())
 
 
 def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True) -> int:

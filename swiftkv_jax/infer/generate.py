@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..bundle import Model
-from ..cache import bytes_per_token, cache_sharding, init_cache
+from ..cache import bytes_per_token, cache_sharding, init_cache, row_sharding
+from ..config import Config
 from ..errors import UsageError
-from ..sharding import DATA, batch_sharding, llama_shardings, swiftkv_shardings
+from ..sharding import DATA, llama_shardings, swiftkv_shardings
 from .programs import DecodeState, decode, prefill_chunk
 from .sampling import Sampling, SamplingParams, make_sampling
 from .weights import served_config, serving_weights
@@ -126,18 +127,13 @@ class Engine:
         self.decode_steps = decode_steps
         self.stats = Stats()
 
-        llama, delta = model.llama, model.swiftkv if self.swiftkv else None
         self.max_num_seqs = max_num_seqs
         self._cache_sharding = self._row_sharding = None
         if mesh is not None:
             self.max_num_seqs = -(-max_num_seqs // mesh.shape[DATA]) * mesh.shape[DATA]
-            self._cache_sharding, self._row_sharding = cache_sharding(self.config, mesh), batch_sharding(mesh)
-            placement = llama_shardings(model.config, mesh)
-            if llama.upper_qkv is None:
-                placement = dataclasses.replace(placement, upper_qkv=None)
-            llama = jax.device_put(llama, placement)
-            delta = None if delta is None else jax.device_put(delta, swiftkv_shardings(model.config, mesh))
-        self.weights = serving_weights(llama, delta)
+            self._cache_sharding, self._row_sharding = cache_sharding(self.config, mesh), row_sharding(mesh)
+            model = place(model, mesh)
+        self.weights = serving_weights(model.llama, model.swiftkv if self.swiftkv else None)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -190,33 +186,13 @@ class Engine:
 
     # The loop -----------------------------------------------------------------------------------------------------
 
-    def check(self, row: int, prompt: Sequence[int], max_tokens: int) -> None:
-        """Raise `UsageError` (a `ValueError`) if the prompt numbered `row` cannot run."""
-        if len(prompt) == 0:
-            raise UsageError(f"prompt {row} is empty")
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise UsageError(f"prompt {row} must be a list of token ids, that is of whole numbers")
-        if (outside := ids[(ids < 0) | (ids >= self.config.vocab_size)]).size:
-            raise UsageError(f"prompt {row}: token id {outside[0]} is outside the vocabulary of {self.config.vocab_size}")
-        if len(ids) >= self.max_model_len:
-            raise UsageError(
-                f"prompt {row} has {len(ids)} tokens, and --max-model-len {self.max_model_len} must hold it and a new one: "
-                "shorten it or raise --max-model-len"
-            )
-        if len(ids) + max_tokens > self.max_model_len:
-            raise UsageError(
-                f"prompt {row} has {len(ids)} tokens, with max_tokens={max_tokens} that is {len(ids) + max_tokens}, above "
-                f"--max-model-len {self.max_model_len}: lower --max-tokens or raise --max-model-len"
-            )
-
     def stream(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cancelled: Container[int] = ()) -> Iterator[Event]:
         """Events of all prompts as they come; those of a row in order, ended by its finish reason.
 
         Every prompt is checked before the first runs. Rows that the caller puts into `cancelled` emit nothing more.
         """
         for row, prompt in enumerate(prompts):
-            self.check(row, prompt, params.max_tokens)
+            check_prompt(self.config, row, prompt, params.max_tokens, self.max_model_len)
 
         def groups():
             for start in range(0, len(prompts), self.max_num_seqs):
@@ -250,6 +226,32 @@ class Engine:
                 if reason:
                     del left[row]
             left = {row: count for row, count in left.items() if row not in cancelled}
+
+
+def check_prompt(config: Config, row: int, prompt: Sequence[int], max_tokens: int, max_model_len: int) -> None:
+    """Raise `UsageError` (a `ValueError`) if the prompt numbered `row` cannot run."""
+    if len(prompt) == 0:
+        raise UsageError(f"prompt {row} is empty")
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UsageError(f"prompt {row} must be a list of token ids, that is of whole numbers")
+    if (outside := ids[(ids < 0) | (ids >= config.vocab_size)]).size:
+        raise UsageError(f"prompt {row}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
+    if len(ids) + max_tokens > max_model_len:
+        raise UsageError(
+            f"prompt {row} has {len(ids)} tokens, with {max_tokens} new ones that is {len(ids) + max_tokens}, above the limit of "
+            f"{max_model_len}: shorten it, lower --max-tokens or raise --max-model-len"
+        )
+
+
+def place(model: Model, mesh: Mesh) -> Model:
+    """The weights on `mesh`; those that are already stay where they are."""
+    shardings = llama_shardings(model.config, mesh)
+    if model.llama.upper_qkv is None:
+        shardings = dataclasses.replace(shardings, upper_qkv=None)
+    llama = jax.device_put(model.llama, shardings)
+    delta = None if model.swiftkv is None else jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh))
+    return dataclasses.replace(model, llama=llama, swiftkv=delta)
 
 
 def chunk_plan(length: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from ..cache import KVCache, cache_shapes, write_chunk, write_token
+from ..cache import KVCache, cache_shapes, row_sharding, write_chunk, write_token
 from ..config import Config
 from ..layers import embed, rope_table, unembed
 from ..model import cross_layer, head_major, project_fused_kv, self_layer
@@ -140,7 +140,7 @@ def decode(
         return state, jnp.where(active, token, -1)
 
     state, tokens = jax.lax.scan(step, state, length=steps)
-    rows = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    rows = row_sharding(sharding.mesh) if sharding and isinstance(sharding.mesh, Mesh) else None
     vectors = _keep_sharding((state.token, state.length, state.budget), rows)
     return dataclasses.replace(state, **dict(zip(("token", "length", "budget"), vectors, strict=True))), tokens.T
 
