@@ -1,7 +1,6 @@
 """Make the demo model that ships inside the package: a small Llama trained from scratch on the standard library's source.
 
-    python examples/make_demo_model.py build/demo            # about an hour on two CPU cores
-    python -m swiftkv_jax.train --model build/demo/llama ... # then its SwiftKV delta; the README of the demo has the line
+    python examples/make_demo_model.py build/demo
 
 Restarting continues from the last saved step. The learning rate is constant until the last 30 % of the steps, which fall
 linearly to zero on rows twice as long.
@@ -21,10 +20,11 @@ import optax
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax.config import Config
+from swiftkv_jax import Config, Model, save_hf
+from swiftkv_jax.bundle import SideFiles
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Batch, teacher
-from swiftkv_jax.params import init_llama
+from swiftkv_jax.params import cast, init_llama
 from swiftkv_jax.train.loader import batches, first_batches
 from swiftkv_jax.train.packing import PackedRows, pack
 from swiftkv_jax.train.sources import STDLIB, read, tokenize
@@ -92,10 +92,10 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder to make")
     parser.add_argument("--steps", type=int, default=3000, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
     args = parser.parse_args()
-    folder = args.output / "llama"
-    if not (folder / "tokenizer.json").exists():
-        train_tokenizer(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer_folder = args.output / "tokenizer"
+    if not (tokenizer_folder / "tokenizer.json").exists():
+        train_tokenizer(tokenizer_folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
     examples, held_out_examples = list(tokenize(read(STDLIB), tokenizer)), list(tokenize(read(STDLIB, held_out=True), tokenizer))
     short, long = pack(examples, 256), pack(examples, 512)
@@ -145,11 +145,16 @@ def main() -> None:
                 np.savez(partial, step=step, **arrays)
                 partial.replace(saved)
 
-    export(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state[0]), folder)
+    export(state[0], tokenizer_folder, args.output / "llama")
 
 
-def export(llama, folder: Path) -> None:
-    raise NotImplementedError
+def export(llama, tokenizer_folder: Path, folder: Path) -> None:
+    """Round to bfloat16 and write as a Hugging Face checkpoint."""
+    contents = {file.name: file.read_bytes() for file in tokenizer_folder.iterdir()}
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    contents["generation_config.json"] = (json.dumps(ends, indent=2) + "\n").encode()
+    model = Model(cast(llama, jnp.bfloat16), None, config=CONFIG, side_files=SideFiles(contents, ends))
+    save_hf(model, folder)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from .config import Config
 from .layers import apply_rope, embed, finish_layer, project_heads, rms_norm, rope_table
 from .pallas_kernels import prefill_attention
-from .params import QKV, Block, Llama, SwiftKV
+from .params import QKV, Block, Leaf, Llama, SwiftKV
 
 Heads = Float[Array, "B T N H"]
 Attend = Callable[..., Any]
@@ -34,10 +34,10 @@ Probe = Callable[[Array, Array], Any]
 class Batch:
     """Packed rows of tokens."""
 
-    tokens: Array  # i32[B, T]
-    positions: Array  # i32[B, T]; restart at 0 in every document
-    segment_ids: Array  # i32[B, T]; equal within a document, 0 is padding
-    loss_mask: Array  # f32[B, T]; weight of the prediction made at this position
+    tokens: Leaf  # i32[B, T]
+    positions: Leaf  # i32[B, T]; restart at 0 in every document
+    segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
+    loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
 
 
 def whole_rows(tokens: Int[Array, "B T"], loss_mask: Float[Array, "B T"] | None = None) -> Batch:
@@ -120,7 +120,8 @@ def run_lower(config: Config, llama: Llama, batch: Batch) -> tuple[Float[Array, 
     attend = packed_attention(batch.segment_ids)
 
     def step(x, layer):
-        return self_layer(config, *layer, x, rope, attend)
+        block, qkv = layer
+        return self_layer(config, block, qkv, x, rope, attend)
 
     x, _ = jax.lax.scan(step, embed(llama, batch.tokens), (llama.lower, llama.lower_qkv))
     return x, rope

@@ -7,6 +7,7 @@ positions at a time and the gradient is formed in that same pass, so no `B T V` 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,6 @@ def distill_loss(
 # KL through the output matrix, without the logits ---------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def linear_kl(
     temperature: float,
     student_x: Float[Array, "B T D"],
@@ -137,19 +137,24 @@ def linear_kl(
     "Distilling the Knowledge in a Neural Network", 2015). Only the KL is differentiable, and only in `student_x`:
     teacher and head are frozen.
     """
-    sums, _ = _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, with_gradient=False)
+    sums: Any = _linear_kl(temperature, student_x, teacher_x, head, next_tokens, weights)
     return sums
 
 
-def _linear_kl_forward(temperature, *args):
-    return _scan_chunks(temperature, *args, with_gradient=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_kl(temperature, *arrays):
+    return _scan_chunks(temperature, *arrays, with_gradient=False)[0]
+
+
+def _linear_kl_forward(temperature, *arrays):
+    return _scan_chunks(temperature, *arrays, with_gradient=True)
 
 
 def _linear_kl_backward(temperature, gradient, cotangents):
     return cotangents[0].astype(gradient.dtype) * gradient, None, None, None, None
 
 
-linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
+_linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
 
 
 def _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool):
@@ -185,7 +190,7 @@ def _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, 
 
     zeros = (jnp.zeros((), jnp.float32),) * 4
     sums, gradient = jax.lax.scan(step, zeros, tuple(map(split, (student_x, teacher_x, next_tokens, weights))))
-    if with_gradient:
+    if gradient is not None:
         gradient = jnp.moveaxis(gradient, 0, 1).reshape(batch, chunks * chunk, -1)[:, :length]
     return sums, gradient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grain
 import numpy as np
@@ -16,7 +17,8 @@ def batches(rows: PackedRows, batch_size: int, *, seed: int, start: int = 0, sto
 
     Batch i is a function of (rows, batch_size, seed, i) alone, so a resumed run sees what the uninterrupted one would.
     """
-    dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
+    source: Any = rows
+    dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
     iterator = iter(dataset[start:stop].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
     for _ in range(start, stop):
         yield Batch(**next(iterator))

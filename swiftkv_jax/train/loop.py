@@ -118,7 +118,7 @@ def run(recipe: Recipe) -> int:
 
 def load_model(recipe: Recipe, mesh: Mesh) -> Model:
     """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut, else a fresh one."""
-    found = checkpoint.read_config(recipe.model)
+    found = checkpoint.open_any(recipe.model).config
     has_delta = found.num_upper_layers > 0
     layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
     same_layers = has_delta and layers == found.num_key_value_layers
