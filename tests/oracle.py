@@ -62,11 +62,11 @@ def linear(tensors: Tensors, name: str, x: np.ndarray) -> np.ndarray:
 def rope_frequencies(config: HFConfig) -> np.ndarray:
     """Radians per position of each pair of channels, H/2 of them: Hugging Face's default, linear and llama3 rules."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    theta = float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
     head_dim = shape_of(config).head_dim
     frequencies = []
     for pair in range(head_dim // 2):
-        frequency = float(theta) ** (-2 * pair / head_dim)
+        frequency = theta ** (-2 * pair / head_dim)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "linear":
             frequency /= rope["factor"]
@@ -134,8 +134,8 @@ def forward(config: HFConfig, tensors: Tensors, tokens: Sequence[int], *, swiftk
     positions = range(len(tokens)) if positions is None else positions
     kv_layers = shape.kv_layers if swiftkv else shape.layers
 
-    h = np.float64(tensors["model.embed_tokens.weight"])[np.asarray(tokens)]  # step 1
-    hidden_states, s, k, v = [], None, None, None
+    h = tensors["model.embed_tokens.weight"].astype(np.float64)[np.asarray(tokens)]  # step 1
+    hidden_states, s, k, v = [], h, h, h  # s, k and v are set below before they are read
     for j in range(shape.layers):
         hidden_states.append(h)
         attn = f"model.layers.{j}.self_attn"
@@ -174,7 +174,7 @@ def skip_then_decode(config: HFConfig, tensors: Tensors, tokens: Sequence[int], 
     cache: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
     logits = []
     for t, token in enumerate(tokens):
-        h = np.float64(tensors["model.embed_tokens.weight"])[None, token]
+        h = tensors["model.embed_tokens.weight"].astype(np.float64)[[token]]
 
         def remember(j: int, source: np.ndarray, suffix: str, t: int = t) -> None:
             k, v = (linear(tensors, f"model.layers.{j}.self_attn.{name}_proj{suffix}", source) for name in "kv")

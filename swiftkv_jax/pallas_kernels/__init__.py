@@ -40,6 +40,8 @@ def prefill_attention(
     if segment_ids is None:
         mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
     else:
+        if segment_ids.shape != q.shape[:2]:
+            raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
         if k.shape[2] != q.shape[1] or not (isinstance(q_offset, int) and q_offset == 0):
             raise ValueError(f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, {q.shape=}, {q_offset=}")
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
@@ -60,6 +62,8 @@ def decode_attention(
     `length[b] - T + t + 1`.
     """
     _check(q, k, v, implementation)
+    if length.shape != q.shape[:1]:
+        raise ValueError(f"length must be B, got {length.shape=} and {q.shape=}")
     last = length[:, None] - q.shape[1] + jnp.arange(q.shape[1])  # B T
     mask = jnp.arange(k.shape[2]) <= last[:, :, None]  # B T S
     return xla.attention(q, k, v, mask)
