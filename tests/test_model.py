@@ -99,6 +99,18 @@ def test_teacher_and_student_differ(name):
     assert np.abs(teacher - student).max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["g=2", "g=2 multi-head"])
+def test_bfloat16(name):
+    """The oracle in float64 on the same rounded weights; six random layers lose about two of bfloat16's eight bits."""
+    hf, tensors, _, tokens = setup(name)
+    model = tiny.model_of(hf, tensors, jnp.bfloat16)
+    rounded = {key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64) for key, value in tensors.items()}
+    for swiftkv in False, True:
+        expected = oracle.forward_batch(hf, rounded, tokens, swiftkv=swiftkv).logits
+        error = np.asarray(skv.logits(model, jnp.asarray(tokens), swiftkv=swiftkv)) - expected
+        assert np.sqrt(np.mean(error**2)) < 0.02 * expected.std()
+
+
 @pytest.mark.parametrize("swiftkv", [False, True, None])
 def test_public_logits_choose_the_model(swiftkv):
     hf, tensors, model, tokens = setup("g=2")

@@ -16,5 +16,6 @@ def attention(
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
-    out = jnp.einsum("BKGTS,BKSH->BTKGH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return out.reshape(batch, queries, heads, head_dim).astype(q.dtype)
+    # Transposed by hand: XLA's CPU backend has no bfloat16 product with float32 sums that also permutes its batch axes.
+    out = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, head_dim).astype(q.dtype)
