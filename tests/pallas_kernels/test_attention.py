@@ -187,8 +187,9 @@ def test_segments_need_as_many_keys():
 
 @pytest.mark.parametrize("length", [jnp.asarray([6]), jnp.asarray(6), jnp.ones((2, 6), int)])
 def test_one_length_a_row(length):
+    q, k, v = inputs(GOOD, "float32")
     with pytest.raises(ValueError, match="length"):
-        decode_attention(*inputs(GOOD, "float32"), length)
+        decode_attention(q, k, v, length)
 
 
 def test_unknown_implementation():

@@ -1,0 +1,152 @@
+"""How the package hangs together: who imports whom, what importing costs, where the files are."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "swiftkv_jax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From the bottom up: a module may import, at module level or not, only modules of earlier rows.
+LAYERS = ["errors", "config", "pallas_kernels", "params", "layers", "model"]
+CORE = ["config", "params", "layers", "model", "cache", "bundle", "sharding", "pallas_kernels", "infer"]
+HEAVY = {"grain", "orbax", "transformers", "torch", "tensorflow"}
+
+
+def module_name(path: Path) -> str:
+    """`swiftkv_jax/train/step.py` -> `train.step`; a package is named like its folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
+    """Dotted names a file imports; those of this package without its name, as in `module_name`."""
+    tree, found = ast.parse(path.read_text()), set()
+    package = module_name(path).split(".") if path.name == "__init__.py" else module_name(path).split(".")[:-1]
+    inside_functions = {
+        id(node) for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if module_level_only and id(node) in inside_functions:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("swiftkv_jax.") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [part for part in package if part]
+            if node.level:
+                base = base[: len(base) - (node.level - 1)]
+                base += node.module.split(".") if node.module else []
+            else:
+                base = (node.module or "").removeprefix("swiftkv_jax.").split(".")
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return found
+
+
+def of_package(names: set[str], part: str) -> set[str]:
+    """Those of `names` that are `part` or inside it."""
+    return {name for name in names if name == part or name.startswith(f"{part}.")}
+
+
+def files_of(part: str) -> list[Path]:
+    return [path for path in FILES if of_package({module_name(path)}, part)]
+
+
+def python(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter."""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_parser_of_imports():
+    """The tests below hang on it."""
+    assert of_package(imports(PACKAGE / "model.py"), "pallas_kernels") == {"pallas_kernels.prefill_attention"}
+    assert "config.Config" in imports(PACKAGE / "train" / "distill.py")
+    assert "pallas_kernels.xla" in imports(PACKAGE / "pallas_kernels" / "__init__.py")
+    assert "train.distill.distill_sums" in imports(PACKAGE / "api.py")
+    assert "train.distill.distill_sums" not in imports(PACKAGE / "api.py", module_level_only=True)
+
+
+def test_pallas_kernels_stand_alone():
+    modules = {module_name(path).split(".")[0] for path in FILES} - {"", "pallas_kernels"}
+    for path in files_of("pallas_kernels"):
+        for module in modules:
+            assert not of_package(imports(path), module), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_import_direction(name):
+    """errors <- config <- params <- layers <- model, with pallas_kernels beside: nothing below knows what is above."""
+    modules = {module_name(path).split(".")[0] for path in FILES} - {""}
+    above = modules - set(LAYERS[: LAYERS.index(name) + 1])
+    for path in files_of(name):
+        found = {module for module in above if of_package(imports(path), module)}
+        assert not found, f"{path} imports {found}"
+
+
+@pytest.mark.parametrize(("part", "other"), [("train", "infer"), ("infer", "train")])
+def test_train_and_infer_are_strangers(part, other):
+    assert files_of(part)
+    for path in files_of(part):
+        assert not of_package(imports(path), other), f"{path} imports {other}"
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_is_light_on_paper(name):
+    assert files_of(name)
+    for path in files_of(name):
+        if path.name == "__main__.py":
+            continue
+        for heavy in HEAVY:
+            assert not of_package(imports(path, module_level_only=True), heavy), f"{path} imports {heavy}"
+
+
+def test_core_is_light_and_touches_no_device():
+    """In a fresh interpreter whose JAX platform does not exist: asking for a device at import time would raise."""
+    modules = [
+        "swiftkv_jax",
+        *(f"swiftkv_jax.{module_name(path)}" for name in CORE for path in files_of(name) if path.name != "__main__.py"),
+    ]
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    loaded = python(code + "print(*sorted({name.split('.')[0] for name in sys.modules}))", JAX_PLATFORMS="bogus").split()
+    assert "jax" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_importing_touches_no_device():
+    modules = [f"swiftkv_jax.{module_name(path)}".rstrip(".") for path in FILES if path.name != "__main__.py"]
+    code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
+    code += "import jax\ntry: jax.devices()\nexcept RuntimeError: print('no device')"
+    assert python(code, JAX_PLATFORMS="bogus") == "no device\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_are_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= 300, f"{path} has {lines} lines: it holds two modules"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_inside_the_package_are_relative(path):
+    """An absolute import would load a second copy under the top-level links."""
+    if path.name == "__main__.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            assert (node.module or "").split(".")[0] not in ("swiftkv_jax", "train", "infer", "pallas_kernels")
+        if isinstance(node, ast.Import):
+            assert all(alias.name.split(".")[0] not in ("swiftkv_jax", "train", "infer", "pallas_kernels") for alias in node.names)
+
+
+@pytest.mark.parametrize("name", ["pallas_kernels", "train", "infer"])
+def test_top_level_links(name):
+    link = ROOT / name
+    if not link.exists():
+        pytest.skip("not a checkout: packages carry no links")
+    assert link.is_symlink()
+    assert os.readlink(link) == f"swiftkv_jax/{name}"
