@@ -216,7 +216,10 @@ class Engine:
             self.stats.decode_seconds += time.perf_counter() - step_start
             if self.stats.first_token_seconds is None:
                 self.stats.first_token_seconds = time.perf_counter() - start
-            for row in [row for row in left if row not in cancelled]:
+            for row in list(left):
+                if row in cancelled:
+                    del left[row]
+                    continue
                 tokens = [token for token in emitted[row - rows.start] if token >= 0]
                 self.stats.new_tokens += len(tokens)
                 left[row] -= len(tokens)
@@ -225,7 +228,6 @@ class Engine:
                 yield Event(row, tokens[:-1] if ended else tokens, reason)
                 if reason:
                     del left[row]
-            left = {row: count for row, count in left.items() if row not in cancelled}
 
 
 def check_prompt(config: Config, row: int, prompt: Sequence[int], max_tokens: int, max_model_len: int) -> None:

@@ -69,7 +69,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Text up to the first of some strings. Holds back what may be the beginning of one."""
+    """Text up to the first of some strings to be complete. Holds back what may be the beginning of one."""
 
     def __init__(self, stops: Iterable[str]):
         self._stops = tuple(stops)
@@ -83,10 +83,10 @@ class StopStrings:
         if self.hit:
             return ""
         text = self._held + text
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.hit, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         hold = max((self._overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -67,7 +67,7 @@ def cached_logits(model: skv.Model, swiftkv: bool, tokens: np.ndarray, chunks: t
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("chunks", [(8,), (4,), (4, 1), (2,)], ids=str)
+@pytest.mark.parametrize("chunks", [(8,), (4, 1)], ids=str)
 def test_cached_logits_are_those_of_the_full_forward(cut, chunks):
     model = model_of(cut)
     tokens = tiny.tokens_for(tiny.hf_config(), ROWS, LENGTH)
@@ -143,6 +143,7 @@ def test_an_end_token_is_emitted_and_finishes_its_row():
 def test_decode_holds_one_cache(swiftkv, steps):
     config = Config.from_hf(tiny.hf_config(key_value_group_size=2, max_position_embeddings=4096))
     memory = lower_decode(config, batch=4, max_model_len=4096, steps=steps, swiftkv=swiftkv, dtype=jnp.float32).compile().memory_analysis()
+    assert memory is not None
     cache = 4 * 4096 * bytes_per_token(config, jnp.float32, swiftkv=swiftkv)
     assert memory.alias_size_in_bytes >= cache  # updated in place
     print(f"temporaries {memory.temp_size_in_bytes / 2**20:.2f} MiB, cache {cache / 2**20:.2f} MiB")

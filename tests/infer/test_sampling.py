@@ -13,11 +13,13 @@ from swiftkv_jax.infer.sampling import SamplingParams, make_sampling, sample
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05])
 DRAWS = 20_000
 
+jitted_sample = jax.jit(sample)
+
 
 def frequencies(**params) -> np.ndarray:
     sampling = make_sampling(SamplingParams(**params), range(DRAWS), ())
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)) + 7, (DRAWS, 6))
-    tokens = jax.jit(sample)(logits, sampling, jnp.full(DRAWS, 3))
+    tokens = jitted_sample(logits, sampling, jnp.full(DRAWS, 3))
     return np.bincount(np.asarray(tokens), minlength=6) / DRAWS
 
 
@@ -60,8 +62,8 @@ def test_rows_do_not_see_each_other():
         for row, (t, k, p) in enumerate([(0.0, 0, 1.0), (1.5, 0, 1.0), (1.5, 7, 1.0), (1.5, 0, 0.9)])
     ]
     together = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
-    mixed = sample(logits, together, position).tolist()
-    alone = [int(sample(logits[i : i + 1], rows[i], position[i : i + 1])[0]) for i in range(4)]
+    mixed = jitted_sample(logits, together, position).tolist()
+    alone = [int(jitted_sample(logits[i : i + 1], rows[i], position[i : i + 1])[0]) for i in range(4)]
     assert mixed == alone
     assert mixed[0] == int(logits[0].argmax())
 
@@ -71,7 +73,7 @@ def test_draws_depend_on_seed_row_and_position():
 
     def draw(seed=0, first=0, position=0):
         params = SamplingParams(temperature=1.0, seed=seed)
-        return sample(logits, make_sampling(params, range(first, first + 64), ()), jnp.full(64, position)).tolist()
+        return jitted_sample(logits, make_sampling(params, range(first, first + 64), ()), jnp.full(64, position)).tolist()
 
     assert draw() == draw()
     assert len({tuple(draw()), tuple(draw(seed=1)), tuple(draw(seed=2**32 - 1)), tuple(draw(first=64)), tuple(draw(position=1))}) == 5
@@ -79,10 +81,21 @@ def test_draws_depend_on_seed_row_and_position():
 
 
 def test_one_program_for_all_mixtures():
-    program = jax.jit(sample)
-    for params in ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 4}, {"temperature": 0.7, "top_p": 0.4, "seed": 9}):
-        program(jnp.zeros((2, 8)), make_sampling(SamplingParams(**params), [0, 1], ()), jnp.zeros(2, jnp.int32))
-    assert program._cache_size() == 1
+    traced = []
+
+    @jax.jit
+    def program(logits, sampling, position):
+        traced.append(logits)
+        return sample(logits, sampling, position)
+
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=4),
+        SamplingParams(temperature=0.7, top_p=0.4, seed=9),
+    ):
+        program(jnp.zeros((2, 8)), make_sampling(params, [0, 1], ()), jnp.zeros(2, jnp.int32))
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(

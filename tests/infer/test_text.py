@@ -1,0 +1,92 @@
+"""Streamed text adds up to the whole text, never shows half a character, and ends before a stop string."""
+
+import random
+
+import pytest
+
+from swiftkv_jax import UsageError
+from swiftkv_jax.infer.text import Detokenizer, StopStrings, TextStream, encode, encode_chat
+from tests.infer.conftest import CHAT_TEMPLATE, TEXT
+
+ALPHABET = "ab \nßé東京🙂👩‍👩‍👧\u0301�"
+
+
+def streamed(tokenizer, ids) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.push(token) for token in ids] + [detokenizer.finish()]
+
+
+def test_text_in_pieces_is_the_text(tokenizer):
+    rng = random.Random(0)
+    for text in [TEXT, "", *("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))) for _ in range(200))]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        pieces = streamed(tokenizer, ids)
+        assert "".join(pieces) == text
+        if "�" not in text:
+            assert not any("�" in piece for piece in pieces)
+
+
+def test_any_tokens_give_their_text(tokenizer):
+    """Random tokens are mostly broken bytes."""
+    rng = random.Random(1)
+    for _ in range(300):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 30))]
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_character_appears_when_its_last_byte_does(tokenizer):
+    ids = tokenizer("\U0001f9ed", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 1
+    assert streamed(tokenizer, ids) == [""] * (len(ids) - 1) + ["\U0001f9ed", ""]
+    assert streamed(tokenizer, ids[:-1])[-1] == "�"
+
+
+def test_stop_strings_split_anywhere():
+    rng = random.Random(2)
+    for _ in range(2000):
+        text = "".join(rng.choices("ab", k=rng.randint(0, 14)))
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        filter = StopStrings(stops)
+        output, left = "", text
+        while left:
+            size = rng.randint(1, 3)
+            output += filter.push(left[:size])
+            left = left[size:]
+            if filter.hit:
+                break
+        assert filter.hit == bool(found)
+        assert output + filter.finish() == (text[: min(found)[1]] if found else text), (text, stops)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back():
+    filter = StopStrings(["END"])
+    assert [filter.push(piece) for piece in ("abE", "N", "x", "E", "ND", "y")] == ["ab", "", "ENx", "", "", ""]
+    assert filter.hit
+
+
+def test_stream_counts_tokens_up_to_the_stop_string(tokenizer):
+    ids = tokenizer('print(word, "x")', add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer, ["word"])
+    assert stream.push(ids) + stream.finish() == "print("
+    assert stream.stopped and stream.token_ids == ids[: len(stream.token_ids)]
+    assert "word" in tokenizer.decode(stream.token_ids) and "word" not in tokenizer.decode(stream.token_ids[:-1])
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(UsageError, match="at least one character"):
+        StopStrings(["a", ""])
+
+
+def test_the_first_special_token_is_never_doubled(tokenizer, monkeypatch):
+    assert encode(tokenizer, "ab") == encode(tokenizer, "<s>ab")
+    assert encode(tokenizer, "ab")[0] == 0
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
+    ids = encode_chat(tokenizer, [{"role": "user", "content": "ab"}])
+    assert ids.count(0) == 1 and ids[0] == 0
+    assert tokenizer.decode(ids) == "<s>[user]ab\n[assistant]"
+
+
+def test_chat_without_a_template_is_refused(tokenizer):
+    with pytest.raises(UsageError, match="no chat template"):
+        encode_chat(tokenizer, [{"role": "user", "content": "ab"}])
