@@ -10,6 +10,7 @@ so the manifest does.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,7 @@ def write_orbax(
             if leaf.size:  # Orbax refuses arrays without elements
                 _save_leaf(partial / WEIGHTS / leaf.name, array)
             del array
+            gc.collect()  # Orbax leaves the array in reference cycles
             progress(leaf)
         if jax.process_index() == 0:
             dtype_name = (opened.dtypes["embed"] if wanted is None else wanted).name
@@ -194,6 +196,7 @@ def _load_leaf(path: Path, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Arra
         return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
     from orbax.checkpoint import v1 as ocp
 
+    gc.collect()  # Orbax left the leaf before this one in reference cycles
     try:
         return ocp.load(str(path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
     except jax.errors.JaxRuntimeError:

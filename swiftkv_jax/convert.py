@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,6 +29,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is that of `cli`."""
     args = _parser().parse_args(argv)
+    _return_freed_memory()
     return cli.run(lambda: args.command(args))
 
 
@@ -59,6 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command("inspect", _inspect, "Print what a checkpoint of either kind holds.")
     return parser
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give large blocks back to the system when freed: else buffers of earlier leaves pile up in its pools."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        m_mmap_threshold = -3
+        mallopt(m_mmap_threshold, 2**20)
 
 
 def _hf2orbax(args: argparse.Namespace) -> int:

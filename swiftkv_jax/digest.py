@@ -1,46 +1,71 @@
 """A digest of an array's bits that does not depend on how the array is sharded.
 
-Array formats on disk carry no checksum of their payload, so a flipped bit would load silently. The digest is one fused
-reduction on the devices that hold the array: nothing is gathered or copied. It detects every single flipped bit (each
-element's weight is odd) and, up to chance, exchanged rows and larger damage. It is not cryptographic.
+Array formats on disk carry no checksum of their payload, so a flipped bit would load silently. The digest is a sum over
+the elements of their bits times a hash of their position, so each device sums what it holds: nothing is gathered, and
+blocks keep the working memory small. It detects every single flipped bit (the weights are odd) and, up to chance,
+exchanged rows and larger damage. It is not cryptographic.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_BLOCK_ELEMENTS = 2**20
 
 
 def digest(array: jax.Array) -> int:
     """32 bits that identify the array's bits in order. Same for every sharding; shape and dtype are not part of it.
 
     Elements may be 1, 2 or 4 bytes wide; give random keys as `jax.random.key_data`. Positions are counted modulo 2^32.
+    With several processes, all of them call this.
     """
-    return int(_digest(array))
+    strides = tuple(math.prod(array.shape[axis + 1 :]) % 2**32 for axis in range(array.ndim))
+    sums = []
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0 and shard.data.size:
+            first = sum((part.start or 0) * stride for part, stride in zip(shard.index, strides, strict=True))
+            sums.append(_shard_sum(shard.data, np.uint32(first % 2**32), strides))
+    total = sum(map(int, sums)) % 2**32
+    if jax.process_count() > 1:
+        total = int(np.sum(multihost_utils.process_allgather(np.uint32(total)), dtype=np.uint64)) % 2**32
+    return total
 
 
-@jax.jit
-def _digest(array: jax.Array) -> jax.Array:
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(array, _UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
-    weight = _mix(_positions(array.shape)) | jnp.uint32(1)
-    return jnp.sum(bits * weight, dtype=jnp.uint32)
+@functools.partial(jax.jit, static_argnames="strides")
+def _shard_sum(data: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    """The sum over one device's part, whose first element has position `first` in the whole, a block of rows at a time."""
+    if data.ndim == 0:
+        return _block_sum(data[None], first, (1,))
+    rows = min(data.shape[0], max(1, _BLOCK_ELEMENTS // math.prod(data.shape[1:])))
+    blocks, rest = divmod(data.shape[0], rows)
+
+    def part(start, count):
+        block = jax.lax.dynamic_slice_in_dim(data, start, count)
+        return _block_sum(block, first + jnp.asarray(start, jnp.uint32) * np.uint32(strides[0]), strides)
+
+    total = jax.lax.fori_loop(0, blocks, lambda i, total: total + part(i * rows, rows), jnp.uint32(0))
+    return total + part(blocks * rows, rest) if rest else total
 
 
-def _positions(shape: tuple[int, ...]) -> jax.Array:
-    """Row-major position of every element, modulo 2^32."""
-    position, stride = jnp.zeros(shape, jnp.uint32), 1
-    for axis in reversed(range(len(shape))):
-        position += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= shape[axis]
-    return position
+def _block_sum(block: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    if block.dtype == jnp.bool_:
+        block = block.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(block, _UNSIGNED[block.dtype.itemsize]).astype(jnp.uint32)
+    position = first
+    for axis, stride in enumerate(strides):
+        position += jax.lax.broadcasted_iota(jnp.uint32, block.shape, axis) * np.uint32(stride)
+    return jnp.sum(bits * (_mix(position) | np.uint32(1)), dtype=jnp.uint32)
 
 
 def _mix(x: jax.Array) -> jax.Array:
     """A bijection of 32-bit integers that scatters neighbours (multiply and xor-shift, twice)."""
     for multiplier in (0x7FEB352D, 0x846CA68B):
-        x = (x ^ (x >> 16)) * jnp.uint32(multiplier)
+        x = (x ^ (x >> 16)) * np.uint32(multiplier)
     return x ^ (x >> 16)

@@ -7,6 +7,7 @@ one error lists all of them. Each device's slice of each leaf is read straight f
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from .errors import CheckpointError
 from .hf_export import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
 from .names import Leaf, leaves, to_trees
 from .params import split_layers
-from .safetensors_io import DTYPES, Stored, read_block, read_header, same_values, verify
+from .safetensors_io import DTYPES, Stored, read_header, read_into, same_values, verify
 from .side_files import load_tokenizer, read_json, read_side_files
 from .source import Source
 
@@ -207,7 +208,7 @@ def _read_ranges(
     leaf: Leaf, tensors: Mapping[str, Stored], ranges: tuple[range, ...], dtype: np.dtype, verified: set[str]
 ) -> np.ndarray:
     """The part of a leaf within `ranges`, one tensor after another. Tensors read in part are checked as a whole, once."""
-    out = np.empty([len(part) for part in ranges], dtype)
+    out = _empty(tuple(len(part) for part in ranges), dtype)
     layers, within = (ranges[0], ranges[1:]) if leaf.stacked else (range(1), ranges)
     index = _merge_heads(leaf, within)
     for row, layer in enumerate(layers):
@@ -217,12 +218,18 @@ def _read_ranges(
             verify(tensor)
             verified.add(tensor.name)
         target = out[row] if leaf.stacked else out
-        block = read_block(tensor, index).reshape(target.shape)
-        with np.errstate(over="ignore", invalid="ignore"):
-            target[...] = block
-        if dtype == np.float16 and block.dtype != dtype and not np.isfinite(target).all():
+        read_into(target.reshape([part.stop - part.start for part in index]), tensor, index)
+        if dtype == np.float16 and DTYPES[tensor.code] != dtype and not np.isfinite(target).all():
             raise CheckpointError(f"{tensor.file}: {tensor.name} has values beyond float16; load it as bfloat16 or float32")
     return out
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that a CPU device can take over without a copy: that needs an address divisible by 64."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(num_bytes + 63, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _merge_heads(leaf: Leaf, within: tuple[range, ...]) -> tuple[slice, ...]:

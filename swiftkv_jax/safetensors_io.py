@@ -58,29 +58,32 @@ def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
     return stored, metadata
 
 
-def read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
-    """The slice `index` (step 1, one per axis) of a tensor, in the file's dtype. Opened anew, so no pages stay mapped.
+def read_into(out: np.ndarray, tensor: Stored, index: tuple[slice, ...]) -> None:
+    """Copy the slice `index` (start and stop, one per axis) of a tensor into `out`, cast to its dtype, in chunks.
 
     Raises `CheckpointError` if the file cannot be read, or if the slice is the whole tensor and its checksum is wrong.
     """
-    try:
-        with safe_open(tensor.file, framework="np") as handle:
-            block = handle.get_slice(tensor.name)[index]
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{tensor.file}: cannot read {tensor.name} ({error})") from None
-    if tensor.crc32 is not None and block.shape == tensor.shape:
-        _check(tensor, crc32(block))
-    return block
+    first, stop = index[0].start, index[0].stop
+    rows = _chunk_rows(tensor)
+    whole = all(part.stop - part.start == size for part, size in zip(index, tensor.shape, strict=True))
+    checksum = 0
+    for start in range(first, stop, rows):
+        block = _read_block(tensor, (slice(start, min(start + rows, stop)), *index[1:]))
+        if whole and tensor.crc32 is not None:
+            checksum = crc32(block, checksum)
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[start - first : start - first + len(block)] = block
+    if whole:
+        _check(tensor, checksum)
 
 
 def verify(tensor: Stored) -> None:
     """Raise `CheckpointError` if the file records a checksum for this tensor and its bytes do not have it."""
     if tensor.crc32 is None:
         return
-    rows = _chunk_rows(tensor)
     checksum = 0
-    for start in range(0, tensor.shape[0], rows):
-        checksum = crc32(read_block(dataclasses.replace(tensor, crc32=None), (slice(start, start + rows),)), checksum)
+    for start in range(0, tensor.shape[0], _chunk_rows(tensor)):
+        checksum = crc32(_read_block(tensor, (slice(start, start + _chunk_rows(tensor)),)), checksum)
     _check(tensor, checksum)
 
 
@@ -131,17 +134,26 @@ def _header(
     return len(text).to_bytes(8, "little") + text
 
 
+def _read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice in the file's dtype. Opens the file anew: pages of a mapped file count as this process's memory."""
+    try:
+        with safe_open(tensor.file, framework="np") as handle:
+            return handle.get_slice(tensor.name)[index]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{tensor.file}: cannot read {tensor.name} ({error})") from None
+
+
 def _chunk_rows(tensor: Stored) -> int:
     row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.code].itemsize
     return max(1, _CHUNK_BYTES // max(1, row_bytes))
 
 
 def _wide(tensor: Stored, rows: slice) -> np.ndarray:
-    return read_block(dataclasses.replace(tensor, crc32=None), (rows,)).astype(np.float32)
+    return _read_block(tensor, (rows,)).astype(np.float32)
 
 
 def _check(tensor: Stored, checksum: int) -> None:
-    if checksum != tensor.crc32:
+    if tensor.crc32 is not None and checksum != tensor.crc32:
         raise CheckpointError(
             f"{tensor.file}: {tensor.name} is damaged (checksum {checksum:08x}, recorded {tensor.crc32:08x}); copy the file again"
         )

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,15 @@ def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _quiet_transformers():
-    """Without PyTorch, transformers remarks on import that models are not available. That is no news here."""
+    """No remarks: on models that are missing without PyTorch, on spellings of a config.json that we read ourselves."""
     logger, name = logging.getLogger("transformers"), "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     level, advisory = logger.level, os.environ.get(name)
     os.environ[name] = "1"
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.setLevel(level)
         if advisory is None:
