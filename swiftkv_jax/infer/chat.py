@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import Any
 
@@ -52,7 +53,8 @@ def _turn(engine: Engine, tokenizer: Any, messages: list[dict], line: str, param
     asked = [*messages, {"role": "user", "content": line}]
     try:
         prompt = encode_chat(tokenizer, asked)
-        events = engine.stream([prompt], params)
+        room = max(engine.max_model_len - len(prompt), 1)
+        events = engine.stream([prompt], dataclasses.replace(params, max_tokens=min(params.max_tokens, room)))
     except UsageError as error:
         log(f"error: {error} (or /reset)")
         return messages

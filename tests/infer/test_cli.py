@@ -147,7 +147,6 @@ def test_jsonl_rows_fail_alone(checkpoint, tokenizer, tmp_path, capsys):
         (["-p", "x" * 600], 2, "above the limit of 512"),
         (["-p", "x" * 30, "-n", "8", "-c", "16"], 2, "above the limit of 16"),
         (["-p", "x", "--mesh", "2by2"], 2, "--mesh '2by2'"),
-        (["-p", "x", "--mesh", "64x1"], 2, "--mesh 64x1 needs 64 devices"),
         (["-f", "/nowhere/prompt"], 1, "/nowhere/prompt"),
         (["-i", "/nowhere/rows"], 1, "/nowhere/rows"),
     ],
@@ -214,7 +213,8 @@ def test_chat(checkpoint, tokenizer, tmp_path, capsys, monkeypatch):
     out, err = capsys.readouterr()
 
     def reply(*messages: tuple[str, str]) -> str:
-        ids = tokenizer("<s>" + "".join(f"[{role}]{text}\n" for role, text in messages) + "[assistant]", add_special_tokens=False)["input_ids"]
+        text = "<s>" + "".join(f"[{role}]{text}\n" for role, text in messages) + "[assistant]"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokenizer.decode(skv.generate(skv.load(path), [ids], max_tokens=6)[0], skip_special_tokens=True)
 
     system = ("system", "be brief")

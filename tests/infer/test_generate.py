@@ -59,12 +59,13 @@ def sampled() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{"decode_steps": 1}, {"decode_steps": 3}, {"max_num_seqs": 2}, {"max_model_len": 100}, {}], ids=str)
-def test_draws_do_not_depend_on_how_they_are_computed(options):
+def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
     assert generate(model(), PROMPTS, **SAMPLED, **options) == sampled()
 
 
 def test_the_seed_matters():
-    assert generate(model(), PROMPTS, **SAMPLED | {"seed": 5}) != sampled()
+    other: dict[str, Any] = SAMPLED | {"seed": 5}
+    assert generate(model(), PROMPTS, **other) != sampled()
 
 
 def test_chunks_do_not_matter():
