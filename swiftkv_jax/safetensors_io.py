@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -64,15 +64,14 @@ def read_into(out: np.ndarray, tensor: Stored, index: tuple[slice, ...]) -> None
     Raises `CheckpointError` if the file cannot be read, or if the slice is the whole tensor and its checksum is wrong.
     """
     first, stop = index[0].start, index[0].stop
-    rows = _chunk_rows(tensor)
     whole = all(part.stop - part.start == size for part, size in zip(index, tensor.shape, strict=True))
     checksum = 0
-    for start in range(first, stop, rows):
-        block = _read_block(tensor, (slice(start, min(start + rows, stop)), *index[1:]))
+    for rows in _row_chunks(tensor, first, stop):
+        block = _read_block(tensor, (rows, *index[1:]))
         if whole and tensor.crc32 is not None:
             checksum = crc32(block, checksum)
         with np.errstate(over="ignore", invalid="ignore"):
-            out[start - first : start - first + len(block)] = block
+            out[rows.start - first : rows.stop - first] = block
     if whole:
         _check(tensor, checksum)
 
@@ -82,8 +81,8 @@ def verify(tensor: Stored) -> None:
     if tensor.crc32 is None:
         return
     checksum = 0
-    for start in range(0, tensor.shape[0], _chunk_rows(tensor)):
-        checksum = crc32(_read_block(tensor, (slice(start, start + _chunk_rows(tensor)),)), checksum)
+    for rows in _row_chunks(tensor, 0, tensor.shape[0]):
+        checksum = crc32(_read_block(tensor, (rows,)), checksum)
     _check(tensor, checksum)
 
 
@@ -91,8 +90,7 @@ def same_values(a: Stored, b: Stored) -> bool:
     """Whether two tensors have equal shapes and values, compared in chunks."""
     if a.shape != b.shape:
         return False
-    chunks = (slice(start, start + _chunk_rows(a)) for start in range(0, a.shape[0], _chunk_rows(a)))
-    return all(np.array_equal(_wide(a, chunk), _wide(b, chunk)) for chunk in chunks)
+    return all(np.array_equal(_wide(a, rows), _wide(b, rows)) for rows in _row_chunks(a, 0, a.shape[0]))
 
 
 def crc32(block: np.ndarray, start: int = 0) -> int:
@@ -143,9 +141,11 @@ def _read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
         raise CheckpointError(f"{tensor.file}: cannot read {tensor.name} ({error})") from None
 
 
-def _chunk_rows(tensor: Stored) -> int:
+def _row_chunks(tensor: Stored, first: int, stop: int) -> Iterator[slice]:
+    """Slices of the leading axis that cover first..stop, each of at most 16 MiB unless one row is larger."""
     row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.code].itemsize
-    return max(1, _CHUNK_BYTES // max(1, row_bytes))
+    rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
+    return (slice(start, min(start + rows, stop)) for start in range(first, stop, rows))
 
 
 def _wide(tensor: Stored, rows: slice) -> np.ndarray:

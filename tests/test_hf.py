@@ -1,0 +1,397 @@
+"""Hugging Face checkpoints: what is read, what is written, and every way a directory can be wrong."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from swiftkv_jax import CheckpointError, Config, ConfigError, Model, UsageError, add_swiftkv
+from swiftkv_jax import model as forward
+from swiftkv_jax.hf import load_delta, load_hf, open_hf, save_hf
+from swiftkv_jax.hf_export import write_hf
+from swiftkv_jax.layers import unembed
+from swiftkv_jax.params import init_llama
+from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.source import from_model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+BIASED = Config(
+    vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, attention_bias=True, tie_word_embeddings=True
+)
+
+
+def biased_model(dtype=jnp.float32) -> Model:
+    """Every tensor different from every other, so that a swapped name shows."""
+    model = add_swiftkv(Model(init_llama(BIASED, jax.random.key(0), dtype), None, config=BIASED), 2, 2)
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return jax.tree.unflatten(tree, [jax.random.normal(key, leaf.shape).astype(dtype) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def assert_same_models(a: Model, b: Model) -> None:
+    assert a.config == b.config
+    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def assert_same_files(a: Path, b: Path) -> None:
+    """Bit for bit, in any sharding."""
+    ours, theirs = ({name: t for f in sorted(p.glob("*.safetensors")) for name, t in load_file(f).items()} for p in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
+        assert tensor.tobytes() == theirs[name].tobytes(), name
+
+
+def student_logits(model: Model) -> jax.Array:
+    assert model.swiftkv is not None
+    tokens = jax.random.randint(jax.random.key(7), (2, 11), 0, model.config.vocab_size)
+    hidden = forward.student(model.config, model.llama, model.swiftkv, forward.whole_rows(tokens))
+    return unembed(model.config, model.llama, hidden)
+
+
+def edit(source: Path, target: Path, change=lambda tensors: None, **config) -> Path:
+    """A copy with `change` applied to its tensors and `config` to its config.json."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    fields = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(fields))
+    return target
+
+
+# Reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
+def test_fields_hold_the_tensors_that_their_names_say(fixture):
+    model, file = load_hf(fixture, dtype="float32"), load_file(fixture / "model.safetensors")
+    config = model.config
+    assert (config.num_key_value_layers, config.key_value_group_size) == ((4, 1) if fixture is UNTIED else (4, 2))
+    assert model.eos_token_ids == (1,) and model.tokenizer is None
+    assert model.swiftkv is not None and model.llama.upper_qkv is not None
+    heads = (4, 16, 64)
+    np.testing.assert_array_equal(model.llama.lower_qkv.q[3], file["model.layers.3.self_attn.q_proj.weight"].reshape(heads))
+    np.testing.assert_array_equal(model.llama.upper.o[1], file["model.layers.5.self_attn.o_proj.weight"].reshape(64, 4, 16))
+    np.testing.assert_array_equal(model.llama.upper_qkv.k[2], file["model.layers.6.self_attn.k_proj.weight"].reshape(2, 16, 64))
+    np.testing.assert_array_equal(model.llama.lower.gate[0], file["model.layers.0.mlp.gate_proj.weight"])
+    np.testing.assert_array_equal(model.swiftkv.q[3], file["model.layers.7.self_attn.q_proj_swiftkv.weight"].reshape(heads))
+    leader = 4 + config.key_value_group_size
+    np.testing.assert_array_equal(model.swiftkv.v[1], file[f"model.layers.{leader}.self_attn.v_proj_swiftkv.weight"].reshape(2, 16, 64))
+    np.testing.assert_array_equal(model.swiftkv.norm, file["model.norm_swiftkv.weight"])
+    assert (model.llama.lm_head is None) == (fixture is TIED)
+
+
+def test_default_dtype_on_a_cpu_is_float32_and_a_cast_rounds_each_value(tmp_path):
+    exact = load_hf(UNTIED)
+    assert exact.dtype == jnp.float32
+    rounded = load_hf(UNTIED, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(rounded.llama.upper.down, exact.llama.upper.down.astype(jnp.bfloat16))
+    with pytest.raises(UsageError, match="float32, bfloat16, float16"):
+        load_hf(UNTIED, dtype="int8")
+
+
+def test_values_beyond_float16_are_refused(tmp_path):
+    def big(tensors):
+        tensors["model.norm.weight"][5] = 1e6
+
+    path = edit(UNTIED, tmp_path / "big", big)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has values beyond float16"):
+        load_hf(path, dtype="float16")
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1), (1, 8)])
+def test_sharded_load_gives_the_same_model_on_the_mesh(shape):
+    mesh, whole = make_mesh(shape), load_hf(TIED)
+    model = load_hf(TIED, mesh=mesh)
+    assert_same_models(model, whole)
+    gate = model.llama.lower.gate
+    assert gate.sharding.mesh == mesh
+    assert gate.addressable_shards[0].data.shape == (4, 160 // shape[1], 64)
+
+
+def test_a_plain_llama_can_be_cut_while_it_is_read(tmp_path):
+    whole = load_hf(UNTIED)
+    save_hf(Model(whole.llama, None, config=whole.config), tmp_path / "plain")
+    plain = load_hf(tmp_path / "plain")
+    assert plain.swiftkv is None and plain.config.num_key_value_layers == 8
+    assert plain.llama.upper.gate.shape == (0, 160, 64)
+    cut = load_hf(tmp_path / "plain", config=plain.config.cut(6, 2))
+    assert cut.swiftkv is None and cut.llama.lower.up.shape[0] == 6 and cut.llama.upper_qkv.q.shape[0] == 2
+    np.testing.assert_array_equal(cut.llama.lower.up[5], whole.llama.upper.up[1])
+    with pytest.raises(CheckpointError, match=r"embed_dim=64 \(asked for 32\)"):
+        load_hf(tmp_path / "plain", config=BIASED)
+
+
+def test_moving_the_cut_of_a_swiftkv_file_leaves_its_delta_behind():
+    model = load_hf(UNTIED, config=load_hf(UNTIED).config.cut(2, 3))
+    assert model.swiftkv is None and model.llama.upper.gate.shape[0] == 6
+
+
+def test_the_teachers_upper_projections_may_be_absent_altogether(tmp_path):
+    def drop(tensors):
+        for name in [n for n in tensors if re.search(r"layers\.[4-7]\.self_attn\.[qkv]_proj\.", n)]:
+            del tensors[name]
+
+    slim = load_hf(edit(TIED, tmp_path / "slim", drop))
+    assert slim.llama.upper_qkv is None
+    np.testing.assert_array_equal(student_logits(slim), student_logits(load_hf(TIED)))
+    for format in ("full", "expanded", "delta"):
+        with pytest.raises(UsageError, match="needs the teacher's upper q, k, v"):
+            save_hf(slim, tmp_path / "out", format=format)
+    with pytest.raises(CheckpointError, match="missing: model.layers.6.self_attn.k_proj.weight$"):
+        load_hf(edit(TIED, tmp_path / "some", lambda tensors: tensors.pop("model.layers.6.self_attn.k_proj.weight")))
+
+
+def test_end_tokens_come_from_generation_config_first(tmp_path):
+    path = edit(UNTIED, tmp_path / "eos", eos_token_id=[5, 6])
+    assert load_hf(path).eos_token_ids == (5, 6)
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 4, 9]}')
+    model = load_hf(path)
+    assert model.eos_token_ids == (3, 4, 9)
+    save_hf(model, tmp_path / "out")
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (path / "generation_config.json").read_bytes()
+
+
+def test_inert_extras_are_let_pass(tmp_path):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    assert_same_models(load_hf(edit(TIED, tmp_path / "extra", add)), load_hf(TIED))
+
+    def differ(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_hf(edit(TIED, tmp_path / "untied", differ))
+
+
+# Writing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
+def test_full_round_trip_is_bit_exact(tmp_path, fixture):
+    save_hf(load_hf(fixture, dtype="float32"), tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert_same_files(tmp_path / "out", fixture)
+    original, written = (json.loads((p / "config.json").read_text()) for p in (fixture, tmp_path / "out"))
+    assert written == original
+    assert open_hf(tmp_path / "out").digests and not open_hf(fixture).digests
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_biased_model_round_trips_in_each_dtype(tmp_path, dtype):
+    model = biased_model(jnp.dtype(dtype))
+    save_hf(model, tmp_path / "out")
+    with safe_open(tmp_path / "out/model.safetensors", "np") as file:
+        names = set(file.keys())
+        assert {file.get_slice(name).get_dtype() for name in names} == {DTYPES[dtype]}
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == dtype
+    biases = {name for name in names if name.endswith(".bias")}
+    assert len(biases) == 6 * 4 + 4 + 2 * 2 and "model.layers.4.self_attn.v_proj_swiftkv.bias" in biases
+    assert "model.layers.3.self_attn.k_proj_swiftkv.bias" not in biases and "lm_head.weight" not in names
+    assert_same_models(load_hf(tmp_path / "out", dtype=dtype), model)
+
+
+def test_shards_and_index(tmp_path):
+    model = biased_model()
+    write_hf(from_model(model), tmp_path / "out", shard_bytes=20_000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))] and len(files) > 3
+    assert index["metadata"]["total_size"] == sum(leaf.size * 4 for leaf in jax.tree.leaves(model))
+    assert sorted(set(index["weight_map"].values())) == files
+    assert_same_models(load_hf(tmp_path / "out"), model)
+    assert_same_models(load_hf(tmp_path / "out", mesh=make_mesh((2, 2))), model)
+
+
+@pytest.mark.parametrize("make", [lambda: load_hf(TIED), biased_model], ids=["tied", "biased"])
+def test_expanded_gives_the_same_student_without_groups(tmp_path, make):
+    model = make()
+    save_hf(model, tmp_path / "out", format="expanded")
+    expanded = load_hf(tmp_path / "out")
+    assert model.config.key_value_group_size == 2 and expanded.config.key_value_group_size == 1
+    assert expanded.swiftkv is not None and expanded.swiftkv.k.shape[0] == 2 * model.swiftkv.k.shape[0] == 4
+    np.testing.assert_array_equal(student_logits(expanded), student_logits(model))
+
+
+def test_delta_holds_what_was_trained_and_fits_only_its_base(tmp_path):
+    model = load_hf(TIED)
+    save_hf(model, tmp_path / "delta", format="delta")
+    reference = load_file(FIXTURES / "llama-trained-4of8-group2-tied.reference.safetensors")
+    trained = {name.removeprefix("grad.") for name in reference if name.startswith("grad.")}
+    assert load_file(tmp_path / "delta/model.safetensors").keys() == trained
+    save_hf(Model(model.llama, None, config=model.config), tmp_path / "base")
+    base = load_hf(tmp_path / "base")
+    assert_same_models(load_delta(tmp_path / "delta", base), model)
+    with pytest.raises(CheckpointError, match="holds only the trained tensors"):
+        load_hf(tmp_path / "delta")
+    other = base.replace(llama=base.llama.replace(final_norm=base.llama.final_norm + 1))  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CheckpointError, match="was trained for another base model"):
+        load_delta(tmp_path / "delta", other)
+    with pytest.raises(UsageError, match="no delta"):
+        save_hf(base, tmp_path / "none", format="delta")
+
+
+def test_gradients_are_exported_under_the_same_names(tmp_path):
+    model = biased_model()
+    gradients = jax.tree.map(lambda leaf: -2 * leaf, model)
+    save_hf(gradients, tmp_path / "gradients")
+    assert_same_models(load_hf(tmp_path / "gradients"), gradients)
+
+
+def test_config_is_written_as_transformers_4_reads_it(tmp_path):
+    fields = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_scaling": None, "dtype": "float32"}
+    path = edit(UNTIED, tmp_path / "five", **fields)
+    save_hf(load_hf(path), tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert "rope_parameters" not in written and "dtype" not in written
+    assert (written["rope_theta"], written["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 2.0})
+    assert Config.from_hf(written) == load_hf(path).config
+
+
+def test_an_existing_target_is_left_alone(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    save_hf(biased_model(), target)  # empty: taken
+    with pytest.raises(UsageError, match=f"{target}: exists already"):
+        save_hf(biased_model(), target)
+
+
+def test_failing_half_way_leaves_nothing_behind(tmp_path):
+    source, seen = from_model(biased_model()), []
+
+    def stop(leaf):
+        seen.append(leaf.name)
+        if len(seen) == 5:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_hf(source, tmp_path / "out", progress=stop)
+    assert len(seen) == 5 and list(tmp_path.iterdir()) == []
+
+
+# Bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_every_difference_is_in_one_error(tmp_path):
+    def change(tensors):
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+        tensors["model.layers.9.mlp.up_proj.weight"] = np.zeros(3, np.float32)
+        tensors["model.norm.weight"] = np.zeros(65, np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
+
+    path = edit(UNTIED, tmp_path / "bad", change)
+    with pytest.raises(CheckpointError) as error:
+        load_hf(path)
+    assert str(error.value) == (
+        f"{path}: missing: model.layers.2.mlp.up_proj.weight; unexpected: model.layers.9.mlp.up_proj.weight; "
+        "wrong shape: model.norm.weight [65], expected [64]; "
+        "dtype not supported yet: lm_head.weight I8 (supported: F32, BF16, F16)"
+    )
+
+
+def test_fp8_weights_are_refused_by_name(tmp_path):
+    import ml_dtypes
+
+    def change(tensors):
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+
+    with pytest.raises(CheckpointError, match=r"not supported yet: model\.layers\.0\.mlp\.up_proj\.weight F8_E4M3"):
+        load_hf(edit(UNTIED, tmp_path / "fp8", change))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    write_hf(from_model(biased_model()), tmp_path / "out", shard_bytes=20_000)
+    first, second = sorted((tmp_path / "out").glob("*.safetensors"))[:2]
+    name = next(iter(load_file(first)))
+    save_file(load_file(second) | {name: load_file(first)[name]}, second, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"repeated: {re.escape(name)} \(in {first.name}, {second.name}\)$"):
+        load_hf(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "a/b.safetensors", "..", "a\\b.safetensors"])
+def test_an_index_stays_within_its_directory(tmp_path, name):
+    path = edit(UNTIED, tmp_path / "index")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(CheckpointError, match="weight files must lie in the same directory"):
+        load_hf(path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    write_hf(from_model(biased_model()), tmp_path / "out", shard_bytes=20_000)
+    gone = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"missing weight files .*: {gone.name}$"):
+        load_hf(tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbled", "empty"])
+def test_damaged_files_are_named(tmp_path, damage):
+    path = edit(UNTIED, tmp_path / "bad")
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes({"truncated": content[: len(content) // 2], "garbled": b"\xff" * 4000, "empty": b""}[damage])
+    with pytest.raises(CheckpointError, match=f"{file}: not a complete safetensors file"):
+        load_hf(path)
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 4)])
+def test_a_flipped_byte_in_our_export_is_found(tmp_path, mesh):
+    save_hf(biased_model(), tmp_path / "out")
+    file = tmp_path / "out/model.safetensors"
+    content = bytearray(file.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    name = "model.layers.3.mlp.down_proj.weight"
+    start, _ = json.loads(content[8 : 8 + header])[name]["data_offsets"]
+    content[8 + header + start + 17] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{file}: {re.escape(name)} is damaged"):
+        load_hf(tmp_path / "out", mesh=None if mesh is None else make_mesh(mesh))
+
+
+def test_pickles_are_refused(tmp_path):
+    path = edit(UNTIED, tmp_path / "pickle")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: pickle files can run code; convert to safetensors"):
+        load_hf(path)
+    (path / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="no weights: looked for"):
+        load_hf(path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+        ({"clip_qkv": 3.0}, "unknown field 'clip_qkv'"),
+        ({"key_value_group_size": 3}, "key_value_group_size=3 must divide the 4 layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_a_bad_config_is_named(tmp_path, fields, message):
+    path = edit(UNTIED, tmp_path / "bad", **fields)
+    with pytest.raises(ConfigError, match=f"{path / 'config.json'}: .*{message}"):
+        load_hf(path)
+
+
+def test_a_garbled_config_is_named(tmp_path):
+    path = edit(UNTIED, tmp_path / "bad")
+    (path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=f"{path / 'config.json'}: not valid JSON"):
+        load_hf(path)
