@@ -44,6 +44,7 @@ CONFIG = Config(
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 TOKENS_PER_STEP = 4096
 PEAK_RATE, DECAY_SHARE = 3e-3, 0.3
+SEEDS = 2100, 3000  # of the data order, constant and falling learning rate
 
 
 def train_tokenizer(path: Path) -> None:
@@ -90,7 +91,7 @@ def held_out_loss(loss, llama, rows: PackedRows, limit: int = 32) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="folder to make")
-    parser.add_argument("--steps", type=int, default=3000, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
+    parser.add_argument("--steps", type=int, default=2200, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
     args = parser.parse_args()
     tokenizer_folder = args.output / "tokenizer"
     if not (tokenizer_folder / "tokenizer.json").exists():
@@ -128,9 +129,9 @@ def main() -> None:
     decay_start = args.steps - int(args.steps * DECAY_SHARE)
     started = time.time()
     step = first
-    for rows, stop in ((short, decay_start), (long, args.steps)):
+    for rows, stop, seed in ((short, decay_start, SEEDS[0]), (long, args.steps, SEEDS[1])):
         size = TOKENS_PER_STEP // rows.tokens.shape[1]
-        for batch in batches(rows, size, seed=stop, start=step, stop=max(stop, step)):
+        for batch in batches(rows, size, seed=seed, start=step, stop=max(stop, step)):
             state, value = train_step(state, batch)
             step += 1
             if step % 50 == 0 or step == args.steps:

@@ -6,6 +6,7 @@ that the axis does not divide is replicated (two key/value heads on four devices
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -39,7 +40,8 @@ def emulate_cpu_devices(count: int) -> bool:
     """
     if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(2 * count, os.cpu_count() or 1)))
-        jax.config.update("jax_num_cpu_devices", count)
+        with contextlib.suppress(RuntimeError):  # JAX has started: `make_mesh` will say what it sees
+            jax.config.update("jax_num_cpu_devices", count)
     return count > 1 and jax.default_backend() == "cpu"
 
 

@@ -123,6 +123,9 @@ def load_model(recipe: Recipe, mesh: Mesh) -> Model:
     layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
     same_layers = has_delta and layers == found.num_key_value_layers
     config = found.cut(layers, recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1))
+    if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
+        limits = f"from {-config.num_layers - 1} to {config.num_layers}"
+        raise UsageError(f"--hidden-loss-layer {recipe.hidden_loss_layer}: must be {limits}")
     if config.num_upper_layers == 0:
         raise UsageError(f"--num-key-value-layers {layers}: this model has {config.num_layers} layers, so nothing is left to distil")
     model = checkpoint.load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)

@@ -1,0 +1,133 @@
+"""The whole path on the demo model: convert, distil, generate, compare. `make demo` runs it, in under three minutes on two cores.
+
+    python examples/demo.py [FOLDER]        FOLDER (default: runs/make-demo) is emptied first
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import swiftkv_jax as skv
+from swiftkv_jax import convert, demo
+from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.cost import prefill_flops
+from swiftkv_jax.infer.generate import Engine
+
+STEPS = 40
+PROMPT = "def read_lines(path):\n"
+ROWS, PROMPT_TOKENS = 8, 897  # seven chunks of 128 and the token that goes into the first decode step
+
+
+@dataclasses.dataclass
+class Column:
+    """One model of the final table."""
+
+    title: str
+    model: skv.Model
+    swiftkv: bool
+    quality: dict[str, float]
+    """The last held-out evaluation of its distillation run."""
+
+
+def run(module, *arguments: str) -> None:
+    """Run a command as a user would type it."""
+    print(f"\n$ python -m {module.__package__ if module.__package__ != 'swiftkv_jax' else module.__name__} {' '.join(arguments)}", flush=True)
+    if code := module.main(list(arguments)):
+        sys.exit(code)
+
+
+def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
+    """A fresh delta for half the layers: the exported model, and its held-out quality before and after."""
+    import swiftkv_jax.train.__main__ as command
+
+    output = folder / f"group-{group}"
+    flags = ["--mesh", "1x1", "--key-value-group-size", str(group), "--max-steps", str(STEPS), "--output-dir", str(output)]
+    run(command, *flags)
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    before, after = (row for row in rows if "eval_agreement" in row)
+    return skv.load(output / "model"), after | {"initial_perplexity": before["eval_student_perplexity"]}
+
+
+def measure(column: Column) -> tuple[float, float, str]:
+    """(prefill seconds of ROWS prompts, seconds per decode step of ROWS tokens, a greedy completion)."""
+    engine = Engine(column.model, swiftkv=column.swiftkv, max_num_seqs=ROWS, chunks=(128,), decode_steps=8)
+    random = np.random.default_rng(0)
+    prompts = random.integers(2, column.model.config.vocab_size, (ROWS, PROMPT_TOKENS)).tolist()
+    engine.warm_up()
+    sampling = engine.sampling(params(64), range(ROWS))
+    prefill, decode = [], []
+    for _ in range(3):
+        start = time.perf_counter()
+        state = jax.block_until_ready(engine.prefill(prompts, 64))
+        prefill.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for _ in range(2):
+            state, _ = engine.decode(sampling, state)
+        jax.block_until_ready(state)
+        decode.append((time.perf_counter() - start) / (2 * engine.decode_steps))
+    tokens = column.model.tokenizer(PROMPT)["input_ids"]
+    text = column.model.tokenizer.decode([token for event in engine.stream([tokens], params(64)) for token in event.tokens])
+    return min(prefill), min(decode), text
+
+
+def params(max_tokens: int):
+    from swiftkv_jax.infer.sampling import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> str:
+    teacher = columns[0].model
+    rows = [("", *(column.title for column in columns))]
+    flops = [prefill_flops(c.model.config, PROMPT_TOKENS - 1, swiftkv=c.swiftkv) for c in columns]
+    bytes_ = [bytes_per_token(c.model.config, teacher.dtype, swiftkv=c.swiftkv) for c in columns]
+    seconds, decode = [m[0] for m in measured], [m[1] for m in measured]
+
+    def share(values, number):
+        return [f"{number(value)}  ({value / values[0]:.0%})" for value in values]
+
+    rows.append((f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G")))
+    rows.append((f"prefill time, {ROWS} x {PROMPT_TOKENS - 1} tokens", *share(seconds, lambda v: f"{v:.2f} s")))
+    rows.append((f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms")))
+    rows.append((f"KV cache bytes per token, {teacher.dtype}", *share(bytes_, lambda v: f"{v:,}")))
+    quality = [column.quality for column in columns[1:]]
+    perplexity = [quality[0]["eval_teacher_perplexity"], *(q["eval_student_perplexity"] for q in quality)]
+    rows.append(("held-out perplexity before distilling", f"{perplexity[0]:.3f}", *(f"{q['initial_perplexity']:.3f}" for q in quality)))
+    rows.append((f"held-out perplexity after {STEPS} steps", *(f"{value:.3f}  ({value / perplexity[0] - 1:+.2%})" for value in perplexity)))
+    rows.append(("next token agrees with the teacher", "100.0%", *(f"{q['eval_agreement']:.1%}" for q in quality)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def main() -> None:
+    started = time.time()
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/make-demo")
+    shutil.rmtree(folder, ignore_errors=True)
+
+    run(convert, "hf2orbax", str(demo.LLAMA), str(folder / "orbax"))
+    run(convert, "inspect", str(folder / "orbax"))
+    alone, alone_quality = distil(folder, 1)
+    across, across_quality = distil(folder, 2)
+    columns = [
+        Column("teacher", skv.load(folder / "orbax"), False, {}),
+        Column("SwiftKV 50%", alone, True, alone_quality),
+        Column("SwiftKV 50% + 2-way AcrossKV", across, True, across_quality),
+    ]
+    measured = [measure(column) for column in columns]
+    for column, (_, _, text) in zip(columns, measured, strict=True):
+        print(f"\n--- {column.title}, greedy " + "-" * (90 - len(column.title)))
+        print(PROMPT + text)
+    print(f"\n{table(columns, measured)}\n\n{time.time() - started:.0f} s in all; everything is in {folder}")
+
+
+if __name__ == "__main__":
+    main()
