@@ -9,13 +9,13 @@ from pathlib import Path
 
 import jax
 
+from .. import demo
 from ..bundle import Model
 from ..cli import log
 from ..errors import CheckpointError, UsageError
 from ..sharding import emulate_cpu_devices, make_mesh, parse_mesh
 from .sampling import SamplingParams
 
-DEMO_MODEL = Path(__file__).parents[1] / "demo" / "swiftkv"
 SWIFTKV = {"auto": None, "on": True, "off": False}
 
 
@@ -59,7 +59,7 @@ def load_model(args: argparse.Namespace) -> tuple[Model, jax.sharding.Mesh | Non
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape))
     mesh = make_mesh(shape) if shape != (1, 1) else None
-    path = args.model or DEMO_MODEL
+    path = args.model or demo.SWIFTKV
     if args.model is None and not (path / "config.json").exists():
         raise CheckpointError(f"the demo model is not in this installation ({path}): pass --model DIR")
     from ..checkpoint import load  # after the devices are settled

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.infer import flags
+from swiftkv_jax import demo
 from swiftkv_jax.infer.__main__ import DEMO_PROMPT, main, parser
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import CHAT_TEMPLATE
@@ -180,12 +180,12 @@ def test_without_a_tokenizer_tokens_still_work(tmp_path, capsys):
 
 
 def test_no_arguments_run_the_demo(checkpoint, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr(flags, "DEMO_MODEL", checkpoint)
+    monkeypatch.setattr(demo, "SWIFTKV", checkpoint)
     assert run("-n", 8) == 0
     out, err = capsys.readouterr()
     assert out == DEMO_PROMPT + tokenizer.decode(expected(checkpoint, tokenizer, DEMO_PROMPT)) + "\n"
     assert str(checkpoint) in err
-    monkeypatch.setattr(flags, "DEMO_MODEL", checkpoint / "missing")
+    monkeypatch.setattr(demo, "SWIFTKV", checkpoint / "missing")
     assert run() == 4
 
 
