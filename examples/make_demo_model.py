@@ -91,7 +91,7 @@ def held_out_loss(loss, llama, rows: PackedRows, limit: int = 32) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="folder to make")
-    parser.add_argument("--steps", type=int, default=2200, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
+    parser.add_argument("--steps", type=int, default=1900, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
     args = parser.parse_args()
     tokenizer_folder = args.output / "tokenizer"
     if not (tokenizer_folder / "tokenizer.json").exists():

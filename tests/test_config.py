@@ -202,6 +202,12 @@ def test_round_trip(name):
         assert {k: v for k, v in SWIFTKV_8B_AUG_2025.items() if k in written} == written
 
 
+def test_round_trip_of_a_grouped_cut():
+    config = Config.from_hf(hf_config(key_value_group_size=4, attention_bias=True, rope_scaling={"type": "linear", "factor": 2.0}))
+    assert config.key_value_group_size == 4
+    assert Config.from_hf(config.to_hf()) == config
+
+
 def test_hashable():
     """A `Config` is a static argument of jitted functions: equal ones must hash alike."""
     a, b = Config.from_hf(SWIFTKV_8B_DEC_2024), Config.from_hf(SWIFTKV_8B_TRANSFORMERS5)

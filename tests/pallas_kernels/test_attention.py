@@ -11,7 +11,7 @@ import pytest
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
 
 IMPLEMENTATIONS = ["xla"]
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # on outputs of size one; bfloat16 keeps 8 bits
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}  # on outputs up to three; bfloat16 keeps 8 bits
 UNSEEN = 1e3
 """What keys and values hold beyond the valid positions: seen by mistake, it shows."""
 
@@ -49,10 +49,11 @@ DECODE = {
 
 
 def inputs(shape: Shape, dtype: str):
-    """Random q[B, T, N, H] and k, v[B, K, S, H]."""
+    """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to bfloat16 would show."""
     b, t, n, kv, s, h, _ = shape
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=size), dtype) for size in ((b, t, n, h), (b, kv, s, h), (b, kv, s, h))]
+    q, k, v = (rng.normal(size=size) for size in ((b, t, n, h), (b, kv, s, h), (b, kv, s, h)))
+    return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
 
 
 def check(actual, q, k, v, mask):
@@ -94,12 +95,9 @@ def test_prefill(implementation, name, dtype):
         mask[:, t, : shape.offset + t + 1] = True
     k, v = hide(k, mask), hide(v, mask)
     op = functools.partial(prefill_attention, implementation=implementation)
-    for offset in shape.offset, jnp.int32(shape.offset):  # known when compiling, and traced
-        if isinstance(offset, int):
-            actual = jax.jit(functools.partial(op, q_offset=offset))(q, k, v)
-        else:
-            actual = jax.jit(lambda q, k, v, offset: op(q, k, v, q_offset=offset))(q, k, v, offset)
-        check(actual, q, k, v, mask)
+    check(jax.jit(functools.partial(op, q_offset=shape.offset))(q, k, v), q, k, v, mask)
+    if shape.offset:
+        check(jax.jit(lambda q, k, v, offset: op(q, k, v, q_offset=offset))(q, k, v, shape.offset), q, k, v, mask)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

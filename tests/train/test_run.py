@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.train.__main__ import main, parser
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n" * 40
-STEPS = 12
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,10 @@ def test_the_loss_falls_and_the_result_is_exported(uninterrupted):
 
 @pytest.mark.parametrize("mesh", ["4x1", "2x2", "1x4"])
 def test_meshes_agree(mesh, data, uninterrupted, tmp_path):
-    """Three steps suffice: the third loss has two updates behind it. Two key/value heads do not divide by four."""
+    """Ten steps: later, Adam's division has made rounding visible. On 1x4 the two key/value heads cannot be divided."""
     output = tmp_path / "run"
     assert main(arguments(data, output, mesh=mesh, **{"max-steps": STEPS, "save-steps": 100}) + ["--resume", "never"]) == 0
-    ours, single = (np.array([row[1:] for row in losses(run)]) for run in (output, uninterrupted))
+    ours, single = (np.array([row[1:] for row in losses(run)[:10]]) for run in (output, uninterrupted))
     np.testing.assert_allclose(ours, single, rtol=2e-4)
 
 
@@ -73,14 +74,15 @@ def test_the_teacher_is_unchanged_by_training(uninterrupted):
 def test_a_killed_run_ends_like_one_never_killed(data, uninterrupted, tmp_path):
     """kill -9 in the middle, then SIGTERM, then to the end: weights equal bit for bit, metrics row for row."""
     output = tmp_path / "run"
-    killed, _ = run_until(data, output, "step 5/", signal.SIGKILL)
-    assert killed == -signal.SIGKILL and not (output / "model").exists()
-    terminated, log = run_until(data, output, "step 8/", signal.SIGTERM)
+    checkpoints = output / "checkpoints"
+    killed, log = run_until(data, output, lambda: (checkpoints / "3").exists(), signal.SIGKILL)
+    assert killed == -signal.SIGKILL and not (output / "model").exists(), log
+    terminated, log = run_until(data, output, lambda: (checkpoints / "9").exists(), signal.SIGTERM)
     assert terminated == 0, log
     assert "continuing after step" in log
     step = int(log.split("stopped after step ")[1].split()[0])
-    assert step >= 8 and (output / "checkpoints" / str(step)).is_dir(), "the interrupted step was not saved"
-    finished, log = run_until(data, output, None, None)
+    assert step < STEPS and (checkpoints / str(step)).is_dir(), "the interrupted step was not saved"
+    finished, log = run_until(data, output)
     assert finished == 0, log
     assert f"continuing after step {step} of {STEPS}" in log
     assert losses(output) == losses(uninterrupted)
@@ -89,17 +91,17 @@ def test_a_killed_run_ends_like_one_never_killed(data, uninterrupted, tmp_path):
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-def run_until(data: Path, output: Path, line_start: str | None, number: signal.Signals | None) -> tuple[int, str]:
-    """Run the command in a process of its own, and signal it at a line of its log: (exit code, log)."""
+def run_until(data: Path, output: Path, ready=lambda: False, number: int = 0) -> tuple[int, str]:
+    """Run the command in a process of its own, and signal it once `ready()`: (exit code, log)."""
     command = [sys.executable, "-m", "swiftkv_jax.train", *arguments(data, output)]
-    lines = []
-    with subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
-        for line in process.stderr:
-            lines.append(line)
-            if line_start and number and line.startswith(line_start):
+    log = output.parent / "log"
+    with log.open("w") as stderr, subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=stderr) as process:
+        while process.poll() is None:
+            if ready():
                 process.send_signal(number)
-    return process.returncode, "".join(lines)
+                process.wait()
+            time.sleep(0.005)
+    return process.returncode, log.read_text()
 
 
 def test_the_same_command_again_has_nothing_left_to_do(data, uninterrupted, capsys):
