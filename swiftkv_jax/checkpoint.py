@@ -92,7 +92,7 @@ def write_orbax(
             if leaf.size:  # Orbax refuses arrays without elements
                 _save_leaf(partial / WEIGHTS / leaf.name, array)
             del array
-            gc.collect()  # Orbax leaves the array in reference cycles
+            _collect(leaf)
             progress(leaf)
         if jax.process_index() == 0:
             dtype_name = (opened.dtypes["embed"] if wanted is None else wanted).name
@@ -196,7 +196,6 @@ def _load_leaf(path: Path, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Arra
         return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
     from orbax.checkpoint import v1 as ocp
 
-    gc.collect()  # Orbax left the leaf before this one in reference cycles
     try:
         return ocp.load(str(path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
     except jax.errors.JaxRuntimeError:
@@ -204,3 +203,11 @@ def _load_leaf(path: Path, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Arra
     except Exception as error:  # damage surfaces as many types; the cause says more than the wrapper
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise CheckpointError(f"{path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason[:300]})") from None
+    finally:
+        _collect(leaf)
+
+
+def _collect(leaf: Leaf) -> None:
+    """Orbax leaves each array in reference cycles: let the large ones go before the next leaf needs room."""
+    if leaf.size > 2**20:
+        gc.collect()

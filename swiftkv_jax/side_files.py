@@ -113,18 +113,24 @@ def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _quiet_transformers():
-    """No remarks: on models that are missing without PyTorch, on spellings of a config.json that we read ourselves."""
-    logger, name = logging.getLogger("transformers"), "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    level, advisory = logger.level, os.environ.get(name)
+    """transformers remarks that PyTorch is missing, and that it has no model of type `llama_swiftkv`: no news here.
+
+    It sets its logger's level when it is first imported, so the import comes first.
+    """
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    advisory = os.environ.get(name)
     os.environ[name] = "1"
-    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        import transformers  # noqa: F401
     finally:
-        logger.setLevel(level)
         if advisory is None:
             del os.environ[name]
         else:
             os.environ[name] = advisory
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -25,7 +25,15 @@ FIXTURES = Path(__file__).parent / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 BIASED = Config(
-    vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8, attention_bias=True, tie_word_embeddings=True
+    vocab_size=48,
+    embed_dim=32,
+    mlp_dim=24,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    attention_bias=True,
+    tie_word_embeddings=True,
 )
 
 

@@ -1,0 +1,244 @@
+"""Our Orbax directory: exact, verified leaf by leaf, and never half-written. And the digest it rests on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from swiftkv_jax import CheckpointError, Config, Model, UsageError, add_swiftkv, checkpoint, load, save
+from swiftkv_jax.digest import digest
+from swiftkv_jax.params import init_llama
+from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.source import from_model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
+SMALL = Config(vocab_size=16, embed_dim=8, mlp_dim=12, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, attention_bias=True)
+
+
+def small_model(num_key_value_layers: int = 2, dtype=jnp.float32) -> Model:
+    model = Model(init_llama(SMALL, jax.random.key(0), dtype), None, config=SMALL, eos_token_ids=())
+    return add_swiftkv(model, num_key_value_layers, 2 if num_key_value_layers == 2 else 1)
+
+
+def assert_same_models(a: Model, b: Model) -> None:
+    assert a.config == b.config
+    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("orbax") / "model"
+    save(load(TIED), path)
+    return path
+
+
+@pytest.fixture
+def copied(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+# Round trips ----------------------------------------------------------------------------------------------------
+
+
+def test_layout(saved):
+    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "manifest.json", "weights"]
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"], len(manifest["leaves"])) == ("swiftkv-jax", 1, 24)
+    q = manifest["leaves"]["swiftkv.q"]
+    assert q["shape"] == [4, 4, 16, 64] and q["dtype"] == "float32"
+    assert q["digest"] == f"{digest(load(TIED).swiftkv.q):08x}"
+    assert {p.name for p in (saved / "weights").iterdir()} == manifest["leaves"].keys()
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2), (1, 4)])
+def test_load_is_exact_on_any_mesh(saved, mesh):
+    on = None if mesh is None else make_mesh(mesh)
+    model = load(saved, mesh=on)
+    assert_same_models(model, load(TIED))
+    assert model.eos_token_ids == (1,)
+    if on is not None:
+        assert model.llama.embed.sharding.mesh == on
+        assert model.llama.embed.addressable_shards[0].data.shape == (320 // mesh[1], 64)
+
+
+def test_dtype_is_cast_after_the_check(saved):
+    model = load(saved, dtype="bfloat16")
+    assert model.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(model.llama.embed, load(TIED).llama.embed.astype(jnp.bfloat16))
+
+
+def test_a_model_saved_from_a_mesh_has_the_same_digests(tmp_path, saved):
+    save(load(TIED, mesh=make_mesh((2, 2))), tmp_path / "sharded")
+    assert (tmp_path / "sharded/manifest.json").read_text() == (saved / "manifest.json").read_text()
+
+
+def test_empty_stacks_and_biases_and_half_precision(tmp_path):
+    plain = small_model(4, jnp.bfloat16)
+    assert plain.swiftkv is None
+    save(plain, tmp_path / "plain")
+    assert not (tmp_path / "plain/weights/upper.gate").exists()
+    assert_same_models(load(tmp_path / "plain", dtype="bfloat16"), plain)
+    biased = small_model(2, jnp.float16)
+    save(biased, tmp_path / "biased")
+    assert_same_models(load(tmp_path / "biased", dtype=jnp.float16), biased)
+
+
+def test_a_cut_without_a_delta_and_a_student_without_the_teacher(tmp_path):
+    model = small_model()
+    cut = Model(model.llama, None, config=model.config)
+    save(cut, tmp_path / "cut")
+    assert_same_models(load(tmp_path / "cut"), cut)
+    llama = model.llama.replace(upper_qkv=None)  # pyright: ignore[reportAttributeAccessIssue]
+    slim = Model(llama, model.swiftkv, config=model.config)
+    save(slim, tmp_path / "slim")
+    assert_same_models(load(tmp_path / "slim"), slim)
+    with pytest.raises(CheckpointError, match="absent, so layers cannot move"):
+        checkpoint.load_orbax(tmp_path / "slim", config=model.config.cut(1))
+
+
+@pytest.mark.parametrize("cut", [(2, 3), (6, 2), (8, 1)])
+def test_the_boundary_can_move_while_loading(saved, cut):
+    whole = load(TIED)
+    config = whole.config.cut(*cut)
+    model = checkpoint.load(saved, config=config, mesh=make_mesh((1, 2)))
+    assert model.config == config and model.swiftkv is None
+    both = checkpoint.load(TIED, config=config)
+    assert_same_models(model, both)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_paths_that_are_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'none'}: no such file or directory"):
+        load(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="looked for manifest.json .* and config.json"):
+        load(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="a checkpoint is a directory"):
+        load(tmp_path / "file")
+
+
+def payload(path: Path, leaf: str) -> Path:
+    """The file that holds a leaf's numbers."""
+    return max((path / "weights" / leaf).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+
+
+def test_a_flipped_byte_is_found_and_its_leaf_named(copied):
+    file = payload(copied, "lower.down")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"lower\.down (is damaged: its digest|cannot be read)"):
+        load(copied)
+
+
+def test_a_truncated_payload_names_its_leaf(copied):
+    file = payload(copied, "upper.up")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"upper\.up cannot be read from weights/upper\.up"):
+        load(copied)
+
+
+def test_every_difference_is_in_one_error(copied):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    leaves = manifest["leaves"]
+    leaves["lower.extra"] = leaves.pop("lower.gate")
+    leaves["final_norm"]["shape"] = [65]
+    leaves["embed"]["dtype"] = "int8"
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    shutil.rmtree(copied / "weights/upper.o")
+    with pytest.raises(CheckpointError) as error:
+        load(copied)
+    assert str(error.value) == (
+        f"{copied}: missing: lower.gate; unexpected: lower.extra; no weights for: upper.o; "
+        "wrong shape: final_norm [65], expected [64]; wrong dtype: embed int8"
+    )
+
+
+def test_manifests_of_another_kind_are_refused(copied):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
+    with pytest.raises(CheckpointError, match="version 2 is not supported; supported: 'swiftkv-jax' version 1"):
+        load(copied)
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"leaves": {"embed": 3}}))
+    with pytest.raises(CheckpointError, match="malformed"):
+        load(copied)
+
+
+def test_an_existing_target_is_left_alone(saved):
+    before = (saved / "manifest.json").read_bytes()
+    with pytest.raises(UsageError, match=f"{saved}: exists already"):
+        save(small_model(), saved)
+    assert (saved / "manifest.json").read_bytes() == before
+
+
+def test_failing_half_way_leaves_nothing_behind(tmp_path):
+    seen = []
+
+    def stop(leaf):
+        seen.append(leaf.name)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_orbax(from_model(small_model()), tmp_path / "out", progress=stop)
+    assert len(seen) == 3 and list(tmp_path.iterdir()) == []
+
+
+# Digest ---------------------------------------------------------------------------------------------------------
+
+
+def plain_digest(array: np.ndarray) -> int:
+    """The definition, one element at a time."""
+    total, unsigned = 0, {1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize]
+    for position, bits in enumerate(array.reshape(-1).view(unsigned).tolist()):
+        x = position
+        for multiplier in (0x7FEB352D, 0x846CA68B):
+            x = ((x ^ (x >> 16)) * multiplier) % 2**32
+        total += bits * ((x ^ (x >> 16)) | 1)
+    return total % 2**32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2), (4, 0), (8, 4, 3, 2)])
+def test_digest_is_its_definition(shape, dtype):
+    array = (100 * jax.random.normal(jax.random.key(0), shape)).astype(dtype)
+    assert digest(array) == plain_digest(np.asarray(array))
+
+
+def test_digest_in_blocks(monkeypatch):
+    array = jax.random.normal(jax.random.key(0), (11, 3, 4))
+    expected = plain_digest(np.asarray(array))
+    from swiftkv_jax import digest as _  # noqa: F401 (the module, for monkeypatch's path)
+
+    monkeypatch.setattr("swiftkv_jax.digest._BLOCK_ELEMENTS", 40)  # blocks of 3 rows, and 2 left over
+    jax.clear_caches()
+    assert digest(array) == expected
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P("model"), P("model", "data"), P(None, ("data", "model"))])
+def test_digest_does_not_depend_on_sharding(spec):
+    array = jax.random.normal(jax.random.key(0), (8, 16, 3))
+    sharded = jax.device_put(array, NamedSharding(make_mesh((2, 4)), spec))
+    assert digest(sharded) == digest(array) == plain_digest(np.asarray(array))
+
+
+def test_digest_sees_every_flipped_bit_and_exchanged_rows():
+    array = np.asarray(jax.random.normal(jax.random.key(0), (4, 8)))
+    whole = digest(jnp.asarray(array))
+    for bit in range(32):
+        bits = array.view(np.uint32).copy()
+        bits[2, 5] ^= np.uint32(1 << bit)
+        assert digest(jnp.asarray(bits)) != whole
+    assert digest(jnp.asarray(array[[1, 0, 2, 3]])) != whole

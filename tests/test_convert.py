@@ -1,0 +1,175 @@
+"""`python -m swiftkv_jax.convert`: exact both ways, in bounded memory, with one line for every error."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+from safetensors.numpy import load_file
+
+from swiftkv_jax import Config, Model, add_swiftkv, load, save_hf
+from swiftkv_jax.convert import main
+from swiftkv_jax.params import init_llama
+
+FIXTURES = Path(__file__).parent / "fixtures"
+UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
+ROOT = Path(__file__).parent.parent
+
+
+def tensors(path: Path) -> dict[str, tuple]:
+    found = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {name: (t.dtype.name, t.shape, t.tobytes()) for name, t in found.items()}
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2", "1x4"])
+@pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
+def test_there_and_back_is_bit_exact(tmp_path, fixture, mesh, capsys):
+    assert main(["hf2orbax", str(fixture), str(tmp_path / "orbax"), "--mesh", mesh]) == 0
+    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf")]) == 0
+    assert tensors(tmp_path / "hf") == tensors(fixture)
+    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads((fixture / "config.json").read_text())
+    assert capsys.readouterr().out == ""
+
+
+def test_the_files_own_dtype_is_kept_unless_told(tmp_path):
+    save_hf(load(UNTIED, dtype="bfloat16"), tmp_path / "bf16")
+    assert main(["hf2orbax", str(tmp_path / "bf16"), str(tmp_path / "orbax")]) == 0
+    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "same")]) == 0
+    assert tensors(tmp_path / "same") == tensors(tmp_path / "bf16")
+    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    wide = load_file(tmp_path / "wide/model.safetensors")
+    assert {t.dtype.name for t in wide.values()} == {"float32"}
+    assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
+    expected = load_file(UNTIED / "model.safetensors")["model.norm.weight"]
+    assert (wide["model.norm.weight"] == expected.astype(load_file(tmp_path / "bf16/model.safetensors")["model.norm.weight"].dtype)).all()
+
+
+@pytest.mark.parametrize("format, count", [("full", 83), ("expanded", 87), ("delta", 9)])
+def test_formats(tmp_path, format, count):
+    assert main(["hf2orbax", str(TIED), str(tmp_path / "orbax")]) == 0
+    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--format", format]) == 0
+    assert len(tensors(tmp_path / "hf")) == count
+
+
+def test_inspect(tmp_path, capsys):
+    assert main(["hf2orbax", str(TIED), str(tmp_path / "orbax")]) == 0
+    capsys.readouterr()
+    for path, kind, digests in ((TIED, "Hugging Face", "no"), (tmp_path / "orbax", "Orbax", "yes")):
+        assert main(["inspect", str(path)]) == 0
+        facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.replace("KV bytes per token", "KV_bytes").splitlines())
+        assert facts["kind"] == kind and facts["digests"] == digests and facts["tokenizer"] == "no"
+        assert (facts["num_key_value_layers"], facts["key_value_group_size"], facts["dtype"]) == ("4", "2", "float32")
+        size = sum(len(t[2]) for t in tensors(TIED).values())
+        trained = 64 + 4 * 64 * 64 + 2 * 2 * 32 * 64
+        assert facts["parameters"] == f"{size // 4:,} = {size // 4 - trained:,} frozen + {trained:,} trained"
+        assert facts["bytes"] == f"{size:,}"
+        assert facts["KV_bytes"] == "2,048 teacher, 1,536 student (75.0 %)"  # 2 * 8 or 6 layers * 2 heads * 16 * 4 bytes
+
+
+def test_tokenizer_travels(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    source = Path(shutil.copytree(TIED, tmp_path / "hf"))
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}))
+    assert main(["hf2orbax", str(source), str(tmp_path / "orbax")]) == 0
+    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
+    capsys.readouterr()
+    for path in (source, tmp_path / "orbax", tmp_path / "back"):
+        tokenizer = load(path).tokenizer
+        assert tokenizer.encode("b a z") == [1, 0, 2]
+        assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert capsys.readouterr().err == ""
+    (source / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
+        load(source)
+
+
+@pytest.mark.parametrize(
+    "args, code, message",
+    [
+        (["hf2orbax", "NONE", "OUT"], 4, "NONE: no such file or directory"),
+        (["orbax2hf", "HF", "OUT"], 4, "HF: a Hugging Face directory already"),
+        (["inspect", "EMPTY"], 4, "EMPTY: not a checkpoint"),
+        (["hf2orbax", "HF", "HF"], 2, "HF: exists already"),
+        (["hf2orbax", "HF", "OUT", "--mesh", "9x9"], 2, "--mesh 9x9 needs 81 devices"),
+        (["hf2orbax", "HF", "OUT", "--mesh", "two"], 2, "expected DATAxMODEL"),
+        (["hf2orbax", "BAD", "OUT"], 4, "BAD/model.safetensors: not a complete safetensors file"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, args, code, message):
+    shutil.copytree(TIED, tmp_path / "HF")
+    shutil.copytree(TIED, tmp_path / "BAD")
+    (tmp_path / "EMPTY").mkdir()
+    with open(tmp_path / "BAD/model.safetensors", "r+b") as file:
+        file.truncate(100_000)
+    paths = [str(tmp_path / arg) if arg.isupper() else arg for arg in args]
+    assert main(paths) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["BAD", "EMPTY", "HF"]
+
+
+def test_usage_errors_of_the_command_line(capsys):
+    for args in ([], ["hf2orbax", "a"], ["hf2orbax", "a", "b", "--dtype", "int8"], ["orbax2hf", "a", "b", "--format", "x"]):
+        with pytest.raises(SystemExit) as error:
+            main(args)
+        assert error.value.code == 2
+
+
+def test_as_a_command(tmp_path):
+    command = [sys.executable, "-W", "error", "-m", "swiftkv_jax.convert"]
+    done = subprocess.run([*command, "inspect", str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (4, "", f"error: {tmp_path / 'none'}: no such file or directory\n")
+
+
+# Memory ---------------------------------------------------------------------------------------------------------
+
+MEASURE = textwrap.dedent("""
+    import json, resource, sys, tempfile, time
+    import jax, jax.numpy as jnp
+    from orbax.checkpoint import v1 as ocp
+    from swiftkv_jax import convert
+    from swiftkv_jax.digest import digest
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    x = jnp.ones((256, 256))
+    digest(x)
+    with tempfile.TemporaryDirectory() as directory:
+        ocp.save(directory + "/x", {"leaf": x})
+        ocp.load(directory + "/x", {"leaf": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)})
+    base, start = peak(), time.perf_counter()
+    code = convert.main(sys.argv[1:])
+    print(json.dumps({"code": code, "base": base, "peak": peak(), "seconds": time.perf_counter() - start}))
+""")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_memory_is_bounded_by_a_few_leaves(tmp_path):
+    """400 MiB of float32 in leaves of at most 32 MiB: conversion may hold three of them, and 64 MiB of fixed costs."""
+    config = Config(vocab_size=4096, embed_dim=1024, mlp_dim=2048, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=128)
+    model = add_swiftkv(Model(init_llama(config, jax.random.key(0)), None, config=config), 4)
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
+    assert sum(sizes) > 400 * 2**20 and max(sizes) == 32 * 2**20
+    save_hf(model, tmp_path / "hf")
+    del model
+    steps = {"hf2orbax": ("hf", "orbax"), "orbax2hf": ("orbax", "back")}
+    for command, (source, target) in steps.items():
+        args = [sys.executable, "-c", MEASURE, command, str(tmp_path / source), str(tmp_path / target)]
+        done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        measured = json.loads(done.stdout)
+        extra = measured["peak"] - measured["base"]
+        print(f"{command}: {extra / 2**20:.0f} MiB above the base of {measured['base'] / 2**20:.0f}, {measured['seconds']:.1f} s")
+        assert measured["code"] == 0
+        assert extra <= 3 * max(sizes) + 64 * 2**20
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (tmp_path / "back/model.safetensors").read_bytes()
