@@ -113,9 +113,9 @@ def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _quiet_transformers():
-    """transformers remarks that PyTorch is missing, and that it has no model of type `llama_swiftkv`: no news here.
+    """No remarks: on models that are missing without PyTorch, on what is unusual in a config.json that we read ourselves.
 
-    It sets its logger's level when it is first imported, so the import comes first.
+    transformers sets its logger's level when it is first imported, so the import comes first.
     """
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     advisory = os.environ.get(name)
@@ -131,6 +131,8 @@ def _quiet_transformers():
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.setLevel(level)
