@@ -11,11 +11,11 @@ from .config import Config
 def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     """Operations to fill the cache with a prompt of `length` tokens: no logits are needed for that.
 
-    The student runs the lower layers and one key/value projection per group; the teacher runs every layer.
+    The student runs the lower layers and one key/value projection per group. The teacher runs every layer but the last, of
+    which it needs the keys and values only.
     """
-    layers = config.num_lower_layers if swiftkv else config.num_layers
-    shared = 2 * length * config.num_kv_groups * _kv_weights(config) if swiftkv else 0
-    return layers * _layer_flops(config, length) + shared
+    layers, projections = (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
+    return layers * _layer_flops(config, length) + projections * 2 * length * _kv_weights(config)
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: bool = False) -> float:
