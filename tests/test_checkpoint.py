@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swiftkv_jax import CheckpointError, Config, Model, UsageError, add_swiftkv, checkpoint, load, save
+from swiftkv_jax import CheckpointError, Config, Model, UsageError, checkpoint, load, save
 from swiftkv_jax.digest import digest
-from swiftkv_jax.params import init_llama
+from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.sharding import make_mesh
 from swiftkv_jax.source import from_model
 
@@ -23,8 +23,10 @@ SMALL = Config(vocab_size=16, embed_dim=8, mlp_dim=12, num_layers=4, num_heads=4
 
 
 def small_model(num_key_value_layers: int = 2, dtype=jnp.float32) -> Model:
-    model = Model(init_llama(SMALL, jax.random.key(0), dtype), None, config=SMALL, eos_token_ids=())
-    return add_swiftkv(model, num_key_value_layers, 2 if num_key_value_layers == 2 else 1)
+    config, numbers = SMALL.cut(num_key_value_layers, 2 if num_key_value_layers == 2 else 1), np.random.default_rng(0)
+    shapes = llama_shapes(config), swiftkv_shapes(config) if config.num_upper_layers else None
+    llama, delta = jax.tree.map(lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes)
+    return Model(llama, delta, config=config)
 
 
 def assert_same_models(a: Model, b: Model) -> None:

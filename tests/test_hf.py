@@ -12,12 +12,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from swiftkv_jax import CheckpointError, Config, ConfigError, Model, UsageError, add_swiftkv
+from swiftkv_jax import CheckpointError, Config, ConfigError, Model, UsageError
 from swiftkv_jax import model as forward
 from swiftkv_jax.hf import load_delta, load_hf, open_hf, save_hf
 from swiftkv_jax.hf_export import write_hf
 from swiftkv_jax.layers import unembed
-from swiftkv_jax.params import init_llama
+from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.sharding import make_mesh
 from swiftkv_jax.source import from_model
 
@@ -39,10 +39,10 @@ BIASED = Config(
 
 def biased_model(dtype=jnp.float32) -> Model:
     """Every tensor different from every other, so that a swapped name shows."""
-    model = add_swiftkv(Model(init_llama(BIASED, jax.random.key(0), dtype), None, config=BIASED), 2, 2)
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(tree, [jax.random.normal(key, leaf.shape).astype(dtype) for key, leaf in zip(keys, leaves, strict=True)])
+    config, numbers = BIASED.cut(2, 2), np.random.default_rng(0)
+    shapes = llama_shapes(config), swiftkv_shapes(config)
+    llama, delta = jax.tree.map(lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes)
+    return Model(llama, delta, config=config)
 
 
 def assert_same_models(a: Model, b: Model) -> None:
@@ -214,6 +214,21 @@ def test_biased_model_round_trips_in_each_dtype(tmp_path, dtype):
     assert len(biases) == 6 * 4 + 4 + 2 * 2 and "model.layers.4.self_attn.v_proj_swiftkv.bias" in biases
     assert "model.layers.3.self_attn.k_proj_swiftkv.bias" not in biases and "lm_head.weight" not in names
     assert_same_models(load_hf(tmp_path / "out", dtype=dtype), model)
+
+
+def test_each_tensor_keeps_its_own_dtype_in_a_mixed_file(tmp_path):
+    import ml_dtypes
+
+    def narrow(tensors):
+        for name in [n for n in tensors if n.endswith("_proj.weight")]:
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+
+    path = edit(TIED, tmp_path / "mixed", narrow)
+    opened = open_hf(path)
+    assert (opened.dtypes["lower.up"].name, opened.dtypes["lower.attn_norm"].name) == ("bfloat16", "float32")
+    write_hf(opened, tmp_path / "out")
+    assert_same_files(tmp_path / "out", path)
+    assert {leaf.dtype for leaf in jax.tree.leaves(load_hf(path, dtype="bfloat16"))} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_shards_and_index(tmp_path):
