@@ -55,8 +55,8 @@ def generate(args: argparse.Namespace) -> int:
     demo = all(source is None for source in sources)
     if demo and args.model is not None:
         raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
-    if args.input and args.output and args.output.exists() and args.output.samefile(args.input):
-        raise UsageError(f"--output {args.output} is the --input")
+    if args.output and args.output.exists():
+        raise UsageError(f"--output {args.output}: exists already; nothing is overwritten, so remove it or choose another path")
 
     model, mesh = load_model(args)
     if model.tokenizer is None and (args.stop or not args.output):
@@ -74,6 +74,7 @@ def generate(args: argparse.Namespace) -> int:
         decode_steps=1 if live else 8,
         mesh=mesh,
     )
+    del model  # the engine has its own copy of the layers: memory for one, not two
     _run(engine, rows, params, args, live=live, prefix=DEMO_PROMPT if demo else "")
     for row in rows:
         if row.error is not None:

@@ -158,6 +158,13 @@ def test_mistakes_are_one_line(checkpoint, capsys, argv, code, message):
     assert out == "" and message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
 
 
+def test_an_existing_output_is_not_overwritten(checkpoint, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious")
+    assert run("-m", checkpoint, "-p", "x", "-o", out) == 2
+    assert "out.jsonl: exists already" in capsys.readouterr().err and out.read_text() == "precious"
+
+
 @pytest.mark.parametrize("argv", [["--max-model-len", "many"], ["--swiftkv", "maybe"], ["--nonsense"], ["serve"]], ids=str)
 def test_mistakes_in_the_command_line(argv, capsys):
     with pytest.raises(SystemExit) as error:
