@@ -10,16 +10,20 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 import swiftkv_jax as skv
-from swiftkv_jax import convert, demo
+from swiftkv_jax import demo
 from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.convert import main as convert
 from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.infer.generate import Engine
+from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.train.__main__ import main as train
 
 STEPS = 40
 PROMPT = "def read_lines(path):\n"
@@ -37,20 +41,18 @@ class Column:
     """The last held-out evaluation of its distillation run."""
 
 
-def run(module, *arguments: str) -> None:
+def run(name: str, main: Callable[[list[str]], int], *arguments: str) -> None:
     """Run a command as a user would type it."""
-    print(f"\n$ python -m {module.__package__ if module.__package__ != 'swiftkv_jax' else module.__name__} {' '.join(arguments)}", flush=True)
-    if code := module.main(list(arguments)):
+    print(f"\n$ python -m swiftkv_jax.{name} {' '.join(arguments)}", flush=True)
+    if code := main(list(arguments)):
         sys.exit(code)
 
 
 def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
     """A fresh delta for half the layers: the exported model, and its held-out quality before and after."""
-    import swiftkv_jax.train.__main__ as command
-
     output = folder / f"group-{group}"
     flags = ["--mesh", "1x1", "--key-value-group-size", str(group), "--max-steps", str(STEPS), "--output-dir", str(output)]
-    run(command, *flags)
+    run("train", train, *flags)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     before, after = (row for row in rows if "eval_agreement" in row)
     return skv.load(output / "model"), after | {"initial_perplexity": before["eval_student_perplexity"]}
@@ -78,9 +80,7 @@ def measure(column: Column) -> tuple[float, float, str]:
     return min(prefill), min(decode), text
 
 
-def params(max_tokens: int):
-    from swiftkv_jax.infer.sampling import SamplingParams
-
+def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 
@@ -113,8 +113,8 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/make-demo")
     shutil.rmtree(folder, ignore_errors=True)
 
-    run(convert, "hf2orbax", str(demo.LLAMA), str(folder / "orbax"))
-    run(convert, "inspect", str(folder / "orbax"))
+    run("convert", convert, "hf2orbax", str(demo.LLAMA), str(folder / "orbax"))
+    run("convert", convert, "inspect", str(folder / "orbax"))
     alone, alone_quality = distil(folder, 1)
     across, across_quality = distil(folder, 2)
     columns = [

@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ def main() -> None:
         optax.clip_by_global_norm(1.0),
         optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 2, tree)),
     )
-    llama = init_llama(CONFIG, jax.random.key(0), scale=0.04)
+    llama: Any = init_llama(CONFIG, jax.random.key(0), scale=0.04)
     state = (llama, optimizer.init(llama))
     first, saved = 0, args.output / "state.npz"
     if saved.exists():
@@ -136,12 +137,13 @@ def main() -> None:
             step += 1
             if step % 50 == 0 or step == args.steps:
                 speed = (step - first) * TOKENS_PER_STEP / (time.time() - started)
-                line = {"step": step, "loss": round(float(value), 4), "rate": float(rate(step)), "tokens_per_second": round(speed)}
+                now = float(np.asarray(rate(step)))
+                line = {"step": step, "loss": round(float(value), 4), "rate": now, "tokens_per_second": round(speed)}
                 if step % 250 == 0 or step == args.steps:
                     line["held_out_loss"] = round(held_out_loss(loss, state[0], held_out), 4)
                 print(json.dumps(line), flush=True)
             if step % 100 == 0 or step == args.steps:
-                arrays = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+                arrays: dict[str, Any] = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
                 partial = saved.with_suffix(".partial.npz")
                 np.savez(partial, step=step, **arrays)
                 partial.replace(saved)

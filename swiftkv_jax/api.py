@@ -24,9 +24,9 @@ def load(path: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None, 
     `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and `model`) each weight is
     read straight into its shards. Raises `CheckpointError` for anything missing, damaged or unsupported.
     """
-    from . import checkpoint
+    from . import checkpoints
 
-    return checkpoint.load(path, dtype=dtype, mesh=mesh)
+    return checkpoints.load(path, dtype=dtype, mesh=mesh)
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
@@ -34,9 +34,9 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
 
     Raises `UsageError` if `path` exists.
     """
-    from . import checkpoint
+    from . import checkpoints
 
-    checkpoint.save(model, path)
+    checkpoints.save(model, path)
 
 
 def save_hf(model: Model, path: str | os.PathLike[str], *, format: Literal["full", "delta", "expanded"] = "full") -> None:
@@ -45,9 +45,9 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, format: Literal["full
     `full` holds teacher and delta; `delta` only what was trained; `expanded` repeats each group's keys and values per
     layer, for loaders without groups. Raises `UsageError` if `path` exists.
     """
-    from . import hf
+    from . import checkpoints
 
-    hf.save_hf(model, path, format=format)
+    checkpoints.save_hf(model, path, format=format)
 
 
 def generate(model: Model, prompts: list[list[int]], *, max_tokens: int, **options) -> list[list[int]]:

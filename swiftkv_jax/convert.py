@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tqdm import tqdm
 
-from . import checkpoint, cli
+from . import cli
+from .checkpoints import is_orbax, native, open_any
+from .checkpoints.hf import open_hf
+from .checkpoints.hf_export import write_hf
+from .checkpoints.names import Leaf
+from .checkpoints.side_files import has_tokenizer
+from .checkpoints.source import Source
 from .config import Config
 from .errors import CheckpointError
-from .hf import open_hf
-from .hf_export import write_hf
-from .names import Leaf
 from .sharding import make_mesh, parse_mesh
-from .side_files import has_tokenizer
-from .source import Source
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -72,19 +73,19 @@ def _return_freed_memory() -> None:
 
 
 def _hf2orbax(args: argparse.Namespace) -> int:
-    if checkpoint.is_orbax(args.src):
+    if is_orbax(args.src):
         raise CheckpointError(f"{args.src}: an Orbax directory already; give a Hugging Face directory")
     mesh = make_mesh(parse_mesh(args.mesh))
     opened = open_hf(args.src)
     with _bar(opened) as advance:
-        checkpoint.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
+        native.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
     return cli.OK
 
 
 def _orbax2hf(args: argparse.Namespace) -> int:
-    if not checkpoint.is_orbax(args.src):
+    if not is_orbax(args.src):
         raise CheckpointError(f"{args.src}: a Hugging Face directory already; give one written by hf2orbax or save")
-    opened = checkpoint.open_orbax(args.src)
+    opened = native.open_orbax(args.src)
     with _bar(opened) as advance:
         write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)
     return cli.OK
@@ -104,8 +105,8 @@ def _bar(opened: Source) -> Iterator[Callable[[Leaf], None]]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    opened = checkpoint.open_any(args.src)
-    kind = "Orbax" if checkpoint.is_orbax(args.src) else "Hugging Face"
+    opened = open_any(args.src)
+    kind = "Orbax" if is_orbax(args.src) else "Hugging Face"
     for name, value in _facts(opened, kind):
         print(f"{name:22} {value}")
     return cli.OK

@@ -138,7 +138,7 @@ MEASURE = textwrap.dedent("""
     import jax, jax.numpy as jnp
     from orbax.checkpoint import v1 as ocp
     from swiftkv_jax import convert
-    from swiftkv_jax.digest import digest
+    from swiftkv_jax.checkpoints.digest import digest
 
     def peak():  # not ru_maxrss: a child process inherits that of its parent
         return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -62,7 +62,7 @@ def load_model(args: argparse.Namespace) -> tuple[Model, jax.sharding.Mesh | Non
     path = args.model or demo.SWIFTKV
     if args.model is None and not (path / "config.json").exists():
         raise CheckpointError(f"the demo model is not in this installation ({path}): pass --model DIR")
-    from ..checkpoint import load  # after the devices are settled
+    from ..checkpoints import load  # after the devices are settled
 
     model = load(path, dtype=args.dtype, mesh=mesh)
     if args.swiftkv == "on" and model.swiftkv is None:

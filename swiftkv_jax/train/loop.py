@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from .. import api, checkpoint
 from ..bundle import Model
+from ..checkpoints import load, open_any, save_hf
+from ..checkpoints.digest import digest
 from ..cli import ERROR, INTERRUPTED, OK, log
 from ..config import Config
 from ..cost import train_flops_per_token
-from ..digest import digest
 from ..errors import UsageError
 from ..params import cast, init_swiftkv
 from ..sharding import batch_sharding, make_mesh, swiftkv_shardings
@@ -111,14 +111,14 @@ def run(recipe: Recipe) -> int:
     if not exported.exists():
         dtype = source_dtype(model)
         finished = dataclasses.replace(model, llama=cast(llama, dtype), swiftkv=cast(state.delta, dtype))
-        api.save_hf(finished, exported)
+        save_hf(finished, exported)
     log(f"finished {steps} steps: the model is in {exported}")
     return OK
 
 
 def load_model(recipe: Recipe, mesh: Mesh) -> Model:
     """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut, else a fresh one."""
-    found = checkpoint.open_any(recipe.model).config
+    found = open_any(recipe.model).config
     has_delta = found.num_upper_layers > 0
     layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
     same_layers = has_delta and layers == found.num_key_value_layers
@@ -128,7 +128,7 @@ def load_model(recipe: Recipe, mesh: Mesh) -> Model:
         raise UsageError(f"--hidden-loss-layer {recipe.hidden_loss_layer}: must be {limits}")
     if config.num_upper_layers == 0:
         raise UsageError(f"--num-key-value-layers {layers}: this model has {config.num_layers} layers, so nothing is left to distil")
-    model = checkpoint.load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
+    model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
     if model.swiftkv is None:
         init = jax.jit(init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh))
         model = dataclasses.replace(model, swiftkv=init(config, model.llama))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from ..digest import digest
+from ..checkpoints.digest import digest
 from ..errors import CheckpointError, UsageError
 from .recipe import Recipe
 from .step import TrainState

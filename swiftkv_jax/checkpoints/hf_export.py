@@ -16,10 +16,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from ..bundle import Model
+from ..config import Config
+from ..errors import UsageError
 from .atomic import check_free, new_directory
-from .bundle import Model
-from .config import Config
-from .errors import UsageError
 from .names import Leaf, repeat_groups
 from .safetensors_io import crc32, write_file
 from .side_files import write_json, write_side_files

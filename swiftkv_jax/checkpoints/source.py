@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from .bundle import Model, SideFiles, default_dtype
-from .config import Config
-from .errors import CheckpointError, UsageError
+from ..bundle import Model, SideFiles, default_dtype
+from ..config import Config
+from ..errors import CheckpointError, UsageError
+from ..sharding import llama_shardings, swiftkv_shardings
 from .names import Leaf, by_name, leaves, to_trees
-from .sharding import llama_shardings, swiftkv_shardings
 
 
 @dataclasses.dataclass(frozen=True)

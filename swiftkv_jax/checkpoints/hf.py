@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from ..bundle import Model
+from ..config import Config
+from ..errors import CheckpointError
+from ..params import split_layers
 from . import source
-from .bundle import Model
-from .config import Config
-from .errors import CheckpointError
 from .hf_export import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
 from .names import Leaf, leaves, to_trees
-from .params import split_layers
 from .safetensors_io import DTYPES, Stored, read_header, read_into, same_values, verify
 from .side_files import load_tokenizer, read_json, read_side_files
 from .source import Source

@@ -1,4 +1,4 @@
-"""Our own checkpoint directory, written and read leaf by leaf with Orbax; and `load`, for every kind of checkpoint.
+"""Our own checkpoint directory, written and read leaf by leaf with Orbax.
 
     config.json, tokenizer and generation files   as in a Hugging Face directory
     weights/<leaf>/                                one Orbax checkpoint per leaf of the model: `lower_qkv.q`, `swiftkv.k`
@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from ..bundle import Model
+from ..config import Config
+from ..errors import CheckpointError
 from . import source
 from .atomic import check_free, new_directory
-from .bundle import Model
-from .config import Config
 from .digest import digest
-from .errors import CheckpointError
-from .hf import load_hf, open_hf
 from .names import Leaf, leaves
 from .side_files import load_tokenizer, read_json, read_side_files, write_json, write_side_files
 from .source import Source
@@ -36,30 +35,6 @@ MANIFEST, WEIGHTS = "manifest.json", "weights"
 VERSION = 1
 # Bounds what Orbax and the file system hold besides the leaf itself.
 _CHUNK_BYTES = 16 * 2**20
-
-
-def load(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None, config: Config | None = None) -> Model:
-    """Load a directory of either kind. Arguments as in `hf.load_hf`. Raises `CheckpointError`."""
-    return (load_orbax if is_orbax(path) else load_hf)(path, dtype=dtype, mesh=mesh, config=config)
-
-
-def open_any(path: str | os.PathLike[str]) -> Source:
-    """Open a directory of either kind for reading leaf by leaf. Raises `CheckpointError`."""
-    return open_orbax(path) if is_orbax(path) else open_hf(path)
-
-
-def is_orbax(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is ours (True) or Hugging Face's (False). Raises `CheckpointError` if it is neither."""
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or directory")
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: a checkpoint is a directory")
-    if (path / MANIFEST).is_file():
-        return True
-    if (path / "config.json").is_file():
-        return False
-    raise CheckpointError(f"{path}: not a checkpoint: looked for {MANIFEST} (written by save) and config.json (Hugging Face)")
 
 
 # Write ----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .bundle import SideFiles
-from .config import Config
-from .errors import CheckpointError, ConfigError
+from ..bundle import SideFiles
+from ..config import Config
+from ..errors import CheckpointError, ConfigError
 
 TOKENIZER_FILES = (
     "tokenizer.json",

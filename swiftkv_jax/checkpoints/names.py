@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from .config import Config
-from .params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
+from ..config import Config
+from ..params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
 
 # Field -> name within a layer, and the axis of the layer's array at which (heads, head dim) merge, if any.
 _LAYER_FIELDS: dict[str, tuple[str, int | None]] = {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -11,13 +12,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swiftkv_jax import CheckpointError, Config, Model, UsageError, checkpoint, load, save
-from swiftkv_jax.digest import digest
+from swiftkv_jax import CheckpointError, Config, Model, UsageError, checkpoints, load, save
+from swiftkv_jax.checkpoints import native
+from swiftkv_jax.checkpoints.digest import digest
+from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.sharding import make_mesh
-from swiftkv_jax.source import from_model
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
 SMALL = Config(vocab_size=16, embed_dim=8, mlp_dim=12, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, attention_bias=True)
 
@@ -106,16 +108,16 @@ def test_a_cut_without_a_delta_and_a_student_without_the_teacher(tmp_path):
     save(slim, tmp_path / "slim")
     assert_same_models(load(tmp_path / "slim"), slim)
     with pytest.raises(CheckpointError, match="absent, so layers cannot move"):
-        checkpoint.load_orbax(tmp_path / "slim", config=model.config.cut(1))
+        native.load_orbax(tmp_path / "slim", config=model.config.cut(1))
 
 
 @pytest.mark.parametrize("cut", [(2, 3), (6, 2), (8, 1)])
 def test_the_boundary_can_move_while_loading(saved, cut):
     whole = load(TIED)
     config = whole.config.cut(*cut)
-    model = checkpoint.load(saved, config=config, mesh=make_mesh((1, 2)))
+    model = checkpoints.load(saved, config=config, mesh=make_mesh((1, 2)))
     assert model.config == config and model.swiftkv is None
-    both = checkpoint.load(TIED, config=config)
+    both = checkpoints.load(TIED, config=config)
     assert_same_models(model, both)
 
 
@@ -195,7 +197,7 @@ def test_failing_half_way_leaves_nothing_behind(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.write_orbax(from_model(small_model()), tmp_path / "out", progress=stop)
+        native.write_orbax(from_model(small_model()), tmp_path / "out", progress=stop)
     assert len(seen) == 3 and list(tmp_path.iterdir()) == []
 
 
@@ -223,9 +225,7 @@ def test_digest_is_its_definition(shape, dtype):
 def test_digest_in_blocks(monkeypatch):
     array = jax.random.normal(jax.random.key(0), (11, 3, 4))
     expected = plain_digest(np.asarray(array))
-    from swiftkv_jax import digest as _  # noqa: F401 (the module, for monkeypatch's path)
-
-    monkeypatch.setattr("swiftkv_jax.digest._BLOCK_ELEMENTS", 40)  # blocks of 3 rows, and 2 left over
+    monkeypatch.setattr(sys.modules[digest.__module__], "_BLOCK_ELEMENTS", 40)  # blocks of 3 rows, and 2 left over
     jax.clear_caches()
     assert digest(array) == expected
 

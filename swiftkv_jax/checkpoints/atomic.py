@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 @contextlib.contextmanager

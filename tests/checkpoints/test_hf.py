@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 from swiftkv_jax import CheckpointError, Config, ConfigError, Model, UsageError
 from swiftkv_jax import model as forward
-from swiftkv_jax.hf import load_delta, load_hf, open_hf, save_hf
-from swiftkv_jax.hf_export import write_hf
+from swiftkv_jax.checkpoints.hf import load_delta, load_hf, open_hf, save_hf
+from swiftkv_jax.checkpoints.hf_export import write_hf
+from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.sharding import make_mesh
-from swiftkv_jax.source import from_model
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 BIASED = Config(

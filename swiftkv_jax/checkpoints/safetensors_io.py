@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),

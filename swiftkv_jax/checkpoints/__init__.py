@@ -1,0 +1,46 @@
+"""Checkpoints, in and out: Hugging Face directories (`hf`, `hf_export`) and our own (`native`, Orbax).
+
+Reading and writing go leaf by leaf (`source`), names come from one strict table (`names`), every weight has a digest, and
+a directory appears complete or not at all (`atomic`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..bundle import Model
+from ..config import Config
+from ..errors import CheckpointError
+from .hf import load_hf, open_hf, save_hf
+from .native import MANIFEST, load_orbax, open_orbax, save
+from .source import Source
+
+__all__ = ["is_orbax", "load", "open_any", "save", "save_hf"]
+
+
+def load(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None, config: Config | None = None) -> Model:
+    """Load a directory of either kind. Arguments as in `hf.load_hf`. Raises `CheckpointError`."""
+    return (load_orbax if is_orbax(path) else load_hf)(path, dtype=dtype, mesh=mesh, config=config)
+
+
+def open_any(path: str | os.PathLike[str]) -> Source:
+    """Open a directory of either kind for reading leaf by leaf. Raises `CheckpointError`."""
+    return open_orbax(path) if is_orbax(path) else open_hf(path)
+
+
+def is_orbax(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory is ours (True) or Hugging Face's (False). Raises `CheckpointError` if it is neither."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: a checkpoint is a directory")
+    if (path / MANIFEST).is_file():
+        return True
+    if (path / "config.json").is_file():
+        return False
+    raise CheckpointError(f"{path}: not a checkpoint: looked for {MANIFEST} (written by save) and config.json (Hugging Face)")
