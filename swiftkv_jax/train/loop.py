@@ -140,7 +140,7 @@ def load_model(recipe: Recipe, mesh: Mesh) -> Model:
 def load_rows(sources: tuple[str, ...], tokenizer, length: int, what: str, *, held_out: bool = False) -> PackedRows:
     """Read, tokenise and pack every source, with progress on stderr."""
     documents = (document for source in sources for document in read(source, held_out=held_out and source == STDLIB))
-    rows = pack(tokenize(tqdm(documents, desc=f"{what} data", unit=" documents", delay=2, leave=False), tokenizer), length)
+    rows = pack(tokenize(tqdm(documents, desc=f"{what} data", unit=" documents", leave=False, disable=None), tokenizer), length)
     log(f"{what} data: {rows.num_tokens:,} tokens in {len(rows):,} rows of {length}, {rows.num_tokens / rows.tokens.size:.1%} full")
     return rows
 

@@ -70,7 +70,6 @@ def test_the_teacher_is_unchanged_by_training(uninterrupted):
         np.testing.assert_array_equal(before[name].view(np.uint16), after[name].view(np.uint16), err_msg=name)
 
 
-@pytest.mark.slow
 def test_a_killed_run_ends_like_one_never_killed(data, uninterrupted, tmp_path):
     """kill -9 in the middle, then SIGTERM, then to the end: weights equal bit for bit, metrics row for row."""
     output = tmp_path / "run"
