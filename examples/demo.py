@@ -1,10 +1,11 @@
 """The whole path on the demo model: convert, distil, generate, compare. `make demo` runs it, in under three minutes on two cores.
 
-    python examples/demo.py [FOLDER]        FOLDER (default: runs/make-demo) is emptied first
+    python examples/demo.py [FOLDER]        FOLDER must be new; the default, runs/make-demo, is emptied first
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -27,9 +28,10 @@ from swiftkv_jax.infer.sampling import SamplingParams
 from swiftkv_jax.sharding import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
 
+DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does
 STEPS = {1: 16, 2: 32}  # by group size: sharing a cache is the larger change
-PROMPT = "def read_lines(path):\n"
+PROMPT = "def read_lines(path):"
 ROWS, PROMPT_TOKENS = 4, 897  # seven chunks of 128 and the token that goes into the first decode step
 
 
@@ -115,8 +117,13 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
 def main() -> None:
     started = time.time()
     emulate_cpu_devices(math.prod(MESH))
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/make-demo")
-    shutil.rmtree(folder, ignore_errors=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help=f"where everything goes (default: {DEFAULT_FOLDER})")
+    folder = parser.parse_args().folder or DEFAULT_FOLDER
+    if folder == DEFAULT_FOLDER:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists():
+        sys.exit(f"error: {folder} exists already")
 
     run("convert", convert, "hf2orbax", str(demo.LLAMA), str(folder / "orbax"))
     run("convert", convert, "inspect", str(folder / "orbax"))

@@ -1,12 +1,14 @@
 """Make the demo model that ships inside the package: a small Llama trained from scratch on the standard library's source.
 
     python examples/make_demo_model.py build/demo              # about an hour on two CPU cores
+    rm -r swiftkv_jax/demo/llama swiftkv_jax/demo/swiftkv
     cp -r build/demo/llama swiftkv_jax/demo/llama
     python -m swiftkv_jax.train --mesh 4x1                     # about five minutes
     cp -r runs/demo/model swiftkv_jax/demo/swiftkv
 
-Restarting continues from the last saved step. The learning rate is constant until the last 30 % of the steps, which fall
-linearly to zero on rows twice as long.
+The corpus is the standard library of the interpreter that runs this: the shipped model saw that of Python 3.12.1. Restarting
+continues from the last saved step. The learning rate is constant until the last 30 % of the steps, which fall linearly to zero
+on rows twice as long.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from .config import Config
+from .errors import ConfigError
 from .params import Llama, SwiftKV, init_swiftkv, split_layers
 
 
@@ -66,6 +67,8 @@ def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: i
     The first `num_key_value_layers` layers keep their keys and values; the others share one projection per
     `key_value_group_size` layers. Any delta the model has is left behind. Raises `ConfigError` if the cut does not fit.
     """
+    if num_key_value_layers < 1:  # 0 means "all" in a configuration file; here it would be a slip
+        raise ConfigError(f"{num_key_value_layers=} must be from 1 to num_layers={model.config.num_layers}")
     config = model.config.cut(num_key_value_layers, key_value_group_size)
     llama = split_layers(config, model.llama)
     delta = init_swiftkv(config, llama) if config.num_upper_layers else None

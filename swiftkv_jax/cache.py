@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, Int
 
 from .config import Config
@@ -32,7 +32,7 @@ def cache_shapes(config: Config, batch: int, length: int, dtype) -> KVCache:
     return KVCache((buffer,) * config.num_cache_layers, (buffer,) * config.num_cache_layers)
 
 
-def init_cache(config: Config, batch: int, length: int, dtype, sharding: NamedSharding | None = None) -> KVCache:
+def init_cache(config: Config, batch: int, length: int, dtype, sharding: Sharding | None = None) -> KVCache:
     """A cache of zeros, each buffer made where `sharding` puts it."""
     shapes = cache_shapes(config, batch, length, dtype)
     return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape, buffer.dtype, device=sharding), shapes)

@@ -249,6 +249,10 @@ def _from_hf(hf: Mapping[str, Any]) -> Config:
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
     field = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
+    if field == "rope_parameters" and hf.get("rope_scaling") is not None:
+        old, new = ({k: v for k, v in dict(hf[name]).items() if k not in ("rope_theta", "type")} for name in ("rope_scaling", field))
+        if old != new:
+            raise ConfigError(f"rope_scaling={hf['rope_scaling']!r} and rope_parameters={hf[field]!r} disagree")
     rope = dict(hf.get(field) or {})
     theta = rope.pop("rope_theta", None)
     if theta is None:

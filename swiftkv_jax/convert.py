@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from tqdm import tqdm
 
 from . import cli
+from .cache import bytes_per_token
 from .checkpoints import is_orbax, native, open_any
 from .checkpoints.hf import open_hf
 from .checkpoints.hf_export import write_hf
 from .checkpoints.names import Leaf
 from .checkpoints.side_files import has_tokenizer
 from .checkpoints.source import Source
-from .config import Config
 from .errors import CheckpointError
-from .sharding import make_mesh, parse_mesh
+from .sharding import emulate_cpu_devices, make_mesh, parse_mesh
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -75,7 +76,9 @@ def _return_freed_memory() -> None:
 def _hf2orbax(args: argparse.Namespace) -> int:
     if is_orbax(args.src):
         raise CheckpointError(f"{args.src}: an Orbax directory already; give a Hugging Face directory")
-    mesh = make_mesh(parse_mesh(args.mesh))
+    shape = parse_mesh(args.mesh)
+    emulate_cpu_devices(math.prod(shape))
+    mesh = make_mesh(shape)
     opened = open_hf(args.src)
     with _bar(opened) as advance:
         native.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
@@ -118,8 +121,8 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     frozen = sum(leaf.size for leaf in opened.leaves) - trained
     dtypes = sorted({opened.dtypes[leaf.name].name for leaf in opened.leaves if leaf.size})
     num_bytes = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
-    item = opened.dtypes["embed"].itemsize
-    teacher = kv_bytes_per_token(config, config.num_layers, item)
+    dtype = opened.dtypes["embed"]
+    teacher = bytes_per_token(config, dtype, swiftkv=False)
     facts = [
         ("kind", kind),
         ("layers", f"{config.num_layers} of width {config.embed_dim}, MLP {config.mlp_dim}"),
@@ -141,15 +144,10 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("digests", _yes(opened.digests)),
     ]
     if opened.has_delta:
-        student = kv_bytes_per_token(config, config.num_cache_layers, item)
+        student = bytes_per_token(config, dtype)
         row = [name for name, _ in facts].index("KV bytes per token")
         facts[row] = ("KV bytes per token", f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)")
     return facts
-
-
-def kv_bytes_per_token(config: Config, cache_layers: int, item_bytes: int) -> int:
-    """Bytes of keys and values that a token leaves in `cache_layers` cache buffers."""
-    return 2 * cache_layers * config.num_kv_heads * config.head_dim * item_bytes
 
 
 def _num_bytes(opened: Source, leaf: Leaf) -> int:

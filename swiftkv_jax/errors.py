@@ -11,6 +11,10 @@ class DataError(ValueError):
     """Training data or prompts that cannot be read. Exit code 1."""
 
 
+class DivergenceError(ArithmeticError):
+    """Training whose loss or gradient is no longer finite. Exit code 1."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete, or not the one asked for. Exit code 4."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     first = jax.process_index() == 0
     try:
         if first:
+            _remove_abandoned(path)
             partial.mkdir()
         _wait_for_all("created")
         yield partial
@@ -42,6 +44,24 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What processes that were killed left of this directory."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdigit() and not _is_running(int(number)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def check_free(path: str | os.PathLike[str]) -> None:

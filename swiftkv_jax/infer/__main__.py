@@ -29,7 +29,7 @@ from .prompts import Request, read_jsonl, read_text
 from .sampling import SamplingParams
 from .text import TextStream, encode
 
-DEMO_PROMPT = "def main(argv):\n"
+DEMO_PROMPT = "def read_lines(path):"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +57,8 @@ def generate(args: argparse.Namespace) -> int:
         raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
     if args.output and args.output.exists():
         raise UsageError(f"--output {args.output}: exists already; nothing is overwritten, so remove it or choose another path")
+    if args.output and not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: its folder does not exist")
 
     model, mesh = load_model(args)
     if model.tokenizer is None and (args.stop or not args.output):
@@ -120,9 +122,10 @@ def _run(engine: Engine, rows: list[Row], params: SamplingParams, args: argparse
         engine.warm_up()
         log(f"compiled in {time.perf_counter() - start:.1f} s")
     stopped: set[int] = set()
+    partial = args.output and args.output.with_name(args.output.name + ".partial")
     with contextlib.ExitStack() as stack:
-        if args.output:
-            writer = JsonlWriter(rows, stack.enter_context(args.output.open("w", encoding="utf-8")))
+        if partial:
+            writer = JsonlWriter(rows, stack.enter_context(partial.open("w", encoding="utf-8")))
         else:
             writer = TextWriter(rows, sys.stdout, live=live, prefix=prefix)
         progress = stack.enter_context(tqdm(total=len(running), unit="row", disable=None if args.input else True))
@@ -135,6 +138,8 @@ def _run(engine: Engine, rows: list[Row], params: SamplingParams, args: argparse
                 progress.update()
             writer.update()
         writer.update()
+    if partial:
+        partial.rename(args.output)  # an interrupted run leaves what it had under the partial name
     _summarise(engine)
 
 

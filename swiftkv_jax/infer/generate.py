@@ -13,7 +13,7 @@ from typing import Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from ..bundle import Model
 from ..cache import bytes_per_token, cache_sharding, init_cache, row_sharding
@@ -74,7 +74,7 @@ def generate(
     parameter. Each call copies the layers into serving form: for many calls, keep an `Engine`.
     """
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, ignore_eos)
-    longest = max((len(prompt) for prompt in prompts), default=1)
+    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, Sequence)), default=1)
     engine = Engine(
         model,
         swiftkv=swiftkv,
@@ -128,7 +128,10 @@ class Engine:
         self.stats = Stats()
 
         self.max_num_seqs = max_num_seqs
-        self._cache_sharding = self._row_sharding = None
+        # Everything is committed to its place from the start: a program compiled for uncommitted buffers would be compiled
+        # again for the committed ones that it returns.
+        self._cache_sharding = None
+        self._row_sharding: Sharding = SingleDeviceSharding(min(model.llama.embed.devices(), key=lambda device: device.id))
         if mesh is not None:
             self.max_num_seqs = -(-max_num_seqs // mesh.shape[DATA]) * mesh.shape[DATA]
             self._cache_sharding, self._row_sharding = cache_sharding(self.config, mesh), row_sharding(mesh)
@@ -154,7 +157,7 @@ class Engine:
             last[row], length[row] = prompt[-1], len(prompt) - 1
         budget[:count] = max_tokens
 
-        cache = init_cache(self.config, self.max_num_seqs, self.cache_len, self.dtype, self._cache_sharding)
+        cache = init_cache(self.config, self.max_num_seqs, self.cache_len, self.dtype, self._cache_sharding or self._row_sharding)
         for offset, size in chunk_plan(int(length.max()), self.chunks):
             cache = self._prefill_chunk(tokens[:, offset : offset + size], offset, cache)
         return DecodeState(cache, *self._put((last, length, budget)))
@@ -232,6 +235,8 @@ class Engine:
 
 def check_prompt(config: Config, row: int, prompt: Sequence[int], max_tokens: int, max_model_len: int) -> None:
     """Raise `UsageError` (a `ValueError`) if the prompt numbered `row` cannot run."""
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str):
+        raise UsageError(f"prompt {row} must be a list of token ids, got {type(prompt).__name__}")
     if len(prompt) == 0:
         raise UsageError(f"prompt {row} is empty")
     ids = np.asarray(prompt)

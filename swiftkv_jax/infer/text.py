@@ -11,9 +11,23 @@ REPLACEMENT = "\ufffd"
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt, with the tokenizer's special tokens unless the text brings its own first one."""
+    """Token ids of a prompt, with the tokenizer's special tokens unless the text brings its own first one.
+
+    Raises `UsageError` if the text is empty, or is not Unicode text (bytes that are not UTF-8 arrive as lone surrogates).
+    """
+    if not text:
+        raise UsageError("the prompt is empty")
+    check_unicode(text)
     bos = getattr(tokenizer, "bos_token", None)
     return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
+
+
+def check_unicode(text: str) -> None:
+    """Raise `UsageError` unless `text` can be written as UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the text is not UTF-8: character {error.start} is no character") from None
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -29,6 +43,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise UsageError(f"the chat template refuses these messages: {error}") from error
+    check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -1,7 +1,7 @@
 """The distillation loss: the student's KL divergence from the teacher, and its distance from one hidden state.
 
-Teacher and student share embedding and lower layers, so those run once. Vocabulary logits exist for one chunk of
-positions at a time and the gradient is formed in that same pass, so no `B T V` array is ever held.
+Teacher and student share embedding and lower layers, so those run once. At most `LOGITS_PER_CHUNK` logits of each model
+exist at a time, and the gradient is formed in that same pass: long rows never meet a large vocabulary in one `B T V` array.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ def distill_sums(
 
     `hidden_layer` indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L (or -1)
     the output of the final norm; -2 is the input of the last layer. The delta may be wider than the frozen weights (a
-    float32 master copy): it is cast to their dtype. Raises `ValueError` for a `hidden_layer` out of range.
+    float32 master copy): it is cast to their dtype. Raises `ValueError` for a `hidden_layer` out of range or a
+    `temperature` that is not positive.
     """
+    if not temperature > 0:
+        raise ValueError(f"{temperature=} must be above 0")
     if not -config.num_layers - 1 <= hidden_layer <= config.num_layers:
         raise ValueError(f"{hidden_layer=} must be from {-config.num_layers - 1} to {config.num_layers}")
     tapped = hidden_layer % (config.num_layers + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -17,10 +18,10 @@ from tqdm import tqdm
 from ..bundle import Model
 from ..checkpoints import load, open_any, save_hf
 from ..checkpoints.digest import digest
-from ..cli import ERROR, INTERRUPTED, OK, log
+from ..cli import INTERRUPTED, OK, log
 from ..config import Config
 from ..cost import train_flops_per_token
-from ..errors import UsageError
+from ..errors import CheckpointError, DivergenceError, UsageError
 from ..params import cast, init_swiftkv
 from ..sharding import batch_sharding, make_mesh, swiftkv_shardings
 from .loader import batches, first_batches
@@ -38,10 +39,9 @@ def run(recipe: Recipe) -> int:
     Continues from the newest checkpoint in `output_dir` if there is one. On SIGINT or SIGTERM the current step is
     finished and saved first.
     """
-    prepare_folder(recipe.output_dir)
     mesh = make_mesh(recipe.mesh)
     model = load_model(recipe, mesh)
-    config, llama = model.config, model.llama
+    config, llama, export_dtype = model.config, model.llama, source_dtype(model)
     log(describe(recipe, model, mesh))
 
     rows = load_rows(recipe.data, model.tokenizer, recipe.max_length, "training")
@@ -50,70 +50,78 @@ def run(recipe: Recipe) -> int:
         eval_rows = load_rows((recipe.eval_data,), model.tokenizer, recipe.max_length, "held-out", held_out=True)
     steps = recipe.max_steps or max(1, len(rows) // recipe.batch_size)
 
+    prepare_folder(recipe.output_dir)
     optimizer = make_optimizer(recipe, steps)
     checkpoints = RunCheckpoints(recipe, fingerprint(recipe, model, rows, steps))
-    shardings = state_shardings(config, optimizer, mesh)
-    state = checkpoints.restore(state_shapes(config, optimizer), shardings)
+    state = checkpoints.restore(state_shapes(config, optimizer), state_shardings(config, optimizer, mesh))
     if state is None:
         assert model.swiftkv is not None
         state = init_state(config, optimizer, mesh, model.swiftkv)
     model = dataclasses.replace(model, swiftkv=None)  # the state's master copy is the delta from here on
-    first = int(state.step)
+    first, exported = int(state.step), recipe.output_dir / "model"
+    if exported.exists():
+        checkpoints.close()
+        if first < steps:
+            raise UsageError(f"--output-dir {recipe.output_dir} holds the model of a finished run; name another, or remove {exported}")
+        log(f"finished {steps} steps before: the model is in {exported}")
+        return OK
     if first:
         log(f"continuing after step {first} of {steps}")
 
     train_step = make_train_step(config, recipe, optimizer, mesh)
     eval_step = make_eval_step(config, recipe, mesh)
-    metrics = MetricsLog(recipe.output_dir / "metrics.jsonl", first_step=first)
     write_settings(recipe, config, steps)
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        metrics = stack.enter_context(contextlib.closing(MetricsLog(recipe.output_dir / "metrics.jsonl", first_step=first)))
 
-    def evaluate(state) -> None:
-        if eval_rows is not None:
-            results = evaluate_delta(eval_step, state.delta, llama, eval_rows, recipe, mesh)
-            log(f"step {int(state.step)}: held-out " + "  ".join(f"{name} {value:.4f}" for name, value in results.items()))
-            metrics.write({"step": int(state.step)} | {f"eval_{name}": value for name, value in results.items()})
+        def evaluate(state) -> None:
+            if eval_rows is not None:
+                results = evaluate_delta(eval_step, state.delta, llama, eval_rows, recipe, mesh)
+                log(f"step {int(state.step)}: held-out " + "  ".join(f"{name} {value:.4f}" for name, value in results.items()))
+                metrics.write({"step": int(state.step)} | {f"eval_{name}": value for name, value in results.items()})
 
-    if first == 0:
-        evaluate(state)
-    progress = Progress(
-        first_step=first,
-        steps=steps,
-        flops_per_token=train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
-        matmul_rate=measure_matmul_rate(model.dtype, mesh.size),
-    )
-    with StopSignals() as signals:
+        if first == 0:
+            evaluate(state)
+        progress = Progress(
+            first_step=first,
+            steps=steps,
+            flops_per_token=train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
+            matmul_rate=measure_matmul_rate(model.dtype, mesh.size),
+        )
+        stack.callback(progress.close)
+        signals = stack.enter_context(StopSignals())
         for step, batch in enumerate(batches(rows, recipe.batch_size, seed=recipe.seed, start=first, stop=steps), start=first + 1):
             state, values = train_step(state, llama, jax.device_put(batch, batch_sharding(mesh)))
             progress.advance(recipe.batch_size * recipe.max_length)
             if step == first + 1:
                 jax.block_until_ready(state)
                 progress.restart_clock()
-            if step % recipe.logging_steps == 0 or step == steps:
-                numbers = {name: float(value) for name, value in values.items()}
-                if not np.isfinite(numbers["loss"]):
-                    log(f"error: step {step}: the loss is {numbers['loss']}; the last good checkpoint is in {recipe.output_dir}")
-                    return ERROR
-                metrics.write({"step": step} | numbers | progress.report(step, numbers))
-            if step % recipe.save_steps == 0 or step == steps or signals.received:
-                checkpoints.save(state)
-            if signals.received:
-                break
-    progress.close()
-    checkpoints.close()
-    if int(state.step) < steps:
-        log(f"stopped after step {int(state.step)} of {steps}; the same command continues")
-        return INTERRUPTED if signals.received == signal.SIGINT else OK
-    if first < steps:
+            last = step == steps or bool(signals.received)
+            if last or step % recipe.logging_steps == 0 or step % recipe.save_steps == 0:
+                numbers = finite_numbers(step, values, recipe)
+                if step % recipe.logging_steps == 0 or step == steps:
+                    metrics.write({"step": step} | numbers | progress.report(step, numbers))
+                if last or step % recipe.save_steps == 0:
+                    checkpoints.save(state)
+            if signals.received and step < steps:
+                log(f"stopped after step {step} of {steps}; the same command continues")
+                return INTERRUPTED if signals.received == signal.SIGINT else OK
         evaluate(state)
-    metrics.close()
 
-    exported = recipe.output_dir / "model"
-    if not exported.exists():
-        dtype = source_dtype(model)
-        finished = dataclasses.replace(model, llama=cast(llama, dtype), swiftkv=cast(state.delta, dtype))
-        save_hf(finished, exported)
+    finished = dataclasses.replace(model, llama=cast(llama, export_dtype), swiftkv=cast(state.delta, export_dtype))
+    save_hf(finished, exported)
     log(f"finished {steps} steps: the model is in {exported}")
     return OK
+
+
+def finite_numbers(step: int, values: dict[str, jax.Array], recipe: Recipe) -> dict[str, float]:
+    """The metrics on the host. Raises `DivergenceError` if the step went wrong: nothing of it may be saved or exported."""
+    numbers = {name: float(value) for name, value in values.items()}
+    if not np.isfinite(numbers["loss"]) or not np.isfinite(numbers["grad_norm"]):
+        what = f"loss {numbers['loss']}, gradient norm {numbers['grad_norm']}"
+        raise DivergenceError(f"step {step}: {what}; checkpoints in {recipe.output_dir} are from before")
+    return numbers
 
 
 def load_model(recipe: Recipe, mesh: Mesh) -> Model:
@@ -123,6 +131,8 @@ def load_model(recipe: Recipe, mesh: Mesh) -> Model:
     layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
     same_layers = has_delta and layers == found.num_key_value_layers
     config = found.cut(layers, recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1))
+    if recipe.max_length > config.max_position_embeddings:
+        raise UsageError(f"--max-length {recipe.max_length}: this model has {config.max_position_embeddings} positions")
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
         raise UsageError(f"--hidden-loss-layer {recipe.hidden_loss_layer}: must be {limits}")
@@ -194,9 +204,12 @@ def write_settings(recipe: Recipe, config: Config, steps: int) -> None:
 
 
 def source_dtype(model: Model) -> jnp.dtype:
-    """The dtype the checkpoint came in: what the run read widened is written as it was."""
+    """The dtype the checkpoint came in: what the run read widened is written as it was. Raises `CheckpointError`."""
     hf = model.side_files.hf_config
-    return jnp.dtype(hf.get("torch_dtype") or hf.get("dtype") or model.dtype)
+    name = hf.get("torch_dtype") or hf.get("dtype") or model.dtype
+    if name not in ("float32", "bfloat16", "float16", model.dtype):
+        raise CheckpointError(f"config.json: torch_dtype={name!r} is not supported; supported: float32, bfloat16, float16")
+    return jnp.dtype(name)
 
 
 class StopSignals:

@@ -16,13 +16,15 @@ from ..cli import log
 
 
 class MetricsLog:
-    """`metrics.jsonl`, cut back to the step a resumed run starts from, so that every step stands there once."""
+    """`metrics.jsonl`, cut back to the step a resumed run starts from, so that every step stands there once.
+
+    Evaluations at that step are cut too: the run makes them again.
+    """
 
     def __init__(self, path: Path, *, first_step: int):
         kept = []
         if path.exists():
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            kept = [line for line in lines if json.loads(line)["step"] <= first_step]
+            kept = [line for line in path.read_text().splitlines(keepends=True) if _stays(line, first_step)]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(path)
@@ -36,8 +38,20 @@ class MetricsLog:
         self._file.close()
 
 
+def _stays(line: str, first_step: int) -> bool:
+    """Whole rows of steps the resumed run will not repeat."""
+    try:
+        row = json.loads(line)
+        return line.endswith("\n") and (row["step"] < first_step or (row["step"] == first_step and "loss" in row))
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 class Progress:
-    """Loss, tokens per second and MFU while a run goes on. A bar on a terminal, lines elsewhere."""
+    """Loss, tokens per second and MFU while a run goes on. A bar on a terminal, lines elsewhere.
+
+    Tokens count the padding of packed rows, which is computed like any other; MFU is the share of `matmul_rate`.
+    """
 
     def __init__(self, *, first_step: int, steps: int, flops_per_token: float, matmul_rate: float):
         self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
@@ -53,17 +67,18 @@ class Progress:
         self._since, self._tokens = time.perf_counter(), 0
 
     def report(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """Show `values` and the speed since the last report; returns the speed: tokens/s and MFU."""
-        now = time.perf_counter()
-        speed = self._tokens / (now - self._since) if self._tokens else 0.0
-        self._since, self._tokens = now, 0
-        mfu = speed * self._flops / self._rate
-        shown = {name: f"{values[name]:.4f}" for name in ("loss", "agreement")} | {"tokens/s": f"{speed:,.0f}", "MFU": f"{mfu:.0%}"}
+        """Show `values` and the speed since the last report; returns tokens/s and MFU, or nothing before the clock has run."""
+        shown, speeds = {name: f"{values[name]:.4f}" for name in ("loss", "agreement")}, {}
+        if self._tokens:
+            speed = self._tokens / (time.perf_counter() - self._since)
+            speeds = {"tokens_per_second": speed, "mfu": speed * self._flops / self._rate}
+            shown |= {"tokens/s": f"{speed:,.0f}", "MFU": f"{speeds['mfu']:.0%}"}
+        self.restart_clock()
         if self._bar.disable:
             log(f"step {step}/{self._steps}  " + "  ".join(f"{name} {value}" for name, value in shown.items()))
         else:
             self._bar.set_postfix(shown)
-        return {"tokens_per_second": speed, "mfu": mfu}
+        return speeds
 
     def close(self) -> None:
         self._bar.close()

@@ -48,13 +48,15 @@ class Recipe:
     """auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to start over one."""
 
     def __post_init__(self):
-        at_least_one = ("max_length", "batch_size", "max_steps", "save_steps", "save_total_limit", "logging_steps", "eval_batches")
-        for name in at_least_one:
+        at_least_one = "max_length batch_size max_steps save_steps save_total_limit logging_steps eval_batches"
+        for name in f"{at_least_one} num_key_value_layers key_value_group_size".split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} {value}: must be at least 1")
         if not self.learning_rate > 0 or not self.temperature > 0:
             raise UsageError(f"--learning-rate {self.learning_rate} and --temperature {self.temperature} must be above 0")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
         if not 0 <= self.warmup_ratio < 1:
             raise UsageError(f"--warmup-ratio {self.warmup_ratio}: must be from 0 to below 1")
         if not self.hidden_loss_weight >= 0:

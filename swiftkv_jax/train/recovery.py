@@ -63,7 +63,8 @@ class RunCheckpoints:
             return
         leaves = _as_dict(state)
         metadata = {"fingerprint": self._fingerprint, "digests": {name: digest(leaf) for name, leaf in leaves.items()}}
-        self._checkpointer.save_checkpointables_async(step, {_STATE: leaves}, custom_metadata=metadata)
+        # Forced, because Orbax would otherwise leave out a step that comes while the one before is still being written.
+        self._checkpointer.save_checkpointables_async(step, {_STATE: leaves}, custom_metadata=metadata, force=True)
 
     def close(self) -> None:
         """Wait until everything is on disk."""

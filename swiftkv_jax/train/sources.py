@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from ..errors import DataError
@@ -86,7 +87,10 @@ def _tokenize_chat(document: Document, tokenizer) -> Example:
     messages = document.messages or []
 
     def render(turns: list[dict[str, Any]], generation_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt)
+        try:
+            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt)
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise DataError(f"{document.origin}: the chat template refuses these messages ({error})") from None
 
     if tokenizer.chat_template is None:
         raise DataError(f"{document.origin}: this tokenizer has no chat template, so rows with `messages` cannot be rendered")
@@ -116,15 +120,19 @@ def _text(file: Path) -> Iterator[Document]:
 
 
 def _jsonl(file: Path) -> Iterator[Document]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             origin = f"{file}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
             except json.JSONDecodeError as error:
                 raise DataError(f"{origin}: not valid JSON ({error.msg} at column {error.colno})") from None
+            except RecursionError:
+                raise DataError(f"{origin}: not valid JSON (nested too deeply)") from None
+            except UnicodeDecodeError as error:
+                raise DataError(f"{origin}: not UTF-8 text ({error.reason} at byte {error.start})") from None
             yield _row(row, origin)
 
 

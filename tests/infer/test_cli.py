@@ -134,6 +134,9 @@ def test_jsonl_rows_fail_alone(checkpoint, tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
+        (["-p", ""], 2, "the prompt is empty"),
+        (["-p", "\udcff x"], 2, "the text is not UTF-8"),
+        (["-p", "x", "-o", "/nowhere/out.jsonl"], 2, "--output /nowhere/out.jsonl: its folder does not exist"),
         (["-p", "x", "--temperature", "nan"], 2, "temperature=nan must be"),
         (["-p", "x", "--top-p", "0"], 2, "top_p=0.0 must be"),
         (["-p", "x", "--top-k", "-1"], 2, "top_k=-1 must be"),

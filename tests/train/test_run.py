@@ -106,13 +106,27 @@ def run_until(data: Path, output: Path, ready=lambda: False, number: int = 0) ->
 def test_the_same_command_again_has_nothing_left_to_do(data, uninterrupted, capsys):
     assert main(arguments(data, uninterrupted)) == 0
     error = capsys.readouterr().err
-    assert f"finished {STEPS} steps" in error and f"step {STEPS}/" not in error
+    assert f"finished {STEPS} steps before" in error and f"step {STEPS}/" not in error
 
 
 def test_a_run_is_not_continued_with_other_settings(data, uninterrupted, capsys):
     assert main(arguments(data, uninterrupted, **{"learning-rate": 1e-4})) == 4
     error = capsys.readouterr().err.splitlines()[-1]
     assert "belongs to another run (learning_rate was 0.002 and is now 0.0001)" in error
+
+
+def test_a_finished_model_is_not_taken_for_a_new_runs(data, uninterrupted, tmp_path, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted / "model", output / "model")
+    assert main(arguments(data, output)) == 2
+    assert f"{output} holds the model of a finished run" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_divergence_stops_the_run(data, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert main(arguments(data, output, **{"learning-rate": 1e30})) == 1
+    assert "error: step " in capsys.readouterr().err.splitlines()[-1]
+    assert not (output / "model").exists()
 
 
 def test_damage_to_a_checkpoint_is_found(data, uninterrupted, tmp_path, capsys):
@@ -144,6 +158,9 @@ BAD_INPUT = {
     "output is a file": ("--output-dir {tmp}/empty.txt", 2, "empty.txt: File exists"),
     "steps": ("--max-steps 0", 2, "--max-steps 0: must be at least 1"),
     "nothing to resume": ("--resume must", 2, "--resume must: no checkpoint in"),
+    "seed": ("--seed -1", 2, "--seed -1: must be from 0"),
+    "no lower layers": ("--num-key-value-layers 0", 2, "--num-key-value-layers 0: must be at least 1"),
+    "rows longer than the model": ("--max-length 1025", 2, "--max-length 1025: this model has 1024 positions"),
     "rate": ("--learning-rate nan", 2, "--learning-rate nan"),
     "hidden layer": ("--hidden-loss-layer 12", 2, "--hidden-loss-layer 12: must be from -9 to 8"),
 }

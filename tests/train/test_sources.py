@@ -85,6 +85,12 @@ def test_other_bad_input(tmp_path, tokenizer):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match="latin.txt: not UTF-8"):
         list(read(str(tmp_path / "latin.txt")))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
+    with pytest.raises(DataError, match="latin.jsonl:1: not UTF-8"):
+        list(read(str(tmp_path / "latin.jsonl")))
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="deep.jsonl:1: not valid JSON"):
+        list(read(str(tmp_path / "deep.jsonl")))
     (tmp_path / "user.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     with pytest.raises(DataError, match="user.jsonl:1: no message with role 'assistant'"):
         list(tokenize(read(str(tmp_path / "user.jsonl")), tokenizer))
