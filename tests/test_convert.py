@@ -35,6 +35,14 @@ def test_there_and_back_is_bit_exact(tmp_path, fixture, mesh, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_mesh_is_emulated_where_there_is_one_device(tmp_path):
+    command = [sys.executable, "-m", "swiftkv_jax.convert", "hf2orbax", str(TIED), str(tmp_path / "orbax"), "--mesh", "1x2"]
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "orbax" / "manifest.json").is_file()
+
+
 def test_the_files_own_dtype_is_kept_unless_told(tmp_path):
     save_hf(load(UNTIED, dtype="bfloat16"), tmp_path / "bf16")
     assert main(["hf2orbax", str(tmp_path / "bf16"), str(tmp_path / "orbax")]) == 0

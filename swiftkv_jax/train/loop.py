@@ -97,16 +97,17 @@ def run(recipe: Recipe) -> int:
             if step == first + 1:
                 jax.block_until_ready(state)
                 progress.restart_clock()
-            last = step == steps or bool(signals.received)
+            stop = signals.received  # read once: a signal that comes later stops the next step
+            last = step == steps or bool(stop)
             if last or step % recipe.logging_steps == 0 or step % recipe.save_steps == 0:
                 numbers = finite_numbers(step, values, recipe)
                 if step % recipe.logging_steps == 0 or step == steps:
                     metrics.write({"step": step} | numbers | progress.report(step, numbers))
                 if last or step % recipe.save_steps == 0:
                     checkpoints.save(state)
-            if signals.received and step < steps:
+            if stop and step < steps:
                 log(f"stopped after step {step} of {steps}; the same command continues")
-                return INTERRUPTED if signals.received == signal.SIGINT else OK
+                return INTERRUPTED if stop == signal.SIGINT else OK
         evaluate(state)
 
     finished = dataclasses.replace(model, llama=cast(llama, export_dtype), swiftkv=cast(state.delta, export_dtype))
