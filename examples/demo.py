@@ -57,7 +57,7 @@ def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
     """A fresh delta for half the layers: the exported model, and its held-out quality before and after."""
     output = folder / f"group-{group}"
     flags = ["--mesh", "x".join(map(str, MESH)), "--key-value-group-size", str(group), "--max-steps", str(STEPS[group])]
-    run("train", train, *flags, "--eval-batches", "8", "--logging-steps", "4", "--output-dir", str(output))
+    run("train", train, *flags, "--logging-steps", "4", "--output-dir", str(output))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     before, after = (row for row in rows if "eval_agreement" in row)
     return skv.load(output / "model"), after | {"initial_perplexity": before["eval_student_perplexity"]}
