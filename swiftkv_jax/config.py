@@ -7,6 +7,7 @@ architecture only: no mesh, no dtype, no batch size, no kernel choice.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -68,7 +69,7 @@ class Config:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
         for field in ("norm_eps", "rope_theta"):
-            if getattr(self, field) <= 0:
+            if not 0 < getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}={getattr(self, field)} must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
@@ -246,13 +247,17 @@ def _from_hf(hf: Mapping[str, Any]) -> Config:
     )
 
 
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling in one spelling, to compare two of them."""
+    fields = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")}
+    return fields | {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+
+
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
     field = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
-    if field == "rope_parameters" and hf.get("rope_scaling") is not None:
-        old, new = ({k: v for k, v in dict(hf[name]).items() if k not in ("rope_theta", "type")} for name in ("rope_scaling", field))
-        if old != new:
-            raise ConfigError(f"rope_scaling={hf['rope_scaling']!r} and rope_parameters={hf[field]!r} disagree")
+    if field == "rope_parameters" and hf.get("rope_scaling") is not None and _scaling(hf["rope_scaling"]) != _scaling(hf[field]):
+        raise ConfigError(f"rope_scaling={hf['rope_scaling']!r} and rope_parameters={hf[field]!r} disagree")
     rope = dict(hf.get(field) or {})
     theta = rope.pop("rope_theta", None)
     if theta is None:

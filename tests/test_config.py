@@ -242,6 +242,11 @@ REFUSED = {
     "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}}, "rope_parameters.*dynamic"),
     "incomplete llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.*high_freq_factor"),
     "extra rope field": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}}, "rope_scaling.*mscale"),
+    "two scalings": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_scaling=.* and rope_parameters=.* disagree",
+    ),
+    "no theta": ({"rope_theta": float("nan")}, "rope_theta=nan must be positive"),
     "partial rope": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     "llama3 without a middle band": ({"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 4.0}}, "high_freq_factor"),
     "zero rope factor": ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
