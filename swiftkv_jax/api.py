@@ -16,6 +16,7 @@ from .bundle import Model
 from .config import Config
 from .layers import unembed
 from .params import Llama, SwiftKV
+from .train.distill import distill_sums
 
 
 def load(path: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None, mesh: Mesh | None = None) -> Model:
@@ -90,11 +91,12 @@ def distill_loss(
     `hidden_weight`. `loss_mask[b, t]` weighs the prediction made at position t. Differentiable in `model.swiftkv`; the
     frozen weights get no gradient.
     """
-    from .train.distill import distill_sums
-
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     batch = forward.whole_rows(tokens, loss_mask)
-    sums = distill_sums(model.config, model.swiftkv, model.llama, batch, temperature=temperature, hidden_layer=hidden_layer)
+    sums = _distill_sums(model.config, model.swiftkv, model.llama, batch, temperature=temperature, hidden_layer=hidden_layer)
     metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
     return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics
+
+
+_distill_sums = jax.jit(distill_sums, static_argnames=("config", "temperature", "hidden_layer"))
