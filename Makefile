@@ -38,7 +38,7 @@ test-newest:
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:
-	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-emit-index-url --no-annotate \
+	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements.lock
 
 clean:

@@ -10,6 +10,7 @@ from swiftkv_jax.infer.programs import lower_prefill
 from swiftkv_jax.model import whole_rows
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import distill_loss
+from tests import tiny
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both triangles, small.
 CONFIG = Config(
@@ -39,16 +40,7 @@ def test_training(remat):
 
 
 def test_the_saving_at_8b():
-    config = Config(
-        vocab_size=128256,
-        embed_dim=4096,
-        mlp_dim=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        num_key_value_layers=16,
-    )
+    config = tiny.LLAMA_8B
     per_layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 2 * 4096 * 8193
     assert prefill_flops(config, 8192, swiftkv=False) / 8192 == pytest.approx(31 * per_layer + 2 * 2 * 4096 * 1024)
     assert prefill_flops(config, 8192, swiftkv=True) / 8192 == pytest.approx(16 * per_layer + 16 * 2 * 2 * 4096 * 1024)

@@ -10,6 +10,19 @@ import numpy as np
 from swiftkv_jax import Config, Model
 from swiftkv_jax.params import QKV, Block, Llama, SwiftKV
 
+LLAMA_8B = Config(
+    vocab_size=128256,
+    embed_dim=4096,
+    mlp_dim=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    num_key_value_layers=16,
+)
+"""Llama-3.1-8B with half its layers cut: for counting, never with weights."""
+
 
 def hf_config(**overrides) -> dict[str, Any]:
     """The fields of a tiny SwiftKV `config.json`: 6 layers, 2 of them lower, 4 query and 2 key/value heads of 8."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence, Sized
 from typing import Literal
 
 import jax
@@ -74,7 +74,7 @@ def generate(
     parameter. Each call copies the layers into serving form: for many calls, keep an `Engine`.
     """
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, ignore_eos)
-    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, Sequence)), default=1)
+    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, Sized)), default=1)
     engine = Engine(
         model,
         swiftkv=swiftkv,

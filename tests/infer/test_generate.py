@@ -99,6 +99,11 @@ def test_a_mesh_changes_nothing(shape, swiftkv, compilations):
     assert outputs == [row * 2 for row in single]
 
 
+def test_prompts_may_be_numpy_arrays():
+    arrays = [np.asarray(prompt) for prompt in PROMPTS]
+    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType]
+
+
 def test_nothing_compiles_after_warm_up(compilations):
     engine = Engine(model(), max_model_len=64, max_num_seqs=3, chunks=(8, 4))
     engine.warm_up()

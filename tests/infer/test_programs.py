@@ -17,17 +17,6 @@ from swiftkv_jax.infer.sampling import SamplingParams, make_sampling
 from swiftkv_jax.infer.weights import served_config, serving_weights
 from tests import tiny
 
-LLAMA_8B = Config(
-    vocab_size=128256,
-    embed_dim=4096,
-    mlp_dim=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    num_key_value_layers=16,
-)
 CUTS = {"K=2": (2, 1), "g=2": (2, 2), "g=4": (2, 4), "K=1": (1, 1), "K=1 g=5": (1, 5), "K=L": (6, 1)}
 ROWS, LENGTH = 4, 14
 PREFILLED = np.array([5, 2, 0, 7])  # the picture in `prefill_chunk`
@@ -153,7 +142,7 @@ def test_decode_holds_one_cache(swiftkv, steps):
 @pytest.mark.parametrize("max_model_len", [512, 2048])
 def test_prefill_costs_half(max_model_len):
     def flops(swiftkv: bool) -> float:
-        cost = lower_prefill(LLAMA_8B, batch=1, chunk=512, max_model_len=max_model_len, swiftkv=swiftkv).cost_analysis()
+        cost = lower_prefill(tiny.LLAMA_8B, batch=1, chunk=512, max_model_len=max_model_len, swiftkv=swiftkv).cost_analysis()
         assert cost is not None
         return cost["flops"]
 
