@@ -1,5 +1,5 @@
 # make demo   converts, distils and runs the demo model, and prints what SwiftKV saves
-# make test   lint, types and tests
+# make test   lint, types and tests; make test-compile, test-gpu and test-tpu go further
 # Both set everything up first, in .venv, from the pinned versions in requirements.lock.
 
 VENV := .venv
@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test lint test-newest lock clean
+.PHONY: demo test lint test-compile test-newest test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -36,10 +36,31 @@ test-newest:
 	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	.venv-newest/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 $(NEWEST_TESTS)
 
+# Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
+# from $(VENV): a JAX that finds them looks for their hardware.
+test-compile: $(VENV)/compilers
+	PYTHONPATH=$(VENV)/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+		$(RUN) -m pytest -q --numprocesses auto --maxprocesses 8 --durations 10 tests/compile
+
+# In the versions that go with the JAX of requirements.lock.
+COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 libtpu==0.0.48.1
+$(VENV)/compilers: requirements-compile.lock $(VENV)/installed
+	rm -rf $@
+	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --target $@ -r requirements-compile.lock
+	touch $@
+
+# On a machine with the device, in an environment with its JAX: what only hardware can show.
+test-gpu:
+	JAX_PLATFORMS=cuda,cpu $(or $(wildcard $(RUN)),python3) -m pytest -q tests/pallas_kernels -k "hopper or cudnn or xla"
+test-tpu:
+	JAX_PLATFORMS=tpu,cpu $(or $(wildcard $(RUN)),python3) -m pytest -q tests/pallas_kernels -k "tpu or xla"
+
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:
 	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements.lock
+	printf '%s\n' $(COMPILERS) | uv pip compile - --no-deps --universal --python-version 3.12 --generate-hashes --no-annotate \
+		--no-header --output-file requirements-compile.lock
 
 clean:
 	rm -rf $(VENV) .venv-newest build runs *.egg-info

@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from . import model as forward
+from .attention import Attention
 from .bundle import Model
 from .config import Config
 from .layers import unembed
 from .params import Llama, SwiftKV
+from .sharding import mesh_of
 from .train.distill import distill_sums
 
 
@@ -65,13 +67,16 @@ def logits(model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = No
     student of a model without a delta, and for the teacher of one whose upper projections were dropped.
     """
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
-    return _logits(model.config, model.llama, delta, tokens)
+    return _logits(model.config, Attention(mesh_of(model.llama.embed)), model.llama, delta, tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(config: Config, llama: Llama, delta: SwiftKV | None, tokens):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(config: Config, attention: Attention, llama: Llama, delta: SwiftKV | None, tokens):
     batch = forward.whole_rows(tokens)
-    hidden = forward.teacher(config, llama, batch) if delta is None else forward.student(config, llama, delta, batch)
+    if delta is None:
+        hidden = forward.teacher(config, llama, batch, attention=attention)
+    else:
+        hidden = forward.student(config, llama, delta, batch, attention=attention)
     return unembed(config, llama, hidden)
 
 
@@ -94,9 +99,17 @@ def distill_loss(
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     batch = forward.whole_rows(tokens, loss_mask)
-    sums = _distill_sums(model.config, model.swiftkv, model.llama, batch, temperature=temperature, hidden_layer=hidden_layer)
+    sums = _distill_sums(
+        model.config,
+        model.swiftkv,
+        model.llama,
+        batch,
+        temperature=temperature,
+        hidden_layer=hidden_layer,
+        attention=Attention(mesh_of(model.llama.embed)),
+    )
     metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
     return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics
 
 
-_distill_sums = jax.jit(distill_sums, static_argnames=("config", "temperature", "hidden_layer"))
+_distill_sums = jax.jit(distill_sums, static_argnames=("config", "temperature", "hidden_layer", "attention"))

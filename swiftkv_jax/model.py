@@ -20,14 +20,17 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from .attention import Attention
 from .config import Config
 from .layers import apply_rope, embed, finish_layer, project_heads, rms_norm, rope_table
-from .pallas_kernels import prefill_attention
 from .params import QKV, Block, Leaf, Llama, SwiftKV
 
 Heads = Float[Array, "B T N H"]
 Attend = Callable[..., Any]
 Probe = Callable[[Array, Array], Any]
+
+DEFAULT = Attention()
+"""Attention on the default device, by the implementation that suits it."""
 
 
 @struct.dataclass
@@ -100,11 +103,11 @@ def project_fused_kv(
 # Whole sequences ------------------------------------------------------------------------------------------------
 
 
-def packed_attention(segment_ids: Int[Array, "B T"]) -> Attend:
+def packed_attention(attention: Attention, segment_ids: Int[Array, "B T"]) -> Attend:
     """Causal attention within each packed document; keys and values come as the projections leave them."""
 
     def attend(q, k, v):
-        return prefill_attention(q, head_major(k), head_major(v), segment_ids=segment_ids), None
+        return attention.prefill(q, head_major(k), head_major(v), segment_ids=segment_ids), None
 
     return attend
 
@@ -114,10 +117,12 @@ def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
     return x.transpose(0, 2, 1, 3)
 
 
-def run_lower(config: Config, llama: Llama, batch: Batch) -> tuple[Float[Array, "B T D"], Array]:
+def run_lower(
+    config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
+) -> tuple[Float[Array, "B T D"], Array]:
     """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher and student share it."""
     rope = rope_table(config, batch.positions)
-    attend = packed_attention(batch.segment_ids)
+    attend = packed_attention(attention, batch.segment_ids)
 
     def step(x, layer):
         block, qkv = layer
@@ -127,11 +132,21 @@ def run_lower(config: Config, llama: Llama, batch: Batch) -> tuple[Float[Array, 
     return x, rope
 
 
-def run_upper_teacher(config: Config, llama: Llama, x, rope, segment_ids, *, probe: Probe | None = None, remat: bool = False):
+def run_upper_teacher(
+    config: Config,
+    llama: Llama,
+    x,
+    rope,
+    segment_ids,
+    *,
+    probe: Probe | None = None,
+    remat: bool = False,
+    attention: Attention = DEFAULT,
+):
     """The plain Llama's upper layers: (x, sum over layers of `probe(layer index, layer input)`)."""
     if llama.upper_qkv is None:
         raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
-    attend = packed_attention(segment_ids)
+    attend = packed_attention(attention, segment_ids)
 
     def layer_step(x, layer):
         block, qkv = layer
@@ -141,7 +156,16 @@ def run_upper_teacher(config: Config, llama: Llama, x, rope, segment_ids, *, pro
 
 
 def run_upper_student(
-    config: Config, llama: Llama, delta: SwiftKV, x, rope, segment_ids, *, probe: Probe | None = None, remat: bool = False
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV,
+    x,
+    rope,
+    segment_ids,
+    *,
+    probe: Probe | None = None,
+    remat: bool = False,
+    attention: Attention = DEFAULT,
 ):
     """The student's upper layers on shared keys and values: (x, sum of `probe(layer index, layer input)`)."""
     # A scan slices its inputs for free; an index per group would scatter-add whole stacks in the backward pass.
@@ -149,7 +173,7 @@ def run_upper_student(
 
     def layer_step(x, layer):
         block, q_weight, q_bias, (k, v) = layer
-        return cross_layer(config, block, q_weight, q_bias, x, rope, lambda q: prefill_attention(q, k, v, segment_ids=segment_ids))
+        return cross_layer(config, block, q_weight, q_bias, x, rope, lambda q: attention.prefill(q, k, v, segment_ids=segment_ids))
 
     return _scan_upper(config, layer_step, (llama.upper, delta.q, delta.q_bias, kv), x, probe, remat)
 
@@ -169,13 +193,15 @@ def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, rema
     return x, total
 
 
-def teacher(config: Config, llama: Llama, batch: Batch) -> Float[Array, "B T D"]:
+def teacher(config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT) -> Float[Array, "B T D"]:
     """The plain Llama: hidden state before the final norm."""
-    x, rope = run_lower(config, llama, batch)
-    return run_upper_teacher(config, llama, x, rope, batch.segment_ids)[0]
+    x, rope = run_lower(config, llama, batch, attention=attention)
+    return run_upper_teacher(config, llama, x, rope, batch.segment_ids, attention=attention)[0]
 
 
-def student(config: Config, llama: Llama, delta: SwiftKV, batch: Batch) -> Float[Array, "B T D"]:
+def student(
+    config: Config, llama: Llama, delta: SwiftKV, batch: Batch, *, attention: Attention = DEFAULT
+) -> Float[Array, "B T D"]:
     """The SwiftKV model: hidden state before the final norm. Every token runs through every layer."""
-    x, rope = run_lower(config, llama, batch)
-    return run_upper_student(config, llama, delta, x, rope, batch.segment_ids)[0]
+    x, rope = run_lower(config, llama, batch, attention=attention)
+    return run_upper_student(config, llama, delta, x, rope, batch.segment_ids, attention=attention)[0]

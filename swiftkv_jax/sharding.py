@@ -13,6 +13,7 @@ import re
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -52,6 +53,13 @@ def make_mesh(shape: tuple[int, int]) -> Mesh:
         seen = f"{len(devices)} ({devices[0].device_kind})"
         raise UsageError(f"--mesh {shape[0]}x{shape[1]} needs {needed} devices; this process sees {seen}")
     return Mesh(np.array(devices[:needed]).reshape(shape), (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh that `array` lives on; None on a single device, and for arrays that are being traced."""
+    sharding = None if isinstance(array, Tracer) else array.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 _BLOCK = Block(

@@ -6,7 +6,7 @@ import pytest
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops, train_flops_per_token
-from swiftkv_jax.infer.programs import lower_prefill
+from swiftkv_jax.infer.shapes import lower_prefill
 from swiftkv_jax.model import whole_rows
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import distill_loss

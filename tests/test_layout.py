@@ -13,8 +13,8 @@ PACKAGE = ROOT / "swiftkv_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the bottom up: a module may import, at module level or not, only modules of earlier rows.
-LAYERS = ["errors", "config", "pallas_kernels", "params", "layers", "model"]
-CORE = ["config", "params", "layers", "model", "cache", "bundle", "sharding", "pallas_kernels", "infer"]
+LAYERS = ["errors", "config", "pallas_kernels", "params", "sharding", "attention", "layers", "model"]
+CORE = ["config", "params", "attention", "layers", "model", "cache", "bundle", "sharding", "pallas_kernels", "infer"]
 HEAVY = {"grain", "orbax", "transformers", "torch", "tensorflow"}
 
 
@@ -65,9 +65,9 @@ def python(code: str, **environment: str) -> str:
 
 def test_the_parser_of_imports():
     """The tests below hang on it."""
-    assert of_package(imports(PACKAGE / "model.py"), "pallas_kernels") == {"pallas_kernels.prefill_attention"}
+    assert of_package(imports(PACKAGE / "attention.py"), "pallas_kernels") == {"pallas_kernels", "pallas_kernels.Implementation"}
     assert "config.Config" in imports(PACKAGE / "train" / "distill.py")
-    assert "pallas_kernels.xla" in imports(PACKAGE / "pallas_kernels" / "__init__.py")
+    assert "pallas_kernels.xla" in imports(PACKAGE / "pallas_kernels" / "ops.py")
     assert "infer.generate.generate" in imports(PACKAGE / "api.py")
     assert "infer.generate.generate" not in imports(PACKAGE / "api.py", module_level_only=True)
 
@@ -81,12 +81,19 @@ def test_pallas_kernels_stand_alone():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_import_direction(name):
-    """errors <- config <- params <- layers <- model, with pallas_kernels beside: nothing below knows what is above."""
+    """errors <- config <- params <- sharding <- attention <- layers <- model, pallas_kernels beside: nothing knows what is above it."""
     modules = {module_name(path).split(".")[0] for path in FILES} - {""}
     above = modules - set(LAYERS[: LAYERS.index(name) + 1])
     for path in files_of(name):
         found = {module for module in above if of_package(imports(path), module)}
         assert not found, f"{path} imports {found}"
+
+
+def test_only_attention_calls_the_kernels():
+    """Everything else attends through it, and so on any mesh."""
+    for path in FILES:
+        names = of_package(imports(path), "pallas_kernels") - {"pallas_kernels.Implementation"}
+        assert not names or module_name(path) == "attention" or path in files_of("pallas_kernels"), f"{path} imports {names}"
 
 
 @pytest.mark.parametrize(("part", "other"), [("train", "infer"), ("infer", "train")])

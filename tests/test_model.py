@@ -283,7 +283,7 @@ def test_layers_one_by_one_equal_the_scan():
     config, llama, delta = model.config, model.llama, model.swiftkv
     assert delta is not None
     batch = forward.whole_rows(jnp.asarray(tokens))
-    attend = forward.packed_attention(batch.segment_ids)
+    attend = forward.packed_attention(forward.DEFAULT, batch.segment_ids)
     x, rope = embed(llama, batch.tokens), rope_table(config, batch.positions)
     for block, qkv in zip(unstack(llama.lower), unstack(llama.lower_qkv), strict=True):
         x, _ = forward.self_layer(config, block, qkv, x, rope, attend)
@@ -293,7 +293,7 @@ def test_layers_one_by_one_equal_the_scan():
         group = i // config.key_value_group_size
 
         def read(q, group=group):
-            return forward.prefill_attention(q, keys[group], values[group], segment_ids=batch.segment_ids)
+            return forward.DEFAULT.prefill(q, keys[group], values[group], segment_ids=batch.segment_ids)
 
         x = forward.cross_layer(config, block, delta.q[i], delta.q_bias[i], x, rope, read)
     assert_close(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)))

@@ -1,5 +1,6 @@
 """Tiny random checkpoints, as Hugging Face tensors and as our models. Shares no code with the package's own reader."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ LLAMA_8B = Config(
     num_key_value_layers=16,
 )
 """Llama-3.1-8B with half its layers cut: for counting, never with weights."""
+LLAMA_70B = dataclasses.replace(
+    LLAMA_8B, embed_dim=8192, mlp_dim=28672, num_layers=80, num_heads=64, num_key_value_layers=40
+)
 
 
 def hf_config(**overrides) -> dict[str, Any]:

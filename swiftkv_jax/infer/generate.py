@@ -15,11 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from ..attention import Attention
 from ..bundle import Model
 from ..cache import bytes_per_token, cache_sharding, init_cache, row_sharding
 from ..config import Config
 from ..errors import UsageError
-from ..sharding import DATA, llama_shardings, swiftkv_shardings
+from ..sharding import DATA, llama_shardings, mesh_of, swiftkv_shardings
 from .programs import DecodeState, decode, prefill_chunk
 from .sampling import Sampling, SamplingParams, make_sampling
 from .weights import served_config, serving_weights
@@ -107,7 +108,7 @@ class Engine:
 
         Every group has `max_num_seqs` rows, filled or not. Prefill uses the largest of `chunks` that is not longer than
         what is left, and pads the last; each must be a multiple of the smallest. Tokens come out `decode_steps` at a time.
-        With a `mesh`, rows are split over `data` and heads and widths over `model`.
+        With a `mesh` (None: the one the model was loaded on), rows are split over `data`, heads and widths over `model`.
         """
         self.swiftkv = model.uses_swiftkv(swiftkv)
         self.config = served_config(model.config, self.swiftkv)
@@ -130,6 +131,8 @@ class Engine:
         self.max_num_seqs = max_num_seqs
         # Everything is committed to its place from the start: a program compiled for uncommitted buffers would be compiled
         # again for the committed ones that it returns.
+        mesh = mesh or mesh_of(model.llama.embed)
+        self._attention = Attention(mesh)
         self._cache_sharding = None
         self._row_sharding: Sharding = SingleDeviceSharding(min(model.llama.embed.devices(), key=lambda device: device.id))
         if mesh is not None:
@@ -164,7 +167,7 @@ class Engine:
 
     def decode(self, sampling: Sampling, state: DecodeState) -> tuple[DecodeState, jax.Array]:
         """Up to `decode_steps` tokens per row, -1 after its end (see `programs.decode`). Does not wait for the device."""
-        return decode(self.config, self.weights, sampling, state, steps=self.decode_steps, sharding=self._cache_sharding)
+        return decode(self.config, self.weights, sampling, state, steps=self.decode_steps, attention=self._attention)
 
     def sampling(self, params: SamplingParams, rows: Sequence[int]) -> Sampling:
         """`params` for the prompts numbered `rows`, and for the unfilled rows of their group."""
@@ -182,7 +185,7 @@ class Engine:
 
     def _prefill_chunk(self, tokens: np.ndarray, offset: int, cache):
         tokens = self._put(tokens)
-        return prefill_chunk(self.config, self.weights, tokens, np.int32(offset), cache, sharding=self._cache_sharding)
+        return prefill_chunk(self.config, self.weights, tokens, np.int32(offset), cache, attention=self._attention)
 
     def _put(self, rows):
         return jax.device_put(rows, self._row_sharding)

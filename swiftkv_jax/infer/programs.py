@@ -16,17 +16,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ..cache import KVCache, cache_shapes, row_sharding, write_chunk, write_token
+from ..attention import Attention
+from ..cache import KVCache, cache_sharding, row_sharding, write_chunk, write_token
 from ..config import Config
 from ..layers import embed, rope_table, unembed
-from ..model import cross_layer, head_major, project_fused_kv, self_layer
-from ..pallas_kernels import decode_attention, prefill_attention
+from ..model import DEFAULT, cross_layer, head_major, project_fused_kv, self_layer
 from ..params import Leaf
 from .sampling import Sampling, sample
-from .weights import Weights, served_config, weight_shapes
+from .weights import Weights
 
 
 @struct.dataclass
@@ -66,7 +66,7 @@ def fill(
     return x, rope, KVCache(tuple(k for k, _ in buffers), tuple(v for _, v in buffers))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sharding"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
 def prefill_chunk(
     config: Config,
     weights: Weights,
@@ -74,7 +74,7 @@ def prefill_chunk(
     offset: Int[Array, ""],
     cache: KVCache,
     *,
-    sharding: NamedSharding | None = None,
+    attention: Attention = DEFAULT,
 ) -> KVCache:
     """Put T tokens of every row into the cache, from position `offset`. `offset + T` must not exceed the cache.
 
@@ -97,18 +97,24 @@ def prefill_chunk(
         positions,
         cache,
         write=lambda buffer, new: write_chunk(buffer, new, offset),
-        read=lambda q, k, v: prefill_attention(q, k, v, q_offset=offset),
+        read=lambda q, k, v: attention.prefill(q, k, v, q_offset=offset),
     )
-    return _keep_sharding(cache, sharding)
+    return _keep_cache_sharding(config, cache, attention.mesh)
 
 
 def decode_logits(
-    config: Config, weights: Weights, token: Int[Array, " B"], length: Int[Array, " B"], cache: KVCache
+    config: Config,
+    weights: Weights,
+    token: Int[Array, " B"],
+    length: Int[Array, " B"],
+    cache: KVCache,
+    *,
+    attention: Attention = DEFAULT,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """One token per row through all layers: float32 logits of what follows, and the cache with the token in it."""
 
     def read(q, k, v):
-        return decode_attention(q, k, v, length + 1)
+        return attention.decode(q, k, v, length + 1)
 
     x, rope, cache = fill(
         config, weights, token[:, None], length[:, None], cache, write=lambda buffer, new: write_token(buffer, new, length), read=read
@@ -119,19 +125,19 @@ def decode_logits(
     return unembed(config, weights, x)[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps", "sharding"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("config", "steps", "attention"), donate_argnames="state")
 def decode(
-    config: Config, weights: Weights, sampling: Sampling, state: DecodeState, *, steps: int, sharding: NamedSharding | None = None
+    config: Config, weights: Weights, sampling: Sampling, state: DecodeState, *, steps: int, attention: Attention = DEFAULT
 ) -> tuple[DecodeState, Int[Array, "B M"]]:
     """Emit up to `steps` (M) tokens per row, -1 where a row is finished. An end token is emitted and finishes its row."""
 
     def step(state: DecodeState, _):
-        logits, cache = decode_logits(config, weights, state.token, state.length, state.cache)
+        logits, cache = decode_logits(config, weights, state.token, state.length, state.cache, attention=attention)
         token = sample(logits, sampling, state.length)
         active = state.budget > 0
         ended = jnp.any(token[:, None] == sampling.end_ids, axis=-1)
         state = DecodeState(
-            cache=_keep_sharding(cache, sharding),
+            cache=_keep_cache_sharding(config, cache, attention.mesh),
             token=jnp.where(active, token, state.token),
             # A finished row stays where it is and rewrites that one position: it never reaches the end of the cache.
             length=state.length + active,
@@ -140,36 +146,14 @@ def decode(
         return state, jnp.where(active, token, -1)
 
     state, tokens = jax.lax.scan(step, state, length=steps)
-    rows = row_sharding(sharding.mesh) if sharding and isinstance(sharding.mesh, Mesh) else None
-    vectors = _keep_sharding((state.token, state.length, state.budget), rows)
-    return dataclasses.replace(state, **dict(zip(("token", "length", "budget"), vectors, strict=True))), tokens.T
+    if attention.mesh is not None:
+        rows = row_sharding(attention.mesh)
+        state = dataclasses.replace(
+            state, **{name: jax.lax.with_sharding_constraint(getattr(state, name), rows) for name in ("token", "length", "budget")}
+        )
+    return state, tokens.T
 
 
-def _keep_sharding(tree, sharding: NamedSharding | None):
+def _keep_cache_sharding(config: Config, cache: KVCache, mesh: Mesh | None) -> KVCache:
     """Leave a call as it was entered: donated buffers can only be reused, and calls only be repeated, if that holds."""
-    return tree if sharding is None else jax.lax.with_sharding_constraint(tree, sharding)
-
-
-# Without weights ------------------------------------------------------------------------------------------------
-
-
-def lower_prefill(
-    config: Config, *, batch: int, chunk: int, max_model_len: int, swiftkv: bool = True, dtype=jnp.bfloat16
-) -> jax.stages.Lowered:
-    """`prefill_chunk` for these shapes, not yet compiled: for counting operations and memory. Needs no weights."""
-    served = served_config(config, swiftkv)
-    tokens, offset = jax.ShapeDtypeStruct((batch, chunk), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    cache = cache_shapes(served, batch, max_model_len, dtype)
-    return prefill_chunk.lower(served, weight_shapes(config, swiftkv, dtype), tokens, offset, cache)
-
-
-def lower_decode(
-    config: Config, *, batch: int, max_model_len: int, steps: int = 1, swiftkv: bool = True, dtype=jnp.bfloat16
-) -> jax.stages.Lowered:
-    """`decode` for these shapes, not yet compiled. Needs no weights."""
-    served = served_config(config, swiftkv)
-    ints, floats = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.float32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    sampling = Sampling(floats, ints, floats, keys, jax.ShapeDtypeStruct((batch, 1), jnp.int32))
-    state = DecodeState(cache_shapes(served, batch, max_model_len, dtype), ints, ints, ints)
-    return decode.lower(served, weight_shapes(config, swiftkv, dtype), sampling, state, steps=steps)
+    return cache if mesh is None else jax.lax.with_sharding_constraint(cache, cache_sharding(config, mesh))

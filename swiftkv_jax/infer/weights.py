@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ..config import Config
 from ..params import QKV, Block, Leaf, Llama, SwiftKV, llama_shapes, swiftkv_shapes, unstack
+from ..sharding import llama_shardings, swiftkv_shardings
 
 
 @struct.dataclass
@@ -63,3 +68,32 @@ def weight_shapes(config: Config, swiftkv: bool, dtype) -> Weights:
     """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint."""
     delta = swiftkv_shapes(config, dtype) if swiftkv else None
     return jax.eval_shape(serving_weights, llama_shapes(config, dtype), delta)
+
+
+def weight_shardings(config: Config, swiftkv: bool, mesh: Mesh) -> Weights:
+    """Where `serving_weights` leaves each weight of a model loaded on `mesh`."""
+    llama, delta = llama_shardings(config, mesh), swiftkv_shardings(config, mesh)
+
+    def layers(stacked, count: int) -> tuple:
+        """Of one stack, the layers one by one: the same places without the leading axis."""
+        return (jax.tree.map(lambda sharding: NamedSharding(mesh, P(*sharding.spec[1:])), stacked),) * count
+
+    lower, upper = layers(llama.lower, config.num_lower_layers), layers(llama.upper, config.num_upper_layers)
+    lower_qkv = layers(llama.lower_qkv, config.num_lower_layers)
+    if not swiftkv:
+        lower_qkv += layers(llama.upper_qkv, config.num_upper_layers)
+        return Weights(llama.embed, lower + upper, lower_qkv, None, None, None, (), (), (), llama.final_norm, llama.lm_head)
+    joined: Any = jax.tree.map(lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), (delta.k, delta.k_bias))
+    return Weights(
+        embed=llama.embed,
+        lower=lower,
+        lower_qkv=lower_qkv,
+        boundary_norm=delta.norm,
+        kv=joined[0],
+        kv_bias=joined[1],
+        upper=upper,
+        upper_q=layers(delta.q, config.num_upper_layers),
+        upper_q_bias=layers(delta.q_bias, config.num_upper_layers),
+        final_norm=llama.final_norm,
+        lm_head=llama.lm_head,
+    )

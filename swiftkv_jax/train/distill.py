@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from ..attention import Attention
 from ..config import Config
 from ..layers import head_weights, rms_norm
-from ..model import Batch, run_lower, run_upper_student, run_upper_teacher
+from ..model import DEFAULT, Batch, run_lower, run_upper_student, run_upper_teacher
 from ..params import Llama, SwiftKV, cast
 
 LOGITS_PER_CHUNK = 2**26
@@ -56,6 +57,7 @@ def distill_sums(
     temperature: float = 2.0,
     hidden_layer: int = -2,
     remat: bool = False,
+    attention: Attention = DEFAULT,
 ) -> Sums:
     """Run teacher and student on one batch.
 
@@ -78,10 +80,16 @@ def distill_sums(
         return (jnp.square(difference).mean(axis=-1) * real).sum()
 
     with jax.named_scope("lower"):
-        boundary, rope = run_lower(config, llama, batch)
+        boundary, rope = run_lower(config, llama, batch, attention=attention)
     with jax.named_scope("teacher"):
         teacher_x, tap = run_upper_teacher(
-            config, llama, boundary, rope, batch.segment_ids, probe=lambda index, x: jnp.where(index == tapped, x, 0)
+            config,
+            llama,
+            boundary,
+            rope,
+            batch.segment_ids,
+            probe=lambda index, x: jnp.where(index == tapped, x, 0),
+            attention=attention,
         )
     with jax.named_scope("student"):
         # The error is summed inside the scan: carrying the tapped state out of it would store it once per layer.
@@ -94,6 +102,7 @@ def distill_sums(
             batch.segment_ids,
             probe=lambda index, x: jax.lax.cond(index == tapped, squared_error, lambda *_: 0.0, x, tap),
             remat=remat,
+            attention=attention,
         )
     teacher_x = rms_norm(teacher_x, llama.final_norm, config.norm_eps)
     student_x = rms_norm(student_x, llama.final_norm, config.norm_eps)
@@ -115,9 +124,12 @@ def distill_loss(
     hidden_weight: float = 1.0,
     hidden_layer: int = -2,
     remat: bool = False,
+    attention: Attention = DEFAULT,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """(logits_loss + hidden_weight * hidden_loss, metrics), each a mean over the tokens it concerns."""
-    sums = distill_sums(config, delta, llama, batch, temperature=temperature, hidden_layer=hidden_layer, remat=remat)
+    sums = distill_sums(
+        config, delta, llama, batch, temperature=temperature, hidden_layer=hidden_layer, remat=remat, attention=attention
+    )
     metrics = sums.means()
     loss = metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"]
     return loss, {"loss": loss, **metrics}

@@ -11,6 +11,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
+from ..attention import Attention
 from ..config import Config
 from ..model import Batch
 from ..params import Leaf, Llama, SwiftKV, swiftkv_shapes
@@ -84,6 +85,7 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
         hidden_weight=recipe.hidden_loss_weight,
         hidden_layer=recipe.hidden_loss_layer,
         remat=recipe.remat,
+        attention=Attention(mesh),
     )
 
     def train_step(state: TrainState, llama: Llama, batch: Batch):
@@ -105,7 +107,9 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
 
 def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
     """Compile-on-first-use `(delta, llama, batch) -> Sums`."""
-    sums = functools.partial(distill_sums, config, temperature=recipe.temperature, hidden_layer=recipe.hidden_loss_layer)
+    sums = functools.partial(
+        distill_sums, config, temperature=recipe.temperature, hidden_layer=recipe.hidden_loss_layer, attention=Attention(mesh)
+    )
     return jax.jit(
         sums,
         in_shardings=(swiftkv_shardings(config, mesh), llama_shardings(config, mesh), batch_sharding(mesh)),

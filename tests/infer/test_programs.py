@@ -12,8 +12,9 @@ import swiftkv_jax as skv
 from swiftkv_jax import Config
 from swiftkv_jax.cache import KVCache, bytes_per_token, init_cache
 from swiftkv_jax.infer.generate import chunk_plan
-from swiftkv_jax.infer.programs import DecodeState, decode, decode_logits, lower_decode, lower_prefill, prefill_chunk
+from swiftkv_jax.infer.programs import DecodeState, decode, decode_logits, prefill_chunk
 from swiftkv_jax.infer.sampling import SamplingParams, make_sampling
+from swiftkv_jax.infer.shapes import lower_decode, lower_prefill
 from swiftkv_jax.infer.weights import served_config, serving_weights
 from tests import tiny
 

@@ -1,7 +1,7 @@
 """Both attention ops, every implementation, against the reference formula over one table of shapes."""
 
 import functools
-from typing import NamedTuple
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,59 +9,54 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
+from tests.pallas_kernels.interpreted import device_of, on_hardware
+from tests.pallas_kernels.shapes import DECODE, PREFILL, SEGMENTS, Decode, Prefill
 
-IMPLEMENTATIONS = ["xla"]
-TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}  # on outputs up to three; bfloat16 keeps 8 bits
+RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
+FORMATS = ["bfloat16", "float8_e4m3fn", "int8"]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}  # absolute, and half of it relative: bfloat16 keeps 8 bits
+GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest entry of the gradient
 UNSEEN = 1e3
 """What keys and values hold beyond the valid positions: seen by mistake, it shows."""
 
-
-class Shape(NamedTuple):
-    batch: int
-    queries: int  # T
-    heads: int  # N
-    kv_heads: int  # K
-    keys: int  # S
-    head_dim: int  # H
-    offset: int = 0  # prefill: where the first query stands
+parametrize = pytest.mark.parametrize
 
 
-PREFILL = {
-    "square": Shape(2, 16, 4, 4, 16, 64),
-    "one token": Shape(1, 1, 4, 4, 1, 64),
-    "one key/value head": Shape(2, 7, 8, 1, 7, 64),
-    "4 queries a head": Shape(1, 33, 8, 2, 33, 80),
-    "8 queries a head, odd": Shape(1, 29, 8, 1, 29, 96),
-    "chunk": Shape(2, 5, 8, 2, 37, 128, 19),
-    "chunk up to the end": Shape(1, 9, 4, 4, 30, 256, 21),
-    "chunk of one": Shape(2, 1, 4, 1, 19, 128, 6),
-    "first chunk of a long cache": Shape(1, 8, 4, 2, 131, 64),
-}
-# Rows of different lengths; every length counts the queries.
-DECODE = {
-    "one token": (Shape(3, 1, 4, 4, 24, 64), [1, 24, 11]),
-    "4 queries a head": (Shape(2, 1, 8, 2, 37, 80), [37, 2]),
-    "8 queries a head": (Shape(3, 1, 8, 1, 19, 96), [5, 19, 1]),
-    "several tokens": (Shape(3, 4, 8, 2, 29, 128), [4, 29, 13]),
-    "several tokens, one key/value head": (Shape(1, 7, 4, 1, 45, 256), [31]),
-    "two tokens": (Shape(2, 2, 4, 2, 131, 64), [2, 130]),
-}
-
-
-def inputs(shape: Shape, dtype: str):
+def inputs(shape: Prefill | Decode, dtype: str, keys: int | None = None):
     """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to bfloat16 would show."""
-    b, t, n, kv, s, h, _ = shape
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=size) for size in ((b, t, n, h), (b, kv, s, h), (b, kv, s, h)))
+    cache = (shape.batch, shape.kv_heads, keys or shape.keys, shape.head_dim)
+    q, k, v = (rng.normal(size=size) for size in ((shape.batch, shape.queries, shape.heads, shape.head_dim), cache, cache))
     return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
 
 
-def check(actual, q, k, v, mask):
-    """`actual` is the reference under `mask`[B, T, S]."""
-    expected = reference.attention(q, k, v, jnp.asarray(mask))
-    assert actual.dtype == q.dtype
-    assert actual.shape == q.shape
-    np.testing.assert_allclose(np.float32(actual), expected, atol=TOLERANCE[q.dtype.name])
+def prefill_mask(shape: Prefill) -> np.ndarray:
+    """bool[B, T, S], one entry at a time."""
+    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
+    offsets = np.broadcast_to(shape.offset, shape.batch)
+    for row in range(shape.batch):
+        for query in range(shape.queries if shape.lengths is None else shape.lengths[row]):
+            mask[row, query, : offsets[row] + query + 1] = True
+    return mask
+
+
+def decode_mask(shape: Decode) -> np.ndarray:
+    """bool[B, T, S], one entry at a time."""
+    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
+    for row, length in enumerate(shape.lengths):
+        for query in range(shape.queries):
+            mask[row, query, : max(0, length - shape.queries + query + 1)] = True
+    return mask
+
+
+def segments(shape: Prefill, documents) -> np.ndarray:
+    """i32[B, T]: 1, 2, ... for the documents of each row in order, 0 for padding."""
+    ids = np.zeros((shape.batch, shape.queries), np.int32)
+    for row, lengths in enumerate(documents):
+        ends = np.cumsum(lengths)
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False), start=1):
+            ids[row, start:end] = number
+    return ids
 
 
 def hide(x, mask):
@@ -69,9 +64,26 @@ def hide(x, mask):
     return jnp.where(jnp.asarray(mask.any(axis=1))[:, None, :, None], x, jnp.asarray(UNSEEN, x.dtype))
 
 
+def run(implementation, op, *operands, **options):
+    """`op` compiled and run where `implementation` runs, after a look that it is the one that runs."""
+    with device_of(implementation):
+        traced = jax.jit(op).trace(*operands, **options)
+        assert set(re.findall(r"name=(hopper|tpu)_\w+", str(traced.jaxpr))) == {implementation} - {"xla"}
+        return jax.block_until_ready(traced.lower().compile()(*operands, **options))
+
+
+def check(actual, q, k, v, mask):
+    """`actual` is the reference under `mask`[B, T, S]."""
+    expected = reference.attention(q, k, v, jnp.asarray(mask))
+    assert actual.dtype == q.dtype
+    assert actual.shape == q.shape
+    tolerance = TOLERANCE[q.dtype.name]
+    np.testing.assert_allclose(np.float32(actual), expected, atol=tolerance, rtol=tolerance / 2)
+
+
 def test_reference():
     """The formula itself, one query, head and key at a time; a query that sees nothing yields zeros."""
-    q, k, v = inputs(Shape(2, 3, 4, 2, 5, 6), "float32")
+    q, k, v = inputs(Prefill(2, 3, 4, 2, 5, 6), "float32")
     mask = np.random.default_rng(1).random((2, 3, 5)) < 0.6
     mask[0, 1] = False
     expected = np.zeros(q.shape)
@@ -84,35 +96,31 @@ def test_reference():
     np.testing.assert_allclose(reference.attention(q, k, v, jnp.asarray(mask)), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", PREFILL)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_prefill(implementation, name, dtype):
+@parametrize("name", PREFILL)
+@parametrize(("implementation", "dtype"), RUNS)
+def test_prefill(implementation, dtype, name):
     shape = PREFILL[name]
     q, k, v = inputs(shape, dtype)
-    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
-    for t in range(shape.queries):
-        mask[:, t, : shape.offset + t + 1] = True
+    mask = prefill_mask(shape)
     k, v = hide(k, mask), hide(v, mask)
-    op = functools.partial(prefill_attention, implementation=implementation)
-    check(jax.jit(functools.partial(op, q_offset=shape.offset))(q, k, v), q, k, v, mask)
-    if shape.offset:
-        check(jax.jit(lambda q, k, v, offset: op(q, k, v, q_offset=offset))(q, k, v, shape.offset), q, k, v, mask)
+    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
+    op = functools.partial(prefill_attention, lengths=lengths, implementation=implementation)
+    if shape.offset == 0:  # known to be 0: nothing lies before the rows
+        check(run(implementation, op, q, k, v), q, k, v, mask)
+    else:
+        offset = jnp.asarray(shape.offset)
+        check(run(implementation, lambda q, k, v, offset: op(q, k, v, q_offset=offset), q, k, v, offset), q, k, v, mask)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", DECODE)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_decode(implementation, name, dtype):
-    shape, lengths = DECODE[name]
+@parametrize("name", SEGMENTS)
+@parametrize(("implementation", "dtype"), RUNS)
+def test_segments(implementation, dtype, name):
+    shape, documents = SEGMENTS[name]
     q, k, v = inputs(shape, dtype)
-    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
-    for b, length in enumerate(lengths):
-        for t in range(shape.queries):
-            mask[b, t, : length - shape.queries + t + 1] = True
-    k, v = hide(k, mask), hide(v, mask)
-    actual = jax.jit(functools.partial(decode_attention, implementation=implementation))(q, k, v, jnp.asarray(lengths))
-    check(actual, q, k, v, mask)
+    ids = segments(shape, documents)
+    mask = prefill_mask(shape) & (ids[:, :, None] == ids[:, None, :])
+    op = functools.partial(prefill_attention, implementation=implementation)
+    check(run(implementation, lambda q, k, v, ids: op(q, k, v, segment_ids=ids), q, k, v, jnp.asarray(ids)), q, k, v, mask)
 
 
 # Six positions: documents of three and two tokens, one of padding. Rows are queries, columns keys.
@@ -126,74 +134,120 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_segments(implementation, dtype):
-    q, k, v = inputs(Shape(2, 6, 8, 2, 6, 64), dtype)
-    mask = np.stack([np.array(PACKED, bool), np.tri(6, dtype=bool)])  # the second row is one document
-    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 0], [4, 4, 4, 4, 4, 4]])
-    actual = prefill_attention(q, k, v, segment_ids=segment_ids, implementation=implementation)
-    check(actual, q, k, v, mask)
+@parametrize(("implementation", "dtype"), RUNS)
+def test_packed_picture(implementation, dtype):
+    """The second row's ids fall and return: any ids will do."""
+    q, k, v = inputs(Prefill(2, 6, 8, 2, 6, 64), dtype)
+    again = np.tri(6, dtype=bool) & (np.array([4, 9, 4, 4, 9, 1])[:, None] == np.array([4, 9, 4, 4, 9, 1]))
+    mask = np.stack([np.array(PACKED, bool), again])
+    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 0], [4, 9, 4, 4, 9, 1]])
+    op = functools.partial(prefill_attention, segment_ids=segment_ids, implementation=implementation)
+    check(run(implementation, op, q, k, v), q, k, v, mask)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_decode_is_the_last_row_of_prefill(implementation):
-    q, k, v = inputs(Shape(2, 9, 8, 2, 9, 64), "float32")
-    whole = prefill_attention(q, k, v, implementation=implementation)
-    last = decode_attention(q[:, -2:], k, v, jnp.asarray([9, 9]), implementation=implementation)
-    np.testing.assert_allclose(last, whole[:, -2:], atol=TOLERANCE["float32"])
+@parametrize("name", [None, *SEGMENTS])
+@parametrize(("implementation", "dtype"), RUNS)
+def test_gradient(implementation, dtype, name):
+    shape, documents = SEGMENTS[name] if name else (Prefill(1, 200, 4, 1, 200, 128), None)
+    q, k, v = inputs(shape, dtype)
+    q /= 4
+    mask, ids = prefill_mask(shape), None
+    if documents is not None:
+        ids = jnp.asarray(segments(shape, documents))
+        mask = mask & np.asarray(ids[:, :, None] == ids[:, None, :])
+    weights = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), dtype)
+
+    def loss(q, k, v):
+        out = prefill_attention(q, k, v, segment_ids=ids, implementation=implementation)
+        return (out.astype(jnp.float32) * weights).sum()
+
+    def reference_loss(q, k, v):
+        return (reference.attention(q, k, v, jnp.asarray(mask)) * weights.astype(jnp.float32)).sum()
+
+    expected = jax.grad(reference_loss, argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in (q, k, v)))
+    for got, wanted in zip(run(implementation, jax.grad(loss, argnums=(0, 1, 2)), q, k, v), expected, strict=True):
+        assert got.dtype == q.dtype
+        np.testing.assert_allclose(np.float32(got), wanted, atol=GRADIENT_TOLERANCE[dtype] * float(jnp.abs(wanted).max()))
 
 
-# Wrong arguments ------------------------------------------------------------------------------------------------
-
-GOOD = Shape(2, 6, 4, 2, 6, 8)
-BAD = {
-    "k and v differ": ({"v": (2, 2, 5, 8)}, "k and v"),
-    "batches differ": ({"k": (3, 2, 6, 8), "v": (3, 2, 6, 8)}, "same B and H"),
-    "head dims differ": ({"q": (2, 6, 4, 10)}, "same B and H"),
-    "q without heads": ({"q": (2, 6, 8)}, "q must be B T N H"),
-    "k without heads": ({"k": (2, 6, 8), "v": (2, 6, 8)}, "k, v B K S H"),
-    "heads do not divide": ({"q": (2, 6, 3, 8)}, "query heads"),
-}
+def as_format(x, dtype: str):
+    """(x stored as `dtype`, its scales or None, the values it then stands for): one scale per position and head."""
+    if dtype in ("float32", "bfloat16"):
+        return x.astype(dtype), None, x.astype(dtype)
+    largest = 448 if dtype == "float8_e4m3fn" else 127
+    scale = jnp.abs(x.astype(jnp.float32)).max(axis=-1) / largest
+    stored = x.astype(jnp.float32) / scale[..., None]
+    stored = (jnp.round(stored) if dtype == "int8" else stored).astype(dtype)
+    return stored, scale, stored.astype(jnp.float32) * scale[..., None]
 
 
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_wrong_shapes(op, name):
-    shapes, message = BAD[name]
-    arrays = dict(zip("qkv", inputs(GOOD, "float32"), strict=True))
-    arrays |= {argument: jnp.zeros(shape) for argument, shape in shapes.items()}
-    with pytest.raises(ValueError, match=message):
-        if op == "prefill":
-            prefill_attention(arrays["q"], arrays["k"], arrays["v"])
-        else:
-            decode_attention(arrays["q"], arrays["k"], arrays["v"], jnp.asarray([6, 6]))
+def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
+    """(operands of the op, options of the op, what k and v stand for row by row)."""
+    q, k, v = inputs(shape, dtype)
+    mask = decode_mask(shape)
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(hide(x, mask), cache_format) for x in (k, v))
+    options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    if shape.page is not None:
+        blocks = shape.keys // shape.page
+        table = np.random.default_rng(3).permutation(2 * shape.batch * blocks)[: shape.batch * blocks]
+
+        def pool(x):  # B K S ... -> X K page ..., each block at its place in the table
+            split = jnp.moveaxis(x.reshape(*x.shape[:2], blocks, shape.page, *x.shape[3:]), 2, 1)
+            split = split.reshape(-1, *split.shape[2:])
+            return jnp.full((2 * len(table), *split.shape[1:]), UNSEEN, jnp.float32).astype(x.dtype).at[table].set(split)
+
+        k, v, options = pool(k), pool(v), {name: pool(scale) for name, scale in options.items()}
+        options["block_table"] = jnp.asarray(table.reshape(shape.batch, blocks), jnp.int32)
+    return (q, k, v, jnp.asarray(shape.lengths)), options, (q, k_values, v_values, mask)
 
 
-@pytest.mark.parametrize(
-    "options", [{"q_offset": 1}, {"q_offset": jnp.int32(0)}, {"segment_ids": jnp.ones((2, 5), int)}, {"segment_ids": jnp.ones((1, 6), int)}]
+@parametrize("name", DECODE)
+@parametrize(
+    ("implementation", "dtype", "cache_format"),
+    [("xla", "float32", "float32"), *((name, "bfloat16", cache) for name in ("xla", "hopper", "tpu") for cache in FORMATS)],
 )
-def test_segments_need_whole_rows(options):
-    with pytest.raises(ValueError, match="segment_ids"):
-        prefill_attention(*inputs(GOOD, "float32"), **{"segment_ids": jnp.ones((2, 6), int)} | options)
+def test_decode(implementation, dtype, cache_format, name):
+    operands, options, expected = decode_inputs(DECODE[name], cache_format, dtype)
+    op = functools.partial(decode_attention, implementation=implementation)
+    check(run(implementation, op, *operands, **options), *expected)
 
 
-def test_segments_need_as_many_keys():
-    with pytest.raises(ValueError, match="segment_ids"):
-        prefill_attention(*inputs(GOOD._replace(keys=8), "float32"), segment_ids=jnp.ones((2, 6), int))
+@parametrize("cache_format", ["float8_e4m3fn", "int8"])
+@parametrize("implementation", ["xla", "hopper", "tpu"])
+def test_prefill_from_a_quantised_cache(implementation, cache_format):
+    shape = Prefill(2, 20, 4, 2, 150, 64, 60)
+    q, k, v = inputs(shape, "bfloat16")
+    mask = prefill_mask(shape)
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(hide(x, mask), cache_format) for x in (k, v))
+    if implementation != "xla":  # they are handed a widened copy
+        k_values, v_values = k_values.astype(q.dtype), v_values.astype(q.dtype)
+    op = functools.partial(prefill_attention, q_offset=60, k_scale=k_scale, v_scale=v_scale, implementation=implementation)
+    check(run(implementation, op, q, k, v), q, k_values, v_values, mask)
 
 
-@pytest.mark.parametrize("length", [jnp.asarray([6]), jnp.asarray(6), jnp.ones((2, 6), int)])
-def test_one_length_a_row(length):
-    q, k, v = inputs(GOOD, "float32")
-    with pytest.raises(ValueError, match="length"):
-        decode_attention(q, k, v, length)
+@parametrize(("implementation", "dtype"), RUNS)
+def test_decode_is_the_last_row_of_prefill(implementation, dtype):
+    q, k, v = inputs(Prefill(2, 9, 8, 2, 9, 64), dtype)
+    whole = run(implementation, functools.partial(prefill_attention, implementation=implementation), q, k, v)
+    op = functools.partial(decode_attention, implementation=implementation)
+    last = run(implementation, op, q[:, -2:], k, v, jnp.asarray([9, 9]))
+    np.testing.assert_allclose(np.float32(last), np.float32(whole[:, -2:]), atol=TOLERANCE[dtype])
 
 
-def test_unknown_implementation():
-    """A name is obeyed or refused, never replaced."""
-    q, k, v = inputs(GOOD, "float32")
-    with pytest.raises(NotImplementedError, match="'cudnn'"):
-        prefill_attention(q, k, v, implementation="cudnn")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(NotImplementedError, match="'cudnn'"):
-        decode_attention(q, k, v, jnp.asarray([6, 6]), implementation="cudnn")  # pyright: ignore[reportArgumentType]
+@parametrize(("implementation", "dtype"), RUNS)
+def test_the_same_twice(implementation, dtype):
+    """No result depends on the order in which blocks or threads finish."""
+    q, k, v = inputs(PREFILL["rows at different offsets"], dtype)
+    op = functools.partial(decode_attention, implementation=implementation)
+    first, second = (run(implementation, op, q[:, :1], k, v, jnp.asarray([7, 300, 131])) for _ in range(2))
+    np.testing.assert_array_equal(np.float32(first), np.float32(second))
+
+
+@pytest.mark.hardware
+@pytest.mark.skipif(not on_hardware("cudnn"), reason="needs an NVIDIA GPU: make test-gpu")
+@parametrize("name", ["8B", "square, several blocks", "ragged rows"])
+def test_cudnn(name):
+    shape = PREFILL[name]
+    q, k, v = inputs(shape, "bfloat16")
+    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
+    check(prefill_attention(q, k, v, lengths=lengths, implementation="cudnn"), q, k, v, prefill_mask(shape))

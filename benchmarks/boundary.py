@@ -1,0 +1,225 @@
+"""The key/value projection at the boundary: does XLA leave anything for a fused kernel to win?
+
+    python -m benchmarks.boundary                     on a GPU or a TPU: times it there
+    python -m benchmarks.boundary --shapes smoke      tiny shapes, also on a CPU
+
+    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.boundary
+                                                      without a GPU: compiles it for an H200 and counts
+
+A prompt token ends with one product `[T, D] x [D, 2 J K H]`, rotary embedding of the keys, and the write into J layers of
+cache. A kernel that did all of it at once would read activations and weights and write the cache, once each. For chunks of
+several lengths this command lists what XLA's optimised program reads and writes instead, and says how much of a prefill
+chunk's time such a kernel could save at most. With a device it also times the program and the bare product.
+The table goes to stdout, JSON to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from swiftkv_jax import cli
+from swiftkv_jax.cache import write_chunk
+from swiftkv_jax.config import Config
+from swiftkv_jax.cost import prefill_flops
+from swiftkv_jax.layers import rope_table
+from swiftkv_jax.model import project_fused_kv
+from swiftkv_jax.topology import topology_mesh
+
+from . import hlo, report
+from .floors import floors_for
+from .timing import SMOKE_PLAN, Plan, Program, Run, Timing, jax_program, measure
+
+TOPOLOGY = "h200:1"
+MATMUL, COPY = 790e12, 4.3e12
+"""FLOP/s and bytes/s that an H200 reaches on large products and copies: for shares where nothing is measured."""
+KERNEL = 3e-6
+"""Seconds that a kernel takes at least, launch included: an assumption, for the pessimistic of the two estimates."""
+
+LLAMA_8B = Config(
+    vocab_size=128256,
+    embed_dim=4096,
+    mlp_dim=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=500_000.0,
+    num_key_value_layers=16,
+)
+TINY = Config(vocab_size=64, embed_dim=64, mlp_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_key_value_layers=2)
+CASES = {"full": (LLAMA_8B, (512, 2048, 8192), 8192), "smoke": (TINY, (16,), 32)}  # architecture, chunks, positions of the cache
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code is that of `swiftkv_jax.cli`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.boundary", description="What a fused boundary projection could save.")
+    report.add_flags(parser, tables=tuple(CASES), seconds=300, rows=False)
+    args = parser.parse_args(argv)
+    return cli.run(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    start, seed, (config, chunks, length) = time.monotonic(), report.new_seed(args.seed), CASES[args.shapes]
+    here = jax.default_backend() != "cpu" or args.shapes == "smoke"  # else the device is described, not there
+    sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
+    document = {"benchmark": "boundary", **report.environment(seed), "compiled_for": "this device" if here else TOPOLOGY}
+    document["assumed"] = {"matmul_flops": MATMUL, "copy_bytes": COPY, "kernel_seconds": KERNEL}
+    path = args.output or report.default_path("boundary", document["device"]["kind"] if here else TOPOLOGY.split(":")[0], document["date"])
+    report.check_writable(path)
+    plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
+    floors = floors_for(args.shapes, key, plan) if here else None
+    if floors is not None:
+        document["floors"] = dataclasses.asdict(floors)
+        print(f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s")
+    rows: list[dict[str, Any]] = []
+    document["rows"] = rows
+    for chunk in chunks:
+        if time.monotonic() - start > args.seconds:
+            rows.append({"chunk": chunk, "skipped": f"the budget of {args.seconds:g} s was spent"})
+            continue
+        cli.log(f"chunk of {chunk}")
+        rows.append(count(config, chunk, length, sharding))
+        _print_counts(rows[-1])
+        if floors is not None:
+            timings = timed(config, chunk, length, key, plan)
+            rows[-1]["timings"] = {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+            whole, product = timings["boundary"].seconds, timings["product"].seconds
+            floor = max(rows[-1]["flops"] / floors.matmul_tflops / 1e12, rows[-1]["least_bytes"] / floors.copy_gbps / 1e9)
+            share = max(0.0, whole - product) / (rows[-1]["chunk_seconds"] + whole - rows[-1]["floor_seconds"])
+            rows[-1]["measured"] = {"floor_seconds": floor, "above_product": share}
+            print(
+                f"  measured {report.duration(whole)}; the bare product {report.duration(product)}; floor {report.duration(floor)}; "
+                f"what is above the product is {share:.2%} of the chunk"
+            )
+        report.write_json(path, document)
+    counted = [row for row in rows if "largest_saving" in row]
+    if counted:
+        document["largest_saving"] = max(row["largest_saving"]["by_bytes"] for row in counted)
+        document["largest_saving_with_launches"] = max(row["largest_saving"]["with_launches"] for row in counted)
+        print(
+            f"A fused kernel could save at most {document['largest_saving']:.2%} of a prefill chunk's time by bytes, "
+            f"{document['largest_saving_with_launches']:.2%} if every kernel also took {KERNEL * 1e6:g} us at least."
+        )
+    report.write_json(path, document)
+    cli.log(f"wrote {path}")
+    return cli.OK
+
+
+# The program ----------------------------------------------------------------------------------------------------
+
+
+def boundary(config: Config):
+    """(norm, weights, hidden states, rotary table, offset, caches) -> caches, as `infer.programs.fill` does it."""
+
+    def run(norm, kv, x, rope, offset, caches):
+        k, v = project_fused_kv(config, norm, kv, None, x, rope)
+        return [(write_chunk(a, k[j], offset), write_chunk(b, v[j], offset)) for j, (a, b) in enumerate(caches)]
+
+    return run
+
+
+def operands(config: Config, chunk: int, length: int) -> tuple[Any, ...]:
+    """Shapes of the operands of `boundary` for one row."""
+
+    def shape(*size, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    heads, groups = (config.num_kv_heads, config.head_dim), config.num_kv_groups
+    cache = shape(1, config.num_kv_heads, length, config.head_dim)
+    rope = shape(2, 1, chunk, config.head_dim // 2, dtype=jnp.float32)
+    weights = shape(2, groups, *heads, config.embed_dim)
+    return shape(config.embed_dim), weights, shape(1, chunk, config.embed_dim), rope, shape(dtype=jnp.int32), [(cache, cache)] * groups
+
+
+# Counting -------------------------------------------------------------------------------------------------------
+
+
+def count(config: Config, chunk: int, length: int, sharding: NamedSharding | None) -> dict[str, Any]:
+    """What the optimised program reads and writes, what it would have to, and the share of a chunk in between."""
+    shapes = operands(config, chunk, length)
+    if sharding is not None:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    text = jax.jit(boundary(config), donate_argnums=5).lower(*shapes).compile().as_text()
+    kernels = hlo.kernels(text or "")
+    norm, weights, x, rope, _, _ = shapes
+    outputs = 2 * config.num_kv_groups * config.num_kv_heads * config.head_dim
+    flops = 2 * chunk * config.embed_dim * outputs
+    least = sum(leaf.size * leaf.dtype.itemsize for leaf in (norm, weights, x, rope)) + chunk * outputs * 2
+    seconds = [max((kernel.read_bytes + kernel.written_bytes) / COPY, flops / MATMUL if kernel.is_product else 0.0) for kernel in kernels]
+    floor = max(flops / MATMUL, least / COPY)
+    ideal_chunk = prefill_flops(config, chunk, swiftkv=True) / MATMUL  # all of it at the rate of a large product
+
+    def saving(program: float) -> float:
+        above = max(0.0, program - floor)
+        return above / (ideal_chunk + above)
+
+    return {
+        "chunk": chunk,
+        "flops": flops,
+        "least_bytes": least,
+        "chunk_seconds": ideal_chunk,
+        "floor_seconds": floor,
+        "kernel_seconds": sum(seconds),
+        "kernels": [dataclasses.asdict(kernel) | {"seconds": time} for kernel, time in zip(kernels, seconds, strict=True)],
+        "largest_saving": {"by_bytes": saving(sum(seconds)), "with_launches": saving(sum(max(KERNEL, time) for time in seconds))},
+    }
+
+
+def _print_counts(row: dict[str, Any]) -> None:
+    """One line per kind of kernel: those that differ only in their number are alike."""
+    print(f"chunk of {row['chunk']}: {row['flops'] / 1e9:.4g} GFLOP, at least {row['least_bytes'] / 1e6:.4g} MB")
+    kinds: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for kernel in row["kernels"]:
+        kinds.setdefault((kernel["name"].rstrip("0123456789."), kernel["read_bytes"], kernel["written_bytes"]), []).append(kernel)
+    for (name, read, written), group in kinds.items():
+        each, mark = report.duration(group[0]["seconds"]), " (the product)" if group[0]["is_product"] else ""
+        print(f"  {name:40} {len(group):3} x reads {read / 1e6:8.4g} MB, writes {written / 1e6:8.4g} MB, at least {each}{mark}")
+    saving = row["largest_saving"]
+    print(
+        f"  at least {report.duration(row['kernel_seconds'])} as it is, {report.duration(row['floor_seconds'])} fused, of a chunk's "
+        f"{report.duration(row['chunk_seconds'])}: {saving['by_bytes']:.2%} to save, {saving['with_launches']:.2%} with launches",
+        flush=True,
+    )
+
+
+# Timing ---------------------------------------------------------------------------------------------------------
+
+
+def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -> dict[str, Timing]:
+    """The program and the bare product, each over four different chunks in turn."""
+    norm, weights, x, _, _, caches = operands(config, chunk, length)
+    draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
+    kv = draw(jax.random.fold_in(key, 1), weights.shape) * jnp.bfloat16(0.02)
+    chunks = [draw(jax.random.fold_in(key, 2 + i), x.shape) for i in range(4)]
+    scale, rope, offset = jnp.ones(norm.shape, norm.dtype), rope_table(config, jnp.arange(chunk)[None]), jnp.int32(0)
+    state = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)]
+    step = jax.jit(boundary(config), donate_argnums=5)
+
+    def run(repeats: int) -> Run:
+        start = time.perf_counter()
+        for i in range(repeats):
+            state[0] = step(scale, kv, chunks[i % 4], rope, offset, state[0])
+        queued = time.perf_counter()
+        jax.block_until_ready(state[0])
+        return Run(time.perf_counter() - start, queued - start)
+
+    run(1)  # compiles
+    flat = kv.reshape(-1, config.embed_dim)
+    product = jax_program(lambda pair: jnp.einsum("TD,FD->TF", pair[0][0], pair[1]), [(x, flat) for x in chunks])
+    timings, failed = measure({"boundary": Program(run, 1, None), "product": product}, plan)
+    for error in failed.values():
+        raise error
+    return timings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Which block sizes are tried, and on which shapes they are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from .shapes import Decode, Prefill, Shape
+
+Values = dict[str, tuple[Any, ...]]
+
+# Fields of a kernel's `Tuning` in groups: all combinations within a group, one group after the other, each on the best of
+# the one before. A field that a class does not have, or no longer has, is left out.
+GRIDS: dict[str, tuple[Values, ...]] = {
+    "hopper.prefill": (
+        {"block_q": (64, 128), "block_kv": (64, 128, 192, 256), "stages": (2, 3, 4)},
+        {"ping_pong": (True, False)},
+    ),
+    "hopper.backward": (
+        {"dq_block_kv": (64, 128), "dq_stages": (2, 3, 4), "dq_warpgroups": (2, 3)},
+        {"dkv_block_q": (64, 128), "dkv_stages": (2, 3), "dkv_warpgroups": (2, 3)},
+    ),
+    "hopper.decode": ({"block_kv": (64, 128, 256), "stages": (2, 3, 4, 6)},),
+    "tpu.prefill": ({"block_rows": (512, 1024, 2048), "block_kv": (1024, 2048), "block_kv_compute": (256, 512, 1024)},),
+    "tpu.backward": ({"block_rows": (512, 1024, 2048), "block_kv": (1024, 2048), "block_kv_compute": (256, 512, 1024)},),
+    "tpu.decode": (
+        {"block_kv": (128, 256, 512, 1024), "buffers": (2, 4, 8)},
+        {"rows": (1, 4, 8, 16)},
+        {"kv_heads": (None, 1, 2, 4)},
+    ),
+}
+
+
+def combinations(kernel: str, group: int, tuning_class: type, best: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Fields of every candidate of one group: those of `best`, with the group's values."""
+    known = {field.name for field in dataclasses.fields(tuning_class)}
+    values = {name: choices for name, choices in GRIDS[kernel][group].items() if name in known}
+    for choice in itertools.product(*values.values()):
+        yield best | dict(zip(values, choice, strict=True))
+
+
+def fields(tuning: Any) -> dict[str, Any]:
+    """Those of a `Tuning` that JSON can hold."""
+    values = {field.name: getattr(tuning, field.name) for field in dataclasses.fields(tuning)}
+    return {name: value for name, value in values.items() if value is None or isinstance(value, bool | int | float | str)}
+
+
+def shapes(kernel: str, head_dim: int, cache: str, table: str) -> tuple[Shape, ...]:
+    """What a kernel is tuned on: candidates are ranked by the geometric mean of their times. Llama-3.1-8B's heads."""
+    op = kernel.split(".")[1]
+    if table == "smoke":
+        if op == "decode":
+            return (Decode("decode", 2, 256, cache, heads=4, kv_heads=2, head_dim=head_dim),)
+        return (Prefill(op, 1, 128, 128, 4, 2, head_dim, gradient=op == "backward"),)
+    if op == "decode":
+        return Decode("64x2k", 64, 2048, cache, head_dim=head_dim), Decode("1x32k", 1, 32768, cache, head_dim=head_dim)
+    if op == "backward":
+        return (Prefill("8k", 1, 8192, 8192, head_dim=head_dim, gradient=True),)
+    return Prefill("8k", 1, 8192, 8192, head_dim=head_dim), Prefill("2k", 4, 2048, 2048, head_dim=head_dim)

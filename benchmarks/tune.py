@@ -1,0 +1,230 @@
+"""Find the best block sizes for the device at hand and put them into `swiftkv_jax/pallas_kernels/tuning.json`.
+
+    python -m benchmarks.tune                               every kernel, head dim and cache format of this device
+    python -m benchmarks.tune --only 'prefill H128'         some: names are like `hopper.decode H128 float8_e4m3fn`
+    python -m benchmarks.tune --dry-run                     print, and write nothing
+    python -m benchmarks.tune --dry-run --shapes smoke      to see that it runs, also on a CPU
+
+Candidates that their class refuses, that do not compile or whose results are wrong are skipped, with the reason. The best
+goes to the top of the table for this kind of device as soon as it is known; the entry there is now competes, and stays
+unless another is at least 1 % faster. Everything that was tried goes to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+
+from swiftkv_jax import cli
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.pallas_kernels import ops, tuning
+from swiftkv_jax.pallas_kernels.device import current_device
+
+from . import grid, inputs, oracle, report
+from .candidates import Candidate, op
+from .timing import SMOKE_PLAN, Plan, measure
+
+KEEP = 0.99
+"""A candidate replaces the best so far if it takes less than this share of its time: differences below are noise."""
+CACHES = ("bfloat16", "float8_e4m3fn", "int8")
+PLAN = Plan(short_run=0.01, seconds=0.25, warm_up=0.05)
+
+
+class Job(NamedTuple):
+    kernel: str
+    head_dim: int
+    dtype: str  # of the keys as they are stored
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} H{self.head_dim} {self.dtype}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code is that of `swiftkv_jax.cli`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description="Find the best block sizes for this device.")
+    report.add_flags(parser, tables=("full", "smoke"), seconds=540)
+    parser.add_argument("--dry-run", action="store_true", help="print the best, change nothing")
+    parser.add_argument("--table", type=Path, default=tuning.TABLE, metavar="FILE", help="the table to change (default: the package's)")
+    args = parser.parse_args(argv)
+    return cli.run(lambda: _main(args))
+
+
+def jobs(platform: str, pattern: str | None) -> list[Job]:
+    """What there is to tune, most used first: all devices' kernels on a CPU. Raises `UsageError` that names the flag."""
+    prefixes = {"gpu": ("hopper",), "tpu": ("tpu",)}.get(platform, ("hopper", "tpu"))
+    head_dims = sorted(ops.HEAD_DIMS, key=lambda head_dim: head_dim != 128)
+    found = [
+        Job(f"{prefix}.{name}", head_dim, dtype)
+        for head_dim in head_dims
+        for prefix in prefixes
+        for name in ("prefill", "decode", "backward")
+        for dtype in (CACHES if name == "decode" else CACHES[:1])
+    ]
+    try:
+        chosen = [job for job in found if re.search(pattern or "", job.name)]
+    except re.error as error:
+        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    if not chosen:
+        raise UsageError(f"--only {pattern!r}: nothing has such a name; names are like {found[0].name!r}")
+    return chosen
+
+
+def _main(args: argparse.Namespace) -> int:
+    start, platform = time.monotonic(), jax.default_backend()
+    chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
+    if platform not in ("gpu", "tpu") and not (smoke and args.dry_run):
+        raise UsageError("there is nothing to tune on a CPU; --dry-run --shapes smoke shows what would be tried")
+    seed = report.new_seed(args.seed)
+    document = {"benchmark": "tune", **report.environment(seed), "shapes": args.shapes, "jobs": []}
+    path = args.output or report.default_path("tune", document["device"]["kind"], document["date"])
+    if not args.dry_run:
+        report.check_writable(path)
+        report.check_writable(args.table)
+    cli.log(f"{document['device']['kind']}, seed {seed}")
+    for number, job in enumerate(chosen):
+        if time.monotonic() - start > args.seconds:
+            print(f"{job.name}: skipped, the budget of {args.seconds:g} s was spent", flush=True)
+            document["jobs"].append({"name": job.name, "skipped": "budget"})
+            continue
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        result = tune(job, args.shapes, key, SMOKE_PLAN if smoke else PLAN, deadline=start + args.seconds)
+        document["jobs"].append(result)
+        if result["best"] is None:
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in Counter(t["reason"] for t in result["tried"]).most_common(3))
+            print(f"{job.name}: none of {len(result['tried'])} candidates ran: {reasons}", flush=True)
+            continue
+        print(f"{job.name}: {json.dumps(result['best'])}: {result['basis']}", flush=True)
+        if not args.dry_run:
+            entry = {"kernel": job.kernel, "device": current_device()[1], "head_dim": job.head_dim, "dtype": job.dtype}
+            entry |= {"tuning": result["best"], "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: {result['basis']}"}
+            report.write_text(args.table, table_text(with_entry(json.loads(args.table.read_text()), entry)))
+    document["seconds"] = time.monotonic() - start
+    if not args.dry_run:
+        report.write_json(path, document)
+        cli.log(f"wrote {path}")
+    return cli.OK
+
+
+def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf) -> dict[str, Any]:
+    """All candidates of one kernel, head dim and cache format; the best of those that are right, or None."""
+    cli.log(job.name)
+    implementation = job.kernel.split(".")[0]
+    tuning_class = importlib.import_module(f"{ops.__package__}.{job.kernel}").Tuning
+    shapes = grid.shapes(job.kernel, job.head_dim, job.dtype, table)
+    cases = []
+    for i, shape in enumerate(shapes):
+        sets = inputs.draw(shape, jax.random.fold_in(key, i))
+        cases.append((shape, sets, oracle.expected(shape, sets[-1])))
+
+    tried: list[dict[str, Any]] = []
+    best: dict[str, Any] | None = None
+    before = _current(tuning_class, job)
+    start = {} if before is None else before
+
+    def attempt(values: dict[str, Any]) -> None:
+        nonlocal best
+        if any(values == other["tuning"] for other in tried):
+            return
+        record: dict[str, Any] = {"tuning": values}
+        tried.append(record)
+        try:
+            candidate = tuning_class(**values)
+            record |= {"tuning": grid.fields(candidate), "seconds": _times(job, candidate, implementation, cases, plan, best)}
+            record["mean"] = math.exp(sum(map(math.log, record["seconds"].values())) / len(record["seconds"]))
+        except Exception as error:  # refused, does not compile, or wrong: the others go on
+            record["reason"] = report.reason(error)
+            cli.log(f"  {json.dumps(values, default=str)}: {record['reason']}")
+            return
+        cli.log(f"  {json.dumps(record['tuning'])}: {_told(record['seconds'])}")
+        if best is None or record["mean"] < KEEP * best["mean"]:
+            best = record
+
+    attempt(start)
+    for group in range(len(grid.GRIDS[job.kernel])):
+        for values in list(grid.combinations(job.kernel, group, tuning_class, start if best is None else best["tuning"])):
+            if time.monotonic() < deadline:
+                attempt(values)
+    result: dict[str, Any] = {"name": job.name, "tried": tried, "best": None}
+    if best is None:
+        return result
+    ran = [record for record in tried if "mean" in record]
+    basis = f"{_told(best['seconds'])}, best of {len(ran)} that ran and {len(tried)} tried"
+    if "mean" in tried[0] and best is not tried[0]:
+        basis += f", {tried[0]['mean'] / best['mean']:.2f} x as fast as the entry before"
+    if time.monotonic() >= deadline:
+        basis += ", cut short"
+    return result | {"best": best["tuning"], "basis": basis}
+
+
+def _current(tuning_class: type, job: Job) -> dict[str, Any] | None:
+    """What the table has now, or None if it has nothing that the class accepts."""
+    try:
+        return grid.fields(tuning.tuning_for(tuning_class, job.kernel, job.head_dim, job.dtype))
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _times(job: Job, candidate: Any, implementation: str, cases, plan: Plan, best: dict[str, Any] | None) -> dict[str, float]:
+    """Seconds per call on every shape. Raises for a wrong result, and for one that is far behind on the first shape."""
+    seconds: dict[str, float] = {}
+    for shape, sets, wanted in cases:
+        with using(job.kernel, candidate):
+            program = Candidate(job.name, op(shape, implementation)).start(sets)
+        result = program.result if isinstance(program.result, tuple) else (program.result,)
+        if wrong := oracle.check(shape, result, wanted)[1]:
+            raise ArithmeticError(wrong)
+        timings, failed = measure({"": program}, plan)
+        for error in failed.values():
+            raise error
+        seconds[shape.name] = timings[""].seconds
+        if best is not None and len(cases) > 1 and len(seconds) == 1 and seconds[shape.name] > 2 * best["seconds"][shape.name]:
+            raise TimeoutError(f"{report.duration(seconds[shape.name])} on {shape.name} is over twice the best")
+    return seconds
+
+
+@contextlib.contextmanager
+def using(kernel: str, candidate: Any) -> Iterator[None]:
+    """The ops as they are, but for one kernel's tuning: what is traced in here runs with `candidate`."""
+    usual = ops.tuning_for
+
+    def chosen(tuning_class, name, head_dim, dtype):
+        return candidate if name == kernel else usual(tuning_class, name, head_dim, dtype)
+
+    with mock.patch.object(ops, "tuning_for", chosen):
+        yield
+
+
+def _told(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {report.duration(value)}" for name, value in seconds.items())
+
+
+# The table ------------------------------------------------------------------------------------------------------
+
+
+def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """`entry` on top; one for the same kernel, device, head dim and dtype goes."""
+    same = ("kernel", "device", "head_dim", "dtype")
+    return [entry, *(other for other in entries if any(other[field] != entry[field] for field in same))]
+
+
+def table_text(entries: list[dict[str, Any]]) -> str:
+    """One entry a line."""
+    return "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in entries) + "\n]\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

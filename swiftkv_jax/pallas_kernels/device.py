@@ -1,0 +1,23 @@
+"""What the code being traced will run on."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+
+
+def current_device() -> tuple[str, str]:
+    """(platform, device kind): of the mesh that tracing happens under, or else of the default device.
+
+    Under a mesh of devices that are not there, as when compiling ahead of time, it is theirs.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.platform, device.device_kind
+
+
+def is_hopper(platform: str, kind: str) -> bool:
+    """Compute capability 9.0, by the names that NVIDIA sells it under."""
+    return platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", kind) is not None

@@ -1,0 +1,284 @@
+"""Decode attention for Hopper: a few queries per row against a long cache, at the speed of memory.
+
+The floor is one read of the cache: 4 H bytes per position and head in bf16, 2 H + 8 in 8 bits. B=64, K=8, S=2048, H=128 is
+0.54 GB, 125 us at the 4.3 TB/s an H200 copies with. Little's law asks for 4.3 TB/s x 1 us / 132 SMs = 33 kB in flight on
+each SM; the rings hold about 200 kB.
+
+A block has one row, one key/value head and one share of the sequence (a split). The T * G queries that read the head form
+one tile, so each byte is read once, and no tile beyond `length` is. One warpgroup keeps a ring of TMA loads full, the other
+multiplies. Where registers and shared memory allow, two blocks share an SM: one fills its ring while the other finishes.
+With several splits a second, small computation in XLA weighs their results.
+
+wgmma always multiplies 64 rows, so the operands are swapped: S^T = K Q^T and O^T = V^T P^T have keys and head dims on the
+rows and only C = 8, 16 .. 64 columns of queries. A byte of bf16 then costs C FLOPs, 34 TFLOP/s at 4.3 TB/s and C=8; queries
+padded to 64 rows would always need 275, and 550 for an 8-bit cache, of the roughly 800 there are. In return the maximum
+runs over the rows of an accumulator, an exchange between the warps per tile; the sums stay apart until the end.
+
+8-bit keys are widened in registers and multiplied from there. wgmma transposes only 16-bit operands in shared memory, so
+8-bit values are widened into a tile there. All told that is 480 (FP8) or 545 (int8) instructions per warp and 64 positions
+of H=128, which arrive in 900 cycles: long tiles and a second block on the SM are to hide the latency of the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Num
+
+from .decode_tuning import Tuning, choose_splits, fit
+
+_UNSEEN = -1e30  # finite: the difference of two of them is 0, not NaN
+_LAYOUT = plgpu.Layout.WGMMA
+_Accumulator = plgpu.WGMMAAccumulatorRef
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
+    v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
+    length: Int[Array, " B"],
+    k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+    v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+    block_table: Int[Array, "B P"] | None = None,
+    *,
+    tuning: Tuning,
+) -> Float[Array, "B T N H"]:
+    """Attention of the last T of the `length[b]` valid positions, each to all up to its own. Length 0 yields zeros.
+
+    With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale. With `block_table` it is
+    a pool: position s of row b is position `s % page` of block `block_table[b, s // page]`. Positions from `length` on
+    may hold any finite rubbish. Without a block table, an S that is no multiple of 8 costs a padded copy of the cache.
+    """
+    B, T, N, H = q.shape
+    K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
+    tuning = fit(tuning, H, T * G, k.dtype.itemsize)
+    _check(q, k, k_scale, block_table, T * G, tuning)
+    if block_table is not None:
+        S *= block_table.shape[1]
+    elif S % 8:
+        k, v, k_scale, v_scale = jax.tree.map(_pad_axis_2, (k, v, k_scale, v_scale))
+    rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
+    rows = rows if T * G < 8 else _pad_axis_2(rows)  # TMA pads fewer than 8
+    splits = tuning.splits or choose_splits(B * K, pl.cdiv(S, tuning.block_kv), resident=1 if k_scale is None else 2)
+
+    R, C, wide = rows.shape[2], pl.cdiv(T * G, 8) * 8, k_scale is not None
+    block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, _tile(H, 2)
+    whole = (jax.ShapeDtypeStruct((B, K, R, H), q.dtype), None)
+    partial = (jax.ShapeDtypeStruct((B, K, splits, H, C), jnp.float32), jax.ShapeDtypeStruct((B, K, splits, C), jnp.float32))
+    scratch: Any = dict(
+        q_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile),
+        ring_smem=plgpu.SMEM((slots, block_kv, H), k.dtype, transforms=_tile(H, k.dtype.itemsize)),
+        scale_smem=plgpu.SMEM((slots, block_kv), jnp.float32) if wide else None,
+        wide_smem=plgpu.SMEM((block_kv, H), q.dtype, transforms=tile) if wide else None,
+        p_smem=plgpu.SMEM((C, block_kv), q.dtype, transforms=tile),
+        o_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile) if splits == 1 else None,
+        q_full=plgpu.Barrier(num_arrivals=1, num_barriers=1),
+        full=plgpu.Barrier(num_arrivals=2 if wide else 1, num_barriers=slots),
+        free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+    )
+    # The scratch for reductions lets all columns be reduced in one exchange between the warps.
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=128 * C)
+    o, lse = plgpu.kernel(
+        functools.partial(_kernel, queries=T, group_size=G, splits=splits),
+        out_type=whole if splits == 1 else partial,
+        scratch_types=scratch,
+        grid=(splits, K, B),
+        grid_names=("split", "head", "row"),
+        num_threads=2,
+        thread_name="warpgroup",
+        kernel_name="hopper_decode",
+        compiler_params=params,
+    )(rows, k, v, length, k_scale, v_scale, block_table)
+
+    if splits > 1:
+        o = jnp.einsum("BKJC,BKJHC->BKCH", jax.nn.softmax(lse, axis=2), o).astype(q.dtype)
+    return o[:, :, : T * G].reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
+
+
+def _pad_axis_2(x):
+    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)][: x.ndim])
+
+
+def _check(q, k, k_scale, block_table, rows, tuning):
+    """Raise for what this kernel cannot do. That the shapes belong together is the caller's to check."""
+    H = q.shape[3]
+    if block_table is not None and k.shape[2] % tuning.block_kv:
+        raise ValueError(f"a page of {k.shape[2]} positions must be a multiple of {tuning.block_kv=}")
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"q must be bfloat16 or float16, got {q.dtype=}")
+    if k.dtype not in ((q.dtype,) if k_scale is None else (jnp.int8, jnp.float8_e4m3fn)):
+        raise NotImplementedError(f"the cache must have the dtype of q, or scales and be int8 or float8_e4m3fn; got {k.dtype=}, {q.dtype=}")
+    if rows > 64:
+        raise NotImplementedError(f"T * G = {rows} queries per key/value head; a tile has room for 64")
+    if H > 256 or H % 16 or (H % 64 and not 64 < H < 128):
+        raise NotImplementedError(f"head dim {H}; supported are 64, 80, 96, 112, 128, 192 and 256")
+    if tuning.stages < 2:
+        raise NotImplementedError(
+            f"two stages of {tuning.block_kv=} do not fit shared memory with head dim {H} and {rows} queries per head"
+        )
+
+
+def _tile(head_dim, itemsize):
+    """How a tile lies in shared memory. 8-bit rows of 16 are too narrow to swizzle; wgmma does not read those itself."""
+    width = math.gcd(head_dim, 64)
+    if width * itemsize == 16:
+        return ()
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize)  # pyright: ignore[reportAbstractUsage]
+
+
+def _kernel(
+    # Inputs
+    q_gmem,  # B K R H
+    k_gmem,  # B K S H, or X K page H
+    v_gmem,  # as k_gmem
+    length_gmem,  # B
+    k_scale_gmem,  # None, or B K S, or X K page
+    v_scale_gmem,  # as k_scale_gmem
+    table_gmem,  # None, or B P
+    # Outputs; C is R rounded up to 8
+    o_gmem,  # B K R H, or B K J H C
+    lse_gmem,  # None, or B K J C
+    # Scratch
+    q_smem,  # C H
+    ring_smem,  # 2 * stages, block_kv, H: K and V by turns
+    scale_smem,  # None, or 2 * stages, block_kv
+    wide_smem,  # None, or block_kv H
+    p_smem,  # C block_kv
+    o_smem,  # C H, or None
+    q_full,  # 1
+    full,  # 2 * stages
+    free,  # 2 * stages
+    *,
+    queries: int,
+    group_size: int,
+    splits: int,
+):
+    (slots, block_kv, H), C = ring_smem.shape, q_smem.shape[0]
+    stages = jnp.int32(slots // 2)
+    row, head, split, warpgroup = (lax.axis_index(name) for name in ("row", "head", "split", "warpgroup"))
+    length = length_gmem[row]
+    tiles = lax.div(length + (block_kv - 1), jnp.int32(block_kv))
+    first, end = (lax.div(j * tiles, jnp.int32(splits)) for j in (split, split + 1))
+
+    def slots_of(i):
+        slot = 2 * lax.rem(i - first, stages)
+        return slot, slot + 1
+
+    @pl.when(warpgroup == 1)
+    def _load():
+        @pl.loop(first, end)
+        def _(i):
+            block, tile = row, i
+            if table_gmem is not None:  # looked up before the wait for a slot, which hides the latency
+                tiles_per_page = jnp.int32(k_gmem.shape[2] // block_kv)
+                block, tile = table_gmem[row, lax.div(i, tiles_per_page)], lax.rem(i, tiles_per_page)
+            at = (block, head, pl.ds(tile * block_kv, block_kv))
+            for slot, source, scales in zip(slots_of(i), (k_gmem, v_gmem), (k_scale_gmem, v_scale_gmem), strict=True):
+                pl.when(i - first >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                plgpu.copy_gmem_to_smem(source.at[at], ring_smem.at[slot], full.at[slot])
+                if scales is not None:
+                    plgpu.copy_gmem_to_smem(scales.at[at], scale_smem.at[slot], full.at[slot])
+
+        @pl.loop(lax.max(end - stages, first), end)
+        def _(i):  # drain: no phase of a barrier may be left unobserved
+            for slot in slots_of(i):
+                plgpu.barrier_wait(free.at[slot])
+
+    @pl.when(warpgroup == 0)
+    def _multiply():
+        plgpu.copy_gmem_to_smem(q_gmem.at[row, head, pl.ds(0, C)], q_smem, q_full.at[0])
+        plgpu.barrier_wait(q_full.at[0])
+        # wgmma takes 64 rows at a time, keys or head dims; where H is no multiple of 64 its last 64 overlap the first.
+        keys = [pl.ds(start, 64) for start in range(0, block_kv, 64)]
+        parts = [pl.ds(0, H)] if H % 64 == 0 else [pl.ds(0, 64), pl.ds(H - 64, 64)]
+        chunks = [pl.ds(start, math.gcd(H, 64)) for start in range(0, H, math.gcd(H, 64))]
+        key, query = (plgpu.broadcasted_iota(jnp.int32, (64, C), dimension, layout=_LAYOUT) for dimension in (0, 1))
+        visible_end = length if queries == 1 else length - (queries - 1) + lax.div(query, jnp.int32(group_size))
+
+        def scores(slot, rows, acc):
+            if wide_smem is None:
+                plgpu.wgmma(acc, ring_smem.at[slot, rows], q_smem.T)
+            else:
+                for chunk in chunks:
+                    plgpu.wgmma(acc, _widen(ring_smem[slot, rows, chunk], q_smem.dtype), q_smem.at[:, chunk].T)
+                    plgpu.wgmma_wait(0)  # frees the registers of the chunk: over 128 a thread and the second block is gone
+            return acc[...]
+
+        def step(i, carry):
+            o, m, total = carry
+            k_slot, v_slot = slots_of(i)
+
+            # 1. S^T = K Q^T, in units of log2
+            plgpu.barrier_wait(full.at[k_slot])
+            s = [pl.run_scoped(functools.partial(scores, k_slot, rows), _Accumulator((64, C), jnp.float32)) for rows in keys]
+            s = [_scale_rows(x, scale_smem, (k_slot, rows), H**-0.5 * math.log2(math.e)) for x, rows in zip(s, keys, strict=True)]
+            s = [jnp.where(key + (i * block_kv + rows.start) < visible_end, x, -jnp.inf) for x, rows in zip(s, keys, strict=True)]
+
+            # 2. P^T, and what the new maximum makes of the old sums
+            m_new = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(axis=0))
+            p = [jnp.exp2(x - _to_columns(m_new, 64)) for x in s]
+            correction = jnp.exp2(m - m_new)
+            total = total * _to_columns(correction, 64) + sum(p)
+
+            # 3. P and, if need be, V in 16 bits to shared memory
+            plgpu.barrier_wait(full.at[v_slot])
+            for x, rows in zip(p, keys, strict=True):
+                p_smem.at[:, rows].T[...] = _scale_rows(x, scale_smem, (v_slot, rows)).astype(p_smem.dtype)
+            if wide_smem is not None:
+                for rows, chunk in itertools.product(keys, chunks):
+                    wide_smem[rows, chunk] = _widen(ring_smem[v_slot, rows, chunk], wide_smem.dtype)
+            plgpu.commit_smem()  # for wgmma; it also keeps the next TMA write behind our own reads of the slots
+            plgpu.barrier_arrive(free.at[k_slot])
+
+            # 4. O^T += V^T P^T
+            def accumulate(accumulators):
+                values = ring_smem.at[v_slot] if wide_smem is None else wide_smem
+                for acc, part in zip(accumulators, parts, strict=True):
+                    plgpu.wgmma(acc, values.at[:, part].T, p_smem.T)
+
+            o = pl.run_state(accumulate)([_Accumulator.init(x * _to_columns(correction, x.shape[0])) for x in o])
+            plgpu.barrier_arrive(free.at[v_slot])
+            return o, m_new, total
+
+        o = [plgpu.layout_cast(jnp.zeros((part.size, C), jnp.float32), _LAYOUT) for part in parts]
+        m = plgpu.layout_cast(jnp.full((C,), _UNSEEN, jnp.float32), _LAYOUT.reduce(0))
+        total = plgpu.layout_cast(jnp.zeros((64, C), jnp.float32), _LAYOUT)  # summed over its rows at the end
+        o, m, total = lax.fori_loop(first, end, step, (o, m, total))
+
+        # 5. Normalise and store. A split that saw nothing stores zeros and the weight of nothing.
+        total = total.sum(axis=0)
+        inverse = jnp.where(total > 0, 1 / total, 0.0)
+        o = [(x * _to_columns(inverse, x.shape[0])).astype(o_gmem.dtype) for x in o]
+        if splits == 1:
+            for x, part in zip(o, parts, strict=True):
+                o_smem.at[:, part].T[...] = x
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[row, head, pl.ds(0, C)])
+            plgpu.wait_smem_to_gmem(0)
+        else:
+            for x, part in zip(o, parts, strict=True):
+                o_gmem[row, head, split, part] = x
+            lse_gmem[row, head, split] = jnp.where(total > 0, m * math.log(2) + jnp.log(total), _UNSEEN)
+
+
+def _widen(x, dtype):
+    """int8 or float8_e4m3fn in 16 bits, exactly. Hopper converts FP8 only to float16, so bfloat16 goes by way of float32."""
+    return (x.astype(jnp.float32) if x.dtype == jnp.float8_e4m3fn and dtype != jnp.float16 else x).astype(dtype)
+
+
+def _scale_rows(x, scales, index, factor=1.0):
+    if scales is None:
+        return x * factor
+    return x * lax.broadcast_in_dim(plgpu.layout_cast(scales[index], _LAYOUT.reduce(1)) * factor, x.shape, [0])
+
+
+def _to_columns(x, rows):
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])

@@ -1,0 +1,300 @@
+"""Causal attention of many queries on TPUs, forward: FlashAttention over a list of the blocks that somebody can see.
+
+Grid: (query heads / heads per step, steps). A step multiplies the queries of one *task* (a row of the batch, a block of
+queries, the query heads that share a key/value head) with one block of keys and values; the steps of a task follow each other
+and carry maximum, sum and output in float32 VMEM scratch. Task and key block of a step are looked up in a `Schedule` in scalar
+memory that lists the visible blocks only: those in the future, of other documents or past `lengths` are never visited, and the
+next step's block is always being fetched while this one is multiplied, also across the border of two tasks. A block of padding
+queries takes one step that writes zeros and fetches nothing. The queries x heads of a step are one matrix operand, so each fetched
+block serves the whole group. Blocks that every query sees entirely skip the mask arithmetic and are unrolled over chunks of
+`block_kv_compute` keys, so that one chunk's softmax overlaps the next one's products; others stop at the last visible chunk.
+
+Cost for P visible (query, key) pairs a head: 4 P H FLOPs, P exponentials. The multiply unit is the floor from a few hundred
+queries on: K and V are read T / block_q times over, a byte for each `block_rows` FLOPs in bfloat16.
+
+Layout: q and out are B N T H inside; XLA transposes, in a model as part of rotary embedding and output projection. K and V are never
+padded or copied: the DMA clips edge blocks, the rest is masked. Blocks span all of H; one off a multiple of 128 leaves lanes unused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from ..segments import visible_kv_blocks
+
+LANES = 128
+LOG2E = math.log2(math.e)  # the hardware's exponential is 2**x: scores are kept in units of log 2
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, or a row that has seen nothing yet would compute inf - inf
+MIXED_Q, MIXED_KV = -(2**31), -(2**31) + 1  # stand for "several documents" in a block; never equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Block sizes; independent of the number of heads and valid for any T and S."""
+
+    block_rows: int = 1024  # rows of a step: block_q queries of each of the heads that share the fetched keys and values
+    block_kv: int = 1024  # keys fetched for a step
+    block_kv_compute: int = 512  # keys multiplied at a time: columns of the float32 score tile
+    vmem_limit_bytes: int | None = None  # None: the compiler's default, 16 or 32 MiB
+
+    def __post_init__(self):
+        for name in ("block_rows", "block_kv", "block_kv_compute"):
+            if getattr(self, name) <= 0 or getattr(self, name) % LANES:
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive multiple of {LANES}")
+        if self.block_kv % self.block_kv_compute:
+            raise ValueError(f"block_kv={self.block_kv} must be a multiple of block_kv_compute={self.block_kv_compute}")
+        if self.block_rows * self.block_kv_compute > 2**21:
+            raise ValueError(f"a score tile of {self.block_rows=} x {self.block_kv_compute=} does not fit in VMEM: at most 2**21 elements")
+
+    def rows(self, group: int, queries: int) -> tuple[int, int]:
+        """(heads, block_q): as many heads of the group as fit at 128 queries each, and the queries for which there is room."""
+        heads = max(h for h in range(1, group + 1) if group % h == 0 and h * LANES <= self.block_rows)
+        return heads, min(self.block_rows // heads, pl.cdiv(queries, LANES) * LANES) // LANES * LANES
+
+
+class Schedule(NamedTuple):
+    """Which blocks each grid step works on. A task is one outer block of one row of the batch, numbered row-major."""
+
+    task: Array  # i32[steps]: the task each step serves; as long as if everything were visible, used up to start[-1]
+    start: Array  # i32[tasks + 1]: the first step of each task; start[-1] is the number of steps
+    source: Array  # i32[tasks]: the task itself, or for one with nothing to do the last one before it that had
+    first: Array  # i32[tasks]: the first inner block of each task; the others follow it
+
+
+def make_schedule(first: Int[Array, "B I"], end: Int[Array, "B I"], inner_blocks: int) -> Schedule:
+    """The schedule that visits inner blocks first <= j < end of every outer block; empty ranges get one idle step."""
+    if first.size * inner_blocks > 3 * 2**16:
+        raise ValueError(f"{first.size} x {inner_blocks} pairs of blocks do not fit in 1 MiB of scalar memory; take larger blocks")
+    count = jnp.maximum(end - first, 0).reshape(-1)
+    tasks, steps = (jnp.arange(n, dtype=jnp.int32) for n in (count.size, count.size * inner_blocks))
+    start = jnp.pad(jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32), (1, 0))
+    task = jnp.searchsorted(start[1:], steps, side="right", method="compare_all").astype(jnp.int32)
+    source = lax.cummax(jnp.where(count > 0, tasks, 0))
+    return Schedule(jnp.minimum(task, count.size - 1), start, source, jnp.where(count > 0, first.reshape(-1), 0).astype(jnp.int32))
+
+
+def fetched(step, task, start, source, first):
+    """(task, inner block) whose operands `step` uses; for an idle step those of the step before."""
+    busy = source[task[step]]
+    return busy, first[busy] + jnp.minimum(step - start[busy], start[busy + 1] - start[busy] - 1)
+
+
+def block_specs(locate, heads: int, block_q: int, block_kv: int, head_dim: int) -> dict[str, pl.BlockSpec]:
+    """`locate` maps grid indices and scalars to (batch row, block of query heads, kv head, query block, key block)."""
+
+    def spec(block, pick):
+        return pl.BlockSpec(block, lambda *args: pick(*locate(*args)))
+
+    return {
+        "q": spec((None, None, heads, block_q, head_dim), lambda b, n, k, i, j: (b, n, 0, i, 0)),
+        "kv": spec((None, None, block_kv, head_dim), lambda b, n, k, i, j: (b, k, j, 0)),
+        "lse": spec((None, None, heads, block_q), lambda b, n, k, i, j: (b, n, 0, i)),
+        "q_ids": spec((None, 1, block_q), lambda b, n, k, i, j: (b, 0, i)),
+        "kv_ids": spec((None, 1, block_kv), lambda b, n, k, i, j: (b, 0, j)),
+    }
+
+
+def only_id(segment_ids: Int[Array, "B T"], block: int, several: int) -> Int[Array, "blocks"]:
+    """The segment id of each block of each row, `several` where there is more than one."""
+    ids = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % block)), mode="edge").reshape(-1, block)
+    return jnp.where(ids.min(axis=1) == ids.max(axis=1), ids[:, 0], several).astype(jnp.int32)
+
+
+def dot(a, b, *, transpose_b=False):
+    """Matrix product with float32 sums; float32 operands are not rounded to bfloat16 on the way into the multiply unit."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def column(x: Array) -> Array:
+    """1 n -> n 128: turn values that lie along the lanes into rows, each repeated over the lanes."""
+    return jnp.broadcast_to(x, (LANES, x.shape[1])).T
+
+
+def lanes(x: Array, width: int) -> Array:
+    """rows 128 -> rows `width`, of values repeated over the lanes."""
+    return x[:, :width] if width <= LANES else jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
+
+
+def zero_past(x: Array, rows) -> Array:
+    """x with zeros from row `rows` on: an edge block's memory past the array may hold NaN, and 0 x NaN is NaN."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows, x, jnp.zeros_like(x))
+
+
+def check_dtypes(q, k, v):
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have the same dtype, got {q.dtype=}, {k.dtype=} and {v.dtype=}")
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"TPU attention takes bfloat16 or float32, got {q.dtype=}")
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    offset: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    tuning: Tuning,
+    save_lse: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
+    """Attention of queries at positions offset[b] + t, and with `save_lse` the logarithm of each softmax's denominator.
+
+    Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T, offset 0) those of its
+    own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
+    """
+    check_dtypes(q, k, v)
+    batch, queries, num_heads, head_dim = q.shape
+    kv_heads, keys, bkv = *k.shape[1:3], tuning.block_kv
+    heads, bq = tuning.rows(num_heads // kv_heads, queries)
+    num_q, num_kv, parts = pl.cdiv(queries, bq), pl.cdiv(keys, bkv), num_heads // heads
+
+    # 1. Which key blocks each query block sees.
+    query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
+    first, end = jnp.zeros((batch, num_q), jnp.int32), pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv)
+    q_id = kv_id = None
+    if segment_ids is not None:
+        first, document_end = visible_kv_blocks(segment_ids, bq, bkv)
+        q_id, kv_id = only_id(segment_ids, bq, MIXED_Q), only_id(segment_ids, bkv, MIXED_KV)
+        end, segment_ids = jnp.minimum(end, document_end), segment_ids[:, None]
+    schedule = make_schedule(first, jnp.where(query0 < lengths[:, None], end, 0), num_kv)
+
+    # 2. What each grid step reads and writes.
+    def reads(n, step, *scalars):
+        task, j = fetched(step, *scalars[:4])
+        return task // num_q, n, n * kv_heads // parts, task % num_q, j
+
+    def writes(n, step, task, *scalars):
+        return task[step] // num_q, n, 0, task[step] % num_q, 0
+
+    inputs, outputs = (block_specs(locate, heads, bq, bkv, head_dim) for locate in (reads, writes))
+    ids_specs = [None, None] if segment_ids is None else [inputs["q_ids"], inputs["kv_ids"]]
+    q = q.reshape(batch, queries, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
+    visible = keys - (queries - 1) / 2  # keys a query, as if the last query were the last key
+    pairs, kv_elements = batch * num_heads * queries * visible, 2 * k.size * num_q * parts // kv_heads * visible / keys
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, num_q=num_q, num_kv=num_kv, keys=keys, chunk=tuning.block_kv_compute),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=8,
+            grid=(parts, schedule.start[-1]),
+            in_specs=[inputs["q"], inputs["kv"], inputs["kv"], *ids_specs],
+            out_specs=[outputs["q"], outputs["lse"] if save_lse else None],
+            scratch_shapes=[pltpu.VMEM((heads * bq, width), jnp.float32) for width in (LANES, LANES, head_dim)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32) if save_lse else None],
+        # Heads may be shared out between two cores; the steps of a task must stay in order.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tuning.vmem_limit_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=int(4 * pairs * head_dim), transcendentals=int(pairs), bytes_accessed=int((2 * q.size + kv_elements) * q.dtype.itemsize)
+        ),
+        name="tpu_prefill",
+    )(*schedule, q_id, kv_id, offset, lengths, q, k, v, segment_ids, segment_ids)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, num_heads, head_dim)
+    return out, None if lse is None else lse.reshape(batch, num_heads, queries)
+
+
+def _kernel(
+    # scalars
+    task_ref,  # steps
+    start_ref,  # tasks + 1
+    source_ref,  # tasks
+    first_ref,  # tasks
+    q_id_ref,  # tasks
+    kv_id_ref,  # B * key blocks
+    offset_ref,  # B
+    lengths_ref,  # B
+    # inputs
+    q_ref,  # heads block_q H
+    k_ref,  # block_kv H
+    v_ref,  # block_kv H
+    q_ids_ref,  # 1 block_q
+    kv_ids_ref,  # 1 block_kv
+    # outputs
+    out_ref,  # heads block_q H
+    lse_ref,  # heads block_q
+    # scratch
+    max_ref,  # rows 128, every lane the same
+    sum_ref,  # rows 128, every lane the same
+    acc_ref,  # rows H
+    *,
+    num_q: int,
+    num_kv: int,
+    keys: int,
+    chunk: int,
+):
+    heads, bq, head_dim = q_ref.shape
+    rows, bkv = heads * bq, k_ref.shape[0]
+    task = task_ref[step := pl.program_id(1)]
+    row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
+    query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
+    key_end = offset_ref[row] + jnp.minimum((i + 1) * bq, length)  # nobody in this block of queries sees further
+
+    def attend(c, masked):
+        part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
+        q, k, v = q_ref[...].reshape(rows, head_dim), k_ref[part, :], v_ref[part, :]
+        scores = dot(q, k, transpose_b=True) * (head_dim**-0.5 * LOG2E)
+        if masked:
+            query, key = (lax.broadcasted_iota(jnp.int32, (bq, chunk), axis) for axis in (0, 1))
+            visible = query + query0 >= key + (key0 + c * chunk)
+            if q_ids_ref is not None:
+                visible &= lanes(column(q_ids_ref[...]), chunk) == kv_ids_ref[:, part]
+            scores = jnp.where(visible, scores.reshape(heads, bq, chunk), MASKED).reshape(rows, chunk)
+            if keys % bkv:
+                v = zero_past(v, keys - key0 - c * chunk)
+        # While a row has seen nothing its maximum is MASKED and what it adds up is rubbish; the first visible key's
+        # correction, 2**(MASKED - score) = 0, wipes that out.
+        old_max = max_ref[...]
+        new_max = jnp.maximum(old_max, scores.max(axis=1, keepdims=True))
+        correction = jnp.exp2(old_max - new_max)
+        p = jnp.exp2(scores - lanes(new_max, chunk))
+        max_ref[...] = new_max
+        sum_ref[...] = sum_ref[...] * correction + p.sum(axis=1, keepdims=True)
+        acc_ref[...] = acc_ref[...] * lanes(correction, head_dim) + dot(p.astype(v.dtype), v)
+
+    # 1. A new block of queries begins.
+    @pl.when(step == start_ref[task])
+    def _():
+        max_ref[...] = jnp.full_like(max_ref, MASKED)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    # 2. Everybody sees every key: no mask. Static indices, so that the chunks overlap.
+    real = i * bq < length
+    full = key0 + bkv - 1 <= query0
+    if q_ids_ref is not None:
+        full &= q_id_ref[task] == kv_id_ref[row * num_kv + j]
+
+    @pl.when(real & full)
+    def _():
+        for c in range(bkv // chunk):
+            attend(c, masked=False)
+
+    # 3. The diagonal, the border of a document, or the last keys.
+    @pl.when(real & jnp.logical_not(full))
+    def _():
+        @pl.loop(0, jnp.minimum(pl.cdiv(key_end - key0, chunk), bkv // chunk))
+        def _(c):
+            attend(c, masked=True)
+
+    # 4. The last block of keys is done.
+    @pl.when(step + 1 == start_ref[task + 1])
+    def _():
+        exists = (i * bq + lax.broadcasted_iota(jnp.int32, (heads, bq, LANES), 1) < length).reshape(rows, LANES)
+        out = jnp.where(lanes(exists, head_dim), acc_ref[...] / lanes(sum_ref[...], head_dim), 0.0)
+        out_ref[...] = out.astype(out_ref.dtype).reshape(out_ref.shape)
+        if lse_ref is not None:
+            lse = jnp.where(exists, (max_ref[...] + jnp.log2(sum_ref[...])) / LOG2E, jnp.inf)
+            for head in range(heads):
+                lse_ref[head : head + 1, :] = lse[head * bq : (head + 1) * bq].T[:1]

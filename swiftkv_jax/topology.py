@@ -1,0 +1,74 @@
+"""Machines that are not there: meshes of their devices, to compile for them and read the compiler's own figures.
+
+    mesh = topology_mesh("h200:8", (1, 8))
+    lower_decode(config, batch=64, max_model_len=8192, mesh=mesh).compile().memory_analysis()
+
+GPUs need the wheels `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and `nvidia-nvvm`, TPUs `libtpu`, in the
+versions that go with the installed JAX. Without the hardware, `ENVIRONMENT` must be set before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from .errors import UsageError
+from .sharding import DATA, MODEL
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at a time: none of them holds a chip
+}
+
+_GPUS = {  # device kind, memory in bytes, bytes a second
+    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
+    "h200": ("NVIDIA H200", 150_754_820_096, 4_800_000_000_000),
+}
+_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+# XLA's own description of a GPU (stream_executor/device_description.proto): the chip that H100 and H200 share.
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 l2_cache_size: 52428800 memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+}}
+platform_name: "CUDA" device_description_str: "{kind}"
+dnn_version_info {{ major: 9 minor: 20 patch: 0 }} runtime_version {{ major: 13 minor: 0 patch: 0 }}
+"""
+
+
+def topology_mesh(name: str, shape: tuple[int, int]) -> Mesh:
+    """A data x model mesh over the first devices of a described machine.
+
+    `name` is h100 or h200 with a device count (`h200:8`), or v4, v5e, v5p, v6e or tpu7x with its chips (`v5p:4x4x4`, `v6e:2x4`).
+    Raises `UsageError` for an unknown name, too few devices, or a compiler that is not installed.
+    """
+    devices, needed = _devices(name), math.prod(shape)
+    if needed > len(devices):
+        raise UsageError(f"--topology {name} has {len(devices)} devices, {shape[0]}x{shape[1]} needs {needed}")
+    return Mesh(np.array(devices[:needed]).reshape(shape), (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def _devices(name: str) -> list:
+    machine, _, chips = name.partition(":")
+    try:
+        if machine in _GPUS and re.fullmatch(r"[1-9]\d*", chips):
+            kind, memory, bandwidth = _GPUS[machine]
+            config = _HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth)
+            return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{chips}").devices
+        if machine in _TPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
+            return topologies.get_topology_desc(name, platform="tpu").devices
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UsageError(f"--topology {name}: its compiler is not available ({str(error).splitlines()[0]})") from error
+    raise UsageError(f"--topology {name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like 2x4 or 4x4x4")

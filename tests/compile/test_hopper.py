@@ -1,0 +1,86 @@
+"""Every Hopper kernel in every tuning of the table, down to machine code for an H200.
+
+A kernel that wants more shared memory than the 227 KiB of a block does not lower at all.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
+from tests.compile.compiled import compile_for
+
+N, K = 32, 8  # heads of Llama-3.1-8B
+CACHE = {"bfloat16": jnp.bfloat16, "float8_e4m3fn": jnp.float8_e4m3fn, "int8": jnp.int8}
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def check(function, *shapes, kernels: int):
+    compiled, found = compile_for("h200:1", function, *shapes)
+    print(*found, sep="\n")
+    assert len(found) == kernels
+    for kernel in found:
+        assert kernel.target == "sm_90a"
+        assert kernel.spilled == 0
+        assert kernel.wgmma > 0
+        assert kernel.tma > 0
+        assert not kernel.warned
+    return compiled
+
+
+@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+def test_prefill_chunk(head_dim):
+    q, kv, rows = shape(2, 2048, N, head_dim), shape(2, K, 8192, head_dim), shape(2, dtype=jnp.int32)
+    op = functools.partial(prefill_attention, implementation="hopper")
+    check(lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths), q, kv, kv, rows, rows, kernels=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+def test_training(head_dim, packed):
+    """Forward and backward, 8k tokens: three kernels, and nothing of the size of T x S around them."""
+    length = 8192
+    q, kv, ids = shape(1, length, N, head_dim), shape(1, K, length, head_dim), shape(1, length, dtype=jnp.int32)
+
+    def gradient(q, k, v, ids):
+        op = functools.partial(prefill_attention, segment_ids=ids if packed else None, implementation="hopper")
+        return jax.grad(lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    compiled = check(gradient, q, kv, kv, ids, kernels=3)
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 8 * q.size * 2
+    assert f"{length},{length}" not in str(compiled.as_text())
+
+
+DECODE = [
+    (head_dim, cache_format, slots, length, paged)
+    for head_dim in ops.HEAD_DIMS
+    for cache_format in CACHE
+    for slots, length, paged in [(64, 2048, False), (1, 32768, False), (64, 2048, True)]
+    if head_dim == 128 or slots == 64 and not paged
+]
+
+
+def decode_operands(head_dim, cache_format, slots, length, paged, page=256):
+    """Shapes of (q, k, v, lengths, options)."""
+    blocks, positions = (slots * length // page, page) if paged else (slots, length)
+    kv = shape(blocks, K, positions, head_dim, dtype=CACHE[cache_format])
+    scale = shape(blocks, K, positions, dtype=jnp.float32)
+    options = {} if cache_format == "bfloat16" else {"k_scale": scale, "v_scale": scale}
+    if paged:
+        options["block_table"] = shape(slots, length // page, dtype=jnp.int32)
+    return shape(slots, 1, N, head_dim), kv, kv, shape(slots, dtype=jnp.int32), options
+
+
+@pytest.mark.parametrize(("head_dim", "cache_format", "slots", "length", "paged"), DECODE)
+def test_decode(head_dim, cache_format, slots, length, paged):
+    """The kernel reads the cache as it lies there: no copy of it, in any format."""
+    op = functools.partial(decode_attention, implementation="hopper")
+    operands = decode_operands(head_dim, cache_format, slots, length, paged)
+    memory = check(lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=1).memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8

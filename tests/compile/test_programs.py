@@ -1,0 +1,53 @@
+"""The whole prefill and decode programs of Llama-3.1-8B and 70B, for machines that are not here: kernels, and memory."""
+
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.infer.shapes import lower_decode, lower_prefill
+from swiftkv_jax.topology import topology_mesh
+from tests.compile.compiled import with_kernels
+from tests.tiny import LLAMA_8B, LLAMA_70B
+
+GIB, MIB = 2**30, 2**20
+MACHINES = {  # model, topology, mesh, memory of a device in GiB (the vendors' figures)
+    "8B on an H200": (LLAMA_8B, "h200:1", (1, 1), 140),
+    "70B on 8 H200": (LLAMA_70B, "h200:8", (1, 8), 140),
+    "8B on a v6e": (LLAMA_8B, "v6e:2x2", (1, 1), 32),
+    "70B on 8 v6e": (LLAMA_70B, "v6e:2x4", (1, 8), 32),
+    "8B on a v5p": (LLAMA_8B, "v5p:2x2x1", (1, 1), 95),
+    "70B on 4 v5p": (LLAMA_70B, "v5p:2x2x1", (1, 4), 95),
+}
+SLOTS, LENGTH, CHUNK = 16, 4096, 2048
+
+
+def check(name, lowered, config, swiftkv: bool):
+    """Kernels are there, the cache is updated in place, all fits: (memory figures, bytes of one device's cache)."""
+    _, topology, mesh, available = MACHINES[name]
+    compiled, kernels = with_kernels(lowered)
+    assert all(kernel.spilled == 0 for kernel in kernels)
+    target = "mosaic_gpu" if topology.startswith("h200") else "tpu_custom_call"
+    assert str(compiled.as_text()).count(target) >= config.num_lower_layers
+    memory = compiled.memory_analysis()
+    cache = SLOTS * LENGTH * bytes_per_token(config, jnp.bfloat16, swiftkv=swiftkv) / math.prod(mesh)
+    print(f"{name}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.peak_memory_in_bytes < 0.9 * available * GIB
+    return memory
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_decode(name):
+    config, topology, mesh, _ = MACHINES[name]
+    lowered = lower_decode(config, batch=SLOTS, max_model_len=LENGTH, steps=8, mesh=topology_mesh(topology, mesh))
+    assert check(name, lowered, config, True).temp_size_in_bytes <= 64 * MIB
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_prefill(name):
+    config, topology, mesh, _ = MACHINES[name]
+    lowered = lower_prefill(config, batch=SLOTS, chunk=CHUNK // SLOTS, max_model_len=LENGTH, mesh=topology_mesh(topology, mesh))
+    memory = check(name, lowered, config, True)
+    assert memory.temp_size_in_bytes < 2 * GIB

@@ -1,0 +1,90 @@
+"""Device kernels on the device they are for, or, where there is none, interpreted on the CPU with race detection."""
+
+import contextlib
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tests.pallas_kernels import mosaic_interpreter
+
+H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+V5E = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
+
+
+def on_hardware(implementation: str) -> bool:
+    return jax.default_backend() == {"hopper": "gpu", "cudnn": "gpu", "tpu": "tpu"}.get(implementation)
+
+
+@contextlib.contextmanager
+def device_of(implementation: str):
+    """Code traced and run in here sees the device that `implementation` is for. A race fails on leaving."""
+    if implementation == "xla" or on_hardware(implementation):
+        yield
+    elif implementation == "hopper":
+        with _interpreted_hopper():
+            yield
+    else:
+        with _interpreted_tpu():
+            yield
+
+
+@contextlib.contextmanager
+def _interpreted_hopper():
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    mosaic_interpreter.install()
+    parameters = plgpu.InterpretGPUParams(detect_races=True)
+    registers = mosaic_interpreter.REGISTERS
+    with _device(H100), plgpu.force_gpu_interpret_mode(parameters), _no_races(gpu_callbacks, "GPURaceDetectionState", registers):
+        try:
+            yield
+        finally:
+            gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+@contextlib.contextmanager
+def _interpreted_tpu():
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    parameters = pltpu.InterpretParams(detect_races=True)
+    with _device(V5E), pltpu.force_tpu_interpret_mode(parameters), _no_races(interpret_pallas_call, "RaceDetectionState"):
+        try:
+            yield
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+
+
+def _device(device: AbstractDevice):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+@contextlib.contextmanager
+def _no_races(module, name: str, registers: int | None = None):
+    """Every kernel starts a race detector of its own, `module.name`. All are kept, and asked in the end.
+
+    `registers` is a memory space to pass over: a thread's registers are its own, but the clocks of their users start anew
+    with each thread block while the history of accesses goes on.
+    """
+    detector, started = getattr(module, name), []
+
+    class Kept(detector):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+        def check_read(self, thread, clock, key, *args, **kwargs):
+            if registers is None or key.memory_space_id != registers:
+                super().check_read(thread, clock, key, *args, **kwargs)
+
+        def check_write(self, thread, clock, key, *args, **kwargs):
+            if registers is None or key.memory_space_id != registers:
+                super().check_write(thread, clock, key, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, Kept)
+        yield
+    assert started, "no kernel was interpreted"
+    assert not any(state.races_found for state in started), "a race was found: see the output"

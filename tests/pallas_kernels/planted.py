@@ -1,0 +1,89 @@
+"""Run one kernel in the interpreter with one statement of it left out: what the race detector and the oracle are worth.
+
+    python -m tests.pallas_kernels.planted hopper.prefill 'plgpu.barrier_wait(k_ready.at[0])'
+
+Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and leaves the interpreter unusable.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
+from tests.pallas_kernels.interpreted import device_of
+from tests.pallas_kernels.shapes import Decode, Prefill
+from tests.pallas_kernels.test_attention import check, decode_inputs, inputs, prefill_mask
+
+STATEMENTS = ("plgpu.barrier_wait(", "plgpu.commit_smem(", ".wait()")
+"""Waits for data or for room, and fences. Leaving one out lets a kernel read too early or write too soon."""
+
+
+def statements(kernel: str) -> dict[str, int]:
+    """Source text -> line number of every such statement of `hopper.prefill`, say. Repeated texts are told apart by a count."""
+    found, lines = {}, inspect.getsource(importlib.import_module(f"swiftkv_jax.pallas_kernels.{kernel}")).splitlines()
+    for number, line in enumerate(lines, start=1):
+        code = line.split("#")[0].strip()
+        if any(statement in code for statement in STATEMENTS):
+            twin = sum(text.split(" #")[0] == code for text in found)
+            found[f"{code} #{twin + 1}" if twin else code] = number
+    return found
+
+
+def leave_out(line: int):
+    """Make the waits and fences called from `line` do nothing."""
+
+    def unless_there(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if sys._getframe(1).f_lineno != line:
+                return function(*args, **kwargs)
+
+        return call
+
+    plgpu.barrier_wait, plgpu.commit_smem = unless_there(plgpu.barrier_wait), unless_there(plgpu.commit_smem)
+    make_copy = pltpu.make_async_copy
+
+    def copy_without_wait(*args, **kwargs):
+        copy = make_copy(*args, **kwargs)
+        object.__setattr__(copy, "wait", unless_there(copy.wait))
+        return copy
+
+    pltpu.make_async_copy = copy_without_wait
+
+
+def run(kernel: str):
+    """The kernel on a shape with several blocks of everything, against the oracle."""
+    implementation: Any
+    implementation, op = kernel.split(".")
+    with device_of(implementation):
+        if op == "decode":
+            operands, options, expected = decode_inputs(Decode(2, 1, 8, 2, 900, 64, (900, 300)), "bfloat16")
+            check(jax.jit(functools.partial(decode_attention, implementation=implementation))(*operands, **options), *expected)
+            return
+        shape = Prefill(1, 512, 2, 1, 512, 64)
+        q, k, v = inputs(shape, "bfloat16")
+        attend = functools.partial(prefill_attention, implementation=implementation)
+        if op == "prefill":
+            check(jax.jit(attend)(q, k, v), q, k, v, prefill_mask(shape))
+            return
+        q /= 4
+        ones = jnp.ones_like(q)
+        found = jax.jit(lambda *operands: jax.vjp(attend, *operands)[1](ones))(q, k, v)
+    expected = jax.vjp(functools.partial(prefill_attention, implementation="xla"), q, k, v)[1](ones)
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=3e-2 * float(jnp.abs(wanted).max()))
+
+
+if __name__ == "__main__":
+    kernel, statement = sys.argv[1:]
+    if statement:
+        leave_out(statements(kernel)[statement])
+    run(kernel)

@@ -1,0 +1,66 @@
+"""One table of shapes for every implementation: small enough to interpret, otherwise as they come.
+
+Heads are those of Llama-3.1-8B (32 and 8), of Llama-3.1-70B (64 and 8) and of what is left of it on one of 8 devices.
+"""
+
+from typing import NamedTuple
+
+
+class Prefill(NamedTuple):
+    batch: int
+    queries: int  # T
+    heads: int  # N
+    kv_heads: int  # K
+    keys: int  # S
+    head_dim: int  # H
+    offset: int | tuple[int, ...] = 0  # where the first query stands, of all rows or of each
+    lengths: tuple[int, ...] | None = None  # real queries of each row
+
+
+class Decode(NamedTuple):
+    batch: int
+    queries: int
+    heads: int
+    kv_heads: int
+    keys: int
+    head_dim: int
+    lengths: tuple[int, ...]  # valid positions of each row, the queries included; 0 is an idle row
+    page: int | None = None  # positions of a block of the pool; None is a cache row by row
+
+
+PREFILL = {
+    "8B": Prefill(1, 70, 32, 8, 70, 128),
+    "70B on one of 8 devices, chunk": Prefill(1, 130, 8, 1, 330, 128, 200),
+    "one token": Prefill(1, 1, 4, 4, 1, 64),
+    "square, several blocks": Prefill(2, 256, 2, 2, 256, 64),
+    "4 queries a head, odd": Prefill(1, 133, 8, 2, 133, 80),
+    "8 queries a head, odd": Prefill(1, 129, 8, 1, 129, 96),
+    "one key/value head, wide": Prefill(2, 67, 4, 1, 67, 256),
+    "chunk up to the end of the cache": Prefill(1, 9, 4, 4, 130, 256, 121),
+    "chunk of one": Prefill(2, 1, 4, 1, 19, 128, 6),
+    "first chunk of a long cache": Prefill(1, 64, 4, 2, 500, 64),
+    "rows at different offsets": Prefill(3, 40, 4, 2, 300, 128, (0, 260, 100)),
+    "ragged rows": Prefill(4, 140, 4, 1, 140, 64, 0, (140, 1, 0, 77)),
+    "ragged rows at different offsets": Prefill(3, 70, 4, 2, 290, 96, (130, 0, 220), (70, 0, 33)),
+}
+DECODE = {
+    "8B": Decode(2, 1, 32, 8, 200, 128, (200, 77)),
+    "70B": Decode(1, 1, 64, 8, 130, 128, (99,)),
+    "long row, few slots": Decode(1, 1, 8, 2, 1500, 128, (1400,)),
+    "one query a head": Decode(3, 1, 4, 4, 70, 64, (1, 70, 33)),
+    "4 queries a head": Decode(2, 1, 8, 2, 137, 80, (137, 2)),
+    "8 queries a head": Decode(3, 1, 8, 1, 119, 96, (5, 119, 1)),
+    "wide": Decode(2, 1, 8, 4, 80, 256, (80, 31)),
+    "idle rows": Decode(4, 1, 8, 2, 96, 64, (0, 96, 0, 12)),
+    "several tokens": Decode(3, 4, 8, 2, 129, 128, (4, 129, 63)),
+    "several tokens, one key/value head": Decode(1, 7, 4, 1, 145, 256, (131,)),
+    "block table": Decode(3, 1, 8, 2, 384, 128, (300, 1, 128), page=128),
+    "block table, several tokens": Decode(2, 2, 4, 2, 512, 64, (512, 131), page=256),
+}
+SEGMENTS = {  # lengths of the documents of each row, in order; what is left is padding (id 0)
+    "short documents": (Prefill(2, 140, 4, 2, 140, 64), ((30, 60, 20), (140,))),
+    "8B, one block a document": (Prefill(1, 256, 8, 2, 256, 128), ((128, 64, 64),)),
+    "documents across blocks": (Prefill(1, 333, 4, 1, 333, 96), ((100, 200),)),
+    "wide": (Prefill(1, 90, 2, 1, 90, 256), ((17, 73),)),
+    "odd head dim": (Prefill(1, 150, 2, 2, 150, 80), ((1, 1, 140),)),
+}

@@ -1,0 +1,48 @@
+"""At 8k tokens no program holds anything of the size of queries x keys."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from swiftkv_jax import Config
+from swiftkv_jax.infer.shapes import lower_prefill
+from swiftkv_jax.model import whole_rows
+from swiftkv_jax.params import llama_shapes
+from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.step import make_train_step, state_shapes
+from tests import tiny
+
+LENGTH = 8192
+
+
+def quadratic(lowered) -> list[str]:
+    """The shapes in the compiled program that have two axes of `LENGTH` or more, or one of its square."""
+    text = lowered.compile().as_text()
+    assert str(LENGTH) in text
+    shapes = set(re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text))
+    return [shape for shape in shapes if sum(int(size) >= LENGTH for size in shape.split(",")) > 1 or f"{LENGTH**2}" in shape]
+
+
+def test_the_check_finds_one():
+    scores = jax.jit(lambda q, k: jax.nn.softmax(q @ k.T) @ k)
+    shape = jax.ShapeDtypeStruct((LENGTH, 8), jnp.float32)
+    assert quadratic(scores.lower(shape, shape)) == ["8192,8192"]
+
+
+@pytest.mark.parametrize("chunk", [512, LENGTH])
+def test_prefill(chunk):
+    config = Config.from_hf(tiny.hf_config(max_position_embeddings=LENGTH))
+    assert not quadratic(lower_prefill(config, batch=1, chunk=chunk, max_model_len=LENGTH, dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 2)])
+def test_train_step(mesh):
+    config = Config.from_hf(tiny.hf_config(max_position_embeddings=LENGTH))
+    optimizer = optax.sgd(0.1)
+    step = make_train_step(config, DEMO, optimizer, make_mesh(mesh))
+    batch = jax.eval_shape(whole_rows, jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
+    assert not quadratic(step.lower(state_shapes(config, optimizer), llama_shapes(config, jnp.float32), batch))
