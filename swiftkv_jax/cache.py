@@ -66,8 +66,28 @@ def write_chunk(
 
 
 def write_token(
-    buffer: Float[Array, "B K S H"], new: Float[Array, "B K 1 H"], position: Int[Array, " B"]
+    buffer: Float[Array, "B K S H"],
+    new: Float[Array, "B K 1 H"],
+    position: Int[Array, " B"],
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, "B K S H"]:
-    """One position of each row, each row its own. A position outside the buffer is not written."""
-    rows = jnp.arange(buffer.shape[0])
-    return buffer.at[rows, :, position].set(new[:, :, 0].astype(buffer.dtype), mode="drop", unique_indices=True)
+    """One position of each row, each row its own. A position outside the buffer is not written.
+
+    `sharding` is that of the buffer where it is spread over a mesh: each device writes its own part.
+    """
+    if sharding is None:
+        return _write_token(buffer, new, position)
+    spec = sharding.spec
+    in_specs = (spec, spec, PartitionSpec(*spec[:1]))
+    return jax.shard_map(_write_token, mesh=sharding.mesh, in_specs=in_specs, out_specs=spec)(buffer, new, position)
+
+
+def _write_token(buffer, new, position):
+    # As lines of H: a scatter into B K S H would make XLA lay the cache out as B S K H and, on TPUs, turn all of it around
+    # for attention in every step.
+    batch, heads, length, head_dim = buffer.shape
+    position = jnp.repeat(position, heads)
+    line = jnp.where(position < length, jnp.arange(batch * heads) * length + position, batch * heads * length)
+    lines = buffer.reshape(-1, head_dim)
+    lines = lines.at[line].set(new.reshape(-1, head_dim).astype(buffer.dtype), mode="drop", unique_indices=True)
+    return lines.reshape(buffer.shape)

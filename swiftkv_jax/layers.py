@@ -76,7 +76,8 @@ def finish_layer(
 ) -> Float[Array, "B T D"]:
     """All that follows attention: output projection, residual, SwiGLU MLP, residual."""
     with jax.named_scope("attention_output"):
-        out = jnp.einsum("BTNH,DNH->BTD", attended, block.o)
+        heads, o = attended.reshape(*x.shape[:2], -1), block.o.reshape(x.shape[2], -1)
+        out = jnp.einsum("BTM,DM->BTD", heads, o)  # M = N H; serving keeps `o` in this form
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
         h = rms_norm(x, block.mlp_norm, config.norm_eps)

@@ -116,8 +116,15 @@ def decode_logits(
     def read(q, k, v):
         return attention.decode(q, k, v, length + 1)
 
+    sharding = attention.mesh and cache_sharding(config, attention.mesh)
     x, rope, cache = fill(
-        config, weights, token[:, None], length[:, None], cache, write=lambda buffer, new: write_token(buffer, new, length), read=read
+        config,
+        weights,
+        token[:, None],
+        length[:, None],
+        cache,
+        write=lambda buffer, new: write_token(buffer, new, length, sharding),
+        read=read,
     )
     for i, (block, q_weight, q_bias) in enumerate(zip(weights.upper, weights.upper_q, weights.upper_q_bias, strict=True)):
         layer = config.num_lower_layers + i // config.key_value_group_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ def serving_weights(llama: Llama, delta: SwiftKV | None) -> Weights:
 
     Raises `ValueError` for the teacher of a model whose upper projections were dropped.
     """
-    lower, lower_qkv, upper = unstack(llama.lower), unstack(llama.lower_qkv), unstack(llama.upper)
+    lower, lower_qkv, upper = _blocks(llama.lower), unstack(llama.lower_qkv), _blocks(llama.upper)
     if delta is None:
         if upper:
             if llama.upper_qkv is None:
@@ -62,6 +63,14 @@ def serving_weights(llama: Llama, delta: SwiftKV | None) -> Weights:
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
     )
+
+
+def _blocks(stack: Block) -> tuple[Block, ...]:
+    """The layers of a stack, with the output projection as the matrix D x N H that it is used as.
+
+    A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every decode step.
+    """
+    return tuple(dataclasses.replace(block, o=block.o.reshape(block.o.shape[0], -1)) for block in unstack(stack))
 
 
 def weight_shapes(config: Config, swiftkv: bool, dtype) -> Weights:
