@@ -4,5 +4,6 @@
     python -m benchmarks.tune        the best block sizes for the device at hand, into `pallas_kernels/tuning.json`
     python -m benchmarks.boundary    what a fused kernel for the key/value projection could still save
 
-All of them run on a CPU with `--shapes smoke`, to prove that they work; times mean something on a GPU or a TPU.
+With `--shapes smoke` they run on a CPU too, to prove that they work, and write JSON only to `--output`; `tune --dry-run`
+lists what it would try. Times mean something on a GPU or a TPU.
 """

@@ -10,7 +10,7 @@ A prompt token ends with one product `[T, D] x [D, 2 J K H]`, rotary embedding o
 cache. A kernel that did all of it at once would read activations and weights and write the cache, once each. For chunks of
 several lengths this command lists what XLA's optimised program reads and writes instead, and says how much of a prefill
 chunk's time such a kernel could save at most. With a device it also times the program and the bare product.
-The table goes to stdout, JSON to `benchmarks/results/`.
+The table goes to stdout, JSON to `benchmarks/results/` (of a smoke run only to `--output`).
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def _main(args: argparse.Namespace) -> int:
     sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
     document = {"benchmark": "boundary", **report.environment(seed), "compiled_for": "this device" if here else TOPOLOGY}
     document["assumed"] = {"matmul_flops": MATMUL, "copy_bytes": COPY, "kernel_seconds": KERNEL}
-    path = args.output or report.default_path("boundary", document["device"]["kind"] if here else TOPOLOGY.split(":")[0], document["date"])
-    report.check_writable(path)
+    path = report.output_path(args, "boundary", document["device"]["kind"] if here else TOPOLOGY.split(":")[0], document["date"])
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     floors = floors_for(args.shapes, key, plan) if here else None
     if floors is not None:
@@ -110,8 +109,11 @@ def _main(args: argparse.Namespace) -> int:
             f"{document['largest_saving_with_launches']:.2%} if every kernel also took {KERNEL * 1e6:g} us at least."
         )
     report.write_json(path, document)
-    cli.log(f"wrote {path}")
-    return cli.OK
+    if path is not None:
+        cli.log(f"wrote {path}")
+    if not counted:
+        cli.log("error: nothing was counted")
+    return cli.OK if counted else cli.ERROR
 
 
 # The program ----------------------------------------------------------------------------------------------------

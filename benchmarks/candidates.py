@@ -10,8 +10,8 @@ import jax
 
 from swiftkv_jax.pallas_kernels import Implementation, decode_attention, prefill_attention
 
-from .inputs import Set
-from .shapes import Decode, Shape, score_bytes
+from .inputs import Set, draw_one
+from .shapes import Decode, Prefill, Shape, score_bytes
 from .timing import Program, jax_program
 
 OURS: tuple[str, ...] = get_args(Implementation)
@@ -21,6 +21,16 @@ _PLATFORM = {"hopper": "gpu", "cudnn": "gpu", "tpu": "tpu"}
 def ours_here() -> tuple[str, ...]:
     """Those that are for this platform."""
     return tuple(name for name in OURS if _PLATFORM.get(name) in (None, jax.default_backend()))
+
+
+def why_not(name: str) -> str | None:
+    """Why implementation `name` cannot run here, as the op says it; None if it can."""
+    shape = Prefill(name, 1, 128, 128, 1, 1, 128)
+    try:
+        jax.eval_shape(op(shape, name), jax.eval_shape(lambda: draw_one(shape, jax.random.key(0))))
+    except NotImplementedError as error:
+        return " ".join(str(error).split()).removeprefix(f"implementation={name!r} ")
+    return None
 
 
 def _same(x):

@@ -7,8 +7,9 @@
 A line per row and implementation goes to stdout: time per call on the device, rate, share of the device's measured limit
 (matrix product for prefill, copy bandwidth for decode), speed relative to cuDNN, error. Then which targets are met.
 `~` marks a time that does not scale with the number of calls, and `host-bound` one that is the host's, not the device's.
-JSON with everything, raw times included, goes to `benchmarks/results/`, rewritten after every row. Exit code 1 if a result
-is wrong or one of our implementations broke; the other rows are measured all the same.
+JSON with everything, raw times included, goes to `benchmarks/results/` (of a smoke run only to `--output`), rewritten after
+every row. Exit code 1 if a result is wrong, one of our implementations broke or nothing was measured; the other rows are
+measured all the same.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
 
 from . import inputs, oracle, report, rivals
-from .candidates import OURS, Candidate, ours, ours_here
+from .candidates import OURS, Candidate, ours, ours_here, why_not
 from .floors import Floors, floors_for
 from .shapes import TABLES, TARGETS, Shape, rate
 from .timing import SMOKE_PLAN, Plan, Program, measure
 
 CONVENTIONS = "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of valid positions and their scales"
+MARKS = {
+    "~": "three times as many calls did not take about three times as long, so the time is not to be trusted",
+    "host-bound": "the host was busy handing over the calls: the time is its own, not the device's",
+}
+"""What stands behind a time, and what it means: the table's footer."""
 Builders = dict[str, Callable[[Shape], Candidate]]
 
 
@@ -65,13 +71,14 @@ def _main(args: argparse.Namespace) -> int:
     start, chosen = time.monotonic(), select(TABLES[args.shapes], args.only)
     available = builders()
     if unknown := set(args.implementation or ()) - available.keys():
-        raise UsageError(f"--implementation {min(unknown)}: not here; here are {', '.join(available)}")
+        name = min(unknown)
+        reason = (why_not(name) if name in OURS else None) or "not here"
+        raise UsageError(f"--implementation {name}: {reason}; here are {', '.join(available)}")
     available = {name: build for name, build in available.items() if not args.implementation or name in args.implementation}
     seed = report.new_seed(args.seed)
     document = {"benchmark": "kernels", **report.environment(seed), "conventions": CONVENTIONS, "shapes": args.shapes}
-    path = args.output or report.default_path("kernels", document["device"]["kind"], document["date"])
-    report.check_writable(path)
-    cli.log(f"{document['device']['kind']}, seed {seed}, writing {path}")
+    path = report.output_path(args, "kernels", document["device"]["kind"], document["date"])
+    cli.log(f"{document['device']['kind']}, seed {seed}, writing {path or 'nothing'}")
 
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     floors = floors_for(args.shapes, key, plan)
@@ -89,6 +96,10 @@ def _main(args: argparse.Namespace) -> int:
         rows.append(measure_row(shape, available, jax.random.fold_in(key, number), floors, plan))
         _print_row(rows[-1])
         report.write_json(path, document)
+    timed = [result for row in rows for result in row["results"] if "seconds" in result]
+    for mark, meaning in MARKS.items():
+        if any(mark in _marks(result) for result in timed):
+            print(f"{mark}: {meaning}")
     if skipped := [row["name"] for row in rows if "skipped" in row]:
         print(f"skipped, the budget of {args.seconds:g} s was spent: {', '.join(skipped)}")
 
@@ -100,7 +111,9 @@ def _main(args: argparse.Namespace) -> int:
     bad = [f"{row['name']}/{result['implementation']}" for row in rows for result in row["results"] if _is_bad(result)]
     if bad:
         cli.log(f"error: wrong or broken: {', '.join(bad)}")
-    return cli.ERROR if bad else cli.OK
+    if not timed:
+        cli.log("error: nothing was measured")
+    return cli.ERROR if bad or not timed else cli.OK
 
 
 def measure_row(shape: Shape, available: Builders, key: jax.Array, floors: Floors, plan: Plan) -> dict[str, Any]:
@@ -155,16 +168,21 @@ def _is_bad(result: dict[str, Any]) -> bool:
     return result["status"] == "wrong" or (result["status"] == "error" and result["implementation"] in (*OURS, "oracle"))
 
 
+def _marks(result: dict[str, Any]) -> list[str]:
+    """Why its time is not to be trusted, if it is not."""
+    timing = result["timing"]
+    host_bound = timing["host_share"] > 0.9 and jax.default_backend() != "cpu"
+    return ["~"] * (not timing["linear"]) + ["host-bound"] * host_bound
+
+
 def _print_row(row: dict[str, Any]) -> None:
     for result in row["results"]:
         line = f"{row['name']:22} {result['implementation']:14} "
         if "seconds" in result:
-            mark = "" if result["timing"]["linear"] else " ~"
-            if result["timing"]["host_share"] > 0.9 and jax.default_backend() != "cpu":
-                mark += " host-bound"
             line += f"{report.duration(result['seconds']):>10} {result['rate']:>6.4g} {row['unit']:7} {result['share_of_floor']:8.1%} "
             line += f"{result['ratio_to_cudnn']:8.3f} " if "ratio_to_cudnn" in result else f"{'-':>8} "
-            line += f"{max(error['relative'] for error in result['errors'].values()):8.1e}{mark}"
+            line += f"{max(error['relative'] for error in result['errors'].values()):8.1e}"
+            line += "".join(f" {mark}" for mark in _marks(result))
         if "reason" in result:
             line += f" {result['status']}: {result['reason']}"
         print(line, flush=True)

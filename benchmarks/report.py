@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -29,9 +30,20 @@ def add_flags(parser: argparse.ArgumentParser, *, tables: tuple[str, ...], secon
     flag("--shapes", choices=tables, default="full", help="smoke: tiny ones, to see that everything runs, on a CPU too (default: full)")
     if rows:
         flag("--only", metavar="PATTERN", help="only rows whose name has a match of this regular expression")
-    flag("--seconds", type=float, default=seconds, metavar="S", help=f"start nothing new after S seconds (default: {seconds:g})")
+    flag("--seconds", type=_seconds, default=seconds, metavar="S", help=f"start nothing new after S seconds (default: {seconds:g})")
     flag("--seed", type=int, help="of the random inputs (default: a fresh one)")
-    flag("--output", type=Path, metavar="FILE", help="JSON file (default: a new one in benchmarks/results)")
+    flag("--output", type=Path, metavar="FILE", help="JSON file (default: a new one in benchmarks/results; none with smoke)")
+
+
+def _seconds(text: str) -> float:
+    """A flag's value. Raises what argparse reports."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive, finite number of seconds, got {text!r}")
+    return seconds
 
 
 def new_seed(seed: int | None) -> int:
@@ -104,6 +116,15 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
+def output_path(args: argparse.Namespace, name: str, kind: str, date: str) -> Path | None:
+    """Where the JSON goes; None for a smoke run that was not told, whose times mean nothing. Raises `UsageError`."""
+    if args.output is None and args.shapes == "smoke":
+        return None
+    path = args.output or default_path(name, kind, date)
+    check_writable(path)
+    return path
+
+
 def default_path(name: str, kind: str, date: str) -> Path:
     """`results/kernels-nvidia-h200-20261121-093000.json`."""
     stamp = date[:19].replace("-", "").replace(":", "").replace("T", "-")
@@ -133,8 +154,9 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    write_text(path, json.dumps(document, indent=1) + "\n")
+def write_json(path: Path | None, document: dict[str, Any]) -> None:
+    if path is not None:
+        write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def reason(error: BaseException) -> str:

@@ -3,11 +3,14 @@
     python -m benchmarks.tune                               every kernel, head dim and cache format of this device
     python -m benchmarks.tune --only 'prefill H128'         some: names are like `hopper.decode H128 float8_e4m3fn`
     python -m benchmarks.tune --dry-run                     print, and write nothing
-    python -m benchmarks.tune --dry-run --shapes smoke      to see that it runs, also on a CPU
+    python -m benchmarks.tune --dry-run --shapes smoke      tiny shapes, to see that it runs
+
+On a CPU nothing can be timed: `--dry-run` lists what would be tried.
 
 Candidates that their class refuses, that do not compile or whose results are wrong are skipped, with the reason. The best
 goes to the top of the table for this kind of device as soon as it is known; the entry there is now competes, and stays
-unless another is at least 1 % faster. Everything that was tried goes to `benchmarks/results/`.
+unless another is at least 1 % faster. Everything that was tried goes to `benchmarks/results/` (of a smoke run only to
+`--output`). Exit code 1 if no candidate of any kernel ran.
 """
 
 from __future__ import annotations
@@ -44,13 +47,17 @@ PLAN = Plan(short_run=0.01, seconds=0.25, warm_up=0.05)
 
 
 class Job(NamedTuple):
-    kernel: str
+    kernel: str  # as the table has it: "hopper.prefill.packed" is `hopper.prefill` with segment ids
     head_dim: int
     dtype: str  # of the keys as they are stored
 
     @property
     def name(self) -> str:
         return f"{self.kernel} H{self.head_dim} {self.dtype}"
+
+    @property
+    def tuning_class(self) -> type:
+        return importlib.import_module(f"{ops.__package__}.{self.kernel.removesuffix('.packed')}").Tuning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +78,7 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
         Job(f"{prefix}.{name}", head_dim, dtype)
         for head_dim in head_dims
         for prefix in prefixes
-        for name in ("prefill", "decode", "backward")
+        for name in ("prefill", "decode", "prefill.packed", "backward")
         for dtype in (CACHES if name == "decode" else CACHES[:1])
     ]
     try:
@@ -86,13 +93,17 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
 def _main(args: argparse.Namespace) -> int:
     start, platform = time.monotonic(), jax.default_backend()
     chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
-    if platform not in ("gpu", "tpu") and not (smoke and args.dry_run):
-        raise UsageError("there is nothing to tune on a CPU; --dry-run --shapes smoke shows what would be tried")
+    if platform not in ("gpu", "tpu"):
+        if not args.dry_run:
+            raise UsageError("there is nothing to tune on a CPU; --dry-run lists what would be tried")
+        for job in chosen:
+            print(f"{job.name}: {listed(job)}")
+        print("Nothing can be timed on a CPU: these are the candidates for a device.")
+        return cli.OK
     seed = report.new_seed(args.seed)
     document = {"benchmark": "tune", **report.environment(seed), "shapes": args.shapes, "jobs": []}
-    path = args.output or report.default_path("tune", document["device"]["kind"], document["date"])
+    path = None if args.dry_run else report.output_path(args, "tune", document["device"]["kind"], document["date"])
     if not args.dry_run:
-        report.check_writable(path)
         report.check_writable(args.table)
     cli.log(f"{document['device']['kind']}, seed {seed}")
     for number, job in enumerate(chosen):
@@ -113,17 +124,39 @@ def _main(args: argparse.Namespace) -> int:
             entry |= {"tuning": result["best"], "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: {result['basis']}"}
             report.write_text(args.table, table_text(with_entry(json.loads(args.table.read_text()), entry)))
     document["seconds"] = time.monotonic() - start
-    if not args.dry_run:
-        report.write_json(path, document)
+    report.write_json(path, document)
+    if path is not None:
         cli.log(f"wrote {path}")
-    return cli.OK
+    found = any(result.get("best") is not None for result in document["jobs"])
+    if not found:
+        cli.log("error: no candidate of any kernel ran")
+    return cli.OK if found else cli.ERROR
+
+
+def listed(job: Job) -> str:
+    """The candidates in one line: the entry there is now, then the grid, a group after the other."""
+    start = _current(job) or {}
+    groups = []
+    for number, group in enumerate(grid.GRIDS[job.kernel]):
+        candidates = list(grid.combinations(job.kernel, number, job.tuning_class, start))
+        values = ", ".join(f"{name} {'|'.join(map(str, choices))}" for name, choices in group.items())
+        groups.append(f"{values} ({sum(_accepted(job, values) for values in candidates)} of {len(candidates)} allowed)")
+    return f"{json.dumps(start)}; {'; then '.join(groups)}"
+
+
+def _accepted(job: Job, values: dict[str, Any]) -> bool:
+    try:
+        job.tuning_class(**values)
+    except ValueError:
+        return False
+    return True
 
 
 def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf) -> dict[str, Any]:
     """All candidates of one kernel, head dim and cache format; the best of those that are right, or None."""
     cli.log(job.name)
     implementation = job.kernel.split(".")[0]
-    tuning_class = importlib.import_module(f"{ops.__package__}.{job.kernel}").Tuning
+    tuning_class = job.tuning_class
     shapes = grid.shapes(job.kernel, job.head_dim, job.dtype, table)
     cases = []
     for i, shape in enumerate(shapes):
@@ -132,7 +165,7 @@ def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = mat
 
     tried: list[dict[str, Any]] = []
     best: dict[str, Any] | None = None
-    before = _current(tuning_class, job)
+    before = _current(job)
     start = {} if before is None else before
 
     def attempt(values: dict[str, Any]) -> None:
@@ -170,10 +203,10 @@ def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = mat
     return result | {"best": best["tuning"], "basis": basis}
 
 
-def _current(tuning_class: type, job: Job) -> dict[str, Any] | None:
+def _current(job: Job) -> dict[str, Any] | None:
     """What the table has now, or None if it has nothing that the class accepts."""
     try:
-        return grid.fields(tuning.tuning_for(tuning_class, job.kernel, job.head_dim, job.dtype))
+        return grid.fields(tuning.tuning_for(job.tuning_class, job.kernel, job.head_dim, job.dtype))
     except (NotImplementedError, TypeError, ValueError):
         return None
 
@@ -223,7 +256,7 @@ def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dic
 
 def table_text(entries: list[dict[str, Any]]) -> str:
     """One entry a line."""
-    return "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in entries) + "\n]\n"
+    return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
 
 
 if __name__ == "__main__":

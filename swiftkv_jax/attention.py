@@ -12,7 +12,7 @@ import functools
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from . import pallas_kernels
 from .pallas_kernels import Implementation
@@ -31,49 +31,65 @@ class Attention:
     def prefill(
         self,
         q: Float[Array, "B T N H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S H"],
+        k: Num[Array, "B K S H"],
+        v: Num[Array, "B K S H"],
         *,
         q_offset: Int[Array, ""] | Int[Array, " B"] | int = 0,
+        lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        k_scale: Float[Array, "B K S"] | None = None,
+        v_scale: Float[Array, "B K S"] | None = None,
     ) -> Float[Array, "B T N H"]:
         """`pallas_kernels.prefill_attention` on this mesh."""
         op = functools.partial(pallas_kernels.prefill_attention, implementation=self.implementation)
+        if self.mesh is None:
+            return op(q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale)
+        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale = pallas_kernels.check_prefill(
+            q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale
+        )
+        kv, rows = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, {"lengths": lengths, "segment_ids": segment_ids}
         if isinstance(q_offset, int):  # static: only then do the kernels know that rows begin where their keys begin
-            return self._per_device(functools.partial(op, q_offset=q_offset), q, k, v, segment_ids=segment_ids)
-        return self._per_device(op, q, k, v, q_offset=q_offset, segment_ids=segment_ids)
+            return self._per_device(self.mesh, functools.partial(op, q_offset=q_offset), q, kv, rows)
+        return self._per_device(self.mesh, op, q, kv, rows | {"q_offset": q_offset})
 
     def decode(
         self,
         q: Float[Array, "B T N H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S H"],
+        k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
+        v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
         length: Int[Array, " B"],
+        *,
+        k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+        v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+        block_table: Int[Array, "B P"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        """`pallas_kernels.decode_attention` on this mesh."""
+        """`pallas_kernels.decode_attention` on this mesh. A pool of blocks is every data shard's: any row may use any block."""
         op = functools.partial(pallas_kernels.decode_attention, implementation=self.implementation)
-        return self._per_device(op, q, k, v, length=length)
-
-    def _per_device(self, op, q, k, v, **per_row):
-        """Run `op` on each device's part. `per_row` arrays have a leading B, are scalars, or are None."""
-        per_row = {name: value for name, value in per_row.items() if value is not None}
         if self.mesh is None:
-            return op(q, k, v, **per_row)
-        rows = DATA if q.shape[0] % self.mesh.shape[DATA] == 0 else None
-        devices, heads, kv_heads = self.mesh.shape[MODEL], q.shape[2], k.shape[1]
+            return op(q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table)
+        q, k, v, length, k_scale, v_scale, block_table = pallas_kernels.check_decode(
+            q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table
+        )
+        kv, rows = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, {"length": length, "block_table": block_table}
+        return self._per_device(self.mesh, op, q, kv, rows, pool=block_table is not None)
+
+    @staticmethod
+    def _per_device(mesh, op, q, kv, per_row, *, pool=False):
+        """Run `op` on each device's part. `kv` arrays are B K ..., of a pool X K ...; `per_row` ones B ... or scalars."""
+        kv, per_row = ({name: value for name, value in arrays.items() if value is not None} for arrays in (kv, per_row))
+        rows = DATA if q.shape[0] % mesh.shape[DATA] == 0 else None
+        devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], kv["k"].shape[1]
         split_kv = kv_heads % devices == 0
         share_kv = not split_kv and devices % kv_heads == 0 and heads % devices == 0  # several devices to a key/value head
 
-        def local(operands, per_row):
-            q, k, v = operands
-            if share_kv:
+        def local(q, kv, per_row):
+            if share_kv:  # a kernel takes whole arrays: this costs a copy of the one head's keys and values each call
                 head = jax.lax.axis_index(MODEL) // (devices // kv_heads)
-                k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k, v))
-            return op(q, k, v, **per_row)
+                kv = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1), kv)
+            return op(q, **kv, **per_row)
 
         q_spec = P(rows, None, MODEL if split_kv or share_kv else None)
-        kv_spec = P(rows, MODEL if split_kv else None)
-        row_specs = {name: P(rows) if value.ndim else P() for name, value in per_row.items()}
-        specs = ((q_spec, kv_spec, kv_spec), row_specs)
+        kv_spec = P(None if pool else rows, MODEL if split_kv else None)
+        specs = q_spec, kv_spec, {name: P(rows) if value.ndim else P() for name, value in per_row.items()}
         # The kernels do not say over which axes their results vary, so there is nothing to check.
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)((q, k, v), per_row)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(q, kv, per_row)

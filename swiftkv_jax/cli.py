@@ -30,7 +30,7 @@ def run(main: Callable[[], int]) -> int:
     """Run a command's `main`; turn every foreseeable failure into one line on stderr and the right exit code."""
     try:
         return main()
-    except UsageError as error:
+    except (UsageError, NotImplementedError) as error:  # the latter: a named implementation that cannot do it here
         return _fail(error, USAGE)
     except CheckpointError as error:
         return _fail(error, BAD_CHECKPOINT)

@@ -71,3 +71,53 @@ def test_each_device_sees_its_part(shape, kv_heads, rows, heads, keys, monkeypat
     q, k, v = operands(kv_heads)
     Attention(make_mesh(shape)).decode(q, k, v, jnp.asarray([9, 24, 7, 1]))
     assert seen == [((rows, T, heads, H), (rows, keys, S, H), (rows,))]
+
+
+def quantised(x):
+    scale = jnp.abs(x).max(axis=-1) / 127
+    return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 8)])
+def test_the_other_options_agree(shape, kv_heads):
+    """Ragged rows, scales and a pool of blocks, of which a row may use any."""
+    q, k, v = operands(kv_heads)
+    (k8, k_scale), (v8, v_scale) = quantised(k), quantised(v)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    lengths, length = jnp.asarray([6, 0, 3, 1]), jnp.asarray([24, 6, 0, 9])
+    table = jnp.asarray([[11, 3, 0], [2, 9, 5], [1, 4, 6], [7, 8, 10]])
+
+    def pool(x):  # B K S ... -> X K page ...
+        return (
+            jnp.zeros((12, kv_heads, 8, *x.shape[3:]), x.dtype)
+            .at[table]
+            .set(jnp.moveaxis(x.reshape(B, kv_heads, 3, 8, *x.shape[3:]), 2, 1))
+        )
+
+    def calls(attention):
+        return {
+            "ragged": attention.prefill(q, k, v, lengths=lengths),
+            "scales": attention.prefill(q, k8, v8, q_offset=7, **scales),
+            "decode with scales": attention.decode(q[:, :2], k8, v8, length, **scales),
+            "pool": attention.decode(q[:, :2], pool(k), pool(v), length, block_table=table),
+            "pool with scales": attention.decode(
+                q[:, :2], pool(k8), pool(v8), length, block_table=table, k_scale=pool(k_scale), v_scale=pool(v_scale)
+            ),
+        }
+
+    alone, spread = calls(Attention()), calls(Attention(make_mesh(shape)))
+    for name in alone:
+        np.testing.assert_allclose(spread[name], alone[name], atol=2e-6, err_msg=name)
+
+
+def test_errors_name_the_whole_arrays():
+    """What the caller passed, not what is left of it on a device; and values are looked at on a mesh too."""
+    q, k, v = operands(8)
+    attention = Attention(make_mesh((2, 4)))
+    with pytest.raises(ValueError, match=r"query heads.*q\.shape=\(4, 6, 15, 8\) and k\.shape=\(4, 8, 24, 8\)"):
+        attention.prefill(q[:, :, :15], k, v)
+    with pytest.raises(ValueError, match="length must be from 0 to 24"):
+        attention.decode(q, k, v, jnp.asarray([1, 2, 3, 25]))
+    with pytest.raises(ValueError, match="q_offset must be from 0 to 18"):
+        attention.prefill(q, k, v, q_offset=19)

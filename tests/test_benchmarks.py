@@ -1,6 +1,6 @@
 """The benchmarks count right, time right, report right, and lose nothing when something breaks."""
 
-import importlib
+import dataclasses
 import json
 import time
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import boundary, candidates, grid, hlo, inputs, kernels, oracle, report, shapes, timing, tune
+from benchmarks.floors import Floors
 from swiftkv_jax.pallas_kernels import tuning
 from tests.pallas_kernels.interpreted import H100
 
@@ -18,6 +19,13 @@ CHUNK = shapes.Prefill("c", 2, 8, 24, 4, 2, 8, offset=16)
 PACKED = shapes.Prefill("d", 2, 100, 100, 4, 2, 8, packed=True)
 TRAIN = shapes.Prefill("t", 2, 24, 24, 4, 2, 8, packed=True, gradient=True)
 PAGED = shapes.Decode("g", 3, 32, "int8", page=16, ragged=True, heads=4, kv_heads=2, head_dim=8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def mask(shape: shapes.Prefill) -> np.ndarray:
@@ -52,11 +60,7 @@ def test_bytes(cache, ragged):
 @pytest.mark.parametrize("table", shapes.TABLES.values())
 def test_table(table):
     assert len({shape.name for shape in table}) == len(table)
-    assert all(shape.work > 0 for shape in table)
-
-
-def test_targets_name_rows():
-    assert {target.row for target in shapes.TARGETS} <= {shape.name for shape in shapes.FULL}
+    assert all(shape.work > 0 for shape in table) and {target.row for target in shapes.TARGETS} <= {shape.name for shape in shapes.FULL}
 
 
 @pytest.mark.parametrize("shape", [TRAIN, PAGED], ids=lambda shape: shape.name)
@@ -86,18 +90,7 @@ def test_time_per_call_is_that_of_the_calls():
     program = timing.Program(run, 3, None)
     plan = timing.Plan(short_run=0.03, seconds=0.0, min_rounds=3, max_rounds=3, warm_up=0.0)
     timings, failed = timing.measure({"sleep": program, "broken": timing.Program(lambda repeats: 1 / 0, 1, None)}, plan)  # pyright: ignore
-    assert 0.0018 < timings["sleep"].seconds < 0.003
-    assert list(failed) == ["broken"]
-
-
-def test_timing_of_a_product():
-    def timed(size):
-        sets = [jnp.ones((size, size)) for _ in range(2)]
-        program = timing.jax_program(lambda x: x @ x, sets)
-        assert program.calls == 2 and program.output_bytes == 2 * 4 * size * size
-        return timing.measure({"product": program}, timing.SMOKE_PLAN)[0]["product"].seconds
-
-    assert 0 < timed(32) < timed(512)
+    assert 0.0018 < timings["sleep"].seconds < 0.003 and list(failed) == ["broken"]
 
 
 def test_a_smoke_run(tmp_path, capsys):
@@ -111,30 +104,39 @@ def test_a_smoke_run(tmp_path, capsys):
     assert [row["name"] for row in document["rows"]] == ["chunk", "decode int8"]
     for row in document["rows"]:
         (result,) = row["results"]
-        assert result["implementation"] == "xla" and result["status"] == "ok"
-        assert result["errors"]["out"].keys() == {"relative", "worst_vector", "max_abs"}
+        assert (
+            result["implementation"] == "xla"
+            and result["status"] == "ok"
+            and result["errors"]["out"].keys() == {"relative", "worst_vector", "max_abs"}
+        )
         scale = {"TFLOP/s": 1e12, "GB/s": 1e9}[row["unit"]]
         assert result["seconds"] > 0 and result["rate"] == pytest.approx(row["work"] / result["seconds"] / scale)
         assert len(result["timing"]["short_runs"]) == len(result["timing"]["long_runs"]) >= 3
     assert "chunk" in capsys.readouterr().out
-    assert kernels.main([*flags, "--seconds", "0"]) == 0
-    assert all("budget" in row["skipped"] for row in json.loads(path.read_text())["rows"])
+    assert kernels.main([*flags, "--seconds", "1e-9"]) == 1
+    assert '"skipped": "the budget' in path.read_text() and "nothing was measured" in capsys.readouterr().err
+
+
+def test_a_smoke_run_leaves_nothing_and_explains_its_marks(tmp_path, monkeypatch, capsys):
+    result = {"implementation": "xla", "status": "ok", "seconds": 1e-3, "rate": 1.0, "share_of_floor": 0.5}
+    result |= {"errors": {"out": {"relative": 1e-3}}, "timing": {"linear": False, "host_share": 0.1}}
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(kernels, "floors_for", lambda *_: Floors(1.0, 1.0, {}))
+    monkeypatch.setattr(kernels, "measure_row", lambda shape, *_: kernels._described(shape) | {"results": [result]})
+    assert kernels.main(["--shapes", "smoke", "--only", "^chunk$"]) == 0
+    assert not list(tmp_path.iterdir())
+    row, footer = capsys.readouterr().out.splitlines()[-2:]
+    assert row.endswith(" ~") and footer.startswith("~: ")
 
 
 def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
-    def broken(s):
-        raise RuntimeError("no such kernel\nand more")
-
-    def unsupported(shape):
-        raise NotImplementedError("not here")
-
-    def wrong(s):
-        return candidates.op(PREFILL, "xla")(s) * 1.1
+    def fail(argument):
+        raise NotImplementedError("not here") if isinstance(argument, shapes.Prefill) else RuntimeError("no such kernel\nand more")
 
     available = {
-        "hopper": lambda shape: candidates.Candidate("hopper", broken),
-        "cudnn": unsupported,
-        "wrong": lambda shape: candidates.Candidate("wrong", wrong),
+        "hopper": lambda shape: candidates.Candidate("hopper", fail),
+        "cudnn": fail,
+        "wrong": lambda shape: candidates.Candidate("wrong", lambda s: candidates.op(PREFILL, "xla")(s) * 1.1),
         "xla": lambda shape: candidates.ours("xla", shape),
     }
     monkeypatch.setattr(kernels, "builders", lambda: available)
@@ -142,14 +144,8 @@ def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
     path = tmp_path / "kernels.json"
     assert kernels.main(["--shapes", "smoke", "--output", str(path)]) == 1
     results = {result["implementation"]: result for result in json.loads(path.read_text())["rows"][0]["results"]}
-    assert {name: result["status"] for name, result in results.items()} == {
-        "hopper": "error",
-        "cudnn": "unsupported",
-        "wrong": "wrong",
-        "xla": "ok",
-    }
-    assert results["hopper"]["reason"] == "RuntimeError: no such kernel"
-    assert results["xla"]["seconds"] > 0
+    assert [results[name]["status"] for name in available] == ["error", "unsupported", "wrong", "ok"]
+    assert results["hopper"]["reason"] == "RuntimeError: no such kernel" and results["xla"]["seconds"] > 0
     assert "wrong or broken: p/hopper, p/wrong" in capsys.readouterr().err
 
 
@@ -158,7 +154,8 @@ def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
     [
         (kernels, ["--only", "nothing such"], "no such row"),
         (kernels, ["--only", "("], "not a regular expression"),
-        (kernels, ["--implementation", "fast"], "--implementation fast"),
+        (kernels, ["--implementation", "fast"], "--implementation fast: not here"),
+        (kernels, ["--implementation", "hopper"], "--implementation hopper: needs a Hopper GPU, this is cpu"),
         (kernels, ["--only", "chunk", "--output", "/dev/null/x"], "cannot be made"),
         (tune, [], "nothing to tune on a CPU"),
         (tune, ["--only", "nothing such"], "nothing has such a name"),
@@ -167,6 +164,14 @@ def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
 def test_usage_errors_are_one_line(command, flags, message, capsys):
     assert command.main([*flags, "--shapes", "smoke"]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_seconds_are_positive_and_finite(seconds, capsys):
+    with pytest.raises(SystemExit) as exit:
+        kernels.main(["--seconds", seconds])
+    assert exit.value.code == 2
+    assert f"--seconds: must be a positive, finite number of seconds, got '{seconds}'" in capsys.readouterr().err
 
 
 def test_judging():
@@ -181,23 +186,40 @@ def test_judging():
 
 
 def test_tune_without_a_device(capsys):
-    before = tuning.TABLE.read_text()
-    assert tune.main(["--shapes", "smoke", "--dry-run", "--only", "^hopper.decode H64 int8"]) == 0
-    out = capsys.readouterr().out
-    assert "hopper.decode H64 int8: none of" in out and "needs a Hopper GPU" in out
-    assert tuning.TABLE.read_text() == before
+    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [job.name for job in tune.jobs("cpu", None)]
+    assert "Nothing can be timed" in last and " 0 of " not in "".join(lines)
+
+
+def test_tune_fails_where_nothing_runs(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: {"tried": [{"reason": "broken"}], "best": None, "basis": ""})
+    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 1
+
+
+def test_grids(monkeypatch):
+    every = tune.jobs("cpu", None)
+    assert grid.GRIDS.keys() == {job.kernel for job in every} == {entry["kernel"] for entry in tuning.read_table()}
+    for job in every:
+        fields = {field.name for field in dataclasses.fields(job.tuning_class)}
+        assert {name for group in grid.GRIDS[job.kernel] for name in group} <= fields
+        for shape in grid.shapes(job.kernel, job.head_dim, job.dtype, "full"):
+            assert getattr(shape, "packed", False) == job.kernel.endswith(".packed")
+    monkeypatch.setitem(grid.GRIDS, "tpu.decode", ({"rows": (1,), "block_kv": (128,)},))
+    with pytest.raises(ValueError, match="grid of tpu.decode has block_kv"):
+        list(grid.combinations("tpu.decode", 0, tune.Job("tpu.decode", 128, "int8").tuning_class, {}))
 
 
 @pytest.mark.parametrize("job", tune.jobs("gpu", "H128 bfloat16"), ids=lambda job: job.kernel)
 def test_every_candidate_is_traced_anew(job):
     """A tuning that some cache kept out would make all candidates look alike."""
-    tuning_class = importlib.import_module(f"swiftkv_jax.pallas_kernels.{job.kernel}").Tuning
     (shape,) = grid.shapes(job.kernel, job.head_dim, job.dtype, "smoke")
     arrays = [jax.eval_shape(lambda: inputs.draw_one(shape, jax.random.key(0)))]
     call, traced = candidates.op(shape, "hopper"), []
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H100)):
-        for values in list(grid.combinations(job.kernel, 0, tuning_class, {}))[:2]:
-            with tune.using(job.kernel, tuning_class(**values)):
+        for values in list(grid.combinations(job.kernel, 0, job.tuning_class, {}))[:2]:
+            with tune.using(job.kernel, job.tuning_class(**values)):
                 traced.append(str(jax.jit(lambda sets: [call(one) for one in sets]).trace(arrays).jaxpr))
     assert traced[0] != traced[1]
 
@@ -207,16 +229,25 @@ def test_the_table(tmp_path):
     old = [entry | {"device": device} for device in ("any", "X")]
     new = old[1] | {"tuning": {"block_kv": 64, "splits": None}, "basis": "measured"}
     table = tune.with_entry(old, new)
-    assert table == [new, old[0]]
     text = tune.table_text(table)
-    assert json.loads(text) == table and len(text.splitlines()) == len(table) + 2
+    assert table == [new, old[0]] == json.loads(text) and len(text.splitlines()) == len(table) + 2
+    assert tune.table_text(json.loads(tuning.TABLE.read_text())) == tuning.TABLE.read_text()  # a new entry changes one line
     (path := tmp_path / "table.json").write_text(text)
     assert list(tuning.read_table(path)) == table
 
 
+def test_what_tune_writes_goes_before_any(monkeypatch):
+    job, kinds = tune.Job("hopper.prefill.packed", 128, "bfloat16"), ["X", "X", "Y"]
+    usual = {"kernel": job.kernel, "device": "any", "head_dim": "any", "dtype": "any", "tuning": {}, "basis": "draft"}
+    entry = usual | {"device": "X", "head_dim": 128, "dtype": "bfloat16", "tuning": {"block_kv": 64}}
+    monkeypatch.setattr(tuning, "read_table", lambda: tune.with_entry([usual], entry))
+    monkeypatch.setattr(tuning, "current_device", lambda: ("gpu", kinds.pop(0)))
+    taken = [tuning.tuning_for(job.tuning_class, job.kernel, head_dim, job.dtype).block_kv for head_dim in (128, 64, 128)]
+    assert taken == [64, 128, 128]
+
+
 def test_written_at_once(tmp_path):
-    path = tmp_path / "x.json"
-    report.write_json(path, {"a": 1})
+    report.write_json(path := tmp_path / "x.json", {"a": 1})
     with pytest.raises(TypeError):
         report.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
@@ -263,8 +294,7 @@ def test_boundary_smoke(tmp_path, capsys):
     path = tmp_path / "boundary.json"
     assert boundary.main(["--shapes", "smoke", "--output", str(path)]) == 0
     document = json.loads(path.read_text())
-    for row in document["rows"]:
-        assert row["timings"]["boundary"]["seconds"] > 0
-        assert any(kernel["is_product"] for kernel in row["kernels"])
-        assert row["kernel_seconds"] >= row["floor_seconds"] > 0
+    (row,) = document["rows"]
+    assert row["timings"]["boundary"]["seconds"] > 0 and any(kernel["is_product"] for kernel in row["kernels"])
+    assert row["kernel_seconds"] >= row["floor_seconds"] > 0
     assert "A fused kernel could save at most" in capsys.readouterr().out

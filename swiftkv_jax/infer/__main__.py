@@ -75,6 +75,7 @@ def generate(args: argparse.Namespace) -> int:
         max_num_seqs=min(args.max_num_seqs, len(rows)),
         decode_steps=1 if live else 8,
         mesh=mesh,
+        attention=args.attention,
     )
     del model  # the engine has its own copy of the layers: memory for one, not two
     _run(engine, rows, params, args, live=live, prefix=DEMO_PROMPT if demo else "")

@@ -29,7 +29,15 @@ def main(args: argparse.Namespace) -> int:
     system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     encode_chat(model.tokenizer, [*system, {"role": "user", "content": ""}])  # a tokenizer without a template fails now
     limit = args.max_model_len or min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-    engine = Engine(model, swiftkv=SWIFTKV[args.swiftkv], max_model_len=limit, max_num_seqs=1, decode_steps=1, mesh=mesh)
+    engine = Engine(
+        model,
+        swiftkv=SWIFTKV[args.swiftkv],
+        max_model_len=limit,
+        max_num_seqs=1,
+        decode_steps=1,
+        mesh=mesh,
+        attention=args.attention,
+    )
     engine.warm_up()
     log("/reset forgets the conversation, /exit ends it, Ctrl-C stops a reply")
 

@@ -13,6 +13,7 @@ from .. import demo
 from ..bundle import Model
 from ..cli import log
 from ..errors import CheckpointError, UsageError
+from ..pallas_kernels import IMPLEMENTATIONS
 from ..sharding import emulate_cpu_devices, make_mesh, parse_mesh
 from .sampling import SamplingParams
 
@@ -25,6 +26,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     flag("--swiftkv", choices=SWIFTKV, default="auto", help="off runs the unmodified teacher (default: on if the checkpoint has it)")
     flag("--dtype", choices=("float32", "bfloat16"), help="of weights and cache (default: bfloat16 on accelerators, float32 on a CPU)")
     flag("--mesh", metavar="DATAxMODEL", default="1x1", help="devices over rows x devices over heads; on a CPU they are emulated")
+    flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
     flag("--max-model-len", "-c", type=length, metavar="N", help="most tokens in a row, prompt and new ones; 8k is 8192")
 
 

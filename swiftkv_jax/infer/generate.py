@@ -20,6 +20,7 @@ from ..bundle import Model
 from ..cache import bytes_per_token, cache_sharding, init_cache, row_sharding
 from ..config import Config
 from ..errors import UsageError
+from ..pallas_kernels import Implementation
 from ..sharding import DATA, llama_shardings, mesh_of, swiftkv_shardings
 from .programs import DecodeState, decode, prefill_chunk
 from .sampling import Sampling, SamplingParams, make_sampling
@@ -67,6 +68,7 @@ def generate(
     max_num_seqs: int = 64,
     decode_steps: int = 8,
     mesh: Mesh | None = None,
+    attention: Implementation | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, without the end token.
 
@@ -83,6 +85,7 @@ def generate(
         max_num_seqs=min(max_num_seqs, max(len(prompts), 1)),
         decode_steps=decode_steps,
         mesh=mesh,
+        attention=attention,
     )
     outputs: list[list[int]] = [[] for _ in prompts]
     for event in engine.stream(prompts, params):
@@ -103,12 +106,14 @@ class Engine:
         chunks: Sequence[int] = (512, 64),
         decode_steps: int = 8,
         mesh: Mesh | None = None,
+        attention: Implementation | None = None,
     ):
         """`max_model_len` bounds prompt plus new tokens of a row; None is all the positions the model was made for.
 
         Every group has `max_num_seqs` rows, filled or not. Prefill uses the largest of `chunks` that is not longer than
         what is left, and pads the last; each must be a multiple of the smallest. Tokens come out `decode_steps` at a time.
         With a `mesh` (None: the one the model was loaded on), rows are split over `data`, heads and widths over `model`.
+        `attention` names an implementation of attention; None chooses for the device.
         """
         self.swiftkv = model.uses_swiftkv(swiftkv)
         self.config = served_config(model.config, self.swiftkv)
@@ -132,7 +137,7 @@ class Engine:
         # Everything is committed to its place from the start: a program compiled for uncommitted buffers would be compiled
         # again for the committed ones that it returns.
         mesh = mesh or mesh_of(model.llama.embed)
-        self._attention = Attention(mesh)
+        self._attention = Attention(mesh, attention)
         self._cache_sharding = None
         self._row_sharding: Sharding = SingleDeviceSharding(min(model.llama.embed.devices(), key=lambda device: device.id))
         if mesh is not None:

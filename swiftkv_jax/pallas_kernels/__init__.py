@@ -1,9 +1,14 @@
 """Attention, as two ops. Everything in the model attends through them; nothing else in the package does.
 
-Reading order: `reference` (the formula), `ops` (arguments, choice), then one implementation: `xla` runs everywhere,
+Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one implementation: `xla` runs everywhere,
 `hopper` and `tpu` are device kernels, `cudnn` is a library to compare with.
 """
 
+from typing import get_args
+
+from .checks import check_decode, check_prefill
 from .ops import Implementation, decode_attention, prefill_attention
 
-__all__ = ["Implementation", "decode_attention", "prefill_attention"]
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+
+__all__ = ["IMPLEMENTATIONS", "Implementation", "check_decode", "check_prefill", "decode_attention", "prefill_attention"]

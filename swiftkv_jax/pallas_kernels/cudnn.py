@@ -17,19 +17,9 @@ def prefill(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     lengths: Int[Array, " B"] | None = None,
-    *,
-    offset: Int[Array, " B"] | int = 0,
-    segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention of whole rows, differentiable in q, k and v. Queries from `lengths[b]` on yield zeros.
-
-    `offset` may only be a static 0 and `segment_ids` only None: anything else is refused.
-    """
+    """Causal attention of whole rows, differentiable in q, k and v. Queries from `lengths[b]` on yield zeros."""
     _check_supported(q, k)
-    if segment_ids is not None:
-        raise NotImplementedError(f"implementation='cudnn' takes only segment_ids=None, got {segment_ids.shape=}")
-    if not (isinstance(offset, int) and offset == 0):
-        raise NotImplementedError(f"implementation='cudnn' takes only a static offset=0, got {offset=}")
     queries = q.shape[1]
     k, v = (x[:, :, :queries].transpose(0, 2, 1, 3) for x in (k, v))  # without an offset nobody sees the keys from T on
     if lengths is None:

@@ -6,6 +6,9 @@ import re
 
 import jax
 
+HEAD_DIMS = (64, 80, 96, 128, 256)
+"""What the device kernels are built and tested for. XLA takes any."""
+
 
 def current_device() -> tuple[str, str]:
     """(platform, device kind): of the mesh that tracing happens under, or else of the default device.

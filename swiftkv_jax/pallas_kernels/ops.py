@@ -13,19 +13,15 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
 from . import cudnn, xla
-from .device import current_device, is_hopper
+from .checks import check_decode, check_prefill
+from .device import HEAD_DIMS, current_device, is_hopper
 from .tuning import tuning_for
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
-HEAD_DIMS = (64, 80, 96, 128, 256)
-"""What the device kernels are built and tested for. XLA takes any."""
-CACHE_FORMATS = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
-"""Dtypes of keys and values that need scales."""
+NO_GRADIENT = "attention to scaled or paged keys and values has no gradient: widen or gather them first"
 
 
 def prefill_attention(
@@ -49,39 +45,33 @@ def prefill_attention(
 
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per position and head: the
     value is what is stored times its scale. The device kernels read them widened to the dtype of `q`, one copy of
-    this layer's cache, which costs about 3 % of an 8k prefill chunk's attention.
+    this layer's cache, which costs about 3 % of an 8k prefill chunk's attention. What no query sees must be finite: it
+    weighs nothing, but zero times infinity is NaN.
 
-    Differentiable in q, k, v; on the device kernels only for whole rows (no offset, no `lengths`, no scales, S = T).
-    Raises `ValueError` for operands that do not fit together, `NotImplementedError` for what a named implementation
-    cannot do. Values of offsets and lengths are checked where they are known, that is outside of `jax.jit`.
+    Differentiable in q, k, v, but for keys and values with scales; on the device kernels only for whole rows (no offset,
+    no `lengths`, S = T). Raises `ValueError` for operands that do not fit together, `NotImplementedError` for what a named
+    implementation cannot do and for gradients that there are not. Offsets that are ints, of Python or NumPy, are static.
+    Values of other offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
     """
-    _check_operands(q, k, v, k_scale, v_scale)
+    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale = check_prefill(
+        q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale
+    )
     batch, queries, keys = *q.shape[:2], k.shape[2]
-    if k.shape[0] != batch:
-        raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
-    _check_range("q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries")
-    if jnp.shape(q_offset) not in ((), (batch,)):
-        raise ValueError(f"q_offset must be a scalar or one a row, got {jnp.shape(q_offset)=} and {q.shape=}")
-    if lengths is not None:
-        _check_rows("lengths", lengths, batch)
-        _check_range("lengths", lengths, queries, "the queries")
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0
-    if segment_ids is not None:
-        if segment_ids.shape != q.shape[:2]:
-            raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
-        if keys != queries or not starts_at_zero:
-            raise ValueError(f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, {q.shape=}, {q_offset=}")
-
-    name = _choose("prefill", implementation, q, segmented=segment_ids is not None, offset=not starts_at_zero)
+    name = _choose("prefill", implementation, q, k, segment_ids=segment_ids, offset=not starts_at_zero)
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
+    if k_scale is not None:
+        q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
         return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale)
     k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
-    if starts_at_zero and keys == queries and lengths is None and k_scale is None:
+    if starts_at_zero and keys == queries and lengths is None:
         return _whole_rows(name, q, k, v, segment_ids)
-    return _forward_only(name, q, k, v, offset, jnp.full((batch,), queries, jnp.int32) if lengths is None else lengths, segment_ids)
+    q, k, v = _without_gradient(f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has", (q, k, v))
+    lengths = jnp.full((batch,), queries, jnp.int32) if lengths is None else lengths
+    return _forward(name, q, k, v, offset, lengths, segment_ids)[0]
 
 
 def decode_attention(
@@ -95,51 +85,49 @@ def decode_attention(
     block_table: Int[Array, "B P"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of the last T tokens of each row against a static cache. Not differentiable, but for `xla`.
+    """Attention of the last T tokens of each row against a static cache.
 
     `length[b]` counts the valid positions of row b, the T new ones included; query t sees the first
-    `length[b] - T + t + 1`. A row of length 0 is idle and yields zeros. Cache formats are those of `prefill_attention`,
-    widened on the way to the product: the kernels read them as they are stored.
+    `length[b] - T + t + 1`, and where these are none, as for the early queries of a row with fewer than T positions, it
+    yields zeros. A row of length 0 is idle. Cache formats are those of `prefill_attention`, widened on the way to the
+    product: the kernels read them as they are stored. What no query sees must be finite here too.
 
     With `block_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is position `s % page` of
-    block `block_table[b, s // page]`. Raises as `prefill_attention` does.
-    """
-    _check_operands(q, k, v, k_scale, v_scale)
-    batch = q.shape[0]
-    _check_rows("length", length, batch)
-    if block_table is None:
-        if k.shape[0] != batch:
-            raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
-        keys = k.shape[2]
-    else:
-        if block_table.ndim != 2 or block_table.shape[0] != batch:
-            raise ValueError(f"block_table must be B P, got {block_table.shape=} and {q.shape=}")
-        keys = block_table.shape[1] * k.shape[2]
-    _check_range("length", length, keys, "the cache's positions")
+    block `block_table[b, s // page]`. Entries for the blocks that `length` reaches must lie in the pool, which nobody
+    checks; the others may be anything.
 
-    name = _choose("decode", implementation, q, segmented=False, offset=False)
+    Differentiable in q, k, v, but for scaled or paged keys and values, and not on the device kernels. Raises as
+    `prefill_attention` does.
+    """
+    q, k, v, length, k_scale, v_scale, block_table = check_decode(
+        q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table
+    )
+    name = _choose("decode", implementation, q, k, block_table=block_table)
+    if k_scale is not None or block_table is not None:
+        q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
         return xla.decode(q, k, v, length, k_scale, v_scale, block_table)
     if name == "cudnn":
         if block_table is not None or k_scale is not None:
             raise NotImplementedError("implementation='cudnn' takes neither block_table nor scaled keys and values; 'xla' does")
         return cudnn.decode(q, k, v, length)
+    q, k, v = _without_gradient(f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v))
     kernel = _kernels(name).decode
-    tuning = tuning_for(kernel.Tuning, f"{name}.decode", q.shape[3], k.dtype)
-    return _once(kernel.attention, tuning)(q, k, v, length.astype(jnp.int32), k_scale, v_scale, block_table)
+    return _once(kernel.attention, _tuning(name, "decode", q, k.dtype))(q, k, v, length, k_scale, v_scale, block_table)
 
 
 # Choosing -------------------------------------------------------------------------------------------------------
 
 
-def _choose(op: str, implementation: str | None, q, *, segmented: bool, offset: bool) -> str:
-    """The implementation to run. Raises `NotImplementedError` if the named one cannot."""
+def _choose(op: str, implementation: str | None, q, k, *, segment_ids=None, block_table=None, offset=False) -> str:
+    """The implementation to run. Raises `NotImplementedError` if the named one cannot. Of the arrays only shapes and dtypes count."""
+    operands = op, q, k, segment_ids, block_table
     if implementation is None:
-        return next((name for name in ("hopper", "tpu") if _obstacle(name, q) is None), "xla")
+        return next((name for name in ("hopper", "tpu") if _obstacle(name, *operands) is None), "xla")
     if implementation not in get_args(Implementation):
         raise NotImplementedError(f"{implementation=} is not available; available: {', '.join(map(repr, get_args(Implementation)))}")
-    obstacle = _obstacle(implementation, q)
-    if implementation == "cudnn" and obstacle is None and segmented:
+    obstacle = _obstacle(implementation, *operands)
+    if implementation == "cudnn" and obstacle is None and segment_ids is not None:
         obstacle = "takes no segment_ids (only a mask of T x S)"
     if implementation == "cudnn" and obstacle is None and offset:
         obstacle = "takes no q_offset but a static 0"
@@ -148,17 +136,24 @@ def _choose(op: str, implementation: str | None, q, *, segmented: bool, offset: 
     return implementation
 
 
-def _obstacle(name: str, q) -> str | None:
-    """Why `name` cannot run on queries like `q` on the current device; None if it can."""
+def _obstacle(name: str, op: str, q, k, segment_ids, block_table) -> str | None:
+    """Why `name` cannot run `op` on these operands on the current device; None if it can."""
     platform, kind = current_device()
     if name in ("hopper", "tpu"):
-        dtypes = (jnp.bfloat16,) if name == "hopper" else (jnp.bfloat16, jnp.float32)
+        dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
         if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
             return f"needs a {'Hopper GPU' if name == 'hopper' else 'TPU'}, this is {platform} ({kind})"
         if q.shape[3] not in HEAD_DIMS:
             return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
         if q.dtype not in dtypes:
             return f"takes {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}, got {q.dtype=}"
+        packed, dtype = segment_ids is not None, q.dtype if op == "prefill" else k.dtype
+        try:
+            tuning = _tuning(name, "prefill.packed" if packed else op, q, dtype)
+        except NotImplementedError as error:
+            return f"cannot: {error}"
+        kernels = _kernels(name)  # only now, on their own device
+        return kernels.prefill.obstacle(q, k, tuning) if op == "prefill" else kernels.decode.obstacle(q, k, block_table, tuning)
     if name == "cudnn" and platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, this is {platform} ({kind})"
     return None
@@ -176,6 +171,12 @@ def _kernels(name: str) -> ModuleType:
     return kernels
 
 
+def _tuning(name: str, op: str, q, dtype):
+    """The table's entry for keys of `dtype`. What is best for one format of 16 bits is for the other."""
+    kernel = getattr(_kernels(name), op.split(".")[0])
+    return tuning_for(kernel.Tuning, f"{name}.{op}", q.shape[3], jnp.bfloat16 if dtype == jnp.float16 else dtype)
+
+
 @functools.cache
 def _once(kernel, tuning, **options):
     """`kernel` as a function of arrays that is traced and lowered once for all layers of a program, not once for each."""
@@ -184,8 +185,7 @@ def _once(kernel, tuning, **options):
 
 def _forward(name: str, q, k, v, offset, lengths, segment_ids, save_lse=False):
     kernel = _kernels(name).prefill
-    entry = f"{name}.prefill" if segment_ids is None else f"{name}.prefill.packed"
-    tuning = tuning_for(kernel.Tuning, entry, q.shape[3], q.dtype)
+    tuning = _tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, q.dtype)
     return _once(kernel.attention, tuning, save_lse=save_lse)(q, k, v, offset, lengths, segment_ids)
 
 
@@ -206,58 +206,24 @@ def _whole_rows_forward(name, q, k, v, segment_ids):
 
 def _whole_rows_backward(name, residuals, d_out):
     kernel, q = _kernels(name).backward, residuals[0]
-    tuning = tuning_for(kernel.Tuning, f"{name}.backward", q.shape[3], q.dtype)
-    return *_once(kernel.attention_grad, tuning)(*residuals, d_out), None
+    return *_once(kernel.attention_grad, _tuning(name, "backward", q, q.dtype))(*residuals, d_out), None
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forward_only(name: str, *operands):
-    return _forward(name, *operands)[0]
+def _without_gradient(message: str, operands):
+    """`operands`, through which nothing is differentiated: `message` says why."""
+    return operands
 
 
-def _refuse_gradient(name, *_):
-    raise NotImplementedError(f"implementation={name!r} has no gradient with q_offset, lengths, scales or S != T; 'xla' has")
+def _refuse_gradient(message, *_):
+    raise NotImplementedError(message)
 
 
-_forward_only.defvjp(_refuse_gradient, _refuse_gradient)
+_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _widened(q, x, scale):
     return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(q.dtype)
-
-
-# Checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_operands(q, k, v, k_scale, v_scale):
-    if k.shape != v.shape or k.dtype != v.dtype:
-        raise ValueError(f"k and v must have the same shape and dtype, got {k.shape=}, {k.dtype=}, {v.shape=}, {v.dtype=}")
-    if q.ndim != 4 or k.ndim != 4 or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q must be B T N H and k, v B K S H with the same H, got {q.shape=} and {k.shape=}")
-    if q.shape[2] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape=} and {k.shape=}")
-    if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
-        raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype=}")
-    if k.dtype not in (q.dtype, *CACHE_FORMATS):
-        raise ValueError(f"k and v must have q's dtype, or be float8_e4m3fn or int8 with scales; got {k.dtype=} and {q.dtype=}")
-    for name, scale in {"k_scale": k_scale, "v_scale": v_scale}.items():
-        if (scale is None) == (k.dtype in CACHE_FORMATS):
-            raise ValueError(f"{name} goes with float8_e4m3fn or int8 keys and values, and only with them; got {k.dtype=}")
-        if scale is not None and (scale.shape != k.shape[:3] or scale.dtype != jnp.float32):
-            raise ValueError(f"{name} must be float32 and B K S, got {scale.shape=}, {scale.dtype=} and {k.shape=}")
-
-
-def _check_rows(name, value, batch):
-    if value.shape != (batch,) or not jnp.issubdtype(value.dtype, jnp.integer):
-        raise ValueError(f"{name} must be one integer a row, got {value.shape=}, {value.dtype=} for {batch} rows")
-
-
-def _check_range(name, value, high, what):
-    """0 <= value <= high, for a value that is known."""
-    if isinstance(value, Tracer):
-        return
-    if (value := np.asarray(value)).size and (value.min() < 0 or value.max() > high):
-        raise ValueError(f"{name} must be from 0 to {high}, {what}; got {int(value.min())} to {int(value.max())}")

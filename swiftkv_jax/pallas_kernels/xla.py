@@ -67,7 +67,7 @@ def prefill(
     """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with its own segment id.
 
     Queries from `lengths[b]` on see nothing and yield zeros. With scales, the values are what is stored times its scale;
-    they are widened block by block. Differentiable in q, k and v; with scales only while one block holds everything.
+    they are widened block by block. Differentiable in q, k and v without scales; with them the ops refuse.
     """
     index = jnp.arange(q.shape[1], dtype=jnp.int32)
     last = offset[:, None] + index  # the last position each query sees; -1 for none
@@ -296,4 +296,5 @@ def _attend(weights, v, v_scale):
 
 
 def _product(axes: str, a, b):
-    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
+    precision = lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None  # unasked, GPUs and TPUs round operands
+    return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)

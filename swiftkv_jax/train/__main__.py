@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..cli import run
 from ..errors import UsageError
+from ..pallas_kernels import IMPLEMENTATIONS
 from ..sharding import emulate_cpu_devices, parse_mesh
 from .recipe import DEMO, Recipe
 
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     flag("--hidden-loss-layer", type=int, help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})")
     flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
     flag("--remat", action=argparse.BooleanOptionalAction, help="recompute activations instead of keeping them (default: yes; demo: no)")
+    flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
     flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")
     flag("--save-steps", type=int, help=f"steps between checkpoints (default: {Recipe.save_steps}; demo: {DEMO.save_steps})")
     flag("--save-total-limit", type=int, help=f"checkpoints kept (default: {Recipe.save_total_limit})")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .. import demo
 from ..errors import UsageError
+from ..pallas_kernels import Implementation
 from .sources import STDLIB
 
 
@@ -39,6 +40,8 @@ class Recipe:
     """Of the frozen weights and the arithmetic; the delta and its moments are always float32."""
     remat: bool = True
     """Recompute the student's layers in the backward pass instead of keeping their activations."""
+    attention: Implementation | None = None
+    """None chooses for the device."""
     seed: int = 0
     save_steps: int = 200
     save_total_limit: int = 3

@@ -85,7 +85,7 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
         hidden_weight=recipe.hidden_loss_weight,
         hidden_layer=recipe.hidden_loss_layer,
         remat=recipe.remat,
-        attention=Attention(mesh),
+        attention=Attention(mesh, recipe.attention),
     )
 
     def train_step(state: TrainState, llama: Llama, batch: Batch):
@@ -108,7 +108,11 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
 def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
     """Compile-on-first-use `(delta, llama, batch) -> Sums`."""
     sums = functools.partial(
-        distill_sums, config, temperature=recipe.temperature, hidden_layer=recipe.hidden_loss_layer, attention=Attention(mesh)
+        distill_sums,
+        config,
+        temperature=recipe.temperature,
+        hidden_layer=recipe.hidden_loss_layer,
+        attention=Attention(mesh, recipe.attention),
     )
     return jax.jit(
         sums,

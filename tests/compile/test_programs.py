@@ -27,8 +27,10 @@ def check(name, lowered, config, swiftkv: bool):
     """Kernels are there, the cache is updated in place, all fits: (memory figures, bytes of one device's cache)."""
     _, topology, mesh, available = MACHINES[name]
     compiled, kernels = with_kernels(lowered)
+    on_gpu = topology.startswith("h200")
+    assert len(kernels) == on_gpu, "one kernel, compiled once for all layers"
     assert all(kernel.spilled == 0 for kernel in kernels)
-    target = "mosaic_gpu" if topology.startswith("h200") else "tpu_custom_call"
+    target = "mosaic_gpu" if on_gpu else "tpu_custom_call"
     assert str(compiled.as_text()).count(target) >= config.num_lower_layers
     memory = compiled.memory_analysis()
     cache = SLOTS * LENGTH * bytes_per_token(config, jnp.bfloat16, swiftkv=swiftkv) / math.prod(mesh)
@@ -42,7 +44,9 @@ def check(name, lowered, config, swiftkv: bool):
 def test_decode(name):
     config, topology, mesh, _ = MACHINES[name]
     lowered = lower_decode(config, batch=SLOTS, max_model_len=LENGTH, steps=8, mesh=topology_mesh(topology, mesh))
-    assert check(name, lowered, config, True).temp_size_in_bytes <= 64 * MIB
+    # With one key/value head to a device a TPU turns the boundary projection around, once in a call.
+    bound = 64 if config is LLAMA_8B or topology.startswith("h200") else 320
+    assert check(name, lowered, config, True).temp_size_in_bytes <= bound * MIB
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -36,7 +36,7 @@ def run(*argv: object) -> int:
 
 
 def test_flags_are_these():
-    common = "--model --swiftkv --dtype --mesh --max-model-len".split()
+    common = "--model --swiftkv --dtype --mesh --attention --max-model-len".split()
     sampling = "--max-tokens --temperature --top-k --top-p --seed --stop --ignore-eos".split()
     own = "--prompt --prompt-file --input --output --max-num-seqs --stream".split()
     assert _flags("generate") == {*common, *sampling, *own, "stdin"}

@@ -30,7 +30,7 @@ class Decode(NamedTuple):
 
 PREFILL = {
     "8B": Prefill(1, 70, 32, 8, 70, 128),
-    "70B on one of 8 devices, chunk": Prefill(1, 130, 8, 1, 330, 128, 200),
+    "70B on one of 8 devices, chunk": Prefill(1, 66, 8, 1, 200, 128, 134),
     "one token": Prefill(1, 1, 4, 4, 1, 64),
     "square, several blocks": Prefill(2, 256, 2, 2, 256, 64),
     "4 queries a head, odd": Prefill(1, 133, 8, 2, 133, 80),
@@ -46,7 +46,7 @@ PREFILL = {
 DECODE = {
     "8B": Decode(2, 1, 32, 8, 200, 128, (200, 77)),
     "70B": Decode(1, 1, 64, 8, 130, 128, (99,)),
-    "long row, few slots": Decode(1, 1, 8, 2, 1500, 128, (1400,)),
+    "long row, few slots": Decode(1, 1, 8, 1, 1100, 128, (1050,)),
     "one query a head": Decode(3, 1, 4, 4, 70, 64, (1, 70, 33)),
     "4 queries a head": Decode(2, 1, 8, 2, 137, 80, (137, 2)),
     "8 queries a head": Decode(3, 1, 8, 1, 119, 96, (5, 119, 1)),

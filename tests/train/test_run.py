@@ -187,7 +187,7 @@ def test_flags():
     flags = {action.option_strings[0] for action in parser()._actions}
     assert flags == set(
         """-h --mesh --model --data --eval-data --output-dir --num-key-value-layers --key-value-group-size --max-length --batch-size
-        --max-steps --learning-rate --warmup-ratio --temperature --hidden-loss-weight --hidden-loss-layer --dtype --remat --seed
+        --max-steps --learning-rate --warmup-ratio --temperature --hidden-loss-weight --hidden-loss-layer --dtype --remat --attention --seed
         --save-steps --save-total-limit --logging-steps --eval-batches --resume""".split()
     )
     assert all(action.help for action in parser()._actions)

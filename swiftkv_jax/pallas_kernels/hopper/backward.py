@@ -31,11 +31,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..device import HEAD_DIMS
 from .backward_block import LOG2E, REGISTERS, ROWS, pad
 from .backward_dkv import dkv as gradient_of_kv
 from .backward_dq import dq as gradient_of_q
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
 _SMEM_BYTES = 227 * 1024
 
 

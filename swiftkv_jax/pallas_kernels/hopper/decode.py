@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
-from .decode_tuning import Tuning, choose_splits, fit
+from .decode_tuning import Tuning, choose_splits, fit, obstacle
 
 _UNSEEN = -1e30  # finite: the difference of two of them is 0, not NaN
 _LAYOUT = plgpu.Layout.WGMMA
@@ -59,8 +59,9 @@ def attention(
     """
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
-    tuning = fit(tuning, H, T * G, k.dtype.itemsize)
-    _check(q, k, k_scale, block_table, T * G, tuning)
+    if reason := obstacle(q, k, block_table, tuning):
+        raise NotImplementedError(f"decode attention on Hopper {reason}")
+    tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if block_table is None else S)
     if block_table is not None:
         S *= block_table.shape[1]
     elif S % 8:
@@ -105,25 +106,6 @@ def attention(
 
 def _pad_axis_2(x):
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)][: x.ndim])
-
-
-def _check(q, k, k_scale, block_table, rows, tuning):
-    """Raise for what this kernel cannot do. That the shapes belong together is the caller's to check."""
-    H = q.shape[3]
-    if block_table is not None and k.shape[2] % tuning.block_kv:
-        raise ValueError(f"a page of {k.shape[2]} positions must be a multiple of {tuning.block_kv=}")
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"q must be bfloat16 or float16, got {q.dtype=}")
-    if k.dtype not in ((q.dtype,) if k_scale is None else (jnp.int8, jnp.float8_e4m3fn)):
-        raise NotImplementedError(f"the cache must have the dtype of q, or scales and be int8 or float8_e4m3fn; got {k.dtype=}, {q.dtype=}")
-    if rows > 64:
-        raise NotImplementedError(f"T * G = {rows} queries per key/value head; a tile has room for 64")
-    if H > 256 or H % 16 or (H % 64 and not 64 < H < 128):
-        raise NotImplementedError(f"head dim {H}; supported are 64, 80, 96, 112, 128, 192 and 256")
-    if tuning.stages < 2:
-        raise NotImplementedError(
-            f"two stages of {tuning.block_kv=} do not fit shared memory with head dim {H} and {rows} queries per head"
-        )
 
 
 def _tile(head_dim, itemsize):

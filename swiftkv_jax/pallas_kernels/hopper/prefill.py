@@ -17,7 +17,6 @@ multiprocessor, take half as long as the products at H = 128 and just as long at
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -30,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import segments
+from .prefill_tuning import Tuning, obstacle
 
 _CONSUMERS = 2
 _LOG2E = math.log2(math.e)
@@ -37,24 +37,6 @@ _TILE = plgpu.Layout.WGMMA  # of a query x key or query x feature array in regis
 _Accumulator = plgpu.WGMMAAccumulatorRef
 _ROWS = _TILE.reduce(1)
 _LANES = 8  # columns after which the threads of _TILE repeat: the width of a row's partial sums
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Block sizes and schedule: more stages hide more of the loads' latency."""
-
-    block_q: int = 64  # queries of one consumer warpgroup; a thread block has twice as many
-    block_kv: int = 128
-    stages: int = 2
-    ping_pong: bool = True
-
-    def __post_init__(self):
-        if self.block_q < 64 or self.block_q % 64:
-            raise ValueError(f"{self.block_q=} must be a multiple of 64")
-        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
-            raise ValueError(f"{self.block_kv=} must be a multiple of 64, at most 256")
-        if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2")
 
 
 def attention(
@@ -75,13 +57,11 @@ def attention(
     nothing. An S that is not a multiple of 8 costs a padded copy of k and v, a T only one of q.
     """
     batch, queries, heads, head_dim = q.shape
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise NotImplementedError(f"q, k and v must all be bfloat16 or float16, got {q.dtype=}, {k.dtype=}, {v.dtype=}")
-    if head_dim % 16 or head_dim > 256:
-        raise NotImplementedError(f"{head_dim=} must be a multiple of 16, at most 256")
+    if q.dtype != k.dtype or k.dtype != v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype=}, {k.dtype=}, {v.dtype=}")
+    if reason := obstacle(q, k, tuning):
+        raise NotImplementedError(f"attention on Hopper {reason}")
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
-    if (registers := block_q // 64 * (head_dim // 2 + 3 * block_kv // 4) + block_kv // 4) > 192:
-        raise ValueError(f"{tuning} with {head_dim=} needs {registers} registers for O, S, P and the mask, at most 192 fit")
     tiles = pl.cdiv(queries, tile := _CONSUMERS * block_q)
     # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and write nothing.
     q, k, v = _pad(q, 1, 8), _pad(k, 2, 8), _pad(v, 2, 8)

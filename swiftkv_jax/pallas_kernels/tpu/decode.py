@@ -17,7 +17,6 @@ as B K H S, which in that layout moves nothing. An S that is no multiple of 128 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -28,34 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-LANES = 128
-CHUNK = LANES  # positions: the finest slice of a scale, or of a cache whose positions are minor
+from .decode_tuning import CHUNK, LANES, Tuning, obstacle
+
 FLOAT8_SHIFT = 60  # half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16
-VMEM_BYTES = 14 * 2**20  # of the 16 MiB that a kernel may use
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """A ring of `buffers` blocks, each of about `block_bytes` of keys and as many of values; heads split over `cores`."""
-
-    block_bytes: int = 2**19
-    buffers: int = 4
-    rows: int = 8
-    cores: int = 1
-
-    def __post_init__(self):
-        if not 2**14 <= self.block_bytes <= VMEM_BYTES:
-            raise ValueError(f"{self.block_bytes=} must be from 16 KiB to {VMEM_BYTES}")
-        if self.buffers < 2 or min(self.rows, self.cores) < 1:
-            raise ValueError(f"{self.buffers=} must be at least 2, {self.rows=} and {self.cores=} positive")
-
-    def block(self, kv_heads: int, positions: int, paged: bool, head_dim: int, itemsize: int) -> tuple[int, int]:
-        """(positions, heads) of a block: whole chunks of a row of `positions`, or of a page that they divide."""
-        heads = kv_heads // self.cores if kv_heads % self.cores == 0 else kv_heads
-        while heads > 1 and heads * CHUNK * head_dim * itemsize > self.block_bytes:
-            heads = next(count for count in range(heads - 1, 0, -1) if kv_heads % count == 0)
-        chunks = max(1, min(positions // CHUNK, self.block_bytes // (heads * CHUNK * head_dim * itemsize)))
-        return CHUNK * (math.gcd(chunks, positions // CHUNK) if paged else chunks), heads
 
 
 def attention(
@@ -74,7 +48,8 @@ def attention(
     k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head. With `block_table`
     they are a pool: position s of row b is at `s % page` in block `block_table[b, s // page]`.
     """
-    _check(k, k_scale, block_table)
+    if reason := obstacle(q, k, block_table, tuning):
+        raise NotImplementedError(f"decode attention on TPUs {reason}")
     batch, queries, heads, head_dim = q.shape
     all_kv_heads, page = k.shape[1:3]
     kv, scales = (k, v), () if k_scale is None else (k_scale, v_scale)
@@ -101,10 +76,6 @@ def attention(
     # Eight rows of scales share a tile of HBM, which cannot be cut: a group of fewer heads takes the scales of all.
     scale_heads = kv_heads if kv_heads % 8 == 0 else all_kv_heads
     scale_buffer = pltpu.VMEM((tuning.buffers, scale_heads, block_kv), jnp.float32)
-    vmem = 2 * math.prod(buffer.shape) * k.dtype.itemsize
-    vmem += 4 * rows * kv_heads * max(queries * group, 16) * pl.cdiv(head_dim, LANES) * LANES * tiles.dtype.itemsize
-    if vmem > VMEM_BYTES:
-        raise ValueError(f"{tuning=} needs {vmem} bytes of VMEM for {k.dtype}[{kv_heads}, {block_kv}, {head_dim}], of {VMEM_BYTES}")
 
     work = batch * heads * queries * capacity
     cache_bytes = 2 * batch * capacity * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
@@ -128,14 +99,6 @@ def attention(
         name="tpu_decode",
     )(length, block_table, tiles, kv, scales)
     return out.reshape(batch, all_kv_heads, queries, group, head_dim).swapaxes(1, 2).reshape(q.shape)
-
-
-def _check(k, k_scale, block_table):
-    """Raise `ValueError` for pages that cannot be cut, `NotImplementedError` for dtypes not known here."""
-    if k.dtype not in (jnp.bfloat16, jnp.float32) if k_scale is None else k.dtype not in (jnp.int8, jnp.float8_e4m3fn):
-        raise NotImplementedError(f"{k.dtype=} is not supported; supported: bfloat16, float32, and with scales float8_e4m3fn, int8")
-    if block_table is not None and k.shape[2] % CHUNK:
-        raise ValueError(f"a page of {k.shape[2]} positions must be a multiple of {CHUNK}")
 
 
 def _kernel(

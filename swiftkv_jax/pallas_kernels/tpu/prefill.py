@@ -18,7 +18,6 @@ padded or copied: the DMA clips edge blocks, the rest is masked. Blocks span all
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -31,35 +30,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..segments import visible_kv_blocks
+from .prefill_tuning import LANES, Tuning, obstacle, schedule_obstacle
 
-LANES = 128
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2**x: scores are kept in units of log 2
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, or a row that has seen nothing yet would compute inf - inf
 MIXED_Q, MIXED_KV = -(2**31), -(2**31) + 1  # stand for "several documents" in a block; never equal
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Block sizes; independent of the number of heads and valid for any T and S."""
-
-    block_rows: int = 1024  # rows of a step: block_q queries of each of the heads that share the fetched keys and values
-    block_kv: int = 1024  # keys fetched for a step
-    block_kv_compute: int = 512  # keys multiplied at a time: columns of the float32 score tile
-    vmem_limit_bytes: int | None = None  # None: the compiler's default, 16 or 32 MiB
-
-    def __post_init__(self):
-        for name in ("block_rows", "block_kv", "block_kv_compute"):
-            if getattr(self, name) <= 0 or getattr(self, name) % LANES:
-                raise ValueError(f"{name}={getattr(self, name)} must be a positive multiple of {LANES}")
-        if self.block_kv % self.block_kv_compute:
-            raise ValueError(f"block_kv={self.block_kv} must be a multiple of block_kv_compute={self.block_kv_compute}")
-        if self.block_rows * self.block_kv_compute > 2**21:
-            raise ValueError(f"a score tile of {self.block_rows=} x {self.block_kv_compute=} does not fit in VMEM: at most 2**21 elements")
-
-    def rows(self, group: int, queries: int) -> tuple[int, int]:
-        """(heads, block_q): as many heads of the group as fit at 128 queries each, and the queries for which there is room."""
-        heads = max(h for h in range(1, group + 1) if group % h == 0 and h * LANES <= self.block_rows)
-        return heads, min(self.block_rows // heads, pl.cdiv(queries, LANES) * LANES) // LANES * LANES
 
 
 class Schedule(NamedTuple):
@@ -73,8 +48,8 @@ class Schedule(NamedTuple):
 
 def make_schedule(first: Int[Array, "B I"], end: Int[Array, "B I"], inner_blocks: int) -> Schedule:
     """The schedule that visits inner blocks first <= j < end of every outer block; empty ranges get one idle step."""
-    if first.size * inner_blocks > 3 * 2**16:
-        raise ValueError(f"{first.size} x {inner_blocks} pairs of blocks do not fit in 1 MiB of scalar memory; take larger blocks")
+    if reason := schedule_obstacle(first.size, inner_blocks):
+        raise NotImplementedError(f"attention on TPUs {reason}")
     count = jnp.maximum(end - first, 0).reshape(-1)
     tasks, steps = (jnp.arange(n, dtype=jnp.int32) for n in (count.size, count.size * inner_blocks))
     start = jnp.pad(jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32), (1, 0))
@@ -156,6 +131,8 @@ def attention(
     own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
     """
     check_dtypes(q, k, v)
+    if reason := obstacle(q, k, tuning):
+        raise NotImplementedError(f"attention on TPUs {reason}")
     batch, queries, num_heads, head_dim = q.shape
     kv_heads, keys, bkv = *k.shape[1:3], tuning.block_kv
     heads, bq = tuning.rows(num_heads // kv_heads, queries)

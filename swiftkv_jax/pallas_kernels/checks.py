@@ -1,0 +1,138 @@
+"""What the two ops accept. Whatever does not belong together is a `ValueError` that names the argument and its value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+FLOATS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+CACHE_FORMATS = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
+"""Dtypes of keys and values that need scales."""
+
+
+def check_prefill(q, k, v, *, q_offset: Any = 0, lengths=None, segment_ids=None, k_scale=None, v_scale=None) -> tuple[Any, ...]:
+    """The arguments of `prefill_attention` in this order, as JAX arrays (integers int32); a static `q_offset` as an int."""
+    q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
+    batch, queries, keys = *q.shape[:2], k.shape[2]
+    _check_same_rows(q, k)
+    _check_room(q, keys)
+    q_offset = _offset(q_offset)
+    if np.shape(q_offset) not in ((), (batch,)):
+        raise ValueError(f"q_offset must be a scalar or one a row, got {np.shape(q_offset)=} and {q.shape=}")
+    _check_range("q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries")
+    lengths = None if lengths is None else _one_a_row("lengths", lengths, batch, queries, "the queries")
+    if segment_ids is not None:
+        segment_ids = _integers("segment_ids", segment_ids)
+        if segment_ids.shape != q.shape[:2]:
+            raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
+        if keys != queries or not isinstance(q_offset, int) or q_offset:
+            raise ValueError(f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, {q.shape=}, {q_offset=}")
+    q_offset = q_offset if isinstance(q_offset, int) else _int32(q_offset)
+    return q, k, v, q_offset, _int32(lengths), _int32(segment_ids), k_scale, v_scale
+
+
+def check_decode(q, k, v, length, *, k_scale=None, v_scale=None, block_table=None) -> tuple[Any, ...]:
+    """The arguments of `decode_attention` in this order, as JAX arrays (integers int32)."""
+    q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
+    keys = k.shape[2]
+    if block_table is None:
+        _check_same_rows(q, k)
+    else:
+        block_table = _integers("block_table", block_table)
+        if block_table.ndim != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
+            raise ValueError(f"block_table must be B P, got {block_table.shape=} and {q.shape=}")
+        keys *= block_table.shape[1]
+    _check_room(q, keys)
+    length = _one_a_row("length", length, q.shape[0], keys, "the cache's positions")
+    return q, k, v, _int32(length), k_scale, v_scale, _int32(block_table)
+
+
+def _operands(q, k, v, k_scale, v_scale):
+    q, k, v = _array("q", q), _array("k", k), _array("v", v)
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"k and v must have the same shape and dtype, got {k.shape=}, {k.dtype=}, {v.shape=}, {v.dtype=}")
+    if q.ndim != 4 or k.ndim != 4 or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q must be B T N H and k, v B K S H with the same H, got {q.shape=} and {k.shape=}")
+    if 0 in q.shape + k.shape:
+        raise ValueError(f"no axis of q, k and v may be empty, got {q.shape=} and {k.shape=}")
+    if q.shape[2] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape=} and {k.shape=}")
+    if q.dtype not in FLOATS:
+        raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype=}")
+    if k.dtype not in (q.dtype, *CACHE_FORMATS):
+        raise ValueError(f"k and v must have q's dtype, or be float8_e4m3fn or int8 with scales; got {k.dtype=} and {q.dtype=}")
+    return *map(jnp.asarray, (q, k, v)), _scale("k_scale", k_scale, k), _scale("v_scale", v_scale, k)
+
+
+def _scale(name, scale, k):
+    if (scale is None) == (k.dtype in CACHE_FORMATS):
+        raise ValueError(f"{name} goes with float8_e4m3fn or int8 keys and values, and only with them; got {k.dtype=}")
+    if scale is None:
+        return None
+    scale = _array(name, scale)
+    if scale.shape != k.shape[:3] or scale.dtype != jnp.float32:
+        raise ValueError(f"{name} must be float32 and B K S, got {scale.shape=}, {scale.dtype=} and {k.shape=}")
+    return jnp.asarray(scale)
+
+
+def _array(name, value):
+    """`value` if it has a shape and a dtype, which are yet to be judged, or else a list's array."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be an array, got {value!r}") from error
+
+
+def _integers(name, value):
+    value = _array(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {value.dtype=}")
+    return value
+
+
+def _offset(value):
+    """An int if it is known while tracing: only then can a kernel tell that rows begin where their keys begin."""
+    if not isinstance(value, (bool, np.bool_, jax.Array)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    return _integers("q_offset", value)
+
+
+def _one_a_row(name, value, batch, high, what):
+    value = _integers(name, value)
+    if value.shape != (batch,):
+        raise ValueError(f"{name} must be one integer a row, got {value.shape=} for {batch} rows")
+    _check_range(name, value, high, what)
+    return value
+
+
+def _int32(value):
+    return None if value is None else jnp.asarray(value, jnp.int32)
+
+
+def _check_same_rows(q, k):
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
+
+
+def _check_room(q, keys):
+    if q.shape[1] > keys:
+        raise ValueError(f"there must be at least as many keys as queries, got {keys} keys and {q.shape=}")
+
+
+def _check_range(name, value, high, what):
+    """0 <= value <= high, for a value that this process knows."""
+    if isinstance(value, Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        return
+    value = np.asarray(value)
+    if value.min() < 0 or value.max() > high:
+        raise ValueError(f"{name} must be from 0 to {high}, {what}; got {int(value.min())} to {int(value.max())}")

@@ -1,0 +1,43 @@
+"""The interpreter is worth something: with one wait or fence left out, a kernel races, stops or goes wrong, and it is noticed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.pallas_kernels.planted import statements
+
+PLANTED = {
+    "hopper.prefill": [
+        "plgpu.barrier_wait(q_ready.at[warpgroup])",
+        "plgpu.barrier_wait(v_ready.at[slot(i - 1)])",
+        "pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))",
+        "plgpu.commit_smem()",
+    ],
+    "hopper.decode": ["plgpu.barrier_wait(full.at[k_slot])", "plgpu.barrier_wait(free.at[slot])", "plgpu.commit_smem() #2"],
+    "hopper.backward_dq": ["plgpu.barrier_wait(kv_full.at[k_stage])"],
+    "hopper.backward_dkv": ["plgpu.barrier_wait(do_full.at[stage])"],
+    "tpu.decode": ["copy.wait()", "copy.wait() #2"],
+}
+CASES = [(kernel, statement) for kernel, planted in PLANTED.items() for statement in planted]
+
+
+def run(kernel: str, statement: str) -> int:
+    """The exit status; a run that hangs is killed and counts as noticed."""
+    command = [sys.executable, "-m", "tests.pallas_kernels.planted", kernel, statement]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=90).returncode
+    except subprocess.TimeoutExpired:
+        return -9
+
+
+@pytest.mark.parametrize(("kernel", "statement"), CASES)
+def test_it_is_noticed(kernel, statement):
+    assert statement in statements(kernel)
+    assert run(kernel, statement) != 0
+
+
+@pytest.mark.parametrize("kernel", PLANTED)
+def test_the_kernel_as_it_is_passes(kernel):
+    """Or the test above would pass for nothing."""
+    assert run(kernel, "") == 0
