@@ -27,8 +27,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	touch $@
 
 # The same code on the newest releases that install: results, not every corner; of the interpreted kernels, one shape of each.
-NEWEST_TESTS := tests/test_public_api.py tests/test_rope.py tests/pallas_kernels/test_attention.py tests/infer/test_programs.py \
-	tests/train/test_packing.py tests/checkpoints/test_native.py
+NEWEST_TESTS := tests/test_public_api.py tests/test_rope.py tests/pallas_kernels/test_attention.py tests/checkpoints/test_native.py
 NEWEST_CASES := not test_attention or 8B or picture
 test-newest:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }

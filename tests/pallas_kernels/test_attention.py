@@ -203,8 +203,8 @@ def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
 # The two 8-bit formats take the same way through every implementation, but for how they are widened.
 FORMATS = {
     "bfloat16": list(DECODE),
-    "float8_e4m3fn": list(DECODE),
-    "int8": ["8B", "long row, few slots", "4 queries a head", "8 queries a head", "wide", "block table"],
+    "float8_e4m3fn": ["8B", "long row, few slots", "4 queries a head", "8 queries a head", "wide", "idle rows", "block table"],
+    "int8": ["8B", "4 queries a head", "wide", "several tokens", "block table, several tokens"],
 }
 CACHES = [("xla", "float32", name) for name in DECODE]
 CACHES += [(implementation, dtype, name) for implementation in ("xla", "hopper", "tpu") for dtype in FORMATS for name in FORMATS[dtype]]

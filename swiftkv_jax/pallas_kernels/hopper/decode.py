@@ -67,7 +67,7 @@ def attention(
     elif S % 8:
         k, v, k_scale, v_scale = jax.tree.map(_pad_axis_2, (k, v, k_scale, v_scale))
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
-    rows = rows if T * G < 8 else _pad_axis_2(rows)  # TMA pads fewer than 8
+    rows = _pad_axis_2(rows)
     splits = tuning.splits or choose_splits(B * K, pl.cdiv(S, tuning.block_kv), resident=1 if k_scale is None else 2)
 
     R, C, wide = rows.shape[2], pl.cdiv(T * G, 8) * 8, k_scale is not None
