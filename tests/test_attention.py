@@ -9,7 +9,6 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.sharding import make_mesh
 
 B, T, N, S, H = 4, 6, 16, 24, 8
-MESHES = [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)]
 
 
 def operands(kv_heads: int):
@@ -19,8 +18,9 @@ def operands(kv_heads: int):
 
 
 # 8 and 4 heads split over any of these meshes or are shared by several devices; of 2, devices always share one; 1 is everyone's.
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(
+    ("shape", "kv_heads"), [((1, 1), 4), ((8, 1), 2), ((4, 2), 8), ((4, 2), 1), ((2, 4), 2), ((2, 4), 8), ((1, 8), 4), ((1, 8), 16)]
+)
 def test_every_mesh_agrees(shape, kv_heads):
     q, k, v = operands(kv_heads)
     length = jnp.asarray([24, 6, 17, 9])
@@ -41,7 +41,7 @@ def test_every_mesh_agrees(shape, kv_heads):
         np.testing.assert_allclose(jax.jit(spread[name])(q, k, v), jax.jit(alone[name])(q, k, v), atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 8)])
 def test_gradients_agree(shape):
     q, k, v = operands(2)
     k, v = k[:, :, :T], v[:, :, :T]
