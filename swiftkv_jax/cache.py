@@ -87,7 +87,8 @@ def _write_token(buffer, new, position):
     # for attention in every step.
     batch, heads, length, head_dim = buffer.shape
     position = jnp.repeat(position, heads)
-    line = jnp.where(position < length, jnp.arange(batch * heads) * length + position, batch * heads * length)
+    head = jnp.arange(batch * heads)
+    line = jnp.where(position < length, head * length + position, batch * heads * length + head)  # past the end, each apart
     lines = buffer.reshape(-1, head_dim)
     lines = lines.at[line].set(new.reshape(-1, head_dim).astype(buffer.dtype), mode="drop", unique_indices=True)
     return lines.reshape(buffer.shape)

@@ -32,9 +32,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..device import HEAD_DIMS
-from .backward_block import LOG2E, REGISTERS, ROWS, pad
+from .backward_block import LOG2E, REGISTERS, ROWS
 from .backward_dkv import dkv as gradient_of_kv
 from .backward_dq import dq as gradient_of_q
+from .padding import pad
 
 _SMEM_BYTES = 227 * 1024
 
@@ -100,8 +101,8 @@ def attention_grad(
     delta = jnp.einsum("BTNH,BTNH->BNT", out, d_out, preferred_element_type=jnp.float32)
     multiple = math.lcm(ROWS * tuning.dq_warpgroups, tuning.dkv_block_q)
     # An infinite lse makes P and so every contribution of a query past the end zero.
-    lse, delta = pad(lse * LOG2E, 2, multiple, jnp.inf), pad(delta, 2, multiple)
-    q, k, v, d_out = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8), pad(d_out, 1, 8)
+    lse, delta = pad(lse * LOG2E, 2, multiple, value=jnp.inf), pad(delta, 2, multiple)
+    q, k, v, d_out = (pad(x, axis, 8) for x, axis in ((q, 1), (k, 2), (v, 2), (d_out, 1)))
     dq = gradient_of_q(q, k, v, segment_ids, d_out, lse, delta, tuning)
     dk, dv = gradient_of_kv(q, k, v, segment_ids, d_out, lse, delta, tuning)
     return dq[:, :length], dk[:, :, :length], dv[:, :, :length]

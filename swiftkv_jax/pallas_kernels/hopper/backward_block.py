@@ -49,12 +49,6 @@ def across(vector, shape):
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-def pad(x, axis, multiple, value=0.0):
-    width = [(0, 0)] * x.ndim
-    width[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, width, constant_values=value) if width[axis][1] else x
-
-
 def i32(x):
     return jnp.int32(x)
 

@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import segments
-from .backward_block import COLUMN, REGISTERS, ROW, ROWS, Accumulator, across, causal_mask, compiler_params, hidden_zero, i32, pad, weights
+from .backward_block import COLUMN, REGISTERS, ROW, ROWS, Accumulator, across, causal_mask, compiler_params, hidden_zero, i32, weights
+from .padding import pad
 
 
 def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):

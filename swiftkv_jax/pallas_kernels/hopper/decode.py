@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from .decode_tuning import Tuning, choose_splits, fit, obstacle
+from .padding import pad
 
 _UNSEEN = -1e30  # finite: the difference of two of them is 0, not NaN
 _LAYOUT = plgpu.Layout.WGMMA
@@ -65,9 +66,9 @@ def attention(
     if block_table is not None:
         S *= block_table.shape[1]
     elif S % 8:
-        k, v, k_scale, v_scale = jax.tree.map(_pad_axis_2, (k, v, k_scale, v_scale))
+        k, v, k_scale, v_scale = jax.tree.map(lambda x: pad(x, 2, 8), (k, v, k_scale, v_scale))
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
-    rows = _pad_axis_2(rows)
+    rows = pad(rows, 2, 8)
     splits = tuning.splits or choose_splits(B * K, pl.cdiv(S, tuning.block_kv), resident=1 if k_scale is None else 2)
 
     R, C, wide = rows.shape[2], pl.cdiv(T * G, 8) * 8, k_scale is not None
@@ -102,10 +103,6 @@ def attention(
     if splits > 1:
         o = jnp.einsum("BKJC,BKJHC->BKCH", jax.nn.softmax(lse, axis=2), o).astype(q.dtype)
     return o[:, :, : T * G].reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
-
-
-def _pad_axis_2(x):
-    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)][: x.ndim])
 
 
 def _tile(head_dim, itemsize):

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import segments
+from .padding import pad
 from .prefill_tuning import Tuning, obstacle
 
 _CONSUMERS = 2
@@ -64,10 +65,10 @@ def attention(
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
     tiles = pl.cdiv(queries, tile := _CONSUMERS * block_q)
     # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and write nothing.
-    q, k, v = _pad(q, 1, 8), _pad(k, 2, 8), _pad(v, 2, 8)
+    q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)
     ids = first_visible = first_full = None
     if segment_ids is not None:
-        ids = _pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), mode="edge")
+        ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
         first_visible, _ = segments.visible_kv_blocks(ids, tile, block_kv)
         first_full = _first_full_block(ids, block_q, block_kv)
 
@@ -94,10 +95,6 @@ def attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(q, k, v, offset.astype(jnp.int32), lengths.astype(jnp.int32), first_visible, first_full, ids)
     return out[:, :queries], None if lse is None else lse[:, :, :queries]
-
-
-def _pad(x, axis, multiple, mode="constant"):
-    return jnp.pad(x, [(0, -n % multiple if i == axis else 0) for i, n in enumerate(x.shape)], mode=mode)
 
 
 def _first_full_block(ids, block_q, block_kv):
