@@ -32,7 +32,7 @@ NEWEST_CASES := not test_attention or 8B or picture
 test-newest:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report]'
 	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	.venv-newest/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
 
@@ -61,7 +61,7 @@ test-tpu:
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:
-	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-annotate \
+	uv pip compile pyproject.toml --extra test --extra arrow --extra report --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements.lock
 	printf '%s\n' $(COMPILERS) | uv pip compile - --no-deps --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements-compile.lock
