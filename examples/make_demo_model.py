@@ -31,9 +31,9 @@ from swiftkv_jax.bundle import SideFiles
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Batch, teacher
 from swiftkv_jax.params import cast, init_llama
-from swiftkv_jax.train.loader import batches, first_batches
-from swiftkv_jax.train.packing import PackedRows, pack
-from swiftkv_jax.train.sources import STDLIB, read, tokenize
+from swiftkv_jax.train.data.loader import RowMixture, batches, first_batches
+from swiftkv_jax.train.data.prepare import prepare
+from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 
 CONFIG = Config(
     vocab_size=2048,
@@ -64,7 +64,7 @@ def train_tokenizer(path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((document.text for document in read(STDLIB)), trainer)
+    bpe.train_from_iterator((file.read_text(encoding="utf-8") for file in find_files(DataSource(STDLIB))), trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, bpe.token_to_id(BEGIN))])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BEGIN, eos_token=END, clean_up_tokenization_spaces=False)
     wrapped.save_pretrained(path)
@@ -90,8 +90,8 @@ def schedule(steps: int) -> optax.Schedule:
     )
 
 
-def held_out_loss(loss, llama, rows: PackedRows, limit: int = 32) -> float:
-    return float(np.mean([loss(llama, batch) for batch in first_batches(rows, 8, limit=limit)]))
+def held_out_loss(loss, llama, rows: RowMixture, limit: int = 32) -> float:
+    return float(np.mean([loss(llama, local.batch) for local in first_batches(rows, 8, positions=range(8), limit=limit)]))
 
 
 def main() -> None:
@@ -104,9 +104,11 @@ def main() -> None:
         train_tokenizer(tokenizer_folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
-    examples, held_out_examples = list(tokenize(read(STDLIB), tokenizer)), list(tokenize(read(STDLIB, held_out=True), tokenizer))
-    short, long = pack(examples, 256), pack(examples, 512)
-    held_out = pack(held_out_examples, 512)
+    def packed(length: int, held_out: bool = False) -> RowMixture:
+        store = prepare(DataSource(STDLIB), tokenizer, length, args.output / "data", held_out=held_out)
+        return RowMixture((store,), (1.0,))
+
+    short, long, held_out = packed(256), packed(512), packed(512, held_out=True)
     print(f"{short.num_tokens:,} training tokens, {held_out.num_tokens:,} held out", flush=True)
 
     rate = schedule(args.steps)
@@ -136,9 +138,9 @@ def main() -> None:
     started = time.time()
     step = first
     for rows, stop, seed in ((short, decay_start, SEEDS[0]), (long, args.steps, SEEDS[1])):
-        size = TOKENS_PER_STEP // rows.tokens.shape[1]
-        for batch in batches(rows, size, seed=seed, start=step, stop=max(stop, step)):
-            state, value = train_step(state, batch)
+        size = TOKENS_PER_STEP // rows.length
+        for local in batches(rows, size, positions=range(size), seed=seed, start=step, stop=max(stop, step)):
+            state, value = train_step(state, local.batch)
             step += 1
             if step % 50 == 0 or step == args.steps:
                 speed = (step - first) * TOKENS_PER_STEP / (time.time() - started)

@@ -18,7 +18,7 @@ from .config import Config
 from .layers import unembed
 from .params import Llama, SwiftKV
 from .sharding import mesh_of
-from .train.distill import distill_sums
+from .train.distill import Objective, distill_sums
 
 
 def load(path: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None, mesh: Mesh | None = None) -> Model:
@@ -104,12 +104,11 @@ def distill_loss(
         model.swiftkv,
         model.llama,
         batch,
-        temperature=temperature,
-        hidden_layer=hidden_layer,
+        objective=Objective(temperature=temperature, hidden_layer=hidden_layer),
         attention=Attention(mesh_of(model.llama.embed)),
     )
     metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
     return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics
 
 
-_distill_sums = jax.jit(distill_sums, static_argnames=("config", "temperature", "hidden_layer", "attention"))
+_distill_sums = jax.jit(distill_sums, static_argnames=("config", "objective", "attention"))

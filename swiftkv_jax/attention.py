@@ -1,7 +1,7 @@
 """Attention as the model calls it: the kernels' two ops, each device on its own rows and heads.
 
 A kernel is opaque to XLA's partitioner, which would gather its operands on every device. So on a mesh the ops run
-under `shard_map`: rows over `data`, heads over `model`.
+under `shard_map`: rows over `data` and `fsdp`, heads over `model`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from . import pallas_kernels
 from .pallas_kernels import Implementation
-from .sharding import DATA, MODEL
+from .sharding import MODEL, num_row_devices, row_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Attention:
     def _per_device(mesh, op, q, kv, per_row, *, pool=False):
         """Run `op` on each device's part. `kv` arrays are B K ..., of a pool X K ...; `per_row` ones B ... or scalars."""
         kv, per_row = ({name: value for name, value in arrays.items() if value is not None} for arrays in (kv, per_row))
-        rows = DATA if q.shape[0] % mesh.shape[DATA] == 0 else None
+        rows = row_axes(mesh) if q.shape[0] % num_row_devices(mesh) == 0 else None
         devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], kv["k"].shape[1]
         split_kv = kv_heads % devices == 0
         share_kv = not split_kv and devices % kv_heads == 0 and heads % devices == 0  # several devices to a key/value head

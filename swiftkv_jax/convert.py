@@ -17,14 +17,17 @@ from tqdm import tqdm
 from . import cli
 from .cache import bytes_per_token
 from .checkpoints import is_orbax, native, open_any
-from .checkpoints.hf import open_hf
+from .checkpoints.atomic import check_free
+from .checkpoints.hf import delta_config, open_delta, open_hf
 from .checkpoints.hf_export import write_hf
 from .checkpoints.names import Leaf
+from .checkpoints.run import RECIPE, is_run, open_run, run_steps
 from .checkpoints.side_files import has_tokenizer
 from .checkpoints.source import Source
-from .errors import CheckpointError
+from .errors import CheckpointError, UsageError
 from .sharding import emulate_cpu_devices, make_mesh, parse_mesh
 
+ORBAX, HUGGING_FACE, RUN = "Orbax", "Hugging Face", "training run"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,11 +52,20 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("dst", metavar="DST", help="directory to write; must not exist, or be empty")
         sub.add_argument("--dtype", choices=_DTYPES, help="dtype to write (default: the one stored)")
 
-    hf2orbax = command("hf2orbax", _hf2orbax, "Convert a Hugging Face directory (Llama or SwiftKV safetensors) to Orbax.")
+    def base(sub: argparse.ArgumentParser, text: str) -> None:
+        sub.add_argument("--base", metavar="DIR", help=f"directory of the base model, of either kind ({text})")
+
+    def of_run(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--step", type=int, metavar="N", help="of a training run: the checkpoint to read (the newest intact one)")
+        base(sub, "of a training run that has moved; default: where the run found it")
+
+    hf2orbax = command("hf2orbax", _hf2orbax, "Convert a Hugging Face directory (Llama, SwiftKV, or a delta with its base) to Orbax.")
     target(hf2orbax)
+    base(hf2orbax, "for a SRC written with --format delta")
     hf2orbax.add_argument("--mesh", default="1x1", metavar="DATAxMODEL", help="devices to spread each weight over while converting (1x1)")
-    orbax2hf = command("orbax2hf", _orbax2hf, "Convert an Orbax directory written by this package to Hugging Face safetensors.")
+    orbax2hf = command("orbax2hf", _orbax2hf, "Convert an Orbax directory or a training run, finished or not, to Hugging Face safetensors.")
     target(orbax2hf)
+    of_run(orbax2hf)
     orbax2hf.add_argument(
         "--format",
         choices=("full", "delta", "expanded"),
@@ -61,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         help="full: teacher and delta, as the authors' stack loads it; delta: only what was trained; "
         "expanded: keys and values of a group repeated for each of its layers (full)",
     )
-    command("inspect", _inspect, "Print what a checkpoint of either kind holds.")
+    of_run(command("inspect", _inspect, "Print what a checkpoint of either kind, or a training run, holds."))
     return parser
 
 
@@ -74,21 +86,24 @@ def _return_freed_memory() -> None:
 
 
 def _hf2orbax(args: argparse.Namespace) -> int:
+    if is_run(args.src):
+        raise CheckpointError(f"{args.src}: a training run; convert it with orbax2hf first")
     if is_orbax(args.src):
         raise CheckpointError(f"{args.src}: an Orbax directory already; give a Hugging Face directory")
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape))
     mesh = make_mesh(shape)
-    opened = open_hf(args.src)
+    opened = open_hf(args.src) if args.base is None else open_delta(args.src, open_any(args.base, delta_config(args.src)))
     with _bar(opened) as advance:
         native.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
     return cli.OK
 
 
 def _orbax2hf(args: argparse.Namespace) -> int:
-    if not is_orbax(args.src):
-        raise CheckpointError(f"{args.src}: a Hugging Face directory already; give one written by hf2orbax or save")
-    opened = native.open_orbax(args.src)
+    check_free(args.dst)
+    kind, opened = _open(args)
+    if kind == HUGGING_FACE:
+        raise CheckpointError(f"{args.src}: a Hugging Face directory already; give a training run or one written by hf2orbax or save")
     with _bar(opened) as advance:
         write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)
     return cli.OK
@@ -108,11 +123,23 @@ def _bar(opened: Source) -> Iterator[Callable[[Leaf], None]]:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    opened = open_any(args.src)
-    kind = "Orbax" if is_orbax(args.src) else "Hugging Face"
-    for name, value in _facts(opened, kind):
+    kind, opened = _open(args)
+    facts = _facts(opened, kind)
+    if kind == RUN:
+        assert opened.path is not None
+        facts[1:1] = [("checkpoint", opened.path.name), ("of", ", ".join(map(str, run_steps(args.src))))]
+    for name, value in facts:
         print(f"{name:22} {value}")
     return cli.OK
+
+
+def _open(args: argparse.Namespace) -> tuple[str, Source]:
+    """What kind of thing SRC is, and it."""
+    if is_run(args.src):
+        return RUN, open_run(args.src, args.step, args.base)
+    if args.step is not None or args.base is not None:
+        raise UsageError(f"--step and --base are for training runs; {args.src} holds no {RECIPE}")
+    return ORBAX if is_orbax(args.src) else HUGGING_FACE, open_any(args.src)
 
 
 def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ A multiply-add is two operations. Only matrix products and attention count; caus
 from __future__ import annotations
 
 from .config import Config
+from .model import Remat
 
 
 def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
@@ -18,8 +19,13 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     return layers * _layer_flops(config, length) + projections * 2 * length * _kv_weights(config)
 
 
-def train_flops_per_token(config: Config, length: int, *, remat: bool = False) -> float:
-    """Operations per token of one distillation step on rows of `length` tokens.
+def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:
+    """Operations per token of one distillation step on rows of `length` tokens."""
+    return sum(train_flops_by_part(config, length, remat=remat).values())
+
+
+def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -> dict[str, float]:
+    """`train_flops_per_token`, divided into what is computed.
 
     Forward through the lower layers once and through the upper layers twice (teacher, student); backward through the
     student's upper layers for activations and for the delta's weights; three products with the output matrix.
@@ -27,15 +33,19 @@ def train_flops_per_token(config: Config, length: int, *, remat: bool = False) -
     attention = _attention_flops(config, length) / length
     upper_matmul = 2 * (_layer_weights(config) - _kv_weights(config))
     shared_kv = 2 * config.num_kv_groups * _kv_weights(config)
-    lower = config.num_lower_layers * (2 * _layer_weights(config) + attention)
-    teacher = config.num_upper_layers * (2 * _layer_weights(config) + attention)
-    student = config.num_upper_layers * (upper_matmul + attention) + shared_kv
     query_gradients = 2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
-    # Activations: one product per weight, attention twice. Keys' and values' weights get a gradient, their input does not
-    # need one: the boundary is frozen.
-    backward = config.num_upper_layers * (upper_matmul + 2 * attention) + query_gradients + shared_kv
-    recompute = student - shared_kv if remat else 0
-    return lower + teacher + student + backward + recompute + 3 * 2 * config.vocab_size * config.embed_dim
+    # A layer is recomputed up to its last product, of which the backward pass needs only the input.
+    again = {"none": 0, "layer": upper_matmul - 2 * config.mlp_dim * config.embed_dim + attention}
+    return {
+        "lower layers, once for both": config.num_lower_layers * (2 * _layer_weights(config) + attention),
+        "teacher's upper layers": config.num_upper_layers * (2 * _layer_weights(config) + attention),
+        "student's upper layers": config.num_upper_layers * (upper_matmul + attention) + shared_kv,
+        # Activations: one product per weight, attention twice. Keys' and values' weights get a gradient, their input does
+        # not need one: the boundary is frozen.
+        "backward": config.num_upper_layers * (upper_matmul + 2 * attention) + query_gradients + shared_kv,
+        "recomputed in backward": config.num_upper_layers * again[remat],
+        "output matrix: both logits, one gradient": 3 * 2 * config.vocab_size * config.embed_dim,
+    }
 
 
 def _layer_flops(config: Config, length: int) -> int:

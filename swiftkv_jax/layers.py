@@ -6,6 +6,7 @@ in float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -28,6 +29,12 @@ class Ends(Protocol):
     def lm_head(self) -> Leaf: ...  # V D; None when tied to `embed`
 
 
+# For training: a backward pass works these out again from their inputs, where that costs next to nothing, instead of keeping
+# their float32 intermediates. Inside a scan no barrier against common subexpressions is needed.
+_not_kept = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(_not_kept, static_argnums=2)
 def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """Root-mean-square norm: float32 inside, cast back before the scale is applied, as Hugging Face's Llama does."""
     wide = x.astype(jnp.float32)
@@ -58,6 +65,7 @@ def rope_table(config: Config, positions: Int[Array, "B T"]) -> Float[Array, "2 
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
 
 
+@_not_kept
 def apply_rope(x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T H_half"]) -> Float[Array, "B T *J N H"]:
     """Rotate each head; the first half of H pairs with the second, as in the Hugging Face checkpoints."""
     cos, sin = rope.reshape(*rope.shape[:3], *(1,) * (x.ndim - 3), rope.shape[-1])
@@ -81,9 +89,14 @@ def finish_layer(
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
         h = rms_norm(x, block.mlp_norm, config.norm_eps)
-        gate = jax.nn.silu(jnp.einsum("BTD,FD->BTF", h, block.gate))
+        gate = jnp.einsum("BTD,FD->BTF", h, block.gate)
         up = jnp.einsum("BTD,FD->BTF", h, block.up)
-        return x + jnp.einsum("BTF,DF->BTD", gate * up, block.down)
+        return x + jnp.einsum("BTF,DF->BTD", _gated(gate, up), block.down)
+
+
+@_not_kept
+def _gated(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    return jax.nn.silu(gate) * up
 
 
 def embed(llama: Ends, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

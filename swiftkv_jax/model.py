@@ -12,8 +12,9 @@ through stacks of layers (`lax.scan`); `infer.programs` runs the same layers one
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from .attention import Attention
 from .config import Config
-from .layers import apply_rope, embed, finish_layer, project_heads, rms_norm, rope_table
+from .layers import apply_rope, finish_layer, project_heads, rms_norm, rope_table
 from .params import QKV, Block, Leaf, Llama, SwiftKV
+from .sharding import rows_apart, whole, whole_vocabulary
 
 Heads = Float[Array, "B T N H"]
 Attend = Callable[..., Any]
@@ -31,6 +33,9 @@ Probe = Callable[[Array, Array], Any]
 
 DEFAULT = Attention()
 """Attention on the default device, by the implementation that suits it."""
+
+Remat = Literal["none", "layer"]
+"""What the backward pass computes again: elementwise operations only, or each upper layer from its input."""
 
 
 @struct.dataclass
@@ -83,8 +88,12 @@ def project_kv(
     This is all of the upper half that a prompt token needs. Keys come out rotated, once per group: the layers of a
     group share positions, so they share the rotated keys.
     """
-    bias = None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias])
-    return project_fused_kv(config, delta.norm, jnp.stack([delta.k, delta.v]), bias, x, rope)
+    with jax.named_scope("project_kv"):
+        s = rms_norm(x, delta.norm, config.norm_eps)
+        k, v = jnp.einsum("BTD,JKHD->BTJKH", s, delta.k), jnp.einsum("BTD,JKHD->BTJKH", s, delta.v)
+        if delta.k_bias is not None:
+            k, v = k + delta.k_bias, v + delta.v_bias
+        return apply_rope(k, rope).transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
 
 def project_fused_kv(
@@ -122,13 +131,15 @@ def run_lower(
 ) -> tuple[Float[Array, "B T D"], Array]:
     """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher and student share it."""
     rope = rope_table(config, batch.positions)
-    attend = packed_attention(attention, batch.segment_ids)
+    mesh, attend = attention.mesh, packed_attention(attention, batch.segment_ids)
 
     def step(x, layer):
-        block, qkv = layer
-        return self_layer(config, block, qkv, x, rope, attend)
+        block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
+        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        return rows_apart(mesh, x), None
 
-    x, _ = jax.lax.scan(step, embed(llama, batch.tokens), (llama.lower, llama.lower_qkv))
+    x = rows_apart(mesh, whole_vocabulary(mesh, llama.embed)[batch.tokens])
+    x, _ = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
     return x, rope
 
 
@@ -140,17 +151,17 @@ def run_upper_teacher(
     segment_ids,
     *,
     probe: Probe | None = None,
-    remat: bool = False,
+    remat: Remat = "none",
     attention: Attention = DEFAULT,
 ):
     """The plain Llama's upper layers: (x, sum over layers of `probe(layer index, layer input)`)."""
     if llama.upper_qkv is None:
         raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
-    attend = packed_attention(attention, segment_ids)
+    mesh, attend = attention.mesh, packed_attention(attention, segment_ids)
 
     def layer_step(x, layer):
-        block, qkv = layer
-        return self_layer(config, block, qkv, x, rope, attend)[0]
+        block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
+        return rows_apart(mesh, self_layer(config, block, qkv, x, rope, attend)[0])
 
     return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, probe, remat)
 
@@ -164,21 +175,25 @@ def run_upper_student(
     segment_ids,
     *,
     probe: Probe | None = None,
-    remat: bool = False,
+    remat: Remat = "none",
     attention: Attention = DEFAULT,
 ):
     """The student's upper layers on shared keys and values: (x, sum of `probe(layer index, layer input)`)."""
+    mesh, queries = attention.mesh, QKV(delta.q, None, None, delta.q_bias)
+    k, v = project_kv(config, whole(mesh, dataclasses.replace(delta, q=None, q_bias=None), layer=False), x, rope)
     # A scan slices its inputs for free; an index per group would scatter-add whole stacks in the backward pass.
-    kv = jax.tree.map(lambda a: jnp.repeat(a, config.key_value_group_size, axis=0), project_kv(config, delta, x, rope))
+    k, v = (jnp.repeat(a, config.key_value_group_size, axis=0) for a in (k, v))
 
     def layer_step(x, layer):
-        block, q_weight, q_bias, (k, v) = layer
-        return cross_layer(config, block, q_weight, q_bias, x, rope, lambda q: attention.prefill(q, k, v, segment_ids=segment_ids))
+        weights, k, v = layer
+        block, own = (whole(mesh, part, layer=True) for part in weights)
+        x = cross_layer(config, block, own.q, own.q_bias, x, rope, lambda q: attention.prefill(q, k, v, segment_ids=segment_ids))
+        return rows_apart(mesh, x)
 
-    return _scan_upper(config, layer_step, (llama.upper, delta.q, delta.q_bias, kv), x, probe, remat)
+    return _scan_upper(config, layer_step, ((llama.upper, queries), k, v), x, probe, remat)
 
 
-def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, remat: bool):
+def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, remat: Remat):
     probe = probe or (lambda index, x: ())
 
     def step(carry, indexed_layer):
@@ -189,7 +204,9 @@ def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, rema
 
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, jnp.int32(0), x))
     indices = jnp.arange(config.num_lower_layers, config.num_layers)
-    (x, total), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, zero), (indices, layers))
+    if remat == "layer":
+        step = jax.checkpoint(step, prevent_cse=False)  # a scan needs no barrier against common subexpressions
+    (x, total), _ = jax.lax.scan(step, (x, zero), (indices, layers))
     return x, total
 
 

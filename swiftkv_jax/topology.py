@@ -9,15 +9,13 @@ versions that go with the installed JAX. Without the hardware, `ENVIRONMENT` mus
 
 from __future__ import annotations
 
-import math
 import re
 
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from .errors import UsageError
-from .sharding import DATA, MODEL
+from .sharding import MeshShape, mesh_over
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -48,16 +46,13 @@ dnn_version_info {{ major: 9 minor: 20 patch: 0 }} runtime_version {{ major: 13 
 """
 
 
-def topology_mesh(name: str, shape: tuple[int, int]) -> Mesh:
-    """A data x model mesh over the first devices of a described machine.
+def topology_mesh(name: str, shape: MeshShape | tuple[int, int]) -> Mesh:
+    """A mesh over the first devices of a described machine; a pair is (data, model).
 
     `name` is h100 or h200 with a device count (`h200:8`), or v4, v5e, v5p, v6e or tpu7x with its chips (`v5p:4x4x4`, `v6e:2x4`).
     Raises `UsageError` for an unknown name, too few devices, or a compiler that is not installed.
     """
-    devices, needed = _devices(name), math.prod(shape)
-    if needed > len(devices):
-        raise UsageError(f"--topology {name} has {len(devices)} devices, {shape[0]}x{shape[1]} needs {needed}")
-    return Mesh(np.array(devices[:needed]).reshape(shape), (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+    return mesh_over(_devices(name), shape, f"--topology {name} has")
 
 
 def _devices(name: str) -> list:
@@ -66,7 +61,9 @@ def _devices(name: str) -> list:
         if machine in _GPUS and re.fullmatch(r"[1-9]\d*", chips):
             kind, memory, bandwidth = _GPUS[machine]
             config = _HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth)
-            return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{chips}").devices
+            hosts, per_host = (int(chips) // 8, 8) if int(chips) % 8 == 0 else (1, int(chips))
+            layout = f"1x{hosts}x{per_host}"  # slices x hosts x devices
+            return topologies.get_topology_desc(platform="cuda", target_config=config, topology=layout).devices
         if machine in _TPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
             return topologies.get_topology_desc(name, platform="tpu").devices
     except (RuntimeError, ValueError, KeyError) as error:

@@ -45,4 +45,5 @@ def test_train_step(mesh):
     optimizer = optax.sgd(0.1)
     step = make_train_step(config, DEMO, optimizer, make_mesh(mesh))
     batch = jax.eval_shape(whole_rows, jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
-    assert not quadratic(step.lower(state_shapes(config, optimizer), llama_shapes(config, jnp.float32), batch))
+    micro_batches = jax.tree.map(lambda field: jax.ShapeDtypeStruct((1, *field.shape), field.dtype), batch)
+    assert not quadratic(step.lower(state_shapes(config, optimizer), llama_shapes(config, jnp.float32), micro_batches))

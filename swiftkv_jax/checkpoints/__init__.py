@@ -1,4 +1,4 @@
-"""Checkpoints, in and out: Hugging Face directories (`hf`, `hf_export`) and our own (`native`, Orbax).
+"""Checkpoints, in and out: Hugging Face directories (`hf`, `hf_export`), our own (`native`, Orbax), training runs (`run`, `states`).
 
 Reading and writing go leaf by leaf (`source`), names come from one strict table (`names`), every weight has a digest, and
 a directory appears complete or not at all (`atomic`).
@@ -27,9 +27,9 @@ def load(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None =
     return (load_orbax if is_orbax(path) else load_hf)(path, dtype=dtype, mesh=mesh, config=config)
 
 
-def open_any(path: str | os.PathLike[str]) -> Source:
-    """Open a directory of either kind for reading leaf by leaf. Raises `CheckpointError`."""
-    return open_orbax(path) if is_orbax(path) else open_hf(path)
+def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:
+    """Open a directory of either kind for reading leaf by leaf. `config` as in `hf.load_hf`. Raises `CheckpointError`."""
+    return (open_orbax if is_orbax(path) else open_hf)(path, config)
 
 
 def is_orbax(path: str | os.PathLike[str]) -> bool:

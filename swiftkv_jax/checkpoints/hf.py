@@ -25,12 +25,12 @@ from ..errors import CheckpointError
 from ..params import split_layers
 from . import source
 from .hf_export import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
-from .names import Leaf, leaves, to_trees
+from .names import Leaf, by_name, leaves, to_trees
 from .safetensors_io import DTYPES, Stored, read_header, read_into, same_values, verify
 from .side_files import load_tokenizer, read_json, read_side_files
 from .source import Source
 
-__all__ = ["load_delta", "load_hf", "open_hf", "save_hf"]
+__all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 
 # Buffers that old exporters wrote and that nothing reads: the frequencies follow from the config.
 _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -53,22 +53,39 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
 
     Raises `CheckpointError` if it was trained for other weights.
     """
+    config = delta_config(path)
+    source.check_overrides(Path(path), config, base.config.cut(config.num_key_value_layers, config.key_value_group_size))
+    cut = dataclasses.replace(base, config=config, llama=split_layers(config, base.llama), swiftkv=None)
+    opened, where = open_delta(path, source.from_model(cut)), source.placements(config, None)
+    delta = {leaf.name: opened.read(leaf, np.dtype(base.dtype), where[leaf.name]) for leaf in opened.leaves if leaf.is_delta}
+    return dataclasses.replace(cut, swiftkv=to_trees(config, delta | dict.fromkeys(by_name(cut.llama)))[1])
+
+
+def delta_config(path: str | os.PathLike[str]) -> Config:
+    """The config that `open_delta` wants its base opened with."""
+    return read_side_files(Path(path))[0]
+
+
+def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
+    """A delta that `save_hf(format="delta")` wrote, on its base, which has the same cut. Reads the base, to compare its digest.
+
+    Raises `CheckpointError` if the delta was trained for other weights.
+    """
     path = Path(path)
-    config, _, _ = read_side_files(path)
-    source.check_overrides(path, config, base.config.cut(config.num_key_value_layers, config.key_value_group_size))
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) != DELTA:
         raise CheckpointError(f"{path}: holds a whole model, not a delta; load it by itself")
-    found, actual = metadata.get(BASE_DIGEST), base_model_digest(source.from_model(base))
+    found, actual = metadata.get(BASE_DIGEST), base_model_digest(base)
     if found != actual:
         raise CheckpointError(f"{path}: was trained for another base model (digest {found}, this one has {actual})")
-    tables = tuple(leaf for leaf in leaves(config) if leaf.is_delta)
-    tensors = _match(path, tables, stored)
-    where = source.placements(config, None)
-    values = {leaf.name: _read_leaf(leaf, tensors, np.dtype(base.dtype), where[leaf.name]) for leaf in tables}
-    llama = split_layers(config, base.llama)
-    _, delta = to_trees(config, values | {leaf.name: None for leaf in leaves(config) if not leaf.is_delta})
-    return dataclasses.replace(base, config=config, llama=llama, swiftkv=delta)
+    table = tuple(leaf for leaf in leaves(base.config) if leaf.is_delta)
+    tensors = _match(path, table, stored)
+    dtypes = {leaf.name: _stored_dtype(leaf, tensors) for leaf in table}
+
+    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
+        return _read_leaf(leaf, tensors, dtypes[leaf.name] if dtype is None else dtype, sharding)
+
+    return source.with_delta(base, path, dtypes, read)
 
 
 def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Source:
@@ -77,7 +94,7 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     file_config, side_files, eos_token_ids = read_side_files(path)
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) == DELTA:
-        raise CheckpointError(f"{path}: holds only the trained tensors; load its base model and add them with hf.load_delta")
+        raise CheckpointError(f"{path}: holds only the trained tensors, not its base model; join them with convert hf2orbax --base")
 
     moved = config is not None and config != file_config
     if config is not None:

@@ -6,8 +6,11 @@ values for every layer of the group, for loaders that know no groups. `delta` is
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -15,6 +18,7 @@ from typing import Any, Literal
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..bundle import Model
 from ..config import Config
@@ -64,11 +68,12 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[Leaf], None] = lambda leaf: None,
 ) -> None:
-    """Write a source, leaf by leaf; `progress` is called after each. `dtype` None keeps each leaf's own."""
+    """Write a source, leaf by leaf; `progress` is called after each. `dtype` None keeps each leaf's own.
+
+    With several processes, all of them call this: each tensor is gathered to every host in turn, and process 0 writes.
+    """
     check_free(path)
     _check_format(source, format)
-    if jax.process_count() > 1:
-        raise UsageError("safetensors are written by one process: save with Orbax and convert that")
     wanted = parse_dtype(dtype)
     pieces = _plan(source, format, wanted)
     metadata = {}
@@ -79,12 +84,18 @@ def write_hf(
         blocks = _tensors(source, pieces, wanted, progress)
         names = [SINGLE_FILE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         for name, shard in zip(names, shards, strict=True):
-            write_file(partial / name, [(p.name, p.leaf.tensor_shape, p.dtype) for p in shard], _take(blocks, len(shard)), metadata)
+            mine = itertools.islice(blocks, len(shard))
+            if jax.process_index() == 0:
+                write_file(partial / name, [(p.name, p.leaf.tensor_shape, p.dtype) for p in shard], mine, metadata)
+            else:
+                collections.deque(mine, maxlen=0)  # takes part in gathering
         next(blocks, None)  # lets the generator finish
-        if len(shards) > 1:
-            weight_map = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
-            write_json(partial / INDEX, {"metadata": {"total_size": sum(p.num_bytes for p in pieces)}, "weight_map": weight_map})
-        write_side_files(partial, _config(source, format), source.side_files, (source.dtypes["embed"] if wanted is None else wanted).name)
+        if jax.process_index() == 0:
+            if len(shards) > 1:
+                weight_map = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+                write_json(partial / INDEX, {"metadata": {"total_size": sum(p.num_bytes for p in pieces)}, "weight_map": weight_map})
+            dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
+            write_side_files(partial, _config(source, format), source.side_files, dtype_name)
 
 
 def base_model_digest(source: Source) -> str:
@@ -152,11 +163,25 @@ def _tensors(source: Source, pieces: Sequence[_Piece], dtype: np.dtype | None, p
             array, current = None, piece.leaf
             array = source.read(current, dtype, where[current.name])
         assert array is not None
-        yield np.asarray(array if piece.index is None else array[piece.index]).reshape(piece.leaf.tensor_shape)
+        yield _to_host(array, piece.index).reshape(piece.leaf.tensor_shape)
     if current is not None:
         progress(current)
 
 
-def _take(blocks: Iterator[np.ndarray], count: int) -> Iterator[np.ndarray]:
-    for _ in range(count):
-        yield next(blocks)
+def _to_host(array: jax.Array, index: int | None) -> np.ndarray:
+    """All of an array, or entry `index` of its leading axis; of one that is spread over processes, on each of them."""
+    if array.is_fully_addressable:
+        return np.asarray(array if index is None else array[index])
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(_whole(array, everywhere) if index is None else _entry(array, index, everywhere))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _whole(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _entry(array: jax.Array, index: int, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.dynamic_index_in_dim(array, index, keepdims=False), sharding)

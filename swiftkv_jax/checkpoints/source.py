@@ -84,10 +84,22 @@ def from_model(model: Model) -> Source:
     )
 
 
+def with_delta(base: Source, path: Path, dtypes: Mapping[str, np.dtype], read_delta: Callable[..., jax.Array]) -> Source:
+    """The frozen weights of `base` with the delta in `path`, which has the same cut; `dtypes` and `read_delta` as in `Source`."""
+    frozen = tuple(leaf for leaf in base.leaves if not leaf.is_delta)
+    delta = tuple(leaf for leaf in leaves(base.config) if leaf.is_delta)
+
+    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
+        return (read_delta if leaf.is_delta else base.read)(leaf, dtype, sharding)
+
+    together = {leaf.name: base.dtypes[leaf.name] for leaf in frozen} | dict(dtypes)
+    return dataclasses.replace(base, leaves=frozen + delta, dtypes=together, read=read, path=path)
+
+
 def placements(config: Config, mesh: Mesh | None) -> dict[str, Sharding]:
-    """Leaf name -> sharding on `mesh`, or all of it on the first device."""
+    """Leaf name -> sharding on `mesh`, or all of it on this process's first device."""
     if mesh is None:
-        first = SingleDeviceSharding(jax.devices()[0])
+        first = SingleDeviceSharding(jax.local_devices()[0])
         return {leaf.name: first for leaf in leaves(config)}
     delta = by_name(swiftkv_shardings(config, mesh)) if config.num_upper_layers else {}
     return by_name(llama_shardings(config, mesh)) | delta

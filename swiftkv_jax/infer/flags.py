@@ -60,7 +60,9 @@ def load_model(args: argparse.Namespace) -> tuple[Model, jax.sharding.Mesh | Non
     """The checkpoint on its devices. Raises `UsageError` or `CheckpointError`."""
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape))
-    mesh = make_mesh(shape) if shape != (1, 1) else None
+    if shape.fsdp != 1:
+        raise UsageError(f"--mesh {args.mesh}: fsdp is for training; inference keeps its weights whole, or splits them over model")
+    mesh = make_mesh(shape) if math.prod(shape) != 1 else None
     path = args.model or demo.SWIFTKV
     if args.model is None and not (path / "config.json").exists():
         raise CheckpointError(f"the demo model is not in this installation ({path}): pass --model DIR")

@@ -1,78 +1,153 @@
 """`python -m swiftkv_jax.train`: distil a SwiftKV delta.
 
-With no --model it distils the demo model on the standard library's source. Example for a real model:
+With no --model it distils the demo model on the standard library's source. Example for a real model, on eight GPUs:
 
-    python -m swiftkv_jax.train --mesh 8x1 --model llama-3.1-8b-instruct --data chat.jsonl --output-dir runs/8b
+    python -m swiftkv_jax.train --mesh fsdp=8 --model Llama-3.1-70B-Instruct --data chat.jsonl --output-dir runs/70b
+
+The same command continues an interrupted run. --dry-run says beforehand what it takes and how long. Also:
+
+    python -m swiftkv_jax.train analyze ...    which cut to choose: undistilled divergence, FLOPs and KV bytes of each
+    python -m swiftkv_jax.train prepare ...    read, tokenise and pack the data once, for many runs
+    python -m swiftkv_jax.train show STORE     look at prepared rows, targets marked
+    python -m swiftkv_jax.train report RUN     the curves of a run, also while it goes on
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import sys
 from pathlib import Path
 
 from ..cli import run
+from ..distributed import join_processes
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..sharding import emulate_cpu_devices, parse_mesh
+from .metrics import parse_report_to
 from .recipe import DEMO, Recipe
+
+# Not settings of the run itself.
+_ELSEWHERE = ("dry_run", "topology", "coordinator_address", "num_processes", "process_id")
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m swiftkv_jax.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flag = result.add_argument
-    flag("--mesh", metavar="DATAxMODEL", default="1x1", help="devices over rows x devices over heads and widths; emulated on a CPU")
+    flag = result.add_argument_group("model and data").add_argument
     flag("--model", help="checkpoint to distil, Hugging Face or Orbax (default: the demo model)")
-    flag("--data", action="append", help="JSONL with `messages` or `text` rows, a text file, a folder, or `stdlib`; repeat to add more")
-    flag("--eval-data", help="held-out data, in the same forms")
-    flag("--output-dir", type=Path, help=f"checkpoints, metrics and the exported model (demo: {DEMO.output_dir})")
-    flag("--num-key-value-layers", type=int, help="layers that keep their own keys and values (default: half)")
-    flag("--key-value-group-size", type=int, help="upper layers that share one key/value cache, AcrossKV (default: 1)")
+    flag("--num-key-value-layers", type=int, metavar="K", help="layers that keep their own keys and values (default: half)")
+    flag("--key-value-group-size", type=int, metavar="G", help="upper layers that share one key/value cache, AcrossKV (default: 1)")
+    flag(
+        "--data",
+        action="append",
+        metavar="PATH[:WEIGHT]",
+        help="JSONL (messages, prompt and completion, conversations or text), text files, Parquet, ArrayRecord, a Hugging Face dataset "
+        "folder, a folder of such files, a prepared store, or `stdlib`; repeat to mix, by weight",
+    )
+    flag("--eval-data", metavar="PATH", help="held-out data, in the same forms")
     flag("--max-length", type=int, help=f"tokens in a packed row (default: {Recipe.max_length}; demo: {DEMO.max_length})")
-    flag("--batch-size", type=int, help=f"rows in a step, over all devices (default: {Recipe.batch_size})")
-    flag("--max-steps", type=int, help=f"optimiser steps (default: one pass over the data; demo: {DEMO.max_steps})")
+    flag("--max-unreadable-share", type=float, help=f"of a source's rows; more stop the run (default: {Recipe.max_unreadable_share:g})")
+    flag("--output-dir", type=Path, help=f"data, checkpoints, metrics, report and the exported model (demo: {DEMO.output_dir})")
+
+    flag = result.add_argument_group("machine").add_argument
+    flag("--mesh", metavar="DATAxMODEL", default="1x1", help="or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: 1x1)")
+    flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
+    flag("--remat", choices=("none", "layer"), help=f"what is computed again backward: nothing, upper layers ({Recipe.remat}; demo: none)")
+    flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
+    flag("--coordinator-address", metavar="HOST:PORT", help="of process 0, where Slurm, MPI, GKE or Cloud TPU do not say")
+    flag("--num-processes", type=int, metavar="N", help="with --coordinator-address")
+    flag("--process-id", type=int, metavar="I", help="with --coordinator-address")
+    flag("--dry-run", action="store_true", help="print memory per device, time and the reasons, from config.json alone")
+    flag("--topology", metavar="NAME", help="with --dry-run: compile for h100:8, h200:1, v5p:2x2x1, v6e:4x4, ... without having it")
+
+    flag = result.add_argument_group("optimisation").add_argument
+    flag("--batch-size", type=int, help=f"rows in an optimiser step, over all devices (default: {Recipe.batch_size})")
+    flag("--gradient-accumulation-steps", type=int, help="micro-batches that a step is divided into (default: 1)")
+    flag("--max-steps", type=int, help=f"optimiser steps (default: --num-train-epochs; demo: {DEMO.max_steps})")
+    flag("--num-train-epochs", type=int, help="passes over the data (default: 1)")
     flag("--learning-rate", type=float, help=f"peak (default: {Recipe.learning_rate:g}; demo: {DEMO.learning_rate:g})")
-    flag("--warmup-ratio", type=float, help=f"share of the steps that warm up; then linear to 0 (default: {Recipe.warmup_ratio})")
-    flag("--temperature", type=float, help=f"of both softmaxes in the KL (default: {Recipe.temperature:g})")
+    flag("--lr-schedule", choices=("linear", "cosine", "constant"), help=f"after the warm-up (default: {Recipe.lr_schedule})")
+    flag("--warmup-ratio", type=float, help=f"share of the steps that warm up (default: {Recipe.warmup_ratio})")
+    flag("--max-grad-norm", type=float, help=f"longer gradients are scaled down (default: {Recipe.max_grad_norm:g})")
+    flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")
+
+    flag = result.add_argument_group("loss").add_argument
+    flag("--temperature", type=float, help=f"of both softmaxes (default: {Recipe.temperature:g})")
+    flag("--kl", choices=("forward", "reverse", "jsd"), help=f"divergence of student and teacher (default: {Recipe.kl})")
+    flag("--kl-top-k", type=int, metavar="K", help="compare the teacher's K likeliest tokens only (default: all)")
     flag("--hidden-loss-weight", type=float, help=f"of the hidden-state error (default: {Recipe.hidden_loss_weight:g})")
     flag("--hidden-loss-layer", type=int, help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})")
-    flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
-    flag("--remat", action=argparse.BooleanOptionalAction, help="recompute activations instead of keeping them (default: yes; demo: no)")
-    flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
-    flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")
+
+    flag = result.add_argument_group("checkpoints and reports").add_argument
+    flag("--resume", type=_resume, metavar="WHEN", help=f"auto, must, never, or a step to continue from (default: {Recipe.resume})")
     flag("--save-steps", type=int, help=f"steps between checkpoints (default: {Recipe.save_steps}; demo: {DEMO.save_steps})")
-    flag("--save-total-limit", type=int, help=f"checkpoints kept (default: {Recipe.save_total_limit})")
+    flag("--save-total-limit", type=int, help=f"newest checkpoints kept, besides the best (default: {Recipe.save_total_limit})")
     flag("--logging-steps", type=int, help=f"steps between metrics (default: {Recipe.logging_steps})")
+    flag("--report-to", metavar="SINKS", help="jsonl (always), tensorboard, wandb; separated by commas")
+    flag("--profile-steps", metavar="FIRST:LAST", help="trace these steps into OUTPUT_DIR/profile")
+    flag("--eval-steps", type=int, help="steps between evaluations on --eval-data (default: before the first and after the last step)")
     flag("--eval-batches", type=int, help=f"batches of --eval-data used (default: {Recipe.eval_batches})")
-    flag("--resume", choices=("auto", "must", "never"), help=f"what to do with checkpoints in --output-dir (default: {Recipe.resume})")
+    flag("--early-stopping-patience", type=int, metavar="N", help="stop after N evaluations without a lower held-out loss")
+    flag("--load-best-model-at-end", action="store_true", default=None, help="export the state of the lowest held-out loss, not the last")
     return result
+
+
+def _resume(text: str) -> str | int:
+    if text in ("auto", "must", "never"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: choose auto, must, never, or a step")
 
 
 def recipe_from(args: argparse.Namespace) -> Recipe:
     """The flags given, over the demo's defaults or the general ones. Raises `UsageError`."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not None and name not in _ELSEWHERE}
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
         given["data"] = tuple(args.data)
+    if args.report_to is not None:
+        given["report_to"] = parse_report_to(args.report_to)
     if args.model is None:
         if args.data is not None and args.eval_data is None:
             given["eval_data"] = None  # the demo's held-out text belongs to the demo's data
         return dataclasses.replace(DEMO, **given)
-    if missing := [flag for flag, value in (("--data", args.data), ("--output-dir", args.output_dir)) if value is None]:
+    if args.dry_run:  # needs the model's config only
+        given = {"data": (), "output_dir": Path("."), **given}
+    elif missing := [flag for flag, value in (("--data", args.data), ("--output-dir", args.output_dir)) if value is None]:
         raise UsageError(f"--model also needs {' and '.join(missing)}")
     return Recipe(**given)
 
 
+_COMMANDS = {  # the first argument -> module and function
+    "analyze": ("analyze", "main"),
+    "prepare": ("data.commands", "prepare_main"),
+    "show": ("data.commands", "show_main"),
+    "report": ("report", "main"),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _COMMANDS:
+        module, function = _COMMANDS[argv[0]]
+        return getattr(importlib.import_module(f".{module}", __package__), function)(argv[1:])
     args = parser().parse_args(argv)
 
     def command() -> int:
         recipe = recipe_from(args)
-        emulate_cpu_devices(math.prod(recipe.mesh))
+        if args.topology and not args.dry_run:
+            raise UsageError("--topology goes with --dry-run: a run uses the devices that are here")
+        if args.dry_run:
+            from . import plan
+
+            return plan.main(recipe, args.topology)
+        processes = join_processes(args.coordinator_address, args.num_processes, args.process_id)
+        emulate_cpu_devices(math.prod(recipe.mesh) // processes)
         from . import loop  # after the devices are settled: Orbax and Grain look at them
 
         return loop.run(recipe)

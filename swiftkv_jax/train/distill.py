@@ -1,27 +1,57 @@
-"""The distillation loss: the student's KL divergence from the teacher, and its distance from one hidden state.
+"""The distillation loss: the student's divergence from the teacher, and its distance from one hidden state.
 
-Teacher and student share embedding and lower layers, so those run once. At most `LOGITS_PER_CHUNK` logits of each model
-exist at a time, and the gradient is formed in that same pass: long rows never meet a large vocabulary in one `B T V` array.
+Teacher and student share embedding and lower layers, so those run once. The logits exist for one chunk of positions at a
+time, and the gradient is formed in that same pass: long rows never meet a large vocabulary in one `B T V` array.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..config import Config
 from ..layers import head_weights, rms_norm
-from ..model import DEFAULT, Batch, run_lower, run_upper_student, run_upper_teacher
+from ..model import DEFAULT, Batch, Remat, run_lower, run_upper_student, run_upper_teacher
 from ..params import Llama, SwiftKV, cast
+from ..sharding import MODEL, num_row_devices, whole_vocabulary
+from .divergence import Divergence, divergence_and_gradient
 
 LOGITS_PER_CHUNK = 2**26
-"""Entries of one chunk's logits, 256 MiB in float32; the rows of a chunk follow from batch and vocabulary."""
+"""Entries of one chunk's logits on one device, 256 MiB in float32; the positions in a chunk follow from rows and vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What the student is asked for. The defaults are the authors' (ArcticTraining `projects/swiftkv/train.py`)."""
+
+    temperature: float = 2.0
+    """Of both softmaxes; the divergence is multiplied by its square."""
+    divergence: Divergence = "forward"
+    top_k: int | None = None
+    """Compare the teacher's k likeliest tokens only, both distributions renormalised over them."""
+    hidden_weight: float = 1.0
+    hidden_layer: int = -2
+    """Indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L (or -1) the output of
+    the final norm; -2 is the input of the last layer."""
+
+    def tapped(self, num_layers: int) -> int:
+        """`hidden_layer` counted from 0. Raises `ValueError` if it is out of range or `temperature` is not positive."""
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0")
+        if not -num_layers - 1 <= self.hidden_layer <= num_layers:
+            raise ValueError(f"hidden_layer={self.hidden_layer} must be from {-num_layers - 1} to {num_layers}")
+        return self.hidden_layer % (num_layers + 1)
+
+
+AUTHORS = Objective()
 
 
 @struct.dataclass
@@ -54,23 +84,16 @@ def distill_sums(
     llama: Llama,
     batch: Batch,
     *,
-    temperature: float = 2.0,
-    hidden_layer: int = -2,
-    remat: bool = False,
+    objective: Objective = AUTHORS,
+    remat: Remat = "none",
     attention: Attention = DEFAULT,
 ) -> Sums:
     """Run teacher and student on one batch.
 
-    `hidden_layer` indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L (or -1)
-    the output of the final norm; -2 is the input of the last layer. The delta may be wider than the frozen weights (a
-    float32 master copy): it is cast to their dtype. Raises `ValueError` for a `hidden_layer` out of range or a
-    `temperature` that is not positive.
+    The delta may be wider than the frozen weights (a float32 master copy): it is cast to their dtype. Raises `ValueError`
+    as `Objective.tapped` does.
     """
-    if not temperature > 0:
-        raise ValueError(f"{temperature=} must be above 0")
-    if not -config.num_layers - 1 <= hidden_layer <= config.num_layers:
-        raise ValueError(f"{hidden_layer=} must be from {-config.num_layers - 1} to {config.num_layers}")
-    tapped = hidden_layer % (config.num_layers + 1)
+    tapped = objective.tapped(config.num_layers)
     llama = jax.lax.stop_gradient(llama)
     delta = cast(delta, llama.embed.dtype)
     real = (batch.segment_ids > 0).astype(jnp.float32)
@@ -109,7 +132,15 @@ def distill_sums(
     if tapped == config.num_layers:
         hidden = squared_error(student_x, teacher_x)
     kl, agreement, teacher_nll, student_nll = linear_kl(
-        temperature, student_x, teacher_x, head_weights(llama), jnp.roll(batch.tokens, -1, axis=1), batch.loss_mask
+        objective.temperature,
+        student_x,
+        teacher_x,
+        head_weights(llama),
+        jnp.roll(batch.tokens, -1, axis=1),
+        batch.loss_mask,
+        divergence=objective.divergence,
+        top_k=objective.top_k,
+        mesh=attention.mesh,
     )
     return Sums(kl, hidden, batch.loss_mask.sum(), real.sum(), agreement, teacher_nll, student_nll)
 
@@ -120,22 +151,25 @@ def distill_loss(
     llama: Llama,
     batch: Batch,
     *,
-    temperature: float = 2.0,
-    hidden_weight: float = 1.0,
-    hidden_layer: int = -2,
-    remat: bool = False,
+    objective: Objective = AUTHORS,
+    remat: Remat = "none",
     attention: Attention = DEFAULT,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """(logits_loss + hidden_weight * hidden_loss, metrics), each a mean over the tokens it concerns."""
-    sums = distill_sums(
-        config, delta, llama, batch, temperature=temperature, hidden_layer=hidden_layer, remat=remat, attention=attention
-    )
+    sums = distill_sums(config, delta, llama, batch, objective=objective, remat=remat, attention=attention)
     metrics = sums.means()
-    loss = metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"]
+    loss = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
     return loss, {"loss": loss, **metrics}
 
 
-# KL through the output matrix, without the logits ---------------------------------------------------------------
+# Divergence through the output matrix, without the logits --------------------------------------------------------
+
+
+class _Static(NamedTuple):
+    temperature: float
+    divergence: Divergence
+    top_k: int | None
+    chunk: int
 
 
 def linear_kl(
@@ -145,40 +179,50 @@ def linear_kl(
     head: Float[Array, "V D"],
     next_tokens: Int[Array, "B T"],
     weights: Float[Array, "B T"],
+    *,
+    divergence: Divergence = "forward",
+    top_k: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, Array, Array, Array]:
     """Weighted sums over positions, in float32: (temperature^2 KL, agreement, teacher nll, student nll).
 
-    KL is sum_v p (log p - log q) with p, q the softmax of teacher and student logits over `temperature` (Hinton et al.,
-    "Distilling the Knowledge in a Neural Network", 2015). Only the KL is differentiable, and only in `student_x`:
-    teacher and head are frozen.
+    The divergence is taken between the softmaxes of both logits over `temperature` (Hinton et al., "Distilling the Knowledge
+    in a Neural Network", 2015), see `divergence`. Only it is differentiable, and only in `student_x`: teacher and head are
+    frozen. On a `mesh` rows stay split over data and fsdp, and logits over model.
     """
-    sums: Any = _linear_kl(temperature, student_x, teacher_x, head, next_tokens, weights)
+    rows, vocabulary = student_x.shape[0], head.shape[0]
+    if mesh is not None:
+        rows, vocabulary = -(-rows // num_row_devices(mesh)), -(-vocabulary // mesh.shape[MODEL])
+    chunk = max(1, min(student_x.shape[1], LOGITS_PER_CHUNK // (rows * vocabulary)))
+    sums: Any = _linear_kl(
+        _Static(temperature, divergence, top_k, chunk), student_x, teacher_x, whole_vocabulary(mesh, head), next_tokens, weights
+    )
     return sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_kl(temperature, *arrays):
-    return _scan_chunks(temperature, *arrays, with_gradient=False)[0]
+def _linear_kl(static, *arrays):
+    return _scan_chunks(static, *arrays, with_gradient=False)[0]
 
 
-def _linear_kl_forward(temperature, *arrays):
-    return _scan_chunks(temperature, *arrays, with_gradient=True)
+def _linear_kl_forward(static, *arrays):
+    return _scan_chunks(static, *arrays, with_gradient=True)
 
 
-def _linear_kl_backward(temperature, gradient, cotangents):
+def _linear_kl_backward(static, gradient, cotangents):
     return cotangents[0].astype(gradient.dtype) * gradient, None, None, None, None
 
 
 _linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
 
 
-def _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool):
+def _scan_chunks(static: _Static, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool):
     """((kl, agreement, teacher nll, student nll), d kl / d student_x or None).
 
     Chunks run along the sequence, never over flattened tokens: flattening would gather a batch that is sharded over rows.
     """
     batch, length, _ = student_x.shape
-    chunk = max(1, min(length, LOGITS_PER_CHUNK // (batch * head.shape[0])))
+    chunk = static.chunk
     chunks = -(-length // chunk)
 
     def split(x):  # B T ... -> chunks B chunk ...
@@ -189,19 +233,13 @@ def _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, 
         student_x, teacher_x, next_tokens, weights = arrays
         student = jnp.einsum("BTD,VD->BTV", student_x, head, preferred_element_type=jnp.float32)
         teacher = jnp.einsum("BTD,VD->BTV", teacher_x, head, preferred_element_type=jnp.float32)
-        log_q, log_p = jax.nn.log_softmax(student / temperature), jax.nn.log_softmax(teacher / temperature)
-        p = jnp.exp(log_p)
-        parts = (
-            temperature**2 * (p * (log_p - log_q)).sum(axis=-1),
-            (student.argmax(axis=-1) == teacher.argmax(axis=-1)).astype(jnp.float32),
-            _nll(teacher, next_tokens),
-            _nll(student, next_tokens),
-        )
+        kl, gradient = divergence_and_gradient(static.divergence, student, teacher, static.temperature, static.top_k)
+        parts = kl, _same_first(student, teacher), _nll(teacher, next_tokens), _nll(student, next_tokens)
         sums = tuple(total + (weights * part).sum() for total, part in zip(sums, parts, strict=True))
         if not with_gradient:
             return sums, None
-        wide = temperature * (jnp.exp(log_q) - p) * weights[..., None]
-        return sums, jnp.einsum("BTV,VD->BTD", wide.astype(head.dtype), head).astype(student_x.dtype)
+        gradient = (gradient * weights[..., None]).astype(head.dtype)
+        return sums, jnp.einsum("BTV,VD->BTD", gradient, head).astype(student_x.dtype)
 
     zeros = (jnp.zeros((), jnp.float32),) * 4
     sums, gradient = jax.lax.scan(step, zeros, tuple(map(split, (student_x, teacher_x, next_tokens, weights))))
@@ -210,5 +248,15 @@ def _scan_chunks(temperature, student_x, teacher_x, head, next_tokens, weights, 
     return sums, gradient
 
 
+# Both are sums and maxima over the vocabulary, so that logits split over `model` stay where they are.
+
+
+def _same_first(student, teacher):
+    """1.0 where the teacher's likeliest token is the student's too."""
+    of_teachers_best = jnp.where(teacher == teacher.max(axis=-1, keepdims=True), student, -jnp.inf).max(axis=-1)
+    return (of_teachers_best == student.max(axis=-1)).astype(jnp.float32)
+
+
 def _nll(logits, tokens):
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    chosen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == tokens[..., None], logits, 0.0).sum(axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -4,232 +4,165 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import signal
-import zlib
-from typing import Any
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import optax
 from jax.sharding import Mesh
-from tqdm import tqdm
 
-from ..bundle import Model
-from ..checkpoints import load, open_any, save_hf
-from ..checkpoints.digest import digest
-from ..cli import INTERRUPTED, OK, log
+from ..checkpoints import open_any, save_hf
+from ..cli import INTERRUPTED, OK
 from ..config import Config
 from ..cost import train_flops_per_token
-from ..errors import CheckpointError, DivergenceError, UsageError
-from ..params import cast, init_swiftkv
-from ..sharding import batch_sharding, make_mesh, swiftkv_shardings
-from .loader import batches, first_batches
-from .metrics import MetricsLog, Progress, measure_matmul_rate
-from .packing import PackedRows, pack
+from ..errors import UsageError
+from ..params import Llama, cast
+from ..sharding import batch_sharding, make_mesh
+from .data.loader import RowMixture, batches
+from .evaluation import LOSS, evaluate, evaluations_since_best
+from .journal import Journal
+from .placement import Placement
+from .profiling import ProfileWindow
+from .progress import Ceiling, Progress, flops_ceiling
 from .recipe import Recipe
 from .recovery import RunCheckpoints, prepare_folder
-from .sources import STDLIB, read, tokenize
-from .step import init_state, make_eval_step, make_optimizer, make_train_step, state_shapes, state_shardings
+from .report import write_report
+from .signals import StopSignals
+from .start import choose_cut, describe, fingerprint, load_data, load_model, open_tokenizer, say, source_dtype, write_settings
+from .step import (
+    TrainState,
+    init_state,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    micro_batch_sharding,
+    state_shapes,
+    state_shardings,
+)
+
+EXPORT = "model"
+"""In the output folder."""
 
 
 def run(recipe: Recipe) -> int:
     """Distil a delta and export the model to `output_dir/model`. Returns the exit code.
 
-    Continues from the newest checkpoint in `output_dir` if there is one. On SIGINT or SIGTERM the current step is
-    finished and saved first.
+    Continues from the newest intact checkpoint in `output_dir` if there is one. On SIGINT or SIGTERM the current step is
+    finished and saved first. With several processes, all of them call this.
     """
     mesh = make_mesh(recipe.mesh)
-    model = load_model(recipe, mesh)
-    config, llama, export_dtype = model.config, model.llama, source_dtype(model)
-    log(describe(recipe, model, mesh))
-
-    rows = load_rows(recipe.data, model.tokenizer, recipe.max_length, "training")
-    eval_rows = None
-    if recipe.eval_data:
-        eval_rows = load_rows((recipe.eval_data,), model.tokenizer, recipe.max_length, "held-out", held_out=True)
-    steps = recipe.max_steps or max(1, len(rows) // recipe.batch_size)
-
+    config = choose_cut(recipe, open_any(recipe.model).config)
     prepare_folder(recipe.output_dir)
+    rows, eval_rows = load_data(recipe, open_tokenizer(recipe))
+    steps = recipe.max_steps or max(1, recipe.num_train_epochs * rows.num_rows // recipe.batch_size)
+
+    model = load_model(recipe, config, mesh)
+    export_dtype = source_dtype(model)
+    say(describe(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)
-    checkpoints = RunCheckpoints(recipe, fingerprint(recipe, model, rows, steps))
-    state = checkpoints.restore(state_shapes(config, optimizer), state_shardings(config, optimizer, mesh))
-    if state is None:
-        assert model.swiftkv is not None
-        state = init_state(config, optimizer, mesh, model.swiftkv)
-    model = dataclasses.replace(model, swiftkv=None)  # the state's master copy is the delta from here on
-    first, exported = int(state.step), recipe.output_dir / "model"
-    if exported.exists():
-        checkpoints.close()
-        if first < steps:
-            raise UsageError(f"--output-dir {recipe.output_dir} holds the model of a finished run; name another, or remove {exported}")
-        log(f"finished {steps} steps before: the model is in {exported}")
-        return OK
-    if first:
-        log(f"continuing after step {first} of {steps}")
+    shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
+    checkpoints = RunCheckpoints(
+        recipe.output_dir, fingerprint(recipe, model, rows, steps), keep=recipe.save_total_limit, resume=recipe.resume
+    )
+    with contextlib.closing(checkpoints):
+        state = checkpoints.restore(shapes, shardings)
+        exported = recipe.output_dir / EXPORT
+        if exported.exists():
+            if state is None:
+                raise UsageError(f"--output-dir {recipe.output_dir} holds the model of a finished run; name another, or remove {exported}")
+            say(f"finished after step {int(state.step)} before: the model is in {exported}")
+            return OK
+        if state is None:
+            assert model.swiftkv is not None
+            state = init_state(config, optimizer, mesh, model.swiftkv)
+        model = dataclasses.replace(model, swiftkv=None)  # the state's master copy is the delta from here on
 
-    train_step = make_train_step(config, recipe, optimizer, mesh)
-    eval_step = make_eval_step(config, recipe, mesh)
-    write_settings(recipe, config, steps)
-    with contextlib.ExitStack() as stack:
-        stack.callback(checkpoints.close)
-        metrics = stack.enter_context(contextlib.closing(MetricsLog(recipe.output_dir / "metrics.jsonl", first_step=first)))
+        ceiling = flops_ceiling(mesh, model.dtype)
+        if jax.process_index() == 0:
+            write_settings(recipe, config, steps, ceiling.description)
+        job = Job(recipe, config, mesh, steps, optimizer, model.llama, rows, eval_rows, ceiling)
+        state, stop = train(job, state, checkpoints)
+        if stop:
+            say(f"stopped after step {int(state.step)} of {steps}; the same command continues")
+            return INTERRUPTED if stop == signal.SIGINT else OK
+        if recipe.load_best_model_at_end and (best := checkpoints.best_step()) not in (None, int(state.step)):
+            say(f"exporting step {best}, which had the lowest held-out loss")
+            state = checkpoints.load(best, shapes, shardings)
 
-        def evaluate(state) -> None:
-            if eval_rows is not None:
-                results = evaluate_delta(eval_step, state.delta, llama, eval_rows, recipe, mesh)
-                log(f"step {int(state.step)}: held-out " + "  ".join(f"{name} {value:.4f}" for name, value in results.items()))
-                metrics.write({"step": int(state.step)} | {f"eval_{name}": value for name, value in results.items()})
-
-        if first == 0:
-            evaluate(state)
-        progress = Progress(
-            first_step=first,
-            steps=steps,
-            flops_per_token=train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
-            matmul_rate=measure_matmul_rate(model.dtype, mesh.size),
-        )
-        stack.callback(progress.close)
-        signals = stack.enter_context(StopSignals())
-        for step, batch in enumerate(batches(rows, recipe.batch_size, seed=recipe.seed, start=first, stop=steps), start=first + 1):
-            state, values = train_step(state, llama, jax.device_put(batch, batch_sharding(mesh)))
-            progress.advance(recipe.batch_size * recipe.max_length)
-            if step == first + 1:
-                jax.block_until_ready(state)
-                progress.restart_clock()
-            stop = signals.received  # read once: a signal that comes later stops the next step
-            last = step == steps or bool(stop)
-            if last or step % recipe.logging_steps == 0 or step % recipe.save_steps == 0:
-                numbers = finite_numbers(step, values, recipe)
-                if step % recipe.logging_steps == 0 or step == steps:
-                    metrics.write({"step": step} | numbers | progress.report(step, numbers))
-                if last or step % recipe.save_steps == 0:
-                    checkpoints.save(state)
-            if stop and step < steps:
-                log(f"stopped after step {step} of {steps}; the same command continues")
-                return INTERRUPTED if stop == signal.SIGINT else OK
-        evaluate(state)
-
-    finished = dataclasses.replace(model, llama=cast(llama, export_dtype), swiftkv=cast(state.delta, export_dtype))
-    save_hf(finished, exported)
-    log(f"finished {steps} steps: the model is in {exported}")
+    save_hf(dataclasses.replace(model, llama=cast(model.llama, export_dtype), swiftkv=cast(state.delta, export_dtype)), exported)
+    if jax.process_index() == 0:
+        write_report(recipe.output_dir)
+    say(f"finished after step {int(state.step)} of {steps}: the model is in {exported}")
     return OK
 
 
-def finite_numbers(step: int, values: dict[str, jax.Array], recipe: Recipe) -> dict[str, float]:
-    """The metrics on the host. Raises `DivergenceError` if the step went wrong: nothing of it may be saved or exported."""
-    numbers = {name: float(value) for name, value in values.items()}
-    if not np.isfinite(numbers["loss"]) or not np.isfinite(numbers["grad_norm"]):
-        what = f"loss {numbers['loss']}, gradient norm {numbers['grad_norm']}"
-        raise DivergenceError(f"step {step}: {what}; checkpoints in {recipe.output_dir} are from before")
-    return numbers
+class Job(NamedTuple):
+    """All that stays as it is while a run trains."""
+
+    recipe: Recipe
+    config: Config
+    mesh: Mesh
+    steps: int
+    optimizer: optax.GradientTransformation
+    llama: Llama
+    rows: RowMixture
+    eval_rows: RowMixture | None
+    ceiling: Ceiling
 
 
-def load_model(recipe: Recipe, mesh: Mesh) -> Model:
-    """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut, else a fresh one."""
-    found = open_any(recipe.model).config
-    has_delta = found.num_upper_layers > 0
-    layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
-    same_layers = has_delta and layers == found.num_key_value_layers
-    config = found.cut(layers, recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1))
-    if recipe.max_length > config.max_position_embeddings:
-        raise UsageError(f"--max-length {recipe.max_length}: this model has {config.max_position_embeddings} positions")
-    if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
-        limits = f"from {-config.num_layers - 1} to {config.num_layers}"
-        raise UsageError(f"--hidden-loss-layer {recipe.hidden_loss_layer}: must be {limits}")
-    if config.num_upper_layers == 0:
-        raise UsageError(f"--num-key-value-layers {layers}: this model has {config.num_layers} layers, so nothing is left to distil")
-    model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
-    if model.swiftkv is None:
-        init = jax.jit(init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh))
-        model = dataclasses.replace(model, swiftkv=init(config, model.llama))
-    if model.tokenizer is None:
-        raise UsageError(f"--model {recipe.model}: it has no tokenizer, so text cannot be read")
-    return model
-
-
-def load_rows(sources: tuple[str, ...], tokenizer, length: int, what: str, *, held_out: bool = False) -> PackedRows:
-    """Read, tokenise and pack every source, with progress on stderr."""
-    documents = (document for source in sources for document in read(source, held_out=held_out and source == STDLIB))
-    rows = pack(tokenize(tqdm(documents, desc=f"{what} data", unit=" documents", leave=False, disable=None), tokenizer), length)
-    log(f"{what} data: {rows.num_tokens:,} tokens in {len(rows):,} rows of {length}, {rows.num_tokens / rows.tokens.size:.1%} full")
-    return rows
-
-
-def evaluate_delta(eval_step, delta, llama, rows: PackedRows, recipe: Recipe, mesh: Mesh) -> dict[str, float]:
-    """Teacher and student on the first rows of a data set: perplexities, agreement, KL and hidden loss, per token."""
-    limit = recipe.eval_batches
-    parts = [
-        eval_step(delta, llama, jax.device_put(batch, batch_sharding(mesh)))
-        for batch in first_batches(rows, recipe.batch_size, limit=limit)
-    ]
-    means = {name: float(value) for name, value in jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts).means().items()}
-    return {
-        "teacher_perplexity": float(np.exp(means.pop("teacher_loss"))),
-        "student_perplexity": float(np.exp(means.pop("student_loss"))),
-        **means,
-    }
-
-
-def fingerprint(recipe: Recipe, model: Model, rows: PackedRows, steps: int) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be continued: weights, data, and the settings that steer the updates."""
-    settings = "batch_size max_length learning_rate warmup_ratio temperature hidden_loss_weight hidden_loss_layer seed".split()
-    data = zlib.crc32(rows.loss_mask.tobytes(), zlib.crc32(rows.tokens.tobytes()))
-    weights = zlib.crc32(b"".join(digest(leaf).to_bytes(8, "little") for leaf in jax.tree.leaves((model.llama, model.swiftkv))))
-    return {name: getattr(recipe, name) for name in settings} | {
-        "steps": steps,
-        "dtype": str(model.dtype),
-        "num_key_value_layers": model.config.num_key_value_layers,
-        "key_value_group_size": model.config.key_value_group_size,
-        "base_model": f"{weights:08x}",
-        "data": f"{data:08x}",
-    }
-
-
-def describe(recipe: Recipe, model: Model, mesh: Mesh) -> str:
-    config = model.config
-    frozen, trained = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (model.llama, model.swiftkv))
-    device = jax.devices()[0]
-    emulated = " (emulated: for trying out, not for speed)" if device.platform == "cpu" and mesh.size > 1 else ""
-    return (
-        f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; {config.num_key_value_layers} of {config.num_layers} "
-        f"layers own their keys and values, the others share in groups of {config.key_value_group_size}\n"
-        f"{model.dtype} on a {recipe.mesh[0]}x{recipe.mesh[1]} data x model mesh of {device.device_kind} devices{emulated}"
+def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[TrainState, int]:
+    """Take the steps from `state` on: (the last state, the signal that stopped the run or 0)."""
+    recipe, steps, first = job.recipe, job.steps, int(state.step)
+    train_step = make_train_step(job.config, recipe, job.optimizer, job.mesh)
+    eval_step = make_eval_step(job.config, recipe, job.mesh)
+    micro_batches = Placement(micro_batch_sharding(job.mesh), (recipe.gradient_accumulation_steps, recipe.micro_batch_size))
+    eval_batches = Placement(batch_sharding(job.mesh), (recipe.micro_batch_size,))
+    progress = Progress(
+        first_step=first,
+        steps=steps,
+        tokens_per_step=recipe.batch_size * recipe.max_length,
+        flops_per_token=train_flops_per_token(job.config, recipe.max_length, remat=recipe.remat),
+        ceiling=job.ceiling,
     )
 
+    with contextlib.ExitStack() as stack:
+        journal = stack.enter_context(contextlib.closing(Journal(recipe, progress, first_step=first, steps=steps)))
+        profile = stack.enter_context(ProfileWindow(recipe.profile_steps, recipe.output_dir / "profile"))
+        signals = stack.enter_context(StopSignals())
 
-def write_settings(recipe: Recipe, config: Config, steps: int) -> None:
-    """The resolved recipe beside the run, for whoever finds it later."""
-    settings = dataclasses.asdict(recipe) | {"max_steps": steps, "config": dataclasses.asdict(config), "jax": jax.__version__}
-    (recipe.output_dir / "recipe.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
+        def measure(step: int, state: TrainState) -> float | None:
+            """The held-out loss; None without held-out data."""
+            if job.eval_rows is None:
+                return None
+            results = evaluate(eval_step, state.delta, job.llama, job.eval_rows, recipe, eval_batches)
+            journal.evaluated(step, results)
+            return results[LOSS]
 
+        if first:
+            say(f"continuing after step {first} of {steps}")
+        else:
+            measure(0, state)
+        read = batches(job.rows, recipe.batch_size, positions=micro_batches.positions, seed=recipe.seed, start=first, stop=steps)
+        data = stack.enter_context(contextlib.closing(read))
+        for step, local in enumerate(data, start=first + 1):
+            profile.step(step, state)
+            state, values = train_step(state, job.llama, micro_batches.place(local.batch))
+            journal.took(step, values, local.row_ids)
+            if step == first + 1:
+                jax.block_until_ready(state)
+                progress.restart_clock()  # compilation is not training speed
 
-def source_dtype(model: Model) -> jnp.dtype:
-    """The dtype the checkpoint came in: what the run read widened is written as it was. Raises `CheckpointError`."""
-    hf = model.side_files.hf_config
-    name = hf.get("torch_dtype") or hf.get("dtype") or model.dtype
-    if name not in ("float32", "bfloat16", "float16", model.dtype):
-        raise CheckpointError(f"config.json: torch_dtype={name!r} is not supported; supported: float32, bfloat16, float16")
-    return jnp.dtype(name)
-
-
-class StopSignals:
-    """Notes SIGINT and SIGTERM instead of dying from them; a second one acts as usual."""
-
-    received: int = 0
-
-    def __enter__(self) -> StopSignals:
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.received = number
-        log("finishing and saving the current step; once more to stop at once")
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._restore()
+            stop = signals.agreed()
+            evaluates = step == steps or (recipe.eval_steps is not None and step % recipe.eval_steps == 0)
+            if not (stop or evaluates or step % recipe.save_steps == 0):
+                continue
+            journal.settle()
+            checkpoints.save(state, score=measure(step, state) if evaluates else None)
+            progress.restart_clock()
+            if stop and step < steps:
+                return state, stop
+            patience = recipe.early_stopping_patience
+            if patience and evaluates and evaluations_since_best(journal.held_out_losses) >= patience:
+                say(f"step {step}: the held-out loss has not fallen in {patience} evaluations")
+                break
+    return state, 0

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..attention import Attention
 from ..config import Config
 from ..model import Batch
 from ..params import Leaf, Llama, SwiftKV, swiftkv_shapes
-from ..sharding import batch_sharding, llama_shardings, replicated, swiftkv_shardings
-from .distill import distill_loss, distill_sums
+from ..sharding import batch_sharding, llama_shardings, replicated, row_axes, swiftkv_shardings
+from .distill import distill_sums
 from .recipe import Recipe
 
 
@@ -30,17 +30,22 @@ class TrainState:
 
 
 def learning_rate(recipe: Recipe, steps: int) -> optax.Schedule:
-    """Linear from 0 over the first `warmup_ratio` of `steps`, then linear to 0 (Hugging Face's `linear` schedule)."""
+    """Linear from 0 over the first `warmup_ratio` of `steps`, then as `lr_schedule` says; linear and cosine end at 0."""
     warmup = int(recipe.warmup_ratio * steps)
     rise = optax.linear_schedule(0.0, recipe.learning_rate, max(1, warmup))
-    fall = optax.linear_schedule(recipe.learning_rate, 0.0, max(1, steps - warmup))
-    return optax.join_schedules([rise, fall], [warmup])
+    rest = max(1, steps - warmup)
+    after = {
+        "linear": optax.linear_schedule(recipe.learning_rate, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(recipe.learning_rate, rest),
+        "constant": optax.constant_schedule(recipe.learning_rate),
+    }
+    return optax.join_schedules([rise, after[recipe.lr_schedule]], [warmup])
 
 
 def make_optimizer(recipe: Recipe, steps: int) -> optax.GradientTransformation:
-    """AdamW as the authors set it: betas 0.9 and 0.999, no weight decay, gradients clipped to norm 1."""
+    """AdamW as the authors set it: betas 0.9 and 0.999, no weight decay, the gradient's norm clipped."""
     return optax.chain(
-        optax.clip_by_global_norm(1.0),
+        optax.clip_by_global_norm(recipe.max_grad_norm),
         optax.adamw(learning_rate(recipe, steps), b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0),
     )
 
@@ -74,24 +79,38 @@ def init_state(config: Config, optimizer: optax.GradientTransformation, mesh: Me
 
 
 def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTransformation, mesh: Mesh):
-    """Compile-on-first-use `(state, llama, batch) -> (state, metrics)`. The state is donated, the frozen weights are not.
+    """Compile-on-first-use `(state, llama, micro_batches) -> (state, metrics)`. The state is donated, the frozen weights are not.
 
-    Means are over the whole batch, so the losses do not depend on how the mesh divides it.
+    The fields of `micro_batches` are A B T. Sums are divided by the tokens of all A of them, so the update depends neither on
+    how the rows are divided into micro-batches nor on the mesh.
     """
-    loss = functools.partial(
-        distill_loss,
-        config,
-        temperature=recipe.temperature,
-        hidden_weight=recipe.hidden_loss_weight,
-        hidden_layer=recipe.hidden_loss_layer,
-        remat=recipe.remat,
-        attention=Attention(mesh, recipe.attention),
+    objective = recipe.objective
+    sums_of = functools.partial(
+        distill_sums, config, objective=objective, remat=recipe.remat, attention=Attention(mesh, recipe.attention)
     )
 
-    def train_step(state: TrainState, llama: Llama, batch: Batch):
-        gradient, metrics = jax.grad(loss, has_aux=True)(state.delta, llama, batch)
-        metrics["grad_norm"] = optax.tree.norm(gradient)
+    def train_step(state: TrainState, llama: Llama, micro_batches: Batch):
         delta: Any = state.delta
+        targets = jnp.maximum(micro_batches.loss_mask.sum(), 1)
+        tokens = jnp.maximum((micro_batches.segment_ids > 0).sum(), 1)
+
+        def loss(delta, batch):
+            sums = sums_of(delta, llama, batch)
+            return sums.kl / targets + objective.hidden_weight * sums.hidden / tokens, sums
+
+        def add_micro_batch(totals, batch):
+            return jax.tree.map(jnp.add, totals, jax.grad(loss, has_aux=True)(delta, batch)), None
+
+        if recipe.gradient_accumulation_steps == 1:
+            gradient, sums = jax.grad(loss, has_aux=True)(delta, jax.tree.map(lambda field: field[0], micro_batches))
+        else:
+            shapes = jax.eval_shape(jax.grad(loss, has_aux=True), delta, jax.tree.map(lambda field: field[0], micro_batches))
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            (gradient, sums), _ = jax.lax.scan(add_micro_batch, zeros, micro_batches)
+        metrics = sums.means()
+        metrics["loss"] = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
+        metrics["grad_norm"] = optax.tree.norm(gradient)
+        metrics["tokens"] = sums.tokens
         updates, opt_state = optimizer.update(gradient, state.opt_state, delta)
         delta = optax.apply_updates(delta, updates)
         return TrainState(state.step + 1, delta, opt_state), metrics
@@ -100,20 +119,19 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(state, llama_shardings(config, mesh), batch_sharding(mesh)),
+        in_shardings=(state, llama_shardings(config, mesh), micro_batch_sharding(mesh)),
         out_shardings=(state, replicated(mesh)),
     )
 
 
+def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays A B T: the rows of every micro-batch over `data` and `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(None, row_axes(mesh)))
+
+
 def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
     """Compile-on-first-use `(delta, llama, batch) -> Sums`."""
-    sums = functools.partial(
-        distill_sums,
-        config,
-        temperature=recipe.temperature,
-        hidden_layer=recipe.hidden_loss_layer,
-        attention=Attention(mesh, recipe.attention),
-    )
+    sums = functools.partial(distill_sums, config, objective=recipe.objective, attention=Attention(mesh, recipe.attention))
     return jax.jit(
         sums,
         in_shardings=(swiftkv_shardings(config, mesh), llama_shardings(config, mesh), batch_sharding(mesh)),

@@ -106,7 +106,7 @@ def run_until(data: Path, output: Path, ready=lambda: False, number: int = 0) ->
 def test_the_same_command_again_has_nothing_left_to_do(data, uninterrupted, capsys):
     assert main(arguments(data, uninterrupted)) == 0
     error = capsys.readouterr().err
-    assert f"finished {STEPS} steps before" in error and f"step {STEPS}/" not in error
+    assert f"finished after step {STEPS} before" in error and f"step {STEPS}/" not in error
 
 
 def test_a_run_is_not_continued_with_other_settings(data, uninterrupted, capsys):
@@ -129,29 +129,59 @@ def test_divergence_stops_the_run(data, tmp_path, capsys):
     assert not (output / "model").exists()
 
 
-def test_damage_to_a_checkpoint_is_found(data, uninterrupted, tmp_path, capsys):
-    """Orbax would load a flipped payload byte silently."""
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(data, uninterrupted, tmp_path, capsys):
+    """Orbax would load a flipped payload byte silently. The resumed run ends like the one that was never disturbed."""
     output = tmp_path / "run"
     shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "model")
     newest = output / "checkpoints" / str(STEPS)
-    payload = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    flip_a_byte(newest)
+    assert main(arguments(data, output)) == 0
+    error = capsys.readouterr().err
+    assert f"warning: {newest}" in error and "is damaged" in error and f"using step {STEPS - 1} instead" in error
+    assert losses(output) == losses(uninterrupted)
+    assert (output / "checkpoints-damaged" / str(STEPS)).is_dir() and newest.is_dir()
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (output, uninterrupted))
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+def test_nothing_intact_left_is_an_error(data, uninterrupted, tmp_path, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    for checkpoint in (output / "checkpoints").iterdir():
+        flip_a_byte(checkpoint)
+    assert main(arguments(data, output)) == 4
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{output / 'checkpoints' / str(STEPS)}: delta.q is damaged" in line or "is damaged" in line
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    payload = max((file for file in checkpoint.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(payload.read_bytes())
     content[len(content) // 2] ^= 1
     payload.write_bytes(content)
-    assert main(arguments(data, output)) == 4
-    assert str(newest) in capsys.readouterr().err.splitlines()[-1]
 
 
 BAD_INPUT = {
     "mesh": ("--mesh 4by1", 2, "--mesh '4by1': expected DATAxMODEL"),
+    "mesh axis": ("--mesh data=2,tensor=2", 2, "the axes are data, fsdp and model, each at most once"),
+    "mesh twice the rest": ("--mesh=-1x-1", 2, "only one axis can take the rest of the devices"),
+    "micro-batches": ("--batch-size 8 --gradient-accumulation-steps 3", 2, "--batch-size 8 must be a multiple of --gradient-accumulation"),
+    "early stopping": ("--early-stopping-patience 2", 2, "need --eval-data"),
+    "profile": ("--profile-steps 9:3", 2, "--profile-steps '9:3': expected FIRST:LAST"),
+    "report": ("--report-to carrier-pigeon", 2, "'carrier-pigeon' is unknown; choose from jsonl, tensorboard, wandb"),
+    "top k": ("--kl-top-k 4097", 2, "--kl-top-k 4097: this model has"),
+    "topology": ("--topology h200:1", 2, "--topology goes with --dry-run"),
+    "no such step": ("--resume 7", 2, "--resume 7: no checkpoint of that step"),
+    "half of a job": ("--num-processes 2", 2, "--coordinator-address, --num-processes and --process-id go together"),
     "mesh zero": ("--mesh 0x1", 2, "expected DATAxMODEL"),
     "too many devices": ("--mesh 64x64 --batch-size 64", 2, "--mesh 64x64 needs 4096 devices; this process sees 8"),
-    "batch": ("--mesh 2x1 --batch-size 3", 2, "--batch-size 3 must be a multiple of the 2 data devices"),
+    "batch": ("--mesh 2x1 --batch-size 3", 2, "--batch-size 3 in 1 micro-batches must be a multiple of the 2 data devices"),
     "cut": ("--num-key-value-layers 9", 4, "num_key_value_layers=9 must be from 1 to num_layers=8"),
     "no upper layers": ("--num-key-value-layers 8", 2, "nothing is left to distil"),
     "group": ("--key-value-group-size 3", 4, "key_value_group_size=3 must divide the 4 layers"),
     "no data": ("--data {tmp}/nowhere", 1, "nowhere: no such file or folder"),
-    "empty data": ("--data {tmp}/empty.txt", 1, "empty.txt: no text in it"),
+    "empty data": ("--data {tmp}/empty.txt", 1, "empty.txt: it holds no token to predict"),
     "malformed data": ("--data {tmp}/bad.jsonl", 1, "bad.jsonl:2: not valid JSON"),
     "no model": ("--model {tmp}/nowhere --data stdlib", 4, "nowhere: no such file or directory"),
     "model alone": ("--model somewhere", 2, "--model also needs --data"),
@@ -186,8 +216,11 @@ def test_flags():
     """The command line is public: a flag that comes or goes is a decision."""
     flags = {action.option_strings[0] for action in parser()._actions}
     assert flags == set(
-        """-h --mesh --model --data --eval-data --output-dir --num-key-value-layers --key-value-group-size --max-length --batch-size
-        --max-steps --learning-rate --warmup-ratio --temperature --hidden-loss-weight --hidden-loss-layer --dtype --remat --attention --seed
-        --save-steps --save-total-limit --logging-steps --eval-batches --resume""".split()
+        """-h --model --num-key-value-layers --key-value-group-size --data --eval-data --max-length --max-unreadable-share --output-dir
+        --mesh --dtype --remat --attention --coordinator-address --num-processes --process-id --dry-run --topology
+        --batch-size --gradient-accumulation-steps --max-steps --num-train-epochs --learning-rate --lr-schedule --warmup-ratio
+        --max-grad-norm --seed --temperature --kl --kl-top-k --hidden-loss-weight --hidden-loss-layer
+        --resume --save-steps --save-total-limit --logging-steps --report-to --profile-steps --eval-steps --eval-batches
+        --early-stopping-patience --load-best-model-at-end""".split()
     )
     assert all(action.help for action in parser()._actions)

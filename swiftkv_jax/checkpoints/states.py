@@ -1,0 +1,119 @@
+"""Training states on disk: `checkpoints/<step>/` in a run's output folder, read leaf by leaf, each with its digest.
+
+`train.recovery` writes them with Orbax, which gives a folder its name only when all of it is on disk. Orbax keeps no
+checksum of array payloads, so each state carries a digest per leaf in its metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..errors import CheckpointError
+from .digest import digest
+
+FOLDER = "checkpoints"
+"""Within the run's output folder."""
+STATE = "state"
+"""What Orbax calls the one tree in each of its checkpoints; its leaves are stored flat, by path: `delta.q`."""
+
+
+class DamagedError(CheckpointError):
+    """A state that was complete once and cannot be used now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """What a state says of itself."""
+
+    fingerprint: dict[str, Any]
+    """Identifies the run."""
+    digests: dict[str, int]
+    """Leaf -> `digest.digest`."""
+    score: float | None
+    """Of the held-out data, lower is better; None where it was not measured."""
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Steps whose state was written to the end, ascending. `folder` need not exist."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The metadata of the state in `path`. Raises `DamagedError` if it is missing or garbled."""
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        with quiet_orbax():
+            found: Any = ocp.checkpointables_metadata(str(path)).custom_metadata
+        return Metadata(found["fingerprint"], found["digests"], found["score"])
+    except Exception as error:
+        raise DamagedError(f"{path}: its metadata cannot be read ({_reason(error)})") from None
+
+
+def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: int) -> jax.Array:
+    """One leaf of the state in `path`, where `abstract.sharding` says. Raises `DamagedError` if its digest is not `expected`.
+
+    With several processes, all of them call this.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # one leaf at a time: an error then has a name, and memory a bound
+    # Each process reads its shards by itself: Orbax's barriers would let the others wait for one that cannot.
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    array, problem = None, ""
+    try:
+        with context, quiet_orbax():
+            array = ocp.load_checkpointables(str(path), {STATE: {name: abstract}})[STATE][name]
+    except jax.errors.JaxRuntimeError:  # out of device memory says nothing about the file
+        raise
+    except Exception as error:  # as many types as there are kinds of damage
+        problem = _reason(error)
+    if _anywhere(array is None):
+        raise DamagedError(f"{path}: {name} cannot be read ({problem or 'by another process'})")
+    assert array is not None
+    if digest(array) != expected:
+        raise DamagedError(f"{path}: {name} is damaged: its digest is not the one it was saved with")
+    return array
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Without Orbax's log: it prints the tracebacks of its threads, of errors that are raised to the caller as well."""
+
+    def is_foreign(record: logging.LogRecord) -> bool:  # a new one each time, so that contexts may nest
+        return "orbax" not in record.pathname and "orbax" not in record.getMessage()
+
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(is_foreign)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_foreign)
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether it is so in any process."""
+    return here if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.bool_(here))))
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause says more than Orbax's wrappers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip() or type(error).__name__
+    return text.partition("\n")[0][:300]

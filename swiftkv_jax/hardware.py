@@ -1,0 +1,53 @@
+"""What the makers publish of the devices this package is meant for: the ceilings of a time and memory plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One device as JAX counts them."""
+
+    name: str
+    flops: float
+    """Peak FLOP/s of dense bfloat16 matrix products; a multiply-add is two."""
+    memory_bytes: int
+    bandwidth: float
+    """Bytes a second between the device and its memory."""
+
+
+# NVIDIA's data sheets give bfloat16 with sparsity, which doubles it: 1,979 TFLOP/s for H100 SXM and H200 SXM. The PCIe and
+# NVL cards are slower and call themselves otherwise. Memory is what CUDA reports of the nominal 80 and 141 GB.
+_H100 = Hardware("H100 SXM", 989.4e12, 84_942_979_072, 3.35e12)
+_H200 = Hardware("H200 SXM", 989.4e12, 150_754_820_096, 4.8e12)
+
+# https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, per chip.
+_V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1.2e12)
+_V5E = Hardware("TPU v5e", 197e12, 16 * GIB, 0.819e12)
+_V5P = Hardware("TPU v5p", 459e12, 95 * GIB, 2.765e12)
+_V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1.638e12)
+# A TPU7x chip (2307 TFLOP/s, 192 GiB, 7.38 TB/s) is two devices: unlike v4 and v5p it does not join its two TensorCores.
+_TPU7X = Hardware("TPU7x, half a chip", 2307e12 / 2, 96 * GIB, 7.38e12 / 2)
+
+HARDWARE = (_H100, _H200, _V4, _V5E, _V5P, _V6E, _TPU7X)
+
+_BY_KIND = {
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H200": _H200,
+    "TPU v4": _V4,
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    "TPU7x": _TPU7X,
+}
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The published figures for a `jax.Device.device_kind`; None for a device that is not in the table."""
+    return _BY_KIND.get(device_kind)

@@ -1,0 +1,133 @@
+"""Readers of the file formats: each yields the rows of one file in order and never holds the whole file, text files aside."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import DataError, UsageError
+from .rows import COLUMNS, FORMS, Document, Unreadable, parse_json, parse_row
+
+Rows = Iterator[Document | Unreadable]
+
+_TEXT_SUFFIXES = tuple(".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split())
+_RECORDS_PER_READ = 256
+
+
+def reader(file: Path) -> Callable[[Path], Rows] | None:
+    """The function that reads a file of this name, or None if the format is not known."""
+    return next((read for suffixes, read in _READERS.items() if file.name.endswith(suffixes)), None)
+
+
+def known_suffixes(separator: str = " ") -> str:
+    return separator.join(suffix for suffixes in _READERS for suffix in suffixes)
+
+
+def read_text(file: Path) -> Rows:
+    """The whole file as one document; nothing if it is blank."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        yield Unreadable(str(file), f"not UTF-8 text ({error.reason} at byte {error.start})")
+        return
+    if text.strip():
+        yield Document(str(file), text=text)
+
+
+def _read_jsonl(file: Path) -> Rows:
+    with file.open("rb") as lines:
+        yield from _json_lines(file, lines)
+
+
+def _read_jsonl_gz(file: Path) -> Rows:
+    try:
+        with gzip.open(file, "rb") as lines:
+            yield from _json_lines(file, lines)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: damaged gzip file ({error})") from None
+
+
+def _json_lines(file: Path, lines: Iterable[bytes]) -> Rows:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield parse_json(line, f"{file}:{number}")
+
+
+def _read_array_record(file: Path) -> Rows:
+    """Every record is one row of JSON."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    try:
+        records = ArrayRecordReader(str(file))
+        count = records.num_records()
+        for start in range(0, count, _RECORDS_PER_READ):
+            lines = records.read(start, min(start + _RECORDS_PER_READ, count))
+            for number, line in enumerate(lines, start=start):
+                yield parse_json(line, f"{file}:row {number}")
+        records.close()
+    except RuntimeError as error:
+        raise DataError(f"{file}: damaged ArrayRecord file ({error})") from None
+
+
+def _read_parquet(file: Path) -> Rows:
+    _require_pyarrow(file)
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(file) as table:
+            columns = _known_columns(file, table.schema_arrow.names)
+            yield from _record_batches(file, table.iter_batches(_RECORDS_PER_READ, columns=columns), columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
+
+
+def read_arrow_stream(file: Path) -> Rows:
+    """An Arrow stream file, as `datasets.save_to_disk` writes them."""
+    _require_pyarrow(file)
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_stream(stream) as batches:
+            yield from _record_batches(file, batches, _known_columns(file, batches.schema.names))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a readable Arrow stream file ({_first_line(error)})") from None
+
+
+def _record_batches(file: Path, batches: Iterable[Any], columns: list[str]) -> Rows:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, _RECORDS_PER_READ):  # a batch may hold thousands of long rows
+            for row in batch.select(columns).slice(start, _RECORDS_PER_READ).to_pylist():
+                yield parse_row(row, f"{file}:row {number}")
+                number += 1
+
+
+def _known_columns(file: Path, names: list[str]) -> list[str]:
+    columns = [name for name in COLUMNS if name in names]
+    if not columns:
+        raise DataError(f"{file}: its columns are {', '.join(names)}; accepted: {FORMS}")
+    return columns
+
+
+def _require_pyarrow(file: Path) -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise UsageError(f"{file}: reading it needs pyarrow: pip install 'swiftkv-jax[arrow]'") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+_READERS: dict[tuple[str, ...], Callable[[Path], Rows]] = {
+    (".jsonl",): _read_jsonl,
+    (".jsonl.gz",): _read_jsonl_gz,
+    (".parquet",): _read_parquet,
+    (".arrayrecord", ".array_record"): _read_array_record,
+    _TEXT_SUFFIXES: read_text,
+}

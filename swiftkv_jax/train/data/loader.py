@@ -1,0 +1,173 @@
+"""Batches from stores, through Grain.
+
+Batch i of the endless mixture is a function of the stores, their weights, the batch size, the seed and i. Neither the
+number of processes nor threads nor a restart changes it, so the whole data state of a run is one integer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import signal
+from collections.abc import Generator, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from ...errors import DataError
+from ...model import Batch
+from .packing import EMPTY_ROW, PackedRow
+from .store import Store
+
+_NamedRow = tuple[str, PackedRow]
+
+_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+
+
+class LocalBatch(NamedTuple):
+    """The rows of a batch that one process reads."""
+
+    batch: Batch
+    """NumPy arrays, one row for each position asked for."""
+    row_ids: list[str]
+    """Where each row comes from, such as `a.jsonl#1234`, for messages; empty for a row of padding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowMixture:
+    """Stores of one row length, and the proportions in which their rows are drawn.
+
+    If every weight is 1, all rows count alike: the proportions are the numbers of rows, and an epoch holds every row once.
+    Otherwise rows are drawn in proportion to the weights, and an epoch ends, to a row, when every source has been seen once;
+    sources that are small for their weight have come round again by then. Every round of a source has its own order.
+    """
+
+    stores: tuple[Store, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self):
+        if len({store.manifest.length for store in self.stores}) > 1:
+            lengths = ", ".join(f"{store.path}: {store.manifest.length}" for store in self.stores)
+            raise DataError(f"prepared stores of different --max-length cannot be mixed ({lengths})")
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+        return self.stores[0].manifest.length
+
+    @functools.cached_property
+    def proportions(self) -> tuple[int, ...]:
+        """Whole numbers without a common divisor."""
+        if set(self.weights) == {1.0}:
+            parts = [len(store) for store in self.stores]
+        else:
+            fractions = [Fraction(str(weight)) for weight in self.weights]  # 0.7 is meant, not the nearest float
+            parts = [int(part * math.lcm(*(fraction.denominator for fraction in fractions))) for part in fractions]
+        return tuple(part // math.gcd(*parts) for part in parts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        total = sum(self.proportions)
+        return max(math.ceil(len(store) * total / part) for store, part in zip(self.stores, self.proportions, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources, each counted once, without padding."""
+        return sum(store.manifest.tokens for store in self.stores)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same exactly if the batches are the same, up to batch size and seed."""
+        parts = [(store.manifest.fingerprint, part) for store, part in zip(self.stores, self.proportions, strict=True)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def batches(
+    rows: RowMixture, batch_size: int, *, positions: Sequence[int], seed: int, start: int = 0, stop: int, workers: int = 0
+) -> Generator[LocalBatch, None, None]:
+    """Batches `start` to `stop - 1` of the endless shuffled mixture.
+
+    `positions` are those of the batch's `batch_size` rows that this process wants; it reads no others. Threads read ahead;
+    with `workers` they run in as many processes of Grain's, which start in seconds and pay off only where one process
+    cannot unpack rows as fast as they are used. The batches are the same. Close the generator to stop reading ahead.
+    """
+    shuffled = [_shuffled(store, seed, number) for number, store in enumerate(rows.stores)]
+
+    def read(batch: int) -> list[_NamedRow]:
+        picked = [pick(batch * batch_size + position, rows.proportions) for position in positions]
+        return [shuffled[source][index] for source, index in picked]
+
+    stack = functools.partial(_stack, length=rows.length)
+    found = grain.MapDataset.range(start, stop).map(read)
+    dataset = _in_processes(found.to_iter_dataset(_READ), workers).map(stack) if workers else found.map(stack).to_iter_dataset(_READ)
+    with contextlib.closing(iter(dataset)) as iterator:
+        yield from iterator
+
+
+def first_batches(rows: RowMixture, batch_size: int, *, positions: Sequence[int], limit: int) -> Iterator[LocalBatch]:
+    """At most `limit` batches of all rows in order, each once; empty rows, which carry no weight, fill the last one."""
+    sources = [_numbered(store) for store in rows.stores]
+    starts = [0, *itertools.accumulate(map(len, sources))]
+
+    def row(index: int) -> _NamedRow:
+        if index >= starts[-1]:
+            return "", EMPTY_ROW
+        source = next(i for i in range(len(sources)) if index < starts[i + 1])
+        return sources[source][index - starts[source]]
+
+    for batch in range(min(limit, math.ceil(starts[-1] / batch_size))):
+        yield _stack([row(batch * batch_size + position) for position in positions], rows.length)
+
+
+def pick(index: int, proportions: Sequence[int]) -> tuple[int, int]:
+    """Source of row `index` of a mixture, and how many rows of that source came before it.
+
+    The rows of the first source are spread evenly, those of the second evenly over what is left, and so on: at any point
+    each source has had its share to within two rows. (Grain's own `mix` rounds the proportions to a hundredth of the least.)
+    """
+    total = sum(proportions)
+    for source, part in enumerate(proportions):
+        before, after = index * part // total, (index + 1) * part // total
+        if after > before:
+            return source, before
+        index, total = index - before, total - part
+    raise AssertionError("the last source takes all rows that are left")
+
+
+def _numbered(store: Store) -> Any:
+    """The store as a Grain dataset of (row id, row)."""
+    return grain.MapDataset.range(len(store)).map(lambda row: (f"{store.name}#{row}", store[row]))
+
+
+def _shuffled(store: Store, seed: int, number: int) -> Any:
+    """Endless rounds of a store, each in its own order; the sources of a mixture are shuffled independently."""
+    source_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+    return _numbered(store).shuffle(seed=source_seed).repeat()
+
+
+def _in_processes(dataset: Any, workers: int) -> Any:
+    """The same elements in the same order, worker w reading every `workers`-th from the w-th on.
+
+    They cross as pickled rows, not as arrays: Grain passes arrays through shared memory, and those in flight at the end leak.
+    """
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # Grain asks absl for a flag that only programs with absl's own `main` have parsed
+    return dataset.mp_prefetch(grain.MultiprocessingOptions(workers), worker_init_fn=_ignore_interrupts)
+
+
+def _ignore_interrupts(worker: int, workers: int) -> None:
+    """Ctrl-C goes to every process of a terminal; a run that wants to finish its step first still needs its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _stack(rows: list[_NamedRow], length: int) -> LocalBatch:
+    fields = [row.fields(length) for _, row in rows]
+    return LocalBatch(Batch(**{name: np.stack([field[name] for field in fields]) for name in fields[0]}), [name for name, _ in rows])

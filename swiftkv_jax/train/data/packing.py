@@ -1,0 +1,85 @@
+"""Best-fit packing: documents of any length into rows of one length, each document in its own segment."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from .tokenize import Example
+
+WINDOW_TOKENS = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRow:
+    """One row without its padding."""
+
+    tokens: np.ndarray
+    """i32[n], the documents one after another."""
+    is_target: np.ndarray
+    """bool[n]; True where the token is to be predicted."""
+    lengths: np.ndarray
+    """i32[documents], adding up to n."""
+
+    def predicting(self) -> np.ndarray:
+        """bool[n]: True where the next token belongs to the same document and is a target."""
+        mask = np.append(self.is_target[1:], False)
+        mask[np.cumsum(self.lengths) - 1] = False
+        return mask
+
+    def fields(self, length: int) -> dict[str, np.ndarray]:
+        """The fields of `model.Batch` for this row, each [length].
+
+        row      a a a b b .        two documents and one place left over
+        segment  1 1 1 2 2 0
+        position 0 1 2 0 1 0
+        mask     1 1 0 1 0 0        the last token of a document predicts nothing
+        """
+        starts = np.cumsum(self.lengths) - self.lengths
+        found = {
+            "tokens": self.tokens,
+            "positions": np.arange(len(self.tokens), dtype=np.int32) - np.repeat(starts, self.lengths).astype(np.int32),
+            "segment_ids": np.repeat(np.arange(1, len(self.lengths) + 1, dtype=np.int32), self.lengths),
+            "loss_mask": self.predicting().astype(np.float32),
+        }
+        return {name: np.pad(field, (0, length - len(field))) for name, field in found.items()}
+
+
+EMPTY_ROW = PackedRow(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32))
+"""A row of padding."""
+
+
+def pack(examples: Iterable[Example], length: int, window_tokens: int = WINDOW_TOKENS) -> Iterator[PackedRow]:
+    """Cut examples into pieces of at most `length`, and put each piece into the fullest row that still has room.
+
+    A piece is one segment with positions from 0. Rows are formed within windows of about `window_tokens` tokens, so memory
+    is bounded. Deterministic in the order of `examples`.
+    """
+    window, size = [], 0
+    for example in examples:
+        window += [(example.tokens[at : at + length], example.is_target[at : at + length]) for at in range(0, len(example.tokens), length)]
+        size += len(example.tokens)
+        if size >= window_tokens:
+            yield from _best_fit(window, length)
+            window, size = [], 0
+    yield from _best_fit(window, length)
+
+
+def _best_fit(pieces: list[tuple[np.ndarray, np.ndarray]], length: int) -> Iterator[PackedRow]:
+    rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    space: list[tuple[int, int]] = []  # (free places, row), sorted, rows with room only
+    for piece in pieces:
+        size = len(piece[0])
+        at = bisect.bisect_left(space, (size, -1))
+        free, row = space.pop(at) if at < len(space) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        if free > size:
+            bisect.insort(space, (free - size, row))
+    for row in rows:
+        tokens, is_target = zip(*row, strict=True)
+        yield PackedRow(np.concatenate(tokens), np.concatenate(is_target), np.array([len(part) for part in tokens], np.int32))

@@ -1,0 +1,50 @@
+"""How far the student's next-token distribution is from the teacher's, with the gradient by hand."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Divergence = Literal["forward", "reverse", "jsd"]
+"""forward is KL(teacher || student), reverse KL(student || teacher), jsd the mean of both to their mixture (Lin, "Divergence
+measures based on the Shannon entropy", 1991)."""
+
+_LEFT_OUT = -1e30  # finite: the difference of two of them is 0, not NaN
+
+
+def divergence_and_gradient(
+    kind: Divergence,
+    student: Float[Array, "B T V"],
+    teacher: Float[Array, "B T V"],
+    temperature: float,
+    top_k: int | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T V"]]:
+    """(temperature^2 * divergence in nats, its gradient in the student's logits), both float32.
+
+    With p and q the softmaxes of teacher and student over `temperature` and m = (p + q) / 2:
+
+        forward   sum p log(p / q)                           gradient  temperature (q - p)
+        reverse   sum q log(q / p) = R                       gradient  temperature q (log(q / p) - R)
+        jsd       (sum p log(p / m) + sum q log(q / m)) / 2  gradient  temperature q (log(q / m) - sum q log(q / m)) / 2
+
+    `top_k` leaves out all but the teacher's k likeliest tokens (and any that tie with the last of them) from both softmaxes.
+    """
+    student, teacher = student / temperature, teacher / temperature
+    if top_k is not None:
+        left_out = teacher < jax.lax.top_k(teacher, top_k)[0][..., -1:]
+        student, teacher = (jnp.where(left_out, _LEFT_OUT, logits) for logits in (student, teacher))
+    log_q, log_p = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    if kind == "forward":
+        return temperature**2 * (p * (log_p - log_q)).sum(axis=-1), temperature * (q - p)
+    log_m = log_p if kind == "reverse" else jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
+    to_m = log_q - log_m
+    of_student = (q * to_m).sum(axis=-1)
+    gradient = temperature * q * (to_m - of_student[..., None])
+    if kind == "reverse":
+        return temperature**2 * of_student, gradient
+    of_teacher = (p * (log_p - log_m)).sum(axis=-1)
+    return temperature**2 * (of_teacher + of_student) / 2, gradient / 2

@@ -1,0 +1,154 @@
+"""The pictures of an analysis and of a run, by matplotlib. Nothing here needs a display."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from .cuts import Analysis
+
+COLORS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#8a6bbe", "#7a7a7a")
+"""Blue, red, green, violet, grey: apart also for colour-blind eyes in this order."""
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "svg.fonttype": "none",
+}
+
+
+def matplotlib_missing() -> str | None:
+    """What to do where matplotlib is not installed; None where it is."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "it needs matplotlib: pip install 'swiftkv-jax[report]'"
+    return None
+
+
+@contextmanager
+def figure(width: float, height: float, rows: int, columns: int) -> Iterator[tuple[Any, list[Any]]]:
+    """(figure, axes row by row) of that size in inches, in this package's style, without changing matplotlib's own."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        picture = Figure(figsize=(width, height), layout="constrained")
+        yield picture, list(picture.subplots(rows, columns, squeeze=False).flat)
+
+
+def _set_log(axes: Any) -> None:
+    """A logarithmic y axis labelled at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_analysis(analysis: Analysis, path: Path) -> None:
+    """Two panels: the students' KL against what prefill costs, one line per g, and the similarity of the layers' inputs."""
+    with figure(11, 4.4, 1, 2) as (picture, (left, right)):
+        _draw_cuts(left, analysis)
+        _draw_similarity(picture, right, analysis)
+        picture.savefig(path, dpi=150)
+
+
+def _draw_cuts(axes: Any, analysis: Analysis) -> None:
+    groups = sorted({cut.key_value_group_size for cut in analysis.cuts})
+    for index, g in enumerate(groups):
+        cuts = [cut for cut in analysis.cuts if cut.key_value_group_size == g and cut.kl > 1e-6]  # K = L-1 would be at 0
+        x, y = [100 * cut.prefill_flops_share for cut in cuts], [cut.kl for cut in cuts]
+        axes.plot(x, y, marker="o", markersize=4, color=COLORS[index % len(COLORS)], label=f"g = {g}")
+        if index == 0 and len(cuts) <= 8:  # every group size has the same K at nearly the same cost
+            for cut, at_x, at_y in zip(cuts, x, y, strict=True):
+                axes.annotate(
+                    f"K={cut.num_key_value_layers}", (at_x, at_y), (-4, -11), textcoords="offset points", ha="right", color="#555"
+                )
+    axes.set(xlabel="prefill FLOPs, % of the teacher's", ylabel="KL(teacher ‖ student), nats per token")
+    _set_log(axes)
+    axes.set_title("Before distillation")
+    axes.margins(y=0.15)
+    axes.legend()
+
+
+def _draw_similarity(picture: Any, axes: Any, analysis: Analysis) -> None:
+    image = axes.imshow(analysis.similarity, cmap="viridis", vmax=1, origin="lower")
+    axes.grid(False)
+    axes.set(xlabel="layer", ylabel="layer")
+    axes.set_title("Cosine between the hidden states that enter two layers")
+    picture.colorbar(image, ax=axes, shrink=0.9)
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot against the step."""
+
+    title: str
+    unit: str
+    curves: tuple[tuple[str, str], ...]
+    """(name in the metrics, label). Names of held-out numbers, which are few, begin with `eval_`."""
+    scale: float = 1.0
+    log: bool = False
+    from_zero: bool = False
+
+
+_PANELS = (
+    Panel("Loss", "loss", (("loss", "training"), ("eval_loss", "held-out"))),
+    Panel("Its two parts", "per token", (("logits_loss", "KL, nats"), ("hidden_loss", "hidden loss")), log=True),
+    Panel("Held-out perplexity", "perplexity", (("eval_student_perplexity", "student"), ("eval_teacher_perplexity", "teacher"))),
+    Panel("Next token agrees with the teacher", "% of positions", (("agreement", "training"), ("eval_agreement", "held-out")), scale=100),
+    Panel("Gradient norm, before clipping", "norm", (("grad_norm", ""),), log=True),
+    Panel("Learning rate", "rate", (("learning_rate", ""),)),
+    Panel("Speed", "tokens per second", (("tokens_per_second", "all"), ("useful_tokens_per_second", "without padding")), from_zero=True),
+    Panel("MFU, of the ceiling that the recipe names", "%", (("mfu", ""),), scale=100, from_zero=True),
+)
+
+
+def draw_run(rows: Sequence[dict[str, Any]]) -> str:
+    """The curves of a run as one SVG element; a panel without numbers is left out. Text stays text."""
+    panels = [panel for panel in _PANELS if any(name in row for row in rows for name, _ in panel.curves)]
+    height = (len(panels) + 1) // 2
+    svg = StringIO()
+    with figure(10, 2.6 * height, height, 2) as (picture, axes):
+        for panel, place in zip(panels, axes, strict=False):
+            _draw_panel(place, panel, rows)
+        for place in axes[len(panels) :]:
+            place.set_visible(False)
+        picture.savefig(svg, format="svg", metadata={"Date": None})
+    text = svg.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _draw_panel(axes: Any, panel: Panel, rows: Sequence[dict[str, Any]]) -> None:
+    for (name, label), color in zip(panel.curves, COLORS, strict=False):
+        points = [(row["step"], panel.scale * row[name]) for row in rows if name in row]
+        if points:
+            marker = "o" if name.startswith("eval_") or len(points) == 1 else None
+            axes.plot(*zip(*points, strict=True), color=color, label=label, marker=marker, markersize=4)
+    axes.set(xlabel="step", ylabel=panel.unit, title=panel.title)
+    axes.set_xlim(left=-0.02 * rows[-1]["step"])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.from_zero:
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    if panel.log:
+        _set_log(axes)
+    else:
+        axes.ticklabel_format(axis="y", scilimits=(-3, 6), useMathText=True)
+    if len(panel.curves) > 1:
+        axes.legend()

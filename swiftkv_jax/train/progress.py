@@ -1,0 +1,124 @@
+"""How fast a run goes and how long it will take: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from ..cli import log
+from ..hardware import hardware_of
+
+_SHOWN = {"loss": "loss", "agreement": "agreement", "logits_loss": "KL", "hidden_loss": "hidden", "grad_norm": "grad norm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """What MFU, the model FLOPs utilisation, is a share of."""
+
+    flops: float
+    """FLOP/s of all devices together."""
+    description: str
+    """For the settings of a run."""
+
+
+def flops_ceiling(mesh: Mesh, dtype: jnp.dtype) -> Ceiling:
+    """The published peak of the mesh's devices where it is known, else what a large matrix product in `dtype` reaches here.
+
+    Every device of every process counts once.
+    """
+    device = mesh.devices.flat[0]
+    count = 1 if device.platform == "cpu" else mesh.size  # emulated devices share their cores
+    measured, hardware = measure_matmul_rate(dtype), hardware_of(device.device_kind)
+    product = f"a large {jnp.dtype(dtype)} matrix product reaches {measured / 1e12:.4g} TFLOP/s"
+    if hardware is None:
+        return Ceiling(count * measured, f"{count} x {device.device_kind}: {product}")
+    peak = f"published bfloat16 peak {hardware.flops / 1e12:.4g} TFLOP/s"
+    return Ceiling(count * hardware.flops, f"{count} x {hardware.name}: {peak}, {product}")
+
+
+def measure_matmul_rate(dtype: jnp.dtype) -> float:
+    """FLOP/s of a large square matrix product in `dtype` on one device of this process."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    a = jnp.ones((size, size), dtype)
+    multiply = jax.jit(jnp.matmul)
+    multiply(a, a).block_until_ready()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        multiply(a, a).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+class Progress:
+    """Losses, speed and time left while a run goes on. Process 0 of several shows them.
+
+    `tokens_per_step` counts the rows of all processes with their padding, which is computed like any other token.
+    """
+
+    def __init__(self, *, first_step: int, steps: int, tokens_per_step: int, flops_per_token: float, ceiling: Ceiling):
+        self._speaks = jax.process_index() == 0
+        hidden = not (self._speaks and sys.stderr.isatty())
+        self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True)
+        self._steps, self._tokens_per_step = steps, tokens_per_step
+        self._flops_per_token, self._ceiling = flops_per_token, ceiling
+        self._started, self._newest = 0, None
+        self.restart_clock()
+
+    def advance(self, newest: Any) -> None:
+        """One more step was started, and `newest` is an array it returns. Goes before the reading of earlier results.
+
+        Accelerators are then still at work on it, while a CPU has often finished: it is asked, never waited for.
+        """
+        self._started, self._newest = self._started + 1, newest
+        self._bar.update()
+
+    def restart_clock(self) -> None:
+        """Forget the time so far: compilation, evaluation and saving are not training speed."""
+        self._since, self._done_before = time.perf_counter(), self._steps_done()
+
+    def report(self, step: int, values: Mapping[str, Any], *, useful_share: float) -> dict[str, float]:
+        """Show `values` and the speed since the last report; returns what belongs in the step's row.
+
+        `useful_share` is the share of the step's tokens that are not padding. Returns tokens_per_second with the padding,
+        useful_tokens_per_second without, mfu, and seconds since the last report; nothing before the clock has run.
+        """
+        shown = {label: f"{float(values[name]):.4f}" for name, label in _SHOWN.items() if name in values}
+        if speed := self._speed(useful_share):
+            shown |= {"tokens/s": f"{speed['tokens_per_second']:,.0f}", "MFU": f"{speed['mfu']:.1%}"}
+        if not self._bar.disable:
+            self._bar.set_postfix(shown)  # the bar itself says how long it will take
+        elif self._speaks:
+            if speed:
+                left = (self._steps - step) * self._tokens_per_step / speed["tokens_per_second"]
+                shown["left"] = tqdm.format_interval(left)
+            log(f"step {step}/{self._steps}  " + "  ".join(f"{label} {value}" for label, value in shown.items()))
+        self.restart_clock()
+        return speed
+
+    def _steps_done(self) -> int:
+        pending = self._newest is not None and not self._newest.is_ready()
+        return self._started - pending
+
+    def _speed(self, useful_share: float) -> dict[str, float]:
+        seconds, done = time.perf_counter() - self._since, self._steps_done() - self._done_before
+        if not done:
+            return {}
+        tokens_per_second = done * self._tokens_per_step / seconds
+        return {
+            "tokens_per_second": tokens_per_second,
+            "useful_tokens_per_second": tokens_per_second * useful_share,
+            "mfu": tokens_per_second * self._flops_per_token / self._ceiling.flops,
+            "seconds": seconds,
+        }
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,147 @@
+"""`python -m swiftkv_jax.train report RUN`: one page with the curves of a run, at any time while it goes on or after.
+
+`report.html` needs nothing beside itself: the picture is inside. It is made from `metrics.jsonl` and `recipe.json` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..checkpoints.run import RECIPE
+from ..cli import OK, log, run
+from ..errors import UsageError
+from .metrics import METRICS, read_metrics
+from .plots import draw_run, matplotlib_missing
+
+REPORT = "report.html"
+
+_SETTINGS = """model data eval_data mesh num_key_value_layers key_value_group_size max_length batch_size
+gradient_accumulation_steps max_steps learning_rate lr_schedule warmup_ratio temperature kl kl_top_k hidden_loss_weight
+hidden_loss_layer dtype remat seed mfu_of jax""".split()
+
+_OUTCOMES = {  # name in the metrics -> (label, format)
+    "eval_teacher_perplexity": ("perplexity, teacher", "{:.4g}"),
+    "eval_student_perplexity": ("perplexity, student", "{:.4g}"),
+    "eval_agreement": ("next token agrees with the teacher", "{:.1%}"),
+    "eval_logits_loss": ("KL, nats per token", "{:.4g}"),
+    "eval_hidden_loss": ("hidden loss", "{:.4g}"),
+}
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.4rem; margin-bottom: 0; }}
+h2 {{ font-size: 1.1rem; margin: 2rem 0 .5rem; }}
+p {{ margin: .3rem 0; color: #555; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: left; padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #e6e6e6; overflow-wrap: anywhere; }}
+th {{ font-weight: 600; }}
+svg {{ width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{summary}</p>
+{outcomes}
+<h2>Curves</h2>
+{curves}
+<h2>Recipe</h2>
+{recipe}
+</body>
+</html>
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m swiftkv_jax.train report", description=f"Write {REPORT} into the folder of a run.")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="the --output-dir of a run, finished or not")
+    folder = parser.parse_args(argv).folder
+
+    def command() -> int:
+        write_report(folder)
+        return OK
+
+    return run(command)
+
+
+def write_report(folder: Path) -> None:
+    """Write `folder/report.html`; where matplotlib is missing, say how to get it instead.
+
+    Raises `UsageError` if the folder holds no run, or one that has not logged a step.
+    """
+    for name in (RECIPE, METRICS):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder}: no {name} in it; name the --output-dir of a run")
+    if missing := matplotlib_missing():
+        log(f"no {REPORT}: {missing}")
+        return
+    recipe, rows = json.loads((folder / RECIPE).read_text()), read_metrics(folder / METRICS)
+    if not rows:
+        raise UsageError(f"{folder / METRICS}: nothing is logged yet")
+    partial = folder / f".{REPORT}.partial"
+    partial.write_text(render(folder.resolve().name, recipe, rows), encoding="utf-8")
+    partial.replace(folder / REPORT)
+    log(f"report: {folder / REPORT}")
+
+
+def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """The page."""
+    evaluations = [row for row in rows if "eval_student_perplexity" in row]
+    resolved = recipe | recipe["config"]  # the cut that was taken where the recipe left it open
+    settings = [(key, _text(resolved[key])) for key in _SETTINGS if resolved.get(key) is not None]
+    return _PAGE.format(
+        title=html.escape(f"Distillation run {name}"),
+        summary=html.escape(summary(recipe, rows)),
+        outcomes=_table(*outcomes(evaluations)) if evaluations else "",
+        curves=draw_run(rows),
+        recipe=_table(("setting", "value"), settings),
+    )
+
+
+def summary(recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """How far the run is and how fast it went."""
+    timed = [row for row in rows if "seconds" in row]
+    parts = [f"step {rows[-1]['step']:,} of {recipe['max_steps']:,}"]
+    if timed:
+        speed, useful, mfu = (
+            statistics.median(row[key] for row in timed) for key in ("tokens_per_second", "useful_tokens_per_second", "mfu")
+        )
+        parts.append(f"{tqdm.format_interval(sum(row['seconds'] for row in timed))} in logged steps")
+        parts.append(f"median {speed:,.0f} tokens/s ({useful:,.0f} without padding), MFU {mfu:.1%}")
+    return "; ".join(parts)
+
+
+def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    """Held-out numbers of the first and of the last evaluation: (heading, rows)."""
+    chosen = evaluations[:1] if len(evaluations) == 1 else [evaluations[0], evaluations[-1]]
+    heading = ("held-out", *(_moment(row["step"]) for row in chosen))
+    found = {key: outcome for key, outcome in _OUTCOMES.items() if key in chosen[0]}
+    rows = [(label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()]
+    excess = (f"{row['eval_student_perplexity'] / row['eval_teacher_perplexity'] - 1:+.2%}" for row in chosen)
+    return heading, [*rows, ("student's perplexity above the teacher's", *excess)]
+
+
+def _moment(step: int) -> str:
+    return "before training" if step == 0 else f"after step {step:,}"
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in heading)]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"

@@ -1,0 +1,104 @@
+"""Two processes on this machine, one device each: what they write together is what one writes alone."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swiftkv_jax import Config, Model, save_hf
+from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+
+ROOT = Path(__file__).parents[2]
+CONFIG = Config(vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+def model() -> Model:
+    config, numbers = CONFIG.cut(2), np.random.default_rng(0)
+    shapes = llama_shapes(config), swiftkv_shapes(config)
+    llama, delta = jax.tree.map(lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), jnp.float32), shapes)
+    return Model(llama, delta, config=config)
+
+
+WORK = """
+    import importlib.util, os, sys
+    from pathlib import Path
+    import jax, jax.experimental.multihost_utils
+    port, index, here, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+    from swiftkv_jax import save_hf
+    from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
+    from swiftkv_jax.train.recovery import RunCheckpoints
+    from swiftkv_jax.train.step import TrainState
+    spec = importlib.util.spec_from_file_location("test_processes", here)
+    tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tests)
+
+    mesh, model = make_mesh((1, 2)), tests.model()
+    put = lambda tree, shardings: jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]), tree, shardings)
+    llama = put(model.llama, llama_shardings(model.config, mesh))
+    delta = put(model.swiftkv, swiftkv_shardings(model.config, mesh))
+    assert not llama.embed.is_fully_addressable
+    together = model.replace(llama=llama, swiftkv=delta)
+    for format in ("full", "delta"):
+        save_hf(together, out / format, format=format)
+
+    step = lambda number: put(jax.numpy.int32(number), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    state = TrainState(step(0), delta, ())
+    shapes, shardings = jax.eval_shape(lambda: state), jax.tree.map(lambda leaf: leaf.sharding, state)
+    for resume, found in ("never", None), ("auto", 3), (2, 2), ("auto", 1):
+        checkpoints = RunCheckpoints(out / "run", {}, keep=3, resume=resume)
+        state = checkpoints.restore(shapes, shardings)
+        assert found is None if state is None else int(state.step) == found
+        for number in (1, 2, 3) if state is None else ():
+            checkpoints.save(TrainState(step(number), delta, ()))
+        checkpoints.close()
+        if found == 2 and index == 0:  # what only process 1 reads
+            os.truncate(max((out / "run/checkpoints/2").rglob("ocdbt.process_1/d/*"), key=lambda file: file.stat().st_size), 40)
+        jax.experimental.multihost_utils.sync_global_devices("damaged")
+"""
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory) -> Path:
+    """Where both processes have written."""
+    out = tmp_path_factory.mktemp("together")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(WORK), str(port)]
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context((out / f"log-{index}").open("w+")) for index in (0, 1)]
+        running = [
+            stack.enter_context(subprocess.Popen([*command, str(index), __file__, str(out)], env=environment, stderr=log))
+            for index, log in enumerate(logs)
+        ]
+        for process in running:  # after the first failure the other would wait for it: end both
+            stack.callback(process.kill)
+        for process, log in zip(running, logs, strict=True):
+            assert process.wait(timeout=60) == 0, log.seek(0) or log.read()
+    return out
+
+
+@pytest.mark.parametrize("format", ["full", "delta"])
+def test_an_export_is_that_of_one_process(together, tmp_path, format):
+    save_hf(model(), tmp_path / format, format=format)
+    files = sorted(path.name for path in (tmp_path / format).iterdir())
+    assert files == sorted(path.name for path in (together / format).iterdir())
+    for name in files:
+        assert (together / format / name).read_bytes() == (tmp_path / format / name).read_bytes()
+
+
+def test_they_continue_together_also_past_damage_that_one_of_them_sees(together):
+    for kind, step in ("checkpoints", "1"), ("checkpoints-replaced", "3"), ("checkpoints-damaged", "2"):
+        assert [path.name for path in (together / "run" / kind).iterdir()] == [step]

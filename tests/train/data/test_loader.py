@@ -1,0 +1,148 @@
+"""Loading: batch i is always the same, weights are kept, and nobody reads what is not theirs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from swiftkv_jax.errors import DataError
+from swiftkv_jax.train.data.loader import RowMixture, batches, first_batches, pick
+from swiftkv_jax.train.data.prepare import build
+from swiftkv_jax.train.data.sources import DataSource
+
+LENGTH = 8
+
+
+def make_store(folder, tokenizer, name, rows, length=LENGTH):
+    """`rows` documents that fill a row each."""
+    file = folder / name
+    file.write_text("".join(json.dumps({"text": f"{i:0{length - 1}}"}) + "\n" for i in range(rows)))
+    number = len(list(folder.glob("store*")))
+    return build(DataSource(str(file)), tokenizer, length, folder / f"store{number}")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("stores")
+    return [make_store(folder, tokenizer, name, rows) for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]]
+
+
+@pytest.fixture(scope="module")
+def mixture(stores):
+    return RowMixture(tuple(stores), (0.7, 0.3))
+
+
+def read(rows, batch_size, *, positions=None, seed=1, start=0, stop):
+    positions = range(batch_size) if positions is None else positions
+    return list(batches(rows, batch_size, positions=positions, seed=seed, start=start, stop=stop))
+
+
+def ids(found):
+    return [batch.row_ids for batch in found]
+
+
+def test_row_ids_name_the_rows(mixture, tokenizer):
+    (found,) = read(mixture, 6, stop=1)
+    assert found.batch.tokens.shape == (6, LENGTH) and found.batch.tokens.dtype == np.int32 and found.batch.loss_mask.dtype == np.float32
+    for tokens, row_id in zip(found.batch.tokens, found.row_ids, strict=True):
+        source, number = row_id.split("#")
+        store = mixture.stores[["a.jsonl", "b.jsonl"].index(source)]
+        assert tokens.tolist() == store[int(number)].tokens.tolist()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_read_their_part_of_the_same_batch(mixture, processes):
+    whole = read(mixture, 8, stop=5)
+    share = 8 // processes
+    parts = [read(mixture, 8, positions=range(at, at + share), stop=5) for at in range(0, 8, share)]
+    for number, batch in enumerate(whole):
+        assert sum((part[number].row_ids for part in parts), []) == batch.row_ids
+        for name in ("tokens", "positions", "segment_ids", "loss_mask"):
+            joined = np.concatenate([getattr(part[number].batch, name) for part in parts])
+            assert np.array_equal(joined, getattr(batch.batch, name))
+
+
+def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
+    whole = ids(read(mixture, 4, stop=30))
+    assert ids(read(mixture, 4, start=11, stop=30)) == whole[11:]
+    rebuilt = RowMixture(tuple(make_store(tmp_path, tokenizer, name, rows) for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]), (0.7, 0.3))
+    assert ids(read(rebuilt, 4, stop=30)) == whole and rebuilt.fingerprint == mixture.fingerprint
+    assert ids(read(mixture, 4, seed=2, stop=30)) != whole
+
+
+def test_worker_processes_change_nothing(mixture):
+    """Also not with a batch left over, and not when the reader leaves early."""
+    whole = ids(read(mixture, 4, start=3, stop=12))
+    for workers in (1, 2):
+        found = batches(mixture, 4, positions=range(4), seed=1, start=3, stop=12, workers=workers)
+        assert [next(found).row_ids, next(found).row_ids] == whole[:2]
+        if workers == 2:
+            assert ids(found) == whole[2:]
+        found.close()
+
+
+def test_one_source_is_seen_once_in_an_epoch(stores):
+    rows = RowMixture((stores[0],), (1.0,))
+    assert rows.num_rows == 20 and rows.num_tokens == 160
+    seen = [row_id for batch in read(rows, 5, stop=12) for row_id in batch.row_ids]
+    rounds = [seen[:20], seen[20:40], seen[40:]]
+    assert all(sorted(epoch) == sorted(f"a.jsonl#{row}" for row in range(20)) for epoch in rounds)
+    assert rounds[0] != rounds[1] != rounds[2], "every epoch has its own order"
+    assert RowMixture((stores[0],), (0.2,)).fingerprint == rows.fingerprint
+
+
+def test_without_weights_every_row_counts_alike(stores):
+    rows = RowMixture(tuple(stores), (1.0, 1.0))
+    assert rows.num_rows == 27 and rows.proportions == (20, 7)
+    seen = [row_id for batch in read(rows, 27, stop=2) for row_id in batch.row_ids]
+    assert len(set(seen[:27])) == len(set(seen[27:])) == 27
+
+
+def test_weights_are_kept_everywhere_and_define_the_epoch(mixture, stores):
+    assert mixture.proportions == (7, 3) and mixture.num_rows == math.ceil(20 / 0.7)
+    seen = [row_id[0] for batch in read(mixture, 10, stop=30) for row_id in batch.row_ids]
+    for start in range(0, 300, 7):
+        for stop in range(start, 301, 13):
+            assert abs(seen[start:stop].count("a") - 0.7 * (stop - start)) <= 1
+    fingerprints = {RowMixture(tuple(stores), weights).fingerprint for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0)]}
+    assert len(fingerprints) == 3
+
+
+@pytest.mark.parametrize("proportions", [(1,), (1, 1, 1), (999, 1), (1, 999), (123457, 7, 40000, 3)])
+def test_pick_shares_out_every_row(proportions):
+    """Rows of a source come in order without a gap, and no source is ever two rows from its share."""
+    taken, total = [0] * len(proportions), sum(proportions)
+    for index in range(3000):
+        source, before = pick(index, proportions)
+        assert before == taken[source]
+        taken[source] += 1
+        assert all(abs(count - (index + 1) * part / total) < 2 for count, part in zip(taken, proportions, strict=True))
+    assert pick(total * 10**12, proportions)[1] == proportions[pick(0, proportions)[0]] * 10**12
+
+
+def test_first_batches_visit_each_row_once_and_pad_with_empty_rows(mixture):
+    found = list(first_batches(mixture, 5, positions=range(5), limit=100))
+    seen = [row_id for batch in found for row_id in batch.row_ids]
+    assert seen == [f"a.jsonl#{row}" for row in range(20)] + [f"b.jsonl#{row}" for row in range(7)] + [""] * 3
+    assert found[-1].batch.tokens.shape == (5, LENGTH)
+    assert found[-1].batch.loss_mask[2:].sum() == 0 and found[-1].batch.segment_ids[2:].sum() == 0 and found[-1].batch.loss_mask[1].sum()
+    assert len(list(first_batches(mixture, 5, positions=range(5), limit=2))) == 2
+    split = [list(first_batches(mixture, 5, positions=part, limit=100)) for part in (range(2), range(2, 5))]
+    assert [a.row_ids + b.row_ids for a, b in zip(*split, strict=True)] == ids(found)
+
+
+def test_lengths_must_agree(tmp_path, tokenizer, stores):
+    other = make_store(tmp_path, tokenizer, "c.jsonl", 3, length=9)
+    with pytest.raises(DataError, match="different --max-length cannot be mixed .*: 8, .*: 9"):
+        RowMixture((stores[0], other), (1.0, 1.0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damage_found_while_training_is_a_data_error(tmp_path, tokenizer, workers):
+    store = make_store(tmp_path, tokenizer, "c.jsonl", 3)
+    content = bytearray((store.path / "rows.arrayrecord").read_bytes())
+    content[200] ^= 1
+    (store.path / "rows.arrayrecord").write_bytes(content)
+    with pytest.raises(DataError, match="rows.arrayrecord: damaged .row "):
+        list(batches(RowMixture((store,), (1.0,)), 3, positions=range(3), seed=0, stop=5, workers=workers))

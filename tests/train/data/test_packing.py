@@ -1,0 +1,78 @@
+"""Packing: nothing lost, nothing mixed, nothing predicted across a border."""
+
+import numpy as np
+import pytest
+
+from swiftkv_jax.train.data.packing import EMPTY_ROW, pack
+from swiftkv_jax.train.data.tokenize import Example
+
+
+def example(*tokens, targets=None):
+    mask = np.ones(len(tokens), bool) if targets is None else np.array(targets, bool)
+    return Example("o", np.array(tokens, np.int32), mask)
+
+
+def fields(examples, length):
+    rows = [row.fields(length) for row in pack(examples, length)]
+    return {name: [row[name].tolist() for row in rows] for name in rows[0]}
+
+
+def test_picture():
+    rows = fields([example(5, 6, 7), example(8, 9)], 6)
+    assert rows["tokens"] == [[5, 6, 7, 8, 9, 0]]
+    assert rows["segment_ids"] == [[1, 1, 1, 2, 2, 0]]
+    assert rows["positions"] == [[0, 1, 2, 0, 1, 0]]
+    assert rows["loss_mask"] == [[1, 1, 0, 1, 0, 0]]
+
+
+def test_mask_is_shifted_to_the_predicting_position():
+    assert fields([example(1, 2, 3, 4, targets=[0, 0, 1, 1])], 4)["loss_mask"] == [[0, 1, 1, 0]]
+    assert fields([example(1, 2, targets=[0, 1]), example(3, 4, targets=[1, 0])], 4)["loss_mask"] == [[1, 0, 0, 0]]
+
+
+def test_best_fit_takes_the_fullest_row_that_has_room():
+    rows = fields([example(*range(4)), example(*range(5)), example(7, 7)], 7)
+    assert rows["segment_ids"] == [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 2, 2]]
+
+
+def test_an_empty_row_is_padding():
+    assert {name: field.tolist() for name, field in EMPTY_ROW.fields(2).items()} == dict.fromkeys(
+        ["tokens", "positions", "segment_ids", "loss_mask"], [0, 0]
+    )
+
+
+@pytest.mark.parametrize("window_tokens", [1, 300, 10**9])
+def test_every_token_is_kept_once_with_its_document(window_tokens):
+    """Tokens carry their document and place, so a segment shows whether it is a piece of one document."""
+    random = np.random.default_rng(0)
+    sizes = random.integers(1, 40, 200)
+    examples = [
+        Example("o", document * 100 + np.arange(size, dtype=np.int32), random.random(size) < 0.5) for document, size in enumerate(sizes)
+    ]
+    rows = list(pack(examples, 16, window_tokens))
+    assert sorted(np.concatenate([row.tokens for row in rows])) == sorted(np.concatenate([e.tokens for e in examples]))
+    for row in rows:
+        assert row.lengths.sum() == len(row.tokens) == len(row.is_target) <= 16
+        found = row.fields(16)
+        assert all(field.shape == (16,) for field in found.values())
+        for segment in range(1, len(row.lengths) + 1):
+            inside = found["segment_ids"] == segment
+            tokens, document = found["tokens"][inside], found["tokens"][inside][0] // 100
+            assert (np.diff(tokens) == 1).all() and (tokens // 100 == document).all()
+            assert found["positions"][inside].tolist() == list(range(len(tokens)))
+            expected = np.append(examples[document].is_target[tokens[1:] % 100], False)
+            assert found["loss_mask"][inside].tolist() == expected.tolist()
+
+
+def test_windows_bound_memory_and_keep_the_order_of_windows():
+    """A row is out before the next window is read."""
+    read = []
+
+    def examples():
+        for number in range(6):
+            read.append(number)
+            yield example(*[number] * 3)
+
+    rows = pack(examples(), 4, window_tokens=6)
+    assert next(rows).tokens.tolist() == [0, 0, 0] and read == [0, 1]
+    assert [int(row.tokens[0]) for row in rows] == [1, 2, 3, 4, 5]

@@ -1,0 +1,176 @@
+"""Preparing: built once, found again, and bad rows counted, reported and limited."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.train.data import prepare as prepare_module
+from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
+from swiftkv_jax.train.data.sources import DataSource
+from swiftkv_jax.train.data.store import UNREADABLE, is_store
+
+LENGTH = 16
+
+
+def write_rows(file, good, bad=0):
+    """Bad rows come first."""
+    file.write_text("not JSON\n" * bad + "".join(json.dumps({"text": f"document number {i}"}) + "\n" for i in range(good)))
+    return DataSource(str(file))
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_rows(tmp_path / "a.jsonl", 20)
+
+
+def test_a_store_is_found_again_while_nothing_has_changed(tmp_path, tokenizer, source, monkeypatch, capfd):
+    cache = tmp_path / "cache"
+    first = prepare(source, tokenizer, LENGTH, cache)
+    assert first.manifest.documents == 20 and first.manifest.tokens == sum(len(f"document number {i}") + 1 for i in range(20))
+    assert first.manifest.fill == first.manifest.tokens / (len(first) * LENGTH) and first.name == "a.jsonl"
+    assert "a.jsonl: 370 tokens (330 to predict) of 20 documents in 24 rows of 16, 96.4% full" in capfd.readouterr().err
+
+    monkeypatch.setattr(prepare_module, "build", None)
+    assert prepare(source, tokenizer, LENGTH, cache).path == first.path
+    assert "prepared before" in capfd.readouterr().err
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "other"
+    os.utime(source.path, ns=(1, first.manifest.files[0]["mtime_ns"]))
+    assert prepare(source, tokenizer, LENGTH, cache).path == first.path
+    for change in [(source, other, LENGTH), (source, tokenizer, LENGTH + 1)]:
+        with pytest.raises(TypeError):
+            prepare(*change, cache)
+    os.utime(source.path, ns=(1, 1))
+    with pytest.raises(TypeError):
+        prepare(source, tokenizer, LENGTH, cache)
+
+
+def test_the_fingerprint_does_not_depend_on_the_place(tmp_path, tokenizer, source):
+    (tmp_path / "elsewhere").mkdir()
+    moved = write_rows(tmp_path / "elsewhere" / "b.jsonl", 20)
+    stores = [build(found, tokenizer, LENGTH, tmp_path / f"store{number}") for number, found in enumerate([source, moved])]
+    assert stores[0].manifest.fingerprint == stores[1].manifest.fingerprint
+
+
+def test_a_store_as_a_source(tmp_path, tokenizer, source):
+    store = build(source, tokenizer, LENGTH, tmp_path / "store")
+    as_source = DataSource(str(store.path))
+    assert prepare(as_source, tokenizer, LENGTH, tmp_path / "cache").path == store.path
+    with pytest.raises(DataError, match="store: prepared with --max-length 16, but the run has --max-length 32"):
+        prepare(as_source, tokenizer, 32, tmp_path / "cache")
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "other"
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
+    with pytest.raises(DataError, match="store: prepared with another tokenizer or chat template"):
+        prepare(as_source, other, LENGTH, tmp_path / "cache")
+    with pytest.raises(UsageError, match="store: exists already"):
+        build(source, tokenizer, LENGTH, store.path)
+
+
+def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, capfd):
+    source = write_rows(tmp_path / "a.jsonl", 38, bad=12)
+    store = build(source, tokenizer, LENGTH, tmp_path / "store", max_unreadable_share=0.25)
+    assert (store.manifest.unreadable, store.manifest.documents) == (12, 38)
+    lines = (store.path / UNREADABLE).read_text().splitlines()
+    assert len(lines) == 12 and lines[2].startswith(f"{source.path}:3: not valid JSON")
+    logged = capfd.readouterr().err
+    assert logged.count("left out: ") == 10 and f"left out: {lines[9]}\n" in logged and lines[10] not in logged
+    assert f"12 unreadable, listed in {store.path / UNREADABLE}" in logged
+
+
+def test_too_many_unreadable_rows_stop(tmp_path, tokenizer):
+    source, cache = write_rows(tmp_path / "a.jsonl", 98, bad=2), tmp_path / "cache"
+    message = "a.jsonl: 2 of 100 rows cannot be read .2.00%.; --max-unreadable-share 0.01 allows fewer; the first: .*a.jsonl:1: not valid"
+    with pytest.raises(DataError, match=message):
+        prepare(source, tokenizer, LENGTH, cache)
+    assert not any(cache.iterdir())
+    assert is_store(prepare(source, tokenizer, LENGTH, cache, max_unreadable_share=0.02).path)
+    with pytest.raises(DataError, match=message):
+        prepare(source, tokenizer, LENGTH, cache)
+
+
+def test_a_hopeless_source_stops_early(tmp_path, tokenizer):
+    source = write_rows(tmp_path / "a.jsonl", 4000, bad=11)
+    with pytest.raises(DataError, match="11 of 1,000 rows"):
+        build(source, tokenizer, LENGTH, tmp_path / "store")
+
+
+def test_nothing_to_predict(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("\n")
+    with pytest.raises(DataError, match="a.txt: it holds no token to predict"):
+        build(DataSource(str(tmp_path / "a.txt")), tokenizer, LENGTH, tmp_path / "store")
+
+
+def run(code, *arguments, **options):
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], text=True, **options)
+
+
+PREAMBLE = """
+import os, signal, sys
+from pathlib import Path
+import jax
+from swiftkv_jax import demo
+from swiftkv_jax.checkpoints.side_files import load_tokenizer, read_side_files
+from swiftkv_jax.train.data import prepare as module
+from swiftkv_jax.train.data.sources import DataSource
+tokenizer = load_tokenizer(demo.LLAMA, read_side_files(demo.LLAMA)[1])
+source, cache = DataSource(sys.argv[1]), Path(sys.argv[2])
+"""
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_a_store(tmp_path, tokenizer, source):
+    """Killed at the last moment: all files are written, the manifest too, but the folder has not got its name."""
+    code = PREAMBLE + (
+        "write = module.write_manifest\n"
+        "def write_and_die(*arguments): write(*arguments); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "module.write_manifest = write_and_die\n"
+        "module.prepare(source, tokenizer, 16, cache)\n"
+    )
+    cache = tmp_path / "cache"
+    process = run(code, source.path, cache)
+    assert process.wait(60) == -signal.SIGKILL
+    (left,) = cache.iterdir()
+    assert left.name.startswith(".a.jsonl-") and ".partial-" in left.name
+    assert is_store(prepare(source, tokenizer, LENGTH, cache).path)
+
+
+def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):
+    """Process 0 builds and both open; when it cannot, both say so and neither waits."""
+    code = PREAMBLE + (
+        "jax.config.update('jax_cpu_collectives_implementation', 'gloo')\n"
+        "index = int(sys.argv[3])\n"
+        "jax.distributed.initialize(f'127.0.0.1:{sys.argv[4]}', 2, index)\n"
+        "print(module.prepare(source, tokenizer, 16, cache).manifest.fingerprint)\n"
+        "print(module.prepare(source, tokenizer, 16, cache).manifest.fingerprint)\n"
+        "try: module.prepare(DataSource(sys.argv[5]), tokenizer, 16, cache)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    bad = write_rows(tmp_path / "bad.jsonl", 0, bad=1)
+    processes = [
+        run(
+            code,
+            source.path,
+            tmp_path / "cache",
+            index,
+            unused_tcp_port,
+            bad.path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    first, second = ([line for line in output.splitlines() if "[Gloo]" not in line] for output, _ in outputs)
+    assert len(first) == 3 and first[:2] == second[:2] and first[0] == first[1], outputs
+    assert "DataError" in first[2] and "1 of 1 rows cannot be read" in first[2]
+    assert second[2] == "DataError process 0 could not prepare the data; its message says why"
+    assert "prepared before" in outputs[0][1] and "prepared before" not in outputs[1][1]
