@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test lint test-compile test-newest test-gpu test-tpu lock clean
+.PHONY: demo test lint test-compile test-newest test-soak test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -35,6 +35,10 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report]'
 	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	.venv-newest/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
+
+# Training runs killed twenty times at random moments, which must end like one that never was. Some minutes.
+test-soak: $(VENV)/installed
+	$(RUN) -m pytest -q -s tests/soak
 
 # Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
 # from $(VENV): a JAX that finds them looks for their hardware.

@@ -32,6 +32,7 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.layers import rope_table
 from swiftkv_jax.model import project_fused_kv
+from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.topology import topology_mesh
 
 from . import hlo, report
@@ -44,17 +45,6 @@ MATMUL, COPY = 790e12, 4.3e12
 KERNEL = 3e-6
 """Seconds that a kernel takes at least, launch included: an assumption, for the pessimistic of the two estimates."""
 
-LLAMA_8B = Config(
-    vocab_size=128256,
-    embed_dim=4096,
-    mlp_dim=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope_theta=500_000.0,
-    num_key_value_layers=16,
-)
 TINY = Config(vocab_size=64, embed_dim=64, mlp_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_key_value_layers=2)
 CASES = {"full": (LLAMA_8B, (512, 2048, 8192), 8192), "smoke": (TINY, (16,), 32)}  # architecture, chunks, positions of the cache
 

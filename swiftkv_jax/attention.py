@@ -27,6 +27,8 @@ class Attention:
     """None is the default device, and whatever sharding XLA finds for plain XLA attention."""
     implementation: Implementation | None = None
     """None chooses for the platform of `mesh`."""
+    shard_sequence: bool = False
+    """Keep the hidden states between layers split along the sequence, over `model`. Attention itself sees whole rows."""
 
     def prefill(
         self,

@@ -13,6 +13,7 @@ through stacks of layers (`lax.scan`); `infer.programs` runs the same layers one
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from .attention import Attention
 from .config import Config
 from .layers import apply_rope, finish_layer, project_heads, rms_norm, rope_table
 from .params import QKV, Block, Leaf, Llama, SwiftKV
-from .sharding import rows_apart, whole, whole_vocabulary
+from .sharding import lay_out, whole, whole_vocabulary
 
 Heads = Float[Array, "B T N H"]
 Attend = Callable[..., Any]
@@ -132,13 +133,14 @@ def run_lower(
     """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher and student share it."""
     rope = rope_table(config, batch.positions)
     mesh, attend = attention.mesh, packed_attention(attention, batch.segment_ids)
+    between_layers = functools.partial(lay_out, mesh, sequence=attention.shard_sequence)
 
     def step(x, layer):
         block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
         x, _ = self_layer(config, block, qkv, x, rope, attend)
-        return rows_apart(mesh, x), None
+        return between_layers(x), None
 
-    x = rows_apart(mesh, whole_vocabulary(mesh, llama.embed)[batch.tokens])
+    x = between_layers(whole_vocabulary(mesh, llama.embed)[batch.tokens])
     x, _ = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
     return x, rope
 
@@ -161,7 +163,8 @@ def run_upper_teacher(
 
     def layer_step(x, layer):
         block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
-        return rows_apart(mesh, self_layer(config, block, qkv, x, rope, attend)[0])
+        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        return lay_out(mesh, x, sequence=attention.shard_sequence)
 
     return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, probe, remat)
 
@@ -188,7 +191,7 @@ def run_upper_student(
         weights, k, v = layer
         block, own = (whole(mesh, part, layer=True) for part in weights)
         x = cross_layer(config, block, own.q, own.q_bias, x, rope, lambda q: attention.prefill(q, k, v, segment_ids=segment_ids))
-        return rows_apart(mesh, x)
+        return lay_out(mesh, x, sequence=attention.shard_sequence)
 
     return _scan_upper(config, layer_step, ((llama.upper, queries), k, v), x, probe, remat)
 

@@ -177,9 +177,11 @@ def whole_vocabulary(mesh: Mesh | None, matrix: jax.Array) -> jax.Array:
     return matrix if mesh is None else _gather(mesh, P(MODEL), matrix, 0)
 
 
-def rows_apart(mesh: Mesh | None, x: jax.Array) -> jax.Array:
-    """Hold XLA to one layout of the hidden states, B T D: rows split, everything else whole."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+def lay_out(mesh: Mesh | None, x: jax.Array, *, sequence: bool = False) -> jax.Array:
+    """Hold XLA to one layout of the hidden states, B T D: rows split over data and fsdp, and with `sequence` T over model."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(row_axes(mesh), MODEL if sequence else None)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))

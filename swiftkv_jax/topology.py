@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from .errors import UsageError
+from .hardware import hardware_of
 from .sharding import MeshShape, mesh_over
 
 ENVIRONMENT = {
@@ -25,10 +26,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at a time: none of them holds a chip
 }
 
-_GPUS = {  # device kind, memory in bytes, bytes a second
-    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
-    "h200": ("NVIDIA H200", 150_754_820_096, 4_800_000_000_000),
-}
+_GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # device kinds
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 # XLA's own description of a GPU (stream_executor/device_description.proto): the chip that H100 and H200 share.
@@ -59,8 +57,9 @@ def _devices(name: str) -> list:
     machine, _, chips = name.partition(":")
     try:
         if machine in _GPUS and re.fullmatch(r"[1-9]\d*", chips):
-            kind, memory, bandwidth = _GPUS[machine]
-            config = _HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth)
+            hardware = hardware_of(kind := _GPUS[machine])
+            assert hardware is not None
+            config = _HOPPER.format(kind=kind, memory=hardware.memory_bytes, bandwidth=int(hardware.bandwidth))
             hosts, per_host = (int(chips) // 8, 8) if int(chips) % 8 == 0 else (1, int(chips))
             layout = f"1x{hosts}x{per_host}"  # slices x hosts x devices
             return topologies.get_topology_desc(platform="cuda", target_config=config, topology=layout).devices

@@ -1,6 +1,5 @@
 """Tiny random checkpoints, as Hugging Face tensors and as our models. Shares no code with the package's own reader."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,22 +9,6 @@ import numpy as np
 
 from swiftkv_jax import Config, Model
 from swiftkv_jax.params import QKV, Block, Llama, SwiftKV
-
-LLAMA_8B = Config(
-    vocab_size=128256,
-    embed_dim=4096,
-    mlp_dim=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    num_key_value_layers=16,
-)
-"""Llama-3.1-8B with half its layers cut: for counting, never with weights."""
-LLAMA_70B = dataclasses.replace(
-    LLAMA_8B, embed_dim=8192, mlp_dim=28672, num_layers=80, num_heads=64, num_key_value_layers=40
-)
 
 
 def hf_config(**overrides) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m swiftkv_jax.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flag = result.add_argument_group("model and data").add_argument
-    flag("--model", help="checkpoint to distil, Hugging Face or Orbax (default: the demo model)")
+    flag("--model", help="checkpoint to distil, Hugging Face or Orbax; with --dry-run also llama-3.1-8b, -70b, -405b (default: demo)")
     flag("--num-key-value-layers", type=int, metavar="K", help="layers that keep their own keys and values (default: half)")
     flag("--key-value-group-size", type=int, metavar="G", help="upper layers that share one key/value cache, AcrossKV (default: 1)")
     flag(
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     flag("--mesh", metavar="DATAxMODEL", default="1x1", help="or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: 1x1)")
     flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
     flag("--remat", choices=("none", "layer"), help=f"what is computed again backward: nothing, upper layers ({Recipe.remat}; demo: none)")
+    flag("--shard-sequence", action="store_true", default=None, help="split kept activations along the sequence over model, for long rows")
     flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
     flag("--coordinator-address", metavar="HOST:PORT", help="of process 0, where Slurm, MPI, GKE or Cloud TPU do not say")
     flag("--num-processes", type=int, metavar="N", help="with --coordinator-address")

@@ -24,7 +24,7 @@ from ..cost import prefill_flops
 from ..layers import head_weights, rms_norm, rope_table
 from ..model import Batch, cross_layer, packed_attention, project_kv, self_layer
 from ..params import QKV, Llama, SwiftKV
-from ..sharding import replicated, rows_apart, whole, whole_vocabulary
+from ..sharding import lay_out, replicated, whole, whole_vocabulary
 from .distill import linear_kl
 
 
@@ -118,9 +118,9 @@ def teacher_states(
     def step(x, layer):
         block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
         following, _ = self_layer(config, block, qkv, x, rope, attend)
-        return rows_apart(mesh, following), x
+        return lay_out(mesh, following), x
 
-    x = rows_apart(mesh, whole_vocabulary(mesh, llama.embed)[batch.tokens])
+    x = lay_out(mesh, whole_vocabulary(mesh, llama.embed)[batch.tokens])
     last, inputs = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
     return inputs, last
 
@@ -165,7 +165,7 @@ def cut_sums(
         def run_layer(index, x):
             block, qkv = (whole(mesh, layer_of(stack, index), layer=True) for stack in (llama.lower, llama.lower_qkv))
             attend = functools.partial(attention.prefill, k=k, v=v, segment_ids=batch.segment_ids)
-            return rows_apart(mesh, cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend))
+            return lay_out(mesh, cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend))
 
         return jax.lax.fori_loop(start, start + group_size, run_layer, x)
 

@@ -21,7 +21,7 @@ from ..config import Config
 from ..layers import head_weights, rms_norm
 from ..model import DEFAULT, Batch, Remat, run_lower, run_upper_student, run_upper_teacher
 from ..params import Llama, SwiftKV, cast
-from ..sharding import MODEL, num_row_devices, whole_vocabulary
+from ..sharding import MODEL, lay_out, num_row_devices, whole_vocabulary
 from .divergence import Divergence, divergence_and_gradient
 
 LOGITS_PER_CHUNK = 2**26
@@ -127,6 +127,7 @@ def distill_sums(
             remat=remat,
             attention=attention,
         )
+    teacher_x, student_x = (lay_out(attention.mesh, x) for x in (teacher_x, student_x))  # whole rows: chunks run along them
     teacher_x = rms_norm(teacher_x, llama.final_norm, config.norm_eps)
     student_x = rms_norm(student_x, llama.final_norm, config.norm_eps)
     if tapped == config.num_layers:

@@ -89,9 +89,9 @@ def run(recipe: Recipe) -> int:
             say(f"exporting step {best}, which had the lowest held-out loss")
             state = checkpoints.load(best, shapes, shardings)
 
-    save_hf(dataclasses.replace(model, llama=cast(model.llama, export_dtype), swiftkv=cast(state.delta, export_dtype)), exported)
     if jax.process_index() == 0:
-        write_report(recipe.output_dir)
+        write_report(recipe.output_dir)  # first, because a run that has its model is finished, and is not started again
+    save_hf(dataclasses.replace(model, llama=cast(model.llama, export_dtype), swiftkv=cast(state.delta, export_dtype)), exported)
     say(f"finished after step {int(state.step)} of {steps}: the model is in {exported}")
     return OK
 
@@ -138,8 +138,18 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
             journal.evaluated(step, results)
             return results[LOSS]
 
+        def patience_is_over(step: int) -> bool:
+            """Asked after evaluations, and of a resumed run, which may have been killed after its last step."""
+            patience = recipe.early_stopping_patience
+            over = patience is not None and evaluations_since_best(journal.held_out_losses) >= patience
+            if over:
+                say(f"step {step}: the held-out loss has not fallen in {patience} evaluations")
+            return over
+
         if first:
             say(f"continuing after step {first} of {steps}")
+            if patience_is_over(first):
+                return state, 0
         else:
             measure(0, state)
         read = batches(job.rows, recipe.batch_size, positions=micro_batches.positions, seed=recipe.seed, start=first, stop=steps)
@@ -161,8 +171,6 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
             progress.restart_clock()
             if stop and step < steps:
                 return state, stop
-            patience = recipe.early_stopping_patience
-            if patience and evaluates and evaluations_since_best(journal.held_out_losses) >= patience:
-                say(f"step {step}: the held-out loss has not fallen in {patience} evaluations")
+            if evaluates and patience_is_over(step):
                 break
     return state, 0

@@ -1,6 +1,7 @@
 """What a run takes, before it is started: memory per device by kind, time, and the reasons, from `config.json` alone.
 
-`--topology` also compiles the train step for machines that are not here, and gives their compiler's own figures.
+`--model` may also be one of `presets.PRESETS`. `--topology` also compiles the train step for machines that are not here, and
+gives their compiler's own figures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ..bundle import default_dtype
 from ..checkpoints.side_files import read_side_files
 from ..cli import OK, OUT_OF_MEMORY, log
 from ..config import Config
-from ..cost import train_flops_by_part
+from ..cost import train_flops_by_part, train_flops_per_token
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..model import Batch
 from ..params import llama_shapes, swiftkv_shapes
+from ..presets import PRESETS
 from ..sharding import MODEL, MeshShape, llama_shardings, make_mesh, swiftkv_shardings
 from ..topology import ENVIRONMENT, topology_mesh
 from .recipe import Recipe
@@ -37,18 +39,20 @@ _STEPS = 1000  # any number: the schedule's length does not change the program
 
 def main(recipe: Recipe, topology: str | None) -> int:
     """Print the plan on stdout; the exit code says whether the compiler found that it fits, if it was asked."""
-    config = choose_cut(recipe, read_side_files(Path(recipe.model))[0])
+    config = choose_cut(recipe, PRESETS[recipe.model] if recipe.model in PRESETS else read_side_files(Path(recipe.model))[0])
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")
     mesh = _mesh(recipe, topology)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.axis_sizes))  # -1 has become a number
-    dtype = _dtype(recipe, topology)
+    dtype = jnp.dtype(recipe.dtype or jnp.bfloat16)
     memory = memory_per_device(recipe, config, mesh, dtype)
+    total = sum(memory.values())
+    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
     print(describe(recipe, config, dtype))
-    print(f"\n{_table(memory)}\n")
-    print(_time(recipe, config, mesh, topology))
-    return OK if topology is None else _compile(recipe, config, mesh, dtype, sum(memory.values()))
+    print(f"\n{_memory_table(memory)}\n\n{_flops_table(recipe, config)}\n")
+    print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
+    return OK if topology is None else _compile(recipe, config, mesh, dtype, total)
 
 
 def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
@@ -58,12 +62,6 @@ def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
     if -1 in recipe.mesh:
         return make_mesh(recipe.mesh)
     return AbstractMesh(tuple(recipe.mesh), MeshShape._fields)
-
-
-def _dtype(recipe: Recipe, topology: str | None) -> jnp.dtype:
-    if recipe.dtype is not None:
-        return jnp.dtype(recipe.dtype)
-    return default_dtype() if topology is None and math.prod(recipe.mesh) == 1 else jnp.dtype(jnp.bfloat16)
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
@@ -84,7 +82,8 @@ def memory_per_device(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtyp
     width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
     delta = _bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
     llama = llama_shardings(config, mesh)
-    kept = upper * token * (width if recipe.remat == "layer" else 3 * width + 2 * queries + 2 * mlp)
+    inputs = width // tp if recipe.shard_sequence else width
+    kept = upper * token * (inputs if recipe.remat == "layer" else inputs + 2 * width + 2 * queries + 2 * mlp)
     shared = 2 * token * kv_heads * config.head_dim * (groups if config.key_value_group_size == 1 else groups + upper)
     memory = {
         f"frozen weights, {dtype}": _bytes(llama_shapes(config, dtype), llama),
@@ -113,7 +112,7 @@ def _whole_weights(config: Config, tp: int, size: int) -> float:
     return (2 * layer + kv + config.vocab_size * config.embed_dim) * size / tp
 
 
-def _table(memory: dict[str, float]) -> str:
+def _memory_table(memory: dict[str, float]) -> str:
     rows = [*memory.items(), ("total", sum(memory.values()))]
     width = max(len(name) for name, _ in rows)
     return "\n".join([f"{'memory per device':<{width}}      GiB", *(f"{name:<{width}}  {value / GIB:7.2f}" for name, value in rows)])
@@ -138,23 +137,26 @@ def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
     )
 
 
-def _time(recipe: Recipe, config: Config, mesh: Any, topology: str | None) -> str:
-    """FLOPs by part, and what they take at the assumed utilisation on the machine, or on each known one that is large enough."""
+def _flops_table(recipe: Recipe, config: Config) -> str:
     parts = train_flops_by_part(config, recipe.max_length, remat=recipe.remat)
-    per_token, devices = sum(parts.values()), math.prod(recipe.mesh)
+    total, width = sum(parts.values()), max(map(len, parts))
+    rows = [f"{name:<{width}}  {flops / 1e9:7.1f}  {flops / total:4.0%}" for name, flops in [*parts.items(), ("total", total)]]
+    return "\n".join([f"{'operations per token':<{width}}    GFLOP", *rows])
+
+
+def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:
+    """What a step takes at the assumed utilisation on each machine, and whether it fits."""
+    per_token, devices = train_flops_per_token(config, recipe.max_length, remat=recipe.remat), math.prod(recipe.mesh)
     tokens = recipe.batch_size * recipe.max_length
-    width = max(map(len, parts))
-    lines = [f"{'FLOPs per token':<{width}}        G"]
-    lines += [f"{name:<{width}}  {flops / 1e9:7.1f}  {flops / per_token:4.0%}" for name, flops in [*parts.items(), ("total", per_token)]]
+    lines = [f"time at an assumed {ASSUMED_MFU:.0%} of the published bfloat16 peak"]
+    for machine in machines:
+        speed = ASSUMED_MFU * machine.flops * devices / per_token
+        verdict = "fits" if fits(memory, machine) else f"does not fit in {machine.memory_bytes / GIB:.0f} GiB"
+        lines.append(f"  {devices} x {machine.name:<19}{speed:>12,.0f} tokens/s {tokens / speed:9.2f} s a step   {verdict}")
     if gathered := _fsdp_bytes(recipe, config):
-        lines.append(f"\nweights gathered over fsdp: {gathered / GIB:.1f} GiB to each device in a step")
-    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
-    memory = sum(memory_per_device(recipe, config, mesh, _dtype(recipe, topology)).values())
-    lines.append(f"\ntime, at an assumed {ASSUMED_MFU:.0%} of the published bfloat16 peak")
-    for hardware in HARDWARE if machine is None else (machine,):
-        speed = ASSUMED_MFU * hardware.flops * devices / per_token
-        verdict = "fits" if fits(memory, hardware) else f"does not fit in {hardware.memory_bytes / GIB:.0f} GiB: {_advice(recipe)}"
-        lines.append(f"  {devices} x {hardware.name:<20} {speed:>11,.0f} tokens/s  {tokens / speed:8.2f} s a step   {verdict}")
+        lines.append(f"  over fsdp each device receives {gathered / GIB:.0f} GiB of weights in a step")
+    if not all(fits(memory, machine) for machine in machines):
+        lines.append(f"to make it fit: {_advice(recipe)}")
     return "\n".join(lines)
 
 
@@ -171,10 +173,12 @@ def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
 def _advice(recipe: Recipe) -> str:
     """The flag to change first."""
     if recipe.micro_batch_size // recipe.mesh.rows > 1:
-        return "raise --gradient-accumulation-steps"
+        return "more --gradient-accumulation-steps"
     if recipe.remat == "none":
-        return "use --remat layer"
-    return "use more devices along fsdp or model in --mesh, or a shorter --max-length"
+        return "--remat layer"
+    if recipe.mesh.model > 1 and not recipe.shard_sequence:
+        return "--shard-sequence"
+    return "more devices along fsdp or model in --mesh, or a shorter --max-length"
 
 
 # The compiler's figures --------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class Recipe:
     remat: Remat = "layer"
     attention: Implementation | None = None
     """None chooses for the device."""
+    shard_sequence: bool = False
+    """Split what the forward pass keeps along the sequence, over the `model` devices: for long rows."""
     seed: int = 0
     save_steps: int = 200
     save_total_limit: int = 3
@@ -101,6 +103,8 @@ class Recipe:
                 f"--batch-size {self.batch_size} in {self.gradient_accumulation_steps} micro-batches must be a multiple of the "
                 f"{self.mesh.rows} data devices of --mesh"
             )
+        if self.shard_sequence and self.max_length % self.mesh.model:
+            raise UsageError(f"--shard-sequence: --max-length {self.max_length} must be a multiple of the {self.mesh.model} model devices")
         if self.eval_data is None and (self.eval_steps or self.early_stopping_patience or self.load_best_model_at_end):
             raise UsageError("--eval-steps, --early-stopping-patience and --load-best-model-at-end need --eval-data")
         if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:

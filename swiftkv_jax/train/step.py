@@ -85,9 +85,8 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
     how the rows are divided into micro-batches nor on the mesh.
     """
     objective = recipe.objective
-    sums_of = functools.partial(
-        distill_sums, config, objective=objective, remat=recipe.remat, attention=Attention(mesh, recipe.attention)
-    )
+    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+    sums_of = functools.partial(distill_sums, config, objective=objective, remat=recipe.remat, attention=attention)
 
     def train_step(state: TrainState, llama: Llama, micro_batches: Batch):
         delta: Any = state.delta
@@ -131,7 +130,8 @@ def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
     """Compile-on-first-use `(delta, llama, batch) -> Sums`."""
-    sums = functools.partial(distill_sums, config, objective=recipe.objective, attention=Attention(mesh, recipe.attention))
+    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+    sums = functools.partial(distill_sums, config, objective=recipe.objective, attention=attention)
     return jax.jit(
         sums,
         in_shardings=(swiftkv_shardings(config, mesh), llama_shardings(config, mesh), batch_sharding(mesh)),

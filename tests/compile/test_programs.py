@@ -7,9 +7,9 @@ import pytest
 
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.infer.shapes import lower_decode, lower_prefill
+from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import with_kernels
-from tests.tiny import LLAMA_8B, LLAMA_70B
 
 GIB, MIB = 2**30, 2**20
 MACHINES = {  # model, topology, mesh, memory of a device in GiB (the vendors' figures)

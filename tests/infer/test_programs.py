@@ -16,6 +16,7 @@ from swiftkv_jax.infer.programs import DecodeState, decode, decode_logits, prefi
 from swiftkv_jax.infer.sampling import SamplingParams, make_sampling
 from swiftkv_jax.infer.shapes import lower_decode, lower_prefill
 from swiftkv_jax.infer.weights import served_config, serving_weights
+from swiftkv_jax.presets import LLAMA_8B
 from tests import tiny
 
 CUTS = {"K=2": (2, 1), "g=2": (2, 2), "g=4": (2, 4), "K=1": (1, 1), "K=1 g=5": (1, 5), "K=L": (6, 1)}
@@ -143,7 +144,7 @@ def test_decode_holds_one_cache(swiftkv, steps):
 @pytest.mark.parametrize("max_model_len", [512, 2048])
 def test_prefill_costs_half(max_model_len):
     def flops(swiftkv: bool) -> float:
-        cost = lower_prefill(tiny.LLAMA_8B, batch=1, chunk=512, max_model_len=max_model_len, swiftkv=swiftkv).cost_analysis()
+        cost = lower_prefill(LLAMA_8B, batch=1, chunk=512, max_model_len=max_model_len, swiftkv=swiftkv).cost_analysis()
         assert cost is not None
         return cost["flops"]
 

@@ -217,7 +217,7 @@ def test_flags():
     flags = {action.option_strings[0] for action in parser()._actions}
     assert flags == set(
         """-h --model --num-key-value-layers --key-value-group-size --data --eval-data --max-length --max-unreadable-share --output-dir
-        --mesh --dtype --remat --attention --coordinator-address --num-processes --process-id --dry-run --topology
+        --mesh --dtype --remat --shard-sequence --attention --coordinator-address --num-processes --process-id --dry-run --topology
         --batch-size --gradient-accumulation-steps --max-steps --num-train-epochs --learning-rate --lr-schedule --warmup-ratio
         --max-grad-norm --seed --temperature --kl --kl-top-k --hidden-loss-weight --hidden-loss-layer
         --resume --save-steps --save-total-limit --logging-steps --report-to --profile-steps --eval-steps --eval-batches

@@ -1,0 +1,41 @@
+"""The whole train step at true size, for machines that are not here: it fits, and the plan says so beforehand."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from swiftkv_jax.hardware import GIB, hardware_of
+from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B, LLAMA_405B
+from swiftkv_jax.sharding import parse_mesh
+from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.train.plan import fits, lower_step, memory_per_device
+from swiftkv_jax.train.recipe import Recipe
+from tests.compile.compiled import with_kernels
+
+RUNS = {  # model, topology, mesh, rows of 8,192 tokens, remat
+    "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 4, "layer"),
+    "8B on an H200 without recomputing": (LLAMA_8B, "h200:1", "1x1", 2, "none"),
+    "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=8", 8, "layer"),
+    "70B on v5p-8": (LLAMA_70B, "v5p:2x2x1", "fsdp=4", 4, "layer"),
+    "405B on 16 H200": (LLAMA_405B, "h200:16", "fsdp=2,model=8", 2, "layer"),
+    "405B on v5p-128": (LLAMA_405B, "v5p:4x4x4", "fsdp=16,model=4", 16, "layer"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_fits_as_planned(name):
+    config, topology, shape, rows, remat = RUNS[name]
+    recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows, remat=remat)
+    mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
+    compiled, kernels = with_kernels(lower_step(recipe, config, mesh, dtype))
+    hardware = hardware_of(mesh.devices.flat[0].device_kind)
+    assert hardware is not None
+    peak, planned = compiled.memory_analysis().peak_memory_in_bytes, sum(memory_per_device(recipe, config, mesh, dtype).values())
+    print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
+    assert fits(peak, hardware) and fits(planned, hardware)
+    assert planned == pytest.approx(peak, rel=0.1)
+    assert all(kernel.spilled == 0 for kernel in kernels)
+    text = str(compiled.as_text())
+    assert ("mosaic_gpu" if topology.startswith("h") else "tpu_custom_call") in text, "our own attention kernels run"
+    assert f"8192,{config.vocab_size // recipe.mesh.model}]" not in text, "the logits of a whole row"
