@@ -115,8 +115,9 @@ def test_fsdp_gathers_a_layer_at_a_time():
 
 
 def test_accumulation_needs_no_more_memory_for_more_micro_batches():
-    two, eight = (lowered("1x1", accumulation=count).compile().memory_analysis().temp_size_in_bytes for count in (2, 8))
-    assert eight <= 1.02 * two
+    two, eight = (lowered("1x1", accumulation=count).compile().memory_analysis() for count in (2, 8))
+    assert two is not None and eight is not None
+    assert eight.temp_size_in_bytes <= 1.02 * two.temp_size_in_bytes
 
 
 def test_a_sharded_sequence_keeps_a_part_of_each_layer_input():
