@@ -7,106 +7,46 @@
                                                         without a GPU: counts, and compiles the steps for an H200
 
 Without a device the FLOPs of the step are counted at the shape of Llama-3.1-8B against those of two whole models (see
-`two_models`), and every variant of the step is compiled for an H200: its compiler's memory against the plan's
-(`python -m swiftkv_jax.train --dry-run`). With a device every variant runs in a process of its own, so that its peak of
-memory is its own and one that fails leaves the others alone: the step of `python -m swiftkv_jax.train` with random bfloat16
-weights on packed rows of 8,192 tokens. MFU counts the model's FLOPs, what is recomputed left out; `busy` counts it in; both
-of the published peak, and of what a large product reaches here. The table goes to stdout, JSON to `benchmarks/results/`
-(of a smoke run only to `--output`), rewritten after every row.
+`two_models`), and every variant of the step is compiled for an H200: its compiler's memory against the planned. With a
+device every variant runs in a process of its own, so that its peak of memory is its own and a failure leaves the others
+alone: the step of `python -m swiftkv_jax.train` with random bfloat16 weights on packed rows of 8,192 tokens. MFU counts the
+model's FLOPs and `busy` also those that are computed again, both of the published peak where it is known and of what a
+large product reaches here. The table goes to stdout, JSON to `benchmarks/results/` (of a smoke run only to `--output`),
+rewritten after every row. Exit code 1 if a variant fails or nothing was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 from swiftkv_jax import cli
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import train_flops_per_token
 from swiftkv_jax.hardware import GIB, hardware_of
-from swiftkv_jax.model import Batch, Remat
-from swiftkv_jax.pallas_kernels import Implementation
-from swiftkv_jax.params import init_llama, init_swiftkv, llama_shapes
-from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
+from swiftkv_jax.model import Remat
 from swiftkv_jax.topology import topology_mesh
-from swiftkv_jax.train.recipe import Recipe
-from swiftkv_jax.train.step import init_state, make_optimizer, make_train_step, micro_batch_sharding, state_shapes
 
-from . import report, two_models
-from .boundary import LLAMA_8B, TINY, TOPOLOGY
+from . import report
+from .boundary import TOPOLOGY
 from .floors import Floors, floors_for
-from .timing import SMOKE_PLAN, Plan, Program, Run, measure
+from .timing import SMOKE_PLAN, Plan
+from .train_variants import SIZES, Size, Variant, compile_step, described, documents, run_step
+from .two_models import saving
 
-STEPS = 1000
-"""Of the learning rate's schedule; any number, the program is the same."""
-DOCUMENTS = (6, 4, 3, 2, 1)
-"""Sixteenths of a packed row."""
 LEAST_SAVED, MEMORY_ERROR = 0.16, 0.10
-"""Targets: share of the FLOPs that the shared prefix saves with remat, and distance of the planned memory from the real one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    layers: int
-    rows: int = 1
-    remat: Remat = "layer"
-    attention: Implementation | None = None
-    """None chooses for the device."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.layers} layers, {self.rows} rows, remat {self.remat}, attention {self.attention or 'default'}"
-
-
-class Size(NamedTuple):
-    config: Config
-    length: int
-    counted_documents: tuple[int, ...]
-    variants: tuple[Variant, ...]
-    """The most important first."""
-
-    def config_of(self, variant: Variant) -> Config:
-        """Half of the layers keep their own keys and values."""
-        return dataclasses.replace(self.config, num_layers=variant.layers, num_key_value_layers=variant.layers // 2)
-
-
-SIZES = {
-    "full": Size(
-        LLAMA_8B,
-        8192,
-        (8192, 1024),
-        (
-            Variant(8),
-            Variant(8, remat="none"),
-            Variant(32),
-            Variant(8, attention="xla"),
-            Variant(8, rows=2),
-            Variant(8, rows=4),
-            Variant(8, rows=2, remat="none"),
-            Variant(8, remat="none", attention="xla"),
-            Variant(32, remat="none"),
-        ),
-    ),
-    "smoke": Size(TINY, 64, (64,), (Variant(4), Variant(4, rows=2, remat="none", attention="xla"))),
-}
+"""Targets: the share of FLOPs that the shared prefix saves with remat, and how far off the planned memory may be."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`; 1 also if a variant failed."""
+    """The exit code is that of `swiftkv_jax.cli`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description="FLOPs, speed and memory of the training step.")
     report.add_flags(parser, tables=tuple(SIZES), seconds=420, rows=False)
     args = parser.parse_args(argv)
@@ -114,18 +54,143 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process leaves the device to those it starts
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the device's memory to the processes of the variants
     start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
     device = jax.default_backend() != "cpu"
     here = device or args.shapes == "smoke"  # else the device is described, not there
     document = {"benchmark": "train_step", **report.environment(seed), "compiled_for": "this device" if here else TOPOLOGY}
     path = report.output_path(args, "train-step", document["device"]["kind"] if here else TOPOLOGY.split(":")[0], document["date"])
-    document |= {"length": size.length, "documents": document_lengths(size.length), "savings": [], "rows": []}
+    document |= {"length": size.length, "documents": documents(size.length), "savings": [], "rows": []}
+    cli.log(f"{document['compiled_for']}, seed {seed}, writing {path or 'nothing'}")
     if not device:
-        for row in count_savings(size):
+        for row in savings(size):
             document["savings"].append(row)
             print(_saving_line(row), flush=True)
             report.write_json(path, document)
-    floors = alone(floors_for, args.shapes, jax.random.key_data(jax.random.key(seed)), _plan(args.shapes)) if False else None
-    del floors
-    return cli.OK
+    floors = alone(_floors, args.shapes, seed) if here else None
+    if floors is not None:
+        document["floors"] = dataclasses.asdict(floors)
+        print(f"matrix product {floors.matmul_tflops:.1f} TFLOP/s", flush=True)
+    for number, variant in enumerate(size.variants):
+        row, spent = described(size, variant), time.monotonic() - start
+        if spent > args.seconds:
+            row["skipped"] = f"the budget of {args.seconds:g} s was spent"
+        else:
+            cli.log(f"{variant.name} ({number + 1} of {len(size.variants)}, {spent:.0f} s)")
+            row |= measure_row(args.shapes, variant, seed, floors)
+        document["rows"].append(row)
+        print(_line(row), flush=True)
+        report.write_json(path, document)
+    document["targets"] = judge(document) if args.shapes == "full" else []
+    document["seconds"] = time.monotonic() - start
+    for target in document["targets"]:
+        print(f"target: {target['measure']}: {target['verdict']}")
+    report.write_json(path, document)
+    if failed := [row["name"] for row in document["rows"] if "error" in row]:
+        cli.log(f"error: broken: {', '.join(failed)}")
+    measured = any("compiled_peak_bytes" in row for row in document["rows"])
+    return cli.OK if measured and not failed else cli.ERROR
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def savings(size: Size) -> Iterator[dict[str, Any]]:
+    """For rows of one document and of eight."""
+    for remat in get_args(Remat):
+        for parts in (1, 8):
+            yield saving(size.config, size.length, size.length // parts, remat)
+
+
+def measure_row(shapes: str, variant: Variant, seed: int, floors: Floors | None) -> dict[str, Any]:
+    """The compiler's figures, and with `floors` the device's. What goes wrong is recorded in their place."""
+    try:
+        if floors is None:
+            return _with_error(compile_step(SIZES[shapes], variant, topology_mesh(TOPOLOGY, (1, 1))))
+        row = alone(_run, shapes, variant, seed)
+    except Exception as error:  # also a process that died
+        return {"error": report.reason(error)}
+    return _with_error(row | utilisation(row, floors)) if "seconds" in row else row
+
+
+def alone[Result](function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function of this module in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _floors(shapes: str, seed: int) -> Floors:
+    return floors_for(shapes, jax.random.key(seed), _plan(shapes))
+
+
+def _run(shapes: str, variant: Variant, seed: int) -> dict[str, Any]:
+    try:
+        return run_step(SIZES[shapes], variant, seed, _plan(shapes))
+    except Exception as error:  # in one line: not every error of a compiler can be sent to another process
+        return {"error": report.reason(error)}
+
+
+def _plan(shapes: str) -> Plan:
+    return SMOKE_PLAN if shapes == "smoke" else Plan()
+
+
+def utilisation(row: dict[str, Any], floors: Floors) -> dict[str, float]:
+    """Shares of the published peak, where it is known, and of the measured rate of a large product."""
+    shares = {
+        "mfu_of_product": row["model_tflops"] / floors.matmul_tflops,
+        "busy_of_product": row["computed_tflops"] / floors.matmul_tflops,
+    }
+    if hardware := hardware_of(jax.devices()[0].device_kind):
+        peak = hardware.flops / 1e12
+        shares |= {"mfu_of_peak": row["model_tflops"] / peak, "busy_of_peak": row["computed_tflops"] / peak}
+    return shares
+
+
+def _with_error(row: dict[str, Any]) -> dict[str, Any]:
+    """With the distance of the planned memory from the device's, or where there is none from the compiler's."""
+    peak = row.get("peak_bytes") or row["compiled_peak_bytes"]
+    return row | {"plan_error": row["planned_bytes"] / peak - 1} if "planned_bytes" in row else row
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def judge(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets of the release with what was found."""
+    verdicts = []
+    for row in document["savings"]:
+        if row["remat"] != "none":
+            what = f"at least {LEAST_SAVED:.0%} saved with remat {row['remat']}, documents of {row['document']}"
+            found = row["counted"]["saved"]
+            verdicts.append({"measure": what, "verdict": f"{'met' if found >= LEAST_SAVED else 'MISSED'}, {found:.2%}"})
+    for row in document["rows"]:
+        if "plan_error" in row:
+            found, what = row["plan_error"], f"memory planned within {MEMORY_ERROR:.0%}, {row['name']}"
+            verdicts.append({"measure": what, "verdict": f"{'met' if abs(found) <= MEMORY_ERROR else 'MISSED'}, {found:+.1%}"})
+    return verdicts
+
+
+def _saving_line(row: dict[str, Any]) -> str:
+    counted, formula = row["counted"], row["formula"]
+    return (
+        f"documents of {row['document']:5}, remat {row['remat']:5}: {counted['shared'] / 1e12:.4g} TFLOP a row, as two models "
+        f"{counted['two_models'] / 1e12:.4g}: {counted['saved']:.2%} saved; {formula['saved']:.2%} by the formula"
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "error" in row or "skipped" in row:
+        return f"{row['name']:52} {row.get('error') or row['skipped']}"
+    line = f"{row['name']:52} "
+    if "seconds" in row:
+        line += f"{report.duration(row['seconds']):>9} {row['tokens_per_second']:9,.0f} tokens/s, "
+        line += "".join(
+            f"{name.replace('_', ' ')} {row[name]:.1%}, " for name in ("mfu_of_peak", "mfu_of_product", "busy_of_product") if name in row
+        )
+    memory = {"peak": row.get("peak_bytes"), "compiled": row["compiled_peak_bytes"], "planned": row.get("planned_bytes")}
+    line += ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory.items() if value is not None) + " GiB"
+    return line + (f" ({row['plan_error']:+.1%})" if "plan_error" in row else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

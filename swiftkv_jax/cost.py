@@ -35,14 +35,16 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     shared_kv = 2 * config.num_kv_groups * _kv_weights(config)
     query_gradients = 2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
     # A layer is recomputed up to its last product, of which the backward pass needs only the input.
-    again = {"none": 0, "layer": upper_matmul - 2 * config.mlp_dim * config.embed_dim + attention}
+    query = 2 * config.embed_dim * config.num_heads * config.head_dim
+    layer = upper_matmul - 2 * config.mlp_dim * config.embed_dim + attention
+    again = {"none": 0, "mlp": layer - query - attention, "layer": layer}
     return {
         "lower layers, once for both": config.num_lower_layers * (2 * _layer_weights(config) + attention),
         "teacher's upper layers": config.num_upper_layers * (2 * _layer_weights(config) + attention),
         "student's upper layers": config.num_upper_layers * (upper_matmul + attention) + shared_kv,
-        # Activations: one product per weight, attention twice. Keys' and values' weights get a gradient, their input does
-        # not need one: the boundary is frozen.
-        "backward": config.num_upper_layers * (upper_matmul + 2 * attention) + query_gradients + shared_kv,
+        # Activations: one product per weight, attention twice. Keys and values give their weights a gradient, and their
+        # input one for the boundary norm.
+        "backward": config.num_upper_layers * (upper_matmul + 2 * attention) + query_gradients + 2 * shared_kv,
         "recomputed in backward": config.num_upper_layers * again[remat],
         "output matrix: both logits, one gradient": 3 * 2 * config.vocab_size * config.embed_dim,
     }

@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import jax
+from jax.sharding import Mesh
 
 from .errors import UsageError
 
@@ -38,6 +39,16 @@ def join_processes(coordinator: str | None = None, num_processes: int | None = N
     except (RuntimeError, ValueError, OSError) as error:
         raise UsageError(f"cannot join the other processes: {str(error).splitlines()[0]}") from error
     return num_processes or _announced()
+
+
+def check_all_take_part(mesh: Mesh) -> None:
+    """Raise `UsageError` if a process has no device in `mesh`: it could not compute, and the others would wait for it."""
+    left_out = jax.process_count() - len({device.process_index for device in mesh.devices.flat})
+    if left_out:
+        raise UsageError(
+            f"--mesh takes {mesh.size} of {jax.device_count()} devices, none of them in {left_out} of the {jax.process_count()} "
+            "processes; use all, for example with --mesh=-1x1"
+        )
 
 
 def _announced() -> int:

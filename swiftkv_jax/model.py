@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from .attention import Attention
 from .config import Config
 from .layers import apply_rope, finish_layer, project_heads, rms_norm, rope_table
+from .pallas_kernels import KEPT
 from .params import QKV, Block, Leaf, Llama, SwiftKV
 from .sharding import lay_out, whole, whole_vocabulary
 
@@ -35,8 +36,15 @@ Probe = Callable[[Array, Array], Any]
 DEFAULT = Attention()
 """Attention on the default device, by the implementation that suits it."""
 
-Remat = Literal["none", "layer"]
-"""What the backward pass computes again: elementwise operations only, or each upper layer from its input."""
+Remat = Literal["none", "mlp", "layer"]
+"""What the backward pass computes again: elementwise operations only; all of an upper layer but its attention; or all of it
+from its input."""
+# A scan needs no barrier against common subexpressions.
+_CHECKPOINT = {
+    "none": lambda step: step,
+    "mlp": functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(KEPT)),
+    "layer": functools.partial(jax.checkpoint, prevent_cse=False),
+}
 
 
 @struct.dataclass
@@ -207,9 +215,7 @@ def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, rema
 
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, jnp.int32(0), x))
     indices = jnp.arange(config.num_lower_layers, config.num_layers)
-    if remat == "layer":
-        step = jax.checkpoint(step, prevent_cse=False)  # a scan needs no barrier against common subexpressions
-    (x, total), _ = jax.lax.scan(step, (x, zero), (indices, layers))
+    (x, total), _ = jax.lax.scan(_CHECKPOINT[remat](step), (x, zero), (indices, layers))
     return x, total
 
 

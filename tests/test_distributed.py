@@ -1,4 +1,4 @@
-"""Which launchers are recognised, with the variables they set, and what JAX is then asked."""
+"""Which launchers are recognised, with the variables they set, what JAX is then asked, and which meshes leave a process out."""
 
 import importlib.util
 import os
@@ -6,8 +6,9 @@ import os
 import jax
 import pytest
 
-from swiftkv_jax.distributed import join_processes
+from swiftkv_jax.distributed import check_all_take_part, join_processes
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.sharding import make_mesh
 
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
 """What a batch script sees, and everything it starts without srun."""
@@ -106,3 +107,12 @@ def test_failing_to_join_is_one_line(error, monkeypatch):
     with pytest.raises(UsageError) as raised:
         join_processes("host:1", 2, 1)
     assert str(raised.value) == "cannot join the other processes: the coordinator does not answer"
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
+    """--mesh 1x1, the default, in a job of two processes."""
+    mesh = make_mesh((1, 1))
+    check_all_take_part(mesh)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UsageError, match="takes 1 of 8 devices, none of them in 1 of the 2 processes; use all"):
+        check_all_take_part(mesh)

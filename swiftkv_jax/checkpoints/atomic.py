@@ -50,7 +50,7 @@ def _remove_abandoned(path: Path) -> None:
     """What processes that were killed left of this directory."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         number = left.name.rpartition("-")[2]
-        if number.isdigit() and not _is_running(int(number)):
+        if number.isdigit() and (int(number) == os.getpid() or not _is_running(int(number))):  # in a container both may be 1
             shutil.rmtree(left, ignore_errors=True)
 
 

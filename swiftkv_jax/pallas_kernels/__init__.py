@@ -7,8 +7,9 @@ Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice)
 from typing import get_args
 
 from .checks import check_decode, check_prefill
+from .kept import KEPT
 from .ops import Implementation, decode_attention, prefill_attention
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
-__all__ = ["IMPLEMENTATIONS", "Implementation", "check_decode", "check_prefill", "decode_attention", "prefill_attention"]
+__all__ = ["IMPLEMENTATIONS", "KEPT", "Implementation", "check_decode", "check_prefill", "decode_attention", "prefill_attention"]

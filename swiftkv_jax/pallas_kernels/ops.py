@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 from . import cudnn, xla
 from .checks import check_decode, check_prefill
 from .device import HEAD_DIMS, current_device, is_hopper
+from .kept import keep
 from .tuning import tuning_for
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
@@ -201,6 +202,7 @@ def _whole_rows(name: str, q, k, v, segment_ids):
 
 def _whole_rows_forward(name, q, k, v, segment_ids):
     out, lse = _forward(name, q, k, v, *_all_queries(q), segment_ids, save_lse=True)
+    q, out, lse = keep(q, out, lse)
     return out, (q, k, v, segment_ids, out, lse)
 
 

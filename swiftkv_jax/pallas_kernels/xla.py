@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from . import segments
+from .kept import keep
 
 BLOCK_Q = 256
 BLOCK_KV = 256
@@ -158,6 +159,7 @@ def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int):
     if keys.k_scale is not None or keys.block_table is not None:
         raise NotImplementedError("attention to scaled or paged keys and values has no gradient: widen or gather them first")
     out, lse = _forward(q, keys, last, block_q, block_kv)
+    q, out, lse = keep(q, out, lse)
     return out, (q, keys, last, out, lse)
 
 

@@ -56,10 +56,10 @@ def parser() -> argparse.ArgumentParser:
     flag = result.add_argument_group("machine").add_argument
     flag("--mesh", metavar="DATAxMODEL", default="1x1", help="or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: 1x1)")
     flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
-    flag("--remat", choices=("none", "layer"), help=f"what is computed again backward: nothing, upper layers ({Recipe.remat}; demo: none)")
+    flag("--remat", choices=("none", "mlp", "layer"), help=f"what is computed again backward ({Recipe.remat}; demo: none)")
     flag("--shard-sequence", action="store_true", default=None, help="split kept activations along the sequence over model, for long rows")
     flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
-    flag("--coordinator-address", metavar="HOST:PORT", help="of process 0, where Slurm, MPI, GKE or Cloud TPU do not say")
+    flag("--coordinator-address", metavar="HOST:PORT", help="of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say")
     flag("--num-processes", type=int, metavar="N", help="with --coordinator-address")
     flag("--process-id", type=int, metavar="I", help="with --coordinator-address")
     flag("--dry-run", action="store_true", help="print memory per device, time and the reasons, from config.json alone")

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from ..attention import Attention
 from ..checkpoints import load, open_any
 from ..cli import OK, log, run
 from ..config import Config
-from ..distributed import join_processes
+from ..distributed import check_all_take_part, join_processes
 from ..errors import DataError, UsageError
 from ..model import Batch
 from ..sharding import batch_sharding, emulate_cpu_devices, make_mesh, num_row_devices, parse_mesh
@@ -70,6 +71,7 @@ def analyze(args: argparse.Namespace) -> int:
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape) // join_processes())
     mesh, plan = make_mesh(shape), plan_from(args)
+    check_all_take_part(mesh)
     plan.folder.mkdir(parents=True, exist_ok=True)
     model = load(plan.model, dtype=args.dtype, mesh=mesh, config=plan.config)
     rows = read_rows(plan.data, model.tokenizer, args.rows, args.max_length)
@@ -78,6 +80,7 @@ def analyze(args: argparse.Namespace) -> int:
     per_device = max(1, min(STATES_BYTES // states, -(-len(rows) // num_row_devices(mesh))))
     batches = batches_of(rows, per_device * num_row_devices(mesh), args.max_length)
     placed = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
+    placed = tqdm(placed, desc="analysing", unit="batch", leave=False, disable=None)
     analysis = analyze_cuts(plan.config, model.llama, placed, plan.cuts, prompt_length=plan.prompt_length, attention=Attention(mesh))
     if jax.process_index() == 0:
         print(table(analysis, plan.config.num_layers))

@@ -65,7 +65,7 @@ def possible_cuts(num_layers: int, lower: Iterable[int], groups: Iterable[int]) 
 
 
 def analyze_cuts(
-    config: Config, llama: Llama, batches: Sequence[Batch], cuts: Sequence[tuple[int, int]], *, prompt_length: int, attention: Attention
+    config: Config, llama: Llama, batches: Iterable[Batch], cuts: Sequence[tuple[int, int]], *, prompt_length: int, attention: Attention
 ) -> Analysis:
     """Run teacher and students over `batches`, of one shape. `llama` has all its layers in the lower stack.
 

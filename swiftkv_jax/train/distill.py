@@ -194,7 +194,8 @@ def linear_kl(
     rows, vocabulary = student_x.shape[0], head.shape[0]
     if mesh is not None:
         rows, vocabulary = -(-rows // num_row_devices(mesh)), -(-vocabulary // mesh.shape[MODEL])
-    chunk = max(1, min(student_x.shape[1], LOGITS_PER_CHUNK // (rows * vocabulary)))
+    allowed = max(1, LOGITS_PER_CHUNK // (rows * vocabulary))
+    chunk = min(student_x.shape[1], 2 ** (allowed.bit_length() - 1))  # a power of two: rows divide evenly, and so do tiles
     sums: Any = _linear_kl(
         _Static(temperature, divergence, top_k, chunk), student_x, teacher_x, whole_vocabulary(mesh, head), next_tokens, weights
     )

@@ -15,9 +15,10 @@ from ..checkpoints import open_any, save_hf
 from ..cli import INTERRUPTED, OK
 from ..config import Config
 from ..cost import train_flops_per_token
+from ..distributed import check_all_take_part
 from ..errors import UsageError
 from ..params import Llama, cast
-from ..sharding import batch_sharding, make_mesh
+from ..sharding import MeshShape, batch_sharding, make_mesh
 from .data.loader import RowMixture, batches
 from .evaluation import LOSS, evaluate, evaluations_since_best
 from .journal import Journal
@@ -51,6 +52,8 @@ def run(recipe: Recipe) -> int:
     finished and saved first. With several processes, all of them call this.
     """
     mesh = make_mesh(recipe.mesh)
+    check_all_take_part(mesh)
+    recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))  # checked again, now that -1 is a number
     config = choose_cut(recipe, open_any(recipe.model).config)
     prepare_folder(recipe.output_dir)
     rows, eval_rows = load_data(recipe, open_tokenizer(recipe))
@@ -121,7 +124,7 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
         first_step=first,
         steps=steps,
         tokens_per_step=recipe.batch_size * recipe.max_length,
-        flops_per_token=train_flops_per_token(job.config, recipe.max_length, remat=recipe.remat),
+        flops_per_token=train_flops_per_token(job.config, recipe.max_length),  # the model's: recomputation is no achievement
         ceiling=job.ceiling,
     )
 

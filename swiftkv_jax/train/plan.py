@@ -26,14 +26,15 @@ from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..model import Batch
 from ..params import llama_shapes, swiftkv_shapes
 from ..presets import PRESETS
-from ..sharding import MODEL, MeshShape, llama_shardings, make_mesh, swiftkv_shardings
+from ..sharding import MeshShape, make_mesh
 from ..topology import ENVIRONMENT, topology_mesh
+from .memory import fits, memory_per_device
 from .recipe import Recipe
 from .start import choose_cut
 from .step import make_optimizer, make_train_step, state_shapes
 
-ASSUMED_MFU = 0.4
-"""Of the published peak; what large dense models reach in training on these devices. An assumption, not a measurement."""
+ASSUMED_UTILISATION = 0.4
+"""Of the published peak, recomputation included: what large dense models reach in training. An assumption, not a measurement."""
 _STEPS = 1000  # any number: the schedule's length does not change the program
 
 
@@ -64,66 +65,13 @@ def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
     return AbstractMesh(tuple(recipe.mesh), MeshShape._fields)
 
 
-# Memory -----------------------------------------------------------------------------------------------------------
-
-
-def memory_per_device(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> dict[str, float]:
-    """Bytes of one device at the peak of a step, by kind.
-
-    The peak is the backward pass through the upper layers: by then the logits are gone, and what the forward pass kept is
-    still there.
-    """
-    size, tp = dtype.itemsize, mesh.shape[MODEL]
-    rows, positions = recipe.micro_batch_size // recipe.mesh.rows, recipe.max_length
-    upper, groups = config.num_upper_layers, config.num_kv_groups
-    kv_heads = config.num_kv_heads // tp if config.num_kv_heads % tp == 0 else config.num_kv_heads
-    heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
-    token = rows * positions * size  # bytes of one number per token
-    width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
-    delta = _bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
-    llama = llama_shardings(config, mesh)
-    inputs = width // tp if recipe.shard_sequence else width
-    kept = upper * token * (inputs if recipe.remat == "layer" else inputs + 2 * width + 2 * queries + 2 * mlp)
-    shared = 2 * token * kv_heads * config.head_dim * (groups if config.key_value_group_size == 1 else groups + upper)
-    memory = {
-        f"frozen weights, {dtype}": _bytes(llama_shapes(config, dtype), llama),
-        "delta, float32 master copy": delta,
-        "AdamW moments, float32": 2 * delta,
-        f"delta in {dtype}, and its gradient": delta * size / 4 + delta,
-        f"kept by the forward pass ({'layer inputs' if recipe.remat == 'layer' else 'activations'})": kept,
-        "the student's shared keys and values": shared,
-        "one layer's backward pass": token * (6 * mlp + 5 * width),
-    }
-    if recipe.mesh.fsdp > 1:
-        memory["weights put together (two layers, keys and values, output matrix)"] = _whole_weights(config, tp, size)
-    if recipe.gradient_accumulation_steps > 1:
-        memory["sum of the micro-batches' gradients, float32"] = delta
-    return memory
-
-
-def _bytes(shapes: Any, shardings: Any) -> float:
-    parts = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize, shapes, shardings)
-    return float(sum(jax.tree.leaves(parts)))
-
-
-def _whole_weights(config: Config, tp: int, size: int) -> float:
-    layer = config.embed_dim * (3 * config.mlp_dim + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim)
-    kv = config.num_kv_groups * 2 * config.num_kv_heads * config.head_dim * config.embed_dim
-    return (2 * layer + kv + config.vocab_size * config.embed_dim) * size / tp
+# Tables -----------------------------------------------------------------------------------------------------------
 
 
 def _memory_table(memory: dict[str, float]) -> str:
     rows = [*memory.items(), ("total", sum(memory.values()))]
     width = max(len(name) for name, _ in rows)
     return "\n".join([f"{'memory per device':<{width}}      GiB", *(f"{name:<{width}}  {value / GIB:7.2f}" for name, value in rows)])
-
-
-def fits(memory: float, hardware: Hardware) -> bool:
-    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan does not know."""
-    return memory <= 0.9 * hardware.memory_bytes
-
-
-# Time -------------------------------------------------------------------------------------------------------------
 
 
 def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
@@ -148,9 +96,9 @@ def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequenc
     """What a step takes at the assumed utilisation on each machine, and whether it fits."""
     per_token, devices = train_flops_per_token(config, recipe.max_length, remat=recipe.remat), math.prod(recipe.mesh)
     tokens = recipe.batch_size * recipe.max_length
-    lines = [f"time at an assumed {ASSUMED_MFU:.0%} of the published bfloat16 peak"]
+    lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
-        speed = ASSUMED_MFU * machine.flops * devices / per_token
+        speed = ASSUMED_UTILISATION * machine.flops * devices / per_token
         verdict = "fits" if fits(memory, machine) else f"does not fit in {machine.memory_bytes / GIB:.0f} GiB"
         lines.append(f"  {devices} x {machine.name:<19}{speed:>12,.0f} tokens/s {tokens / speed:9.2f} s a step   {verdict}")
     if gathered := _fsdp_bytes(recipe, config):
@@ -174,7 +122,7 @@ def _advice(recipe: Recipe) -> str:
     """The flag to change first."""
     if recipe.micro_batch_size // recipe.mesh.rows > 1:
         return "more --gradient-accumulation-steps"
-    if recipe.remat == "none":
+    if recipe.remat != "layer":
         return "--remat layer"
     if recipe.mesh.model > 1 and not recipe.shard_sequence:
         return "--shard-sequence"

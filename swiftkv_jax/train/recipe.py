@@ -57,7 +57,7 @@ class Recipe:
     hidden_loss_layer: int = AUTHORS.hidden_layer
     dtype: str | None = None
     """Of the frozen weights and the arithmetic; the delta and its moments are always float32."""
-    remat: Remat = "layer"
+    remat: Remat = "mlp"
     attention: Implementation | None = None
     """None chooses for the device."""
     shard_sequence: bool = False

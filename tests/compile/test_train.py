@@ -12,14 +12,15 @@ from swiftkv_jax.model import Remat
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B, LLAMA_405B
 from swiftkv_jax.sharding import parse_mesh
 from swiftkv_jax.topology import topology_mesh
-from swiftkv_jax.train.plan import fits, lower_step, memory_per_device
+from swiftkv_jax.train.memory import fits, memory_per_device
+from swiftkv_jax.train.plan import lower_step
 from swiftkv_jax.train.recipe import Recipe
 from tests.compile.compiled import with_kernels
 
 RUNS: dict[str, tuple[Config, str, str, int, Remat]] = {  # model, topology, mesh, rows of 8,192 tokens, remat
-    "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 4, "layer"),
+    "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 4, "mlp"),
     "8B on an H200 without recomputing": (LLAMA_8B, "h200:1", "1x1", 2, "none"),
-    "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=8", 8, "layer"),
+    "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=8", 8, "mlp"),
     "70B on v5p-8": (LLAMA_70B, "v5p:2x2x1", "fsdp=4", 4, "layer"),
     "405B on 16 H200": (LLAMA_405B, "h200:16", "fsdp=2,model=8", 2, "layer"),
     "405B on v5p-128": (LLAMA_405B, "v5p:4x4x4", "fsdp=16,model=4", 16, "layer"),

@@ -58,7 +58,7 @@ def prepare(
         return build(source, tokenizer, length, path, held_out=held_out, max_unreadable_share=max_unreadable_share)
     store = check_store(Store(path), length, tokenizer_id)
     _check_share(source, store, max_unreadable_share)
-    _log_once(f"{describe(store)}; prepared before")
+    _log_once(f"{'held-out ' * held_out}{describe(store)}; prepared before")
     return store
 
 
@@ -83,7 +83,7 @@ def build(
 
         _on_process_0(write, None)
     store = Store(path)
-    _log_once(describe(store))
+    _log_once(f"{'held-out ' * held_out}{describe(store)}")
     return store
 
 

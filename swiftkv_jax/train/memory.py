@@ -1,0 +1,66 @@
+"""The memory of one device at the peak of a train step, by kind, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..config import Config
+from ..hardware import Hardware
+from ..params import llama_shapes, swiftkv_shapes
+from ..sharding import MODEL, llama_shardings, swiftkv_shardings
+from .recipe import Recipe
+
+
+def memory_per_device(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> dict[str, float]:
+    """Bytes of one device at the peak of a step, by kind.
+
+    The peak is the backward pass through the upper layers: by then the logits are gone, and what the forward pass kept is
+    still there.
+    """
+    size, tp = dtype.itemsize, mesh.shape[MODEL]
+    rows, positions = recipe.micro_batch_size // recipe.mesh.rows, recipe.max_length
+    upper, groups = config.num_upper_layers, config.num_kv_groups
+    kv_heads = config.num_kv_heads // tp if config.num_kv_heads % tp == 0 else config.num_kv_heads
+    heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
+    token = rows * positions * size  # bytes of one number per token
+    width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
+    delta = _bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
+    llama = llama_shardings(config, mesh)
+    inputs = width // tp if recipe.shard_sequence else width
+    layer = {"layer": inputs, "mlp": inputs + 2 * queries, "none": inputs + 2 * width + 2 * queries + 2 * mlp}
+    kept = upper * token * layer[recipe.remat]
+    shared = 2 * token * kv_heads * config.head_dim * (groups if config.key_value_group_size == 1 else groups + upper)
+    memory = {
+        f"frozen weights, {dtype}": _bytes(llama_shapes(config, dtype), llama),
+        "delta, float32 master copy": delta,
+        "AdamW moments, float32": 2 * delta,
+        f"delta in {dtype}, and its gradient": delta * size / 4 + delta,
+        f"kept by the forward pass, remat {recipe.remat}": kept,
+        "the student's shared keys and values": shared,
+        "one layer's backward pass": token * (6 * mlp + 5 * width),
+    }
+    if recipe.mesh.fsdp > 1:
+        memory["weights put together (two layers, keys and values, output matrix)"] = _whole_weights(config, tp, size)
+    if recipe.gradient_accumulation_steps > 1:
+        memory["sum of the micro-batches' gradients, float32"] = delta
+    return memory
+
+
+def _bytes(shapes: Any, shardings: Any) -> float:
+    parts = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize, shapes, shardings)
+    return float(sum(jax.tree.leaves(parts)))
+
+
+def _whole_weights(config: Config, tp: int, size: int) -> float:
+    layer = config.embed_dim * (3 * config.mlp_dim + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim)
+    kv = config.num_kv_groups * 2 * config.num_kv_heads * config.head_dim * config.embed_dim
+    return (2 * layer + kv + config.vocab_size * config.embed_dim) * size / tp
+
+
+def fits(memory: float, hardware: Hardware) -> bool:
+    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan does not know."""
+    return memory <= 0.9 * hardware.memory_bytes
