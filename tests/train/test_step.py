@@ -77,10 +77,8 @@ def test_the_update_does_not_depend_on_how_the_batch_is_divided(alone, mesh, acc
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), moment, alone[1])
 
 
-def lowered(mesh: str, length: int = 128, accumulation: int = 1, shard_sequence: bool = False):
-    settings = recipe(
-        mesh=parse_mesh(mesh), gradient_accumulation_steps=accumulation, batch_size=ROWS * accumulation, shard_sequence=shard_sequence
-    )
+def lowered(mesh: str, length: int = 128, accumulation: int = 1, **others):
+    settings = recipe(mesh=parse_mesh(mesh), gradient_accumulation_steps=accumulation, batch_size=ROWS * accumulation, **others)
     optimizer = make_optimizer(settings, 100)
     integers, floats = (jax.ShapeDtypeStruct((accumulation, ROWS, length), dtype) for dtype in (jnp.int32, jnp.float32))
     step = make_train_step(CONFIG, settings, optimizer, make_mesh(settings.mesh))
@@ -120,11 +118,19 @@ def test_accumulation_needs_no_more_memory_for_more_micro_batches():
     assert eight.temp_size_in_bytes <= 1.02 * two.temp_size_in_bytes
 
 
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_attention_is_kept_while_the_rest_of_a_layer_is_computed_again(mesh):
+    """Rows of several attention blocks: what fits in one block is differentiated by JAX, which names nothing."""
+    again = r"rematted_computation/.*attention/.*dot_general"
+    mlp, layer = (re.findall(again, lowered(mesh, 512, remat=remat).compile().as_text() or "") for remat in ("mlp", "layer"))
+    assert layer and not mlp
+
+
 def test_a_sharded_sequence_keeps_a_part_of_each_layer_input():
-    text = lowered("1x4", 512, shard_sequence=True).compile().as_text() or ""
+    text = lowered("1x4", 512, shard_sequence=True, remat="layer").compile().as_text() or ""
     kept, whole = (f"f32[{CONFIG.num_upper_layers},{ROWS},{positions},{CONFIG.embed_dim}]" for positions in (128, 512))
     assert kept in text and whole not in text
-    assert whole in (lowered("1x4", 512).compile().as_text() or "")
+    assert whole in (lowered("1x4", 512, remat="layer").compile().as_text() or "")
 
 
 @pytest.mark.parametrize(
