@@ -35,11 +35,32 @@ class DenseAttention(Attention):
     def prefill(self, q, k, v, *, segment_ids: Any = None, **_):
         same = segment_ids[:, :, None] == segment_ids[:, None]
         visible = same & jnp.tril(jnp.ones(same.shape[1:], bool))
-        (q,) = keep(q)
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-        scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) * q.shape[-1] ** -0.5
-        (weights,) = keep(jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30)))  # what a kernel's log-sums stand for
-        return jnp.einsum("BNTS,BNSH->BTNH", weights, v)
+        return _dense(q, k, v, visible)
+
+
+@jax.custom_vjp
+def _dense(q, k, v, visible):
+    return _dense_forward(q, k, v, visible)[0]
+
+
+def _dense_forward(q, k, v, visible):
+    """Keeps what the kernels keep under the same name; the weights stand for their log-sums."""
+    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) * q.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30))
+    q, weights, out = keep(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
+    return out, (q, k, v, weights)
+
+
+def _dense_backward(residuals, d_out):
+    q, k, v, weights = residuals
+    d_weights = jnp.einsum("BTNH,BNSH->BNTS", d_out, v)
+    d_scores = weights * (d_weights - (d_weights * weights).sum(axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
+    d_q, d_k = jnp.einsum("BNTS,BNSH->BTNH", d_scores, k), jnp.einsum("BNTS,BTNH->BNSH", d_scores, q)
+    return d_q, d_k, jnp.einsum("BNTS,BTNH->BNSH", weights, d_out), None
+
+
+_dense.defvjp(_dense_forward, _dense_backward)
 
 
 def two_model_loss(
