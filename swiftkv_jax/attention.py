@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from . import pallas_kernels
-from .pallas_kernels import Implementation
+from .pallas_kernels import KEPT, Implementation
 from .sharding import MODEL, num_row_devices, row_axes
+
+__all__ = ["KEPT", "Attention"]
 
 
 @dataclasses.dataclass(frozen=True)

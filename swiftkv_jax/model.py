@@ -22,10 +22,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from .attention import Attention
+from .attention import KEPT, Attention
 from .config import Config
 from .layers import apply_rope, finish_layer, project_heads, rms_norm, rope_table
-from .pallas_kernels import KEPT
 from .params import QKV, Block, Leaf, Llama, SwiftKV
 from .sharding import lay_out, whole, whole_vocabulary
 
