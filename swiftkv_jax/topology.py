@@ -4,7 +4,7 @@
     lower_decode(config, batch=64, max_model_len=8192, mesh=mesh).compile().memory_analysis()
 
 GPUs need the wheels `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and `nvidia-nvvm`, TPUs `libtpu`, in the
-versions that go with the installed JAX. Without the hardware, `ENVIRONMENT` must be set before JAX is imported.
+versions that go with the installed JAX. Without the hardware, `ENVIRONMENT` must be set before JAX looks for devices.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from ..cli import run
 from ..distributed import join_processes
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
+from ..presets import PRESETS
 from ..sharding import emulate_cpu_devices, parse_mesh
 from .metrics import parse_report_to
 from .recipe import DEMO, Recipe
@@ -119,6 +120,8 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
         return dataclasses.replace(DEMO, **given)
     if args.dry_run:  # needs the model's config only
         given = {"data": (), "output_dir": Path("."), **given}
+    elif args.model in PRESETS and not Path(args.model).exists():
+        raise UsageError(f"--model {args.model}: the name of a shape, for --dry-run only; a run needs a checkpoint directory")
     elif missing := [flag for flag, value in (("--data", args.data), ("--output-dir", args.output_dir)) if value is None]:
         raise UsageError(f"--model also needs {' and '.join(missing)}")
     return Recipe(**given)

@@ -26,7 +26,7 @@ from .placement import Placement
 from .profiling import ProfileWindow
 from .progress import Ceiling, Progress, flops_ceiling
 from .recipe import Recipe
-from .recovery import RunCheckpoints, prepare_folder
+from .recovery import RunCheckpoints, check_resume, prepare_folder
 from .report import write_report
 from .signals import StopSignals
 from .start import choose_cut, describe, fingerprint, load_data, load_model, open_tokenizer, say, source_dtype, write_settings
@@ -55,6 +55,7 @@ def run(recipe: Recipe) -> int:
     check_all_take_part(mesh)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))  # checked again, now that -1 is a number
     config = choose_cut(recipe, open_any(recipe.model).config)
+    check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
     prepare_folder(recipe.output_dir)
     rows, eval_rows = load_data(recipe, open_tokenizer(recipe))
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * rows.num_rows // recipe.batch_size)
@@ -170,6 +171,7 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
             if not (stop or evaluates or step % recipe.save_steps == 0):
                 continue
             journal.settle()
+            evaluates &= not stop or step == steps  # who stops a run may not wait for long
             checkpoints.save(state, score=measure(step, state) if evaluates else None)
             progress.restart_clock()
             if stop and step < steps:

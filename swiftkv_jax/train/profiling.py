@@ -24,7 +24,7 @@ class ProfileWindow:
 
     def __init__(self, steps: str | None, folder: Path):
         self._folder, self._running = str(folder), False
-        self._steps = range(0) if steps is None else _parse(steps)
+        self._steps = range(0) if steps is None else parse_steps(steps)
 
     def __enter__(self) -> ProfileWindow:
         return self
@@ -49,7 +49,8 @@ class ProfileWindow:
             self._stop()
 
 
-def _parse(text: str) -> range:
+def parse_steps(text: str) -> range:
+    """`"10:15"` -> steps 10 to 15, both included. Raises `UsageError`."""
     match = re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", text.strip())
     if not match or int(match[1]) > int(match[2]):
         raise UsageError(f"--profile-steps {text!r}: expected FIRST:LAST, both counted from 1, for example 10:15")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from ..sharding import MeshShape
 from .data.sources import STDLIB
 from .distill import AUTHORS, Objective
 from .divergence import Divergence
+from .profiling import parse_steps
 
 Schedule = Literal["linear", "cosine", "constant"]
 """Of the learning rate after its warm-up."""
@@ -87,8 +89,8 @@ class Recipe:
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} {value}: must be at least 1")
         for name in ("learning_rate", "temperature", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{_flag(name)} {getattr(self, name)}: must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{_flag(name)} {getattr(self, name)}: must be above 0 and finite")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
         for name in ("warmup_ratio", "max_unreadable_share"):
@@ -103,6 +105,8 @@ class Recipe:
                 f"--batch-size {self.batch_size} in {self.gradient_accumulation_steps} micro-batches must be a multiple of the "
                 f"{self.mesh.rows} data devices of --mesh"
             )
+        if self.profile_steps is not None:
+            parse_steps(self.profile_steps)
         if self.shard_sequence and self.max_length % self.mesh.model:
             raise UsageError(f"--shard-sequence: --max-length {self.max_length} must be a multiple of the {self.mesh.model} model devices")
         if self.eval_data is None and (self.eval_steps or self.early_stopping_patience or self.load_best_model_at_end):

@@ -44,16 +44,7 @@ class RunCheckpoints:
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # the step being saved, and Orbax's handle of it
         self._quiet = contextlib.ExitStack()
-        self._check_resume(list_steps(self._folder))
-
-    def _check_resume(self, steps: list[int]) -> None:
-        if self._resume == "must" and not steps:
-            raise UsageError(f"--resume must: no checkpoint in {self._folder}")
-        if self._resume == "never" and steps:
-            raise UsageError(f"--resume never: {self._folder} holds checkpoints; name another --output-dir, or delete it")
-        if isinstance(self._resume, int) and self._resume not in steps:
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-            raise UsageError(f"--resume {self._resume}: no checkpoint of that step in {self._folder}; {there}")
+        check_resume(folder, resume)
 
     def restore(self, shapes: TrainState, shardings: TrainState) -> TrainState | None:
         """The state to continue from, on the given shardings; None to start from the beginning.
@@ -183,6 +174,19 @@ class RunCheckpoints:
         newest = f"the newest complete one is {steps[-1]}" if steps else "there is no older one"
         reason = str(error).strip().partition("\n")[0]
         return OSError(f"checkpoint {self._folder / str(step)} could not be saved ({reason}); {newest}")
+
+
+def check_resume(output: Path, resume: Resume) -> None:
+    """Raise `UsageError` if what is in a run's output folder is not what `resume` asks for."""
+    folder = output.absolute() / FOLDER
+    steps = list_steps(folder)
+    if resume == "must" and not steps:
+        raise UsageError(f"--resume must: no checkpoint in {folder}")
+    if resume == "never" and steps:
+        raise UsageError(f"--resume never: {folder} holds checkpoints; name another --output-dir, or delete it")
+    if isinstance(resume, int) and resume not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+        raise UsageError(f"--resume {resume}: no checkpoint of that step in {folder}; {there}")
 
 
 @dataclasses.dataclass(frozen=True)

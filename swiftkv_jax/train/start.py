@@ -17,7 +17,7 @@ from ..checkpoints.run import RECIPE
 from ..checkpoints.side_files import load_tokenizer, write_json
 from ..cli import log
 from ..config import Config
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, ConfigError, UsageError
 from ..params import init_swiftkv
 from ..sharding import swiftkv_shardings
 from .data.loader import RowMixture
@@ -32,12 +32,16 @@ DATA = "data"
 def choose_cut(recipe: Recipe, found: Config) -> Config:
     """The architecture at the cut that the recipe asks for; its own cut, or half the layers, where it asks for none.
 
-    Raises `UsageError` for settings that do not fit the model, `ConfigError` for a cut that is none.
+    Raises `UsageError` for settings that do not fit the model.
     """
     has_delta = found.num_upper_layers > 0
     layers = recipe.num_key_value_layers or (found.num_key_value_layers if has_delta else max(1, found.num_layers // 2))
     same_layers = has_delta and layers == found.num_key_value_layers
-    config = found.cut(layers, recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1))
+    group = recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1)
+    try:
+        config = found.cut(layers, group)
+    except ConfigError as error:
+        raise UsageError(f"--num-key-value-layers {layers} with --key-value-group-size {group}: {error}") from None
     if recipe.max_length > config.max_position_embeddings:
         raise UsageError(f"--max-length {recipe.max_length}: this model has {config.max_position_embeddings} positions")
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
@@ -70,7 +74,12 @@ def open_tokenizer(recipe: Recipe) -> Any:
 def load_data(recipe: Recipe, tokenizer: Any) -> tuple[RowMixture, RowMixture | None]:
     """Training rows, and held-out rows if there are any; made once, then kept in the output folder."""
     training = _mixture(recipe.data, recipe, tokenizer, held_out=False)
-    return training, None if recipe.eval_data is None else _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
+    if recipe.eval_data is None:
+        return training, None
+    held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
+    if held_out.stores[0].manifest.fingerprint in {store.manifest.fingerprint for store in training.stores}:
+        say(f"warning: --eval-data {recipe.eval_data} is training data too: its numbers say nothing about other text")
+    return training, held_out
 
 
 def _mixture(texts: tuple[str, ...], recipe: Recipe, tokenizer: Any, *, held_out: bool) -> RowMixture:

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from ...errors import DataError
 from .rows import Document, Unreadable
 
 # A tokenizer call runs on all cores when it gets many texts; the second limit bounds its memory.
@@ -92,7 +93,7 @@ class _Refused(ValueError):
 def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
     """Targets are all that an assistant turn adds to the rendering that ends with the generation prompt."""
     if tokenizer.chat_template is None:
-        raise _Refused("this tokenizer has no chat template, so messages cannot be rendered")
+        raise DataError(f"{document.origin}: the model's tokenizer has no chat template, so messages cannot be rendered")
     messages = document.messages or []
     answers = [turn for turn in range(document.given, len(messages)) if messages[turn]["role"] == "assistant"]
     if not answers:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from swiftkv_jax.errors import DataError
 from swiftkv_jax.train.data.rows import Document, Unreadable
 from swiftkv_jax.train.data.tokenize import Example, _inside, tokenize
 
@@ -110,12 +111,16 @@ def test_tokens_across_the_edge_of_an_answer_are_no_targets():
     assert _inside(np.array([(0, 0), (0, 2), (2, 2), (2, 3)]), ((2, 2), (2, 3))).tolist() == [False, False, False, True]
 
 
+def test_a_model_without_a_chat_template_is_no_matter_of_rows(tokenizer):
+    with pytest.raises(DataError, match="the model's tokenizer has no chat template"):
+        list(tokenize([chat(("user", "q"), ("assistant", "a"))], with_template(tokenizer, None)))
+
+
 @pytest.mark.parametrize(
     ("document", "template", "expected"),
     [
         (chat(("user", "hello")), CHATML, "no message with role 'assistant'"),
         (chat(("user", "q"), ("assistant", "a"), ("user", "r"), given=2), CHATML, "no message with role 'assistant'"),
-        (chat(("user", "q"), ("assistant", "a")), None, "this tokenizer has no chat template"),
         (chat(("user", "q"), ("assistant", "a")), "{{ raise_exception('no such role') }}", "refuses the first 2 messages .no such role"),
         (chat(("assistant", "a"), ("user", "q")), LLAMA, "refuses the first 0 messages"),
         (chat(*[("user", "x"), ("assistant", "x")] * 2), "{{ messages | length }}" + CHATML, "rewrites earlier turns, so answer 1"),
