@@ -78,7 +78,7 @@ def quantised(x):
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
 
 
-@pytest.mark.parametrize(("shape", "kv_heads"), [((4, 2), 2), ((2, 4), 2), ((1, 8), 1)])
+@pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4), 2), ((1, 8), 1)])
 def test_the_other_options_agree(shape, kv_heads):
     """Ragged rows, scales and a pool of blocks, of which a row may use any."""
     q, k, v = operands(kv_heads)
