@@ -16,7 +16,7 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     which it needs the keys and values only.
     """
     layers, projections = (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
-    return layers * _layer_flops(config, length) + projections * 2 * length * _kv_weights(config)
+    return layers * _layer_flops(config, length) + projections * 2 * length * kv_weights(config)
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:
@@ -31,16 +31,16 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     student's upper layers for activations and for the delta's weights; three products with the output matrix.
     """
     attention = _attention_flops(config, length) / length
-    upper_matmul = 2 * (_layer_weights(config) - _kv_weights(config))
-    shared_kv = 2 * config.num_kv_groups * _kv_weights(config)
+    upper_matmul = 2 * (layer_weights(config) - kv_weights(config))
+    shared_kv = 2 * config.num_kv_groups * kv_weights(config)
     query_gradients = 2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
     # A layer is recomputed up to its last product, of which the backward pass needs only the input.
     query = 2 * config.embed_dim * config.num_heads * config.head_dim
     layer = upper_matmul - 2 * config.mlp_dim * config.embed_dim + attention
     again = {"none": 0, "mlp": layer - query - attention, "layer": layer}
     return {
-        "lower layers, once for both": config.num_lower_layers * (2 * _layer_weights(config) + attention),
-        "teacher's upper layers": config.num_upper_layers * (2 * _layer_weights(config) + attention),
+        "lower layers, once for both": config.num_lower_layers * (2 * layer_weights(config) + attention),
+        "teacher's upper layers": config.num_upper_layers * (2 * layer_weights(config) + attention),
         "student's upper layers": config.num_upper_layers * (upper_matmul + attention) + shared_kv,
         # Activations: one product per weight, attention twice. Keys and values give their weights a gradient, and their
         # input one for the boundary norm.
@@ -51,7 +51,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
 
 
 def _layer_flops(config: Config, length: int) -> int:
-    return 2 * length * _layer_weights(config) + _attention_flops(config, length)
+    return 2 * length * layer_weights(config) + _attention_flops(config, length)
 
 
 def _attention_flops(config: Config, length: int) -> int:
@@ -59,11 +59,12 @@ def _attention_flops(config: Config, length: int) -> int:
     return 2 * 2 * config.num_heads * config.head_dim * length * (length + 1) // 2
 
 
-def _kv_weights(config: Config) -> int:
+def kv_weights(config: Config) -> int:
+    """Entries of one projection of keys and values."""
     return 2 * config.num_kv_heads * config.head_dim * config.embed_dim
 
 
-def _layer_weights(config: Config) -> int:
+def layer_weights(config: Config) -> int:
     """Entries of one layer's matrices."""
-    attention = 2 * config.num_heads * config.head_dim * config.embed_dim + _kv_weights(config)
+    attention = 2 * config.num_heads * config.head_dim * config.embed_dim + kv_weights(config)
     return attention + 3 * config.mlp_dim * config.embed_dim

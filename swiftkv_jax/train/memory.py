@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import Config
+from ..cost import kv_weights, layer_weights
 from ..hardware import Hardware
 from ..params import llama_shapes, swiftkv_shapes
 from ..sharding import MODEL, llama_shardings, swiftkv_shardings
@@ -56,9 +57,8 @@ def _bytes(shapes: Any, shardings: Any) -> float:
 
 
 def _whole_weights(config: Config, tp: int, size: int) -> float:
-    layer = config.embed_dim * (3 * config.mlp_dim + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim)
-    kv = config.num_kv_groups * 2 * config.num_kv_heads * config.head_dim * config.embed_dim
-    return (2 * layer + kv + config.vocab_size * config.embed_dim) * size / tp
+    kv = config.num_kv_groups * kv_weights(config)
+    return (2 * layer_weights(config) + kv + config.vocab_size * config.embed_dim) * size / tp
 
 
 def fits(memory: float, hardware: Hardware) -> bool:

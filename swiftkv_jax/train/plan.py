@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..checkpoints.side_files import read_side_files
 from ..cli import OK, OUT_OF_MEMORY, log
 from ..config import Config
-from ..cost import train_flops_by_part, train_flops_per_token
+from ..cost import layer_weights, train_flops_by_part, train_flops_per_token
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..model import Batch
 from ..params import llama_shapes, swiftkv_shapes
@@ -112,9 +112,8 @@ def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
     """Bytes that reach a device: every layer once forward (the upper ones for teacher and student), the upper ones again backward."""
     if recipe.mesh.fsdp == 1:
         return 0.0
-    layer = config.embed_dim * (3 * config.mlp_dim + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim)
     layers = config.num_lower_layers + 3 * config.num_upper_layers
-    whole = (layers * layer + 2 * config.vocab_size * config.embed_dim) * 2 / recipe.mesh.model
+    whole = (layers * layer_weights(config) + 2 * config.vocab_size * config.embed_dim) * 2 / recipe.mesh.model
     return recipe.gradient_accumulation_steps * whole * (recipe.mesh.fsdp - 1) / recipe.mesh.fsdp
 
 

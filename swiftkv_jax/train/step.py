@@ -97,13 +97,16 @@ def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTra
             sums = sums_of(delta, llama, batch)
             return sums.kl / targets + objective.hidden_weight * sums.hidden / tokens, sums
 
-        def add_micro_batch(totals, batch):
-            return jax.tree.map(jnp.add, totals, jax.grad(loss, has_aux=True)(delta, batch)), None
+        gradient_and_sums = jax.grad(loss, has_aux=True)
 
+        def add_micro_batch(totals, batch):
+            return jax.tree.map(jnp.add, totals, gradient_and_sums(delta, batch)), None
+
+        first = jax.tree.map(lambda field: field[0], micro_batches)
         if recipe.gradient_accumulation_steps == 1:
-            gradient, sums = jax.grad(loss, has_aux=True)(delta, jax.tree.map(lambda field: field[0], micro_batches))
+            gradient, sums = gradient_and_sums(delta, first)
         else:
-            shapes = jax.eval_shape(jax.grad(loss, has_aux=True), delta, jax.tree.map(lambda field: field[0], micro_batches))
+            shapes = jax.eval_shape(gradient_and_sums, delta, first)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             (gradient, sums), _ = jax.lax.scan(add_micro_batch, zeros, micro_batches)
         metrics = sums.means()
