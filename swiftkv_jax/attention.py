@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -35,26 +36,37 @@ class Attention:
     def prefill(
         self,
         q: Float[Array, "B T N H"],
-        k: Num[Array, "B K S H"],
-        v: Num[Array, "B K S H"],
+        k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
+        v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
         *,
         q_offset: Int[Array, ""] | Int[Array, " B"] | int = 0,
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        k_scale: Float[Array, "B K S"] | None = None,
-        v_scale: Float[Array, "B K S"] | None = None,
+        k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+        v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+        block_table: Int[Array, "B P"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        """`pallas_kernels.prefill_attention` on this mesh."""
+        """`pallas_kernels.prefill_attention` on this mesh. With a `block_table` the pool is in lanes: see `decode`."""
         op = functools.partial(pallas_kernels.prefill_attention, implementation=self.implementation)
+        options: dict[str, Any] = {
+            "lengths": lengths,
+            "segment_ids": segment_ids,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "block_table": block_table,
+        }
         if self.mesh is None:
-            return op(q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale)
-        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale = pallas_kernels.check_prefill(
-            q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale
+            return op(q, k, v, q_offset=q_offset, **options)
+        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, block_table = pallas_kernels.check_prefill(
+            q, k, v, q_offset=q_offset, **options
         )
-        kv, rows = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, {"lengths": lengths, "segment_ids": segment_ids}
+        kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        rows = {"lengths": lengths, "segment_ids": segment_ids, "block_table": block_table}
         if isinstance(q_offset, int):  # static: only then do the kernels know that rows begin where their keys begin
-            return self._per_device(self.mesh, functools.partial(op, q_offset=q_offset), q, kv, rows)
-        return self._per_device(self.mesh, op, q, kv, rows | {"q_offset": q_offset})
+            op = functools.partial(op, q_offset=q_offset)
+        else:
+            rows["q_offset"] = q_offset
+        return self._per_device(self.mesh, op, q, kv, rows)
 
     def decode(
         self,
@@ -67,7 +79,12 @@ class Attention:
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         block_table: Int[Array, "B P"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        """`pallas_kernels.decode_attention` on this mesh. A pool of blocks is every data shard's: any row may use any block."""
+        """`pallas_kernels.decode_attention` on this mesh.
+
+        With a `block_table` the pool is in lanes, one for each of the D devices that rows are split over: rows
+        `d * B / D` on use blocks `d * X / D` on, and an entry counts from the first block of its row's lane. B and X must
+        be multiples of D: `ValueError`.
+        """
         op = functools.partial(pallas_kernels.decode_attention, implementation=self.implementation)
         if self.mesh is None:
             return op(q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table)
@@ -75,13 +92,16 @@ class Attention:
             q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table
         )
         kv, rows = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, {"length": length, "block_table": block_table}
-        return self._per_device(self.mesh, op, q, kv, rows, pool=block_table is not None)
+        return self._per_device(self.mesh, op, q, kv, rows)
 
     @staticmethod
-    def _per_device(mesh, op, q, kv, per_row, *, pool=False):
+    def _per_device(mesh, op, q, kv, per_row):
         """Run `op` on each device's part. `kv` arrays are B K ..., of a pool X K ...; `per_row` ones B ... or scalars."""
         kv, per_row = ({name: value for name, value in arrays.items() if value is not None} for arrays in (kv, per_row))
-        rows = row_axes(mesh) if q.shape[0] % num_row_devices(mesh) == 0 else None
+        lanes, batch, blocks = num_row_devices(mesh), q.shape[0], kv["k"].shape[0]
+        if "block_table" in per_row and (batch % lanes or blocks % lanes):
+            raise ValueError(f"with a block_table, rows and blocks must be multiples of the mesh's {lanes} lanes, got {batch} and {blocks}")
+        rows = row_axes(mesh) if batch % lanes == 0 else None
         devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], kv["k"].shape[1]
         split_kv = kv_heads % devices == 0
         share_kv = not split_kv and devices % kv_heads == 0 and heads % devices == 0  # several devices to a key/value head
@@ -93,7 +113,7 @@ class Attention:
             return op(q, **kv, **per_row)
 
         q_spec = P(rows, None, MODEL if split_kv or share_kv else None)
-        kv_spec = P(None if pool else rows, MODEL if split_kv else None)
+        kv_spec = P(rows, MODEL if split_kv else None)
         specs = q_spec, kv_spec, {name: P(rows) if value.ndim else P() for name, value in per_row.items()}
         # The kernels do not say over which axes their results vary, so there is nothing to check.
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(q, kv, per_row)

@@ -1,5 +1,7 @@
 """The ops on meshes: each device on its own rows and heads, the result that of one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,34 +82,73 @@ def quantised(x):
 
 @pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4), 2), ((1, 8), 1)])
 def test_the_other_options_agree(shape, kv_heads):
-    """Ragged rows, scales and a pool of blocks, of which a row may use any."""
+    """Ragged rows and scales."""
     q, k, v = operands(kv_heads)
     (k8, k_scale), (v8, v_scale) = quantised(k), quantised(v)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     lengths, length = jnp.asarray([6, 0, 3, 1]), jnp.asarray([24, 6, 0, 9])
-    table = jnp.asarray([[11, 3, 0], [2, 9, 5], [1, 4, 6], [7, 8, 10]])
-
-    def pool(x):  # B K S ... -> X K page ...
-        return (
-            jnp.zeros((12, kv_heads, 8, *x.shape[3:]), x.dtype)
-            .at[table]
-            .set(jnp.moveaxis(x.reshape(B, kv_heads, 3, 8, *x.shape[3:]), 2, 1))
-        )
 
     def calls(attention):
         return {
             "ragged": attention.prefill(q, k, v, lengths=lengths),
             "scales": attention.prefill(q, k8, v8, q_offset=7, **scales),
             "decode with scales": attention.decode(q[:, :2], k8, v8, length, **scales),
-            "pool": attention.decode(q[:, :2], pool(k), pool(v), length, block_table=table),
-            "pool with scales": attention.decode(
-                q[:, :2], pool(k8), pool(v8), length, block_table=table, k_scale=pool(k_scale), v_scale=pool(v_scale)
-            ),
         }
 
     alone, spread = calls(Attention()), calls(Attention(make_mesh(shape)))
     for name in alone:
         np.testing.assert_allclose(spread[name], alone[name], atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4), 2), ((4, 2), 4), ((2, 1), 1)])
+def test_a_pool_is_in_lanes(shape, kv_heads):
+    """A row uses the blocks of its own device, and counts them from the first that is there."""
+    q, k, v = operands(kv_heads)
+    (k8, k_scale), (v8, v_scale) = quantised(k), quantised(v)
+    lengths, length, offset = jnp.asarray([6, 0, 3, 1]), jnp.asarray([24, 6, 0, 9]), jnp.asarray([18, 2, 0, 23])
+    per_row, lanes = 4, shape[0]  # a row has 3 blocks of 8, and there is one more for each
+    table = np.concatenate([np.random.default_rng(lane).permutation(B // lanes * per_row)[: B // lanes * 3] for lane in range(lanes)])
+    table = table.reshape(B, 3)
+    first = np.arange(B)[:, None] // (B // lanes) * (B // lanes * per_row)  # block of each row's lane
+
+    def pool(x):  # B K S ... -> X K page ...
+        blocks = jnp.moveaxis(x.reshape(B, kv_heads, 3, 8, *x.shape[3:]), 2, 1)
+        return jnp.full((B * per_row, *blocks.shape[2:]), 100, x.dtype).at[first + table].set(blocks)
+
+    def calls(attention, table):
+        scales = {"k_scale": pool(k_scale), "v_scale": pool(v_scale)}
+        decode = functools.partial(attention.decode, q[:, :2], block_table=jnp.asarray(table))
+        prefill = functools.partial(attention.prefill, q, lengths=lengths, block_table=jnp.asarray(table))
+        return {
+            "decode": decode(pool(k), pool(v), length),
+            "decode with scales": decode(pool(k8), pool(v8), length, **scales),
+            "prefill": prefill(pool(k), pool(v), q_offset=offset),
+            "prefill from 7": prefill(pool(k), pool(v), q_offset=7),
+            "prefill with scales": prefill(pool(k8), pool(v8), q_offset=offset, **scales),
+        }
+
+    alone, spread = jax.jit(lambda: (calls(Attention(), first + table), calls(Attention(make_mesh(shape)), table)))()
+    for name in alone:
+        np.testing.assert_allclose(spread[name], alone[name], atol=2e-6, err_msg=name)
+
+
+def test_each_device_has_its_part_of_the_pool(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "swiftkv_jax.pallas_kernels.prefill_attention",
+        lambda q, k, v, *, block_table, **_: seen.append((q.shape, k.shape, block_table.shape)) or q,
+    )
+    q, kv = jnp.zeros((B, T, N, H)), jnp.zeros((12, 8, 16, H))
+    Attention(make_mesh((2, 4))).prefill(q, kv, kv, block_table=jnp.zeros((B, 3), int))
+    assert seen == [((2, T, 4, H), (6, 2, 16, H), (2, 3))]
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(3, 12), (4, 11)])
+def test_lanes_must_be_equal(rows, blocks):
+    """Or it would be unclear which block an entry names."""
+    q, kv, length = jnp.zeros((rows, T, N, H)), jnp.zeros((blocks, 8, 16, H)), jnp.full(rows, 9)
+    with pytest.raises(ValueError, match=f"multiples of the mesh's 2 lanes, got {rows} and {blocks}"):
+        Attention(make_mesh((2, 4))).decode(q, kv, kv, length, block_table=jnp.zeros((rows, 3), int))
 
 
 def test_errors_name_the_whole_arrays():

@@ -15,38 +15,41 @@ CACHE_FORMATS = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 """Dtypes of keys and values that need scales."""
 
 
-def check_prefill(q, k, v, *, q_offset: Any = 0, lengths=None, segment_ids=None, k_scale=None, v_scale=None) -> tuple[Any, ...]:
+def check_prefill(
+    q, k, v, *, q_offset: Any = 0, lengths=None, segment_ids=None, k_scale=None, v_scale=None, block_table=None
+) -> tuple[Any, ...]:
     """The arguments of `prefill_attention` in this order, as JAX arrays (integers int32); a static `q_offset` as an int."""
     q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
-    batch, queries, keys = *q.shape[:2], k.shape[2]
-    _check_same_rows(q, k)
-    _check_room(q, keys)
+    block_table, keys = _table(q, k, block_table)
+    batch, queries = q.shape[:2]
     q_offset = _offset(q_offset)
     if np.shape(q_offset) not in ((), (batch,)):
         raise ValueError(f"q_offset must be a scalar or one a row, got {np.shape(q_offset)=} and {q.shape=}")
-    _check_range("q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries")
     lengths = None if lengths is None else _one_a_row("lengths", lengths, batch, queries, "the queries")
+    if block_table is None or lengths is None:
+        _check_room(q, keys)
+        _check_range("q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries")
+    else:  # blocks are there for the real queries only
+        _check_range("q_offset", q_offset, keys, f"the {keys} positions of a row's blocks")
+        if _is_known(q_offset) and _is_known(lengths):
+            end = np.asarray(q_offset, np.int64) + np.asarray(lengths, np.int64)
+            _check_range("q_offset + lengths", end, keys, f"the {keys} positions of a row's blocks")
     if segment_ids is not None:
+        if block_table is not None:
+            raise ValueError(f"segment_ids do not go with a block_table, got {np.shape(segment_ids)=} and {block_table.shape=}")
         segment_ids = _integers("segment_ids", segment_ids)
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
         if keys != queries or not isinstance(q_offset, int) or q_offset:
             raise ValueError(f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, {q.shape=}, {q_offset=}")
     q_offset = q_offset if isinstance(q_offset, int) else _int32(q_offset)
-    return q, k, v, q_offset, _int32(lengths), _int32(segment_ids), k_scale, v_scale
+    return q, k, v, q_offset, _int32(lengths), _int32(segment_ids), k_scale, v_scale, _int32(block_table)
 
 
 def check_decode(q, k, v, length, *, k_scale=None, v_scale=None, block_table=None) -> tuple[Any, ...]:
     """The arguments of `decode_attention` in this order, as JAX arrays (integers int32)."""
     q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
-    keys = k.shape[2]
-    if block_table is None:
-        _check_same_rows(q, k)
-    else:
-        block_table = _integers("block_table", block_table)
-        if block_table.ndim != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
-            raise ValueError(f"block_table must be B P, got {block_table.shape=} and {q.shape=}")
-        keys *= block_table.shape[1]
+    block_table, keys = _table(q, k, block_table)
     _check_room(q, keys)
     length = _one_a_row("length", length, q.shape[0], keys, "the cache's positions")
     return q, k, v, _int32(length), k_scale, v_scale, _int32(block_table)
@@ -78,6 +81,18 @@ def _scale(name, scale, k):
     if scale.shape != k.shape[:3] or scale.dtype != jnp.float32:
         raise ValueError(f"{name} must be float32 and B K S, got {scale.shape=}, {scale.dtype=} and {k.shape=}")
     return jnp.asarray(scale)
+
+
+def _table(q, k, block_table):
+    """(the table or None, how many positions each row of `q` has)."""
+    if block_table is None:
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
+        return None, k.shape[2]
+    block_table = _integers("block_table", block_table)
+    if block_table.ndim != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
+        raise ValueError(f"block_table must be B P, got {block_table.shape=} and {q.shape=}")
+    return block_table, k.shape[2] * block_table.shape[1]
 
 
 def _array(name, value):
@@ -119,11 +134,6 @@ def _int32(value):
     return None if value is None else jnp.asarray(value, jnp.int32)
 
 
-def _check_same_rows(q, k):
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
-
-
 def _check_room(q, keys):
     if q.shape[1] > keys:
         raise ValueError(f"there must be at least as many keys as queries, got {keys} keys and {q.shape=}")
@@ -131,8 +141,13 @@ def _check_room(q, keys):
 
 def _check_range(name, value, high, what):
     """0 <= value <= high, for a value that this process knows."""
-    if isinstance(value, Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+    if not _is_known(value):
         return
     value = np.asarray(value)
     if value.min() < 0 or value.max() > high:
         raise ValueError(f"{name} must be from 0 to {high}, {what}; got {int(value.min())} to {int(value.max())}")
+
+
+def _is_known(value) -> bool:
+    """Whether this process can read it now: not while tracing, nor where parts of it lie with other processes."""
+    return not isinstance(value, Tracer) and (not isinstance(value, jax.Array) or value.is_fully_addressable)

@@ -27,14 +27,15 @@ NO_GRADIENT = "attention to scaled or paged keys and values has no gradient: wid
 
 def prefill_attention(
     q: Float[Array, "B T N H"],
-    k: Num[Array, "B K S H"],
-    v: Num[Array, "B K S H"],
+    k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
+    v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
     *,
     q_offset: Int[Array, ""] | Int[Array, " B"] | int = 0,
     lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    k_scale: Float[Array, "B K S"] | None = None,
-    v_scale: Float[Array, "B K S"] | None = None,
+    k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+    v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
+    block_table: Int[Array, "B P"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention of many queries.
@@ -44,35 +45,42 @@ def prefill_attention(
     first `lengths[b]` queries are real; the others yield zeros. `segment_ids` (only with S = T and no offset) confines
     each query to the keys with its own id, its packed document.
 
+    With `block_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is position `s % page` of
+    block `block_table[b, s // page]`. Rows may share blocks and whole tables, so several pieces of one prompt can be rows.
+    Entries for the blocks that real queries see must lie in the pool, which nobody checks; the others may be anything.
+    Then `q_offset[b] + lengths[b]` must not exceed P page; where the queries past `lengths[b]` stand does not matter. Only
+    blocks that somebody sees are read, but for the copy that the next paragraph names. `segment_ids` are refused.
+
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per position and head: the
     value is what is stored times its scale. The device kernels read them widened to the dtype of `q`, one copy of
-    this layer's cache, which costs about 3 % of an 8k prefill chunk's attention. What no query sees must be finite: it
-    weighs nothing, but zero times infinity is NaN.
+    this layer's cache, which costs about 3 % of an 8k prefill chunk's attention. Of a pool that is a copy of all blocks:
+    gather those of the table first and pass them as rows. XLA widens what it reads, block by block. What no query sees
+    must be finite: it weighs nothing, but zero times infinity is NaN.
 
-    Differentiable in q, k, v, but for keys and values with scales; on the device kernels only for whole rows (no offset,
+    Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only for whole rows (no offset,
     no `lengths`, S = T). Raises `ValueError` for operands that do not fit together, `NotImplementedError` for what a named
     implementation cannot do and for gradients that there are not. Offsets that are ints, of Python or NumPy, are static.
     Values of other offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
     """
-    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale = check_prefill(
-        q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale
+    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, block_table = check_prefill(
+        q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale, block_table=block_table
     )
     batch, queries, keys = *q.shape[:2], k.shape[2]
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0
-    name = _choose("prefill", implementation, q, k, segment_ids=segment_ids, offset=not starts_at_zero)
+    name = _choose("prefill", implementation, q, k, segment_ids=segment_ids, block_table=block_table, offset=not starts_at_zero)
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
-    if k_scale is not None:
+    if k_scale is not None or block_table is not None:
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
-        return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale)
+        return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, block_table)
     k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
-    if starts_at_zero and keys == queries and lengths is None:
+    if starts_at_zero and keys == queries and lengths is None and block_table is None:
         return _whole_rows(name, q, k, v, segment_ids)
     q, k, v = _without_gradient(f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has", (q, k, v))
     lengths = jnp.full((batch,), queries, jnp.int32) if lengths is None else lengths
-    return _forward(name, q, k, v, offset, lengths, segment_ids)[0]
+    return _forward(name, q, k, v, offset, lengths, segment_ids, block_table)[0]
 
 
 def decode_attention(
@@ -109,8 +117,8 @@ def decode_attention(
     if name == "xla":
         return xla.decode(q, k, v, length, k_scale, v_scale, block_table)
     if name == "cudnn":
-        if block_table is not None or k_scale is not None:
-            raise NotImplementedError("implementation='cudnn' takes neither block_table nor scaled keys and values; 'xla' does")
+        if k_scale is not None:
+            raise NotImplementedError("implementation='cudnn' takes no scaled keys and values to decode; 'xla' does")
         return cudnn.decode(q, k, v, length)
     q, k, v = _without_gradient(f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v))
     kernel = _kernels(name).decode
@@ -130,6 +138,8 @@ def _choose(op: str, implementation: str | None, q, k, *, segment_ids=None, bloc
     obstacle = _obstacle(implementation, *operands)
     if implementation == "cudnn" and obstacle is None and segment_ids is not None:
         obstacle = "takes no segment_ids (only a mask of T x S)"
+    if implementation == "cudnn" and obstacle is None and block_table is not None:
+        obstacle = "takes no block_table"
     if implementation == "cudnn" and obstacle is None and offset:
         obstacle = "takes no q_offset but a static 0"
     if obstacle:
@@ -153,8 +163,7 @@ def _obstacle(name: str, op: str, q, k, segment_ids, block_table) -> str | None:
             tuning = _tuning(name, "prefill.packed" if packed else op, q, dtype)
         except NotImplementedError as error:
             return f"cannot: {error}"
-        kernels = _kernels(name)  # only now, on their own device
-        return kernels.prefill.obstacle(q, k, tuning) if op == "prefill" else kernels.decode.obstacle(q, k, block_table, tuning)
+        return getattr(_kernels(name), op).obstacle(q, k, block_table, tuning)  # imported only now, on its own device
     if name == "cudnn" and platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, this is {platform} ({kind})"
     return None
@@ -184,10 +193,10 @@ def _once(kernel, tuning, **options):
     return jax.jit(functools.partial(kernel, tuning=tuning, **options))
 
 
-def _forward(name: str, q, k, v, offset, lengths, segment_ids, save_lse=False):
+def _forward(name: str, q, k, v, offset, lengths, segment_ids, block_table=None, *, save_lse=False):
     kernel = _kernels(name).prefill
     tuning = _tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, q.dtype)
-    return _once(kernel.attention, tuning, save_lse=save_lse)(q, k, v, offset, lengths, segment_ids)
+    return _once(kernel.attention, tuning, save_lse=save_lse)(q, k, v, offset, lengths, segment_ids, block_table)
 
 
 def _all_queries(q):

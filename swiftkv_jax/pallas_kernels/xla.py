@@ -6,7 +6,7 @@ block's weights are exponentials relative to the largest score so far; when a la
 scaled down ("online softmax", float32). The forward pass saves the output and the log of each query's sum, from which
 the backward pass recomputes a block's weights: five products a block to the forward's two.
 
-What fits in one block is computed directly, without loops, and differentiated by JAX.
+What fits in one block is computed directly, and differentiated by JAX.
 
 Letters: B batch rows, T queries, S key positions, N query heads, K key/value heads, H head dim, I query blocks. The
 T * N/K queries that share a key/value head are the R rows of its products. XLA's CPU backend decides their form: it has
@@ -53,30 +53,38 @@ class _Keys(NamedTuple):
 
 def prefill(
     q: Float[Array, "B T N H"],
-    k: Num[Array, "B K S H"],
-    v: Num[Array, "B K S H"],
+    k: Num[Array, "_ K _ H"],
+    v: Num[Array, "_ K _ H"],
     offset: Int[Array, " B"],
     lengths: Int[Array, " B"] | None,
     segment_ids: Int[Array, "B T"] | None,
-    k_scale: Float[Array, "B K S"] | None = None,
-    v_scale: Float[Array, "B K S"] | None = None,
+    k_scale: Float[Array, "_ K _"] | None = None,
+    v_scale: Float[Array, "_ K _"] | None = None,
+    block_table: Int[Array, "B P"] | None = None,
     *,
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
 ) -> Float[Array, "B T N H"]:
     """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with its own segment id.
 
-    Queries from `lengths[b]` on see nothing and yield zeros. With scales, the values are what is stored times its scale;
-    they are widened block by block. Differentiable in q, k and v without scales; with them the ops refuse.
+    k and v are `B K S H`, or with a block table a pool of pages `X K page H`: position s of row b is position `s % page`
+    of page `block_table[b, s // page]`. Queries from `lengths[b]` on see nothing and yield zeros. With scales, k without H,
+    a value is what is stored times its scale. Both are looked up block by block; only without them is this differentiable.
     """
-    index = jnp.arange(q.shape[1], dtype=jnp.int32)
-    last = offset[:, None] + index  # the last position each query sees; -1 for none
+    last = offset[:, None] + (index := jnp.arange(q.shape[1], dtype=jnp.int32))  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
-    keys = _Keys(k, v, k_scale, v_scale, segment_ids)
+    keys = _Keys(k, v, k_scale, v_scale, segment_ids, block_table)
     if q.shape[1] <= block_q and keys.length <= block_kv:
         return _direct(q, keys, last)
-    return _blocked(q, keys, last, _even(q.shape[1], block_q), _even(keys.length, block_kv))
+    if block_table is None:
+        return _blocked(q, keys, last, _even(q.shape[1], block_q), _even(keys.length, block_kv))
+    blocks = _even(q.shape[1], block_q), _even(keys.length, block_kv, page=k.shape[2])
+
+    def row(q, table, last):  # one by one: they are parts of prompts, some long, some idle, and each walks its own blocks only
+        return jnp.squeeze(_blocked(q[None], keys._replace(block_table=table[None]), last[None], *blocks), 0)
+
+    return lax.map(lambda operands: row(*operands), (q, block_table, last))
 
 
 def decode(
@@ -90,9 +98,8 @@ def decode(
 ) -> Float[Array, "B T N H"]:
     """Attention of the last T tokens of each row: query t sees the first `length[b] - T + t + 1` positions.
 
-    k and v are `B K S H`, or with a block table a pool of pages `X K page H`: position s of row b is position `s % page`
-    of page `block_table[b, s // page]`. A row of length 0 yields zeros. Scales are as in `prefill`, shaped like k without
-    H. What lies beyond the longest row's block is not read, unless reading it all is faster.
+    Keys and values are as in `prefill`. A row of length 0 yields zeros. What lies beyond the longest row's block is not
+    read, unless reading it all is faster.
     """
     queries = q.shape[1]
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
@@ -184,12 +191,11 @@ def _backward_rule(block_q: int, block_kv: int, residuals, d_out):
             dv = _add_block(dv, j, _product("BKSR,BKRH->BKSH", weights.astype(rows.dtype), d_rows))
             return dq, dk, dv
 
-        dq = jnp.zeros_like(rows, dtype=jnp.float32).swapaxes(2, 3)
-        dq, dk, dv = lax.fori_loop(first, end, key_block, (dq, *carry))
+        dq, dk, dv = lax.fori_loop(first, end, key_block, (jnp.zeros_like(rows, dtype=jnp.float32).swapaxes(2, 3), *carry))
         return (dk, dv), _heads(dq.swapaxes(2, 3) * scale, q).astype(q.dtype)
 
     zeros = jnp.zeros_like(keys.k, dtype=jnp.float32), jnp.zeros_like(keys.v, dtype=jnp.float32)
-    blocks = _split(q, block_q), _split(out, block_q), _split(d_out, block_q), lse, *_visible_blocks(q, keys, last, block_q, block_kv)
+    blocks = *(_split(x, block_q) for x in (q, out, d_out)), lse, *_visible_blocks(q, keys, last, block_q, block_kv)
     (dk, dv), dq = lax.scan(query_block, zeros, blocks)
     return _join(dq, q.shape[1]), _Keys((dk * scale).astype(keys.k.dtype), dv.astype(keys.v.dtype)), None
 
@@ -202,8 +208,7 @@ _blocked.defvjp(_forward_rule, _backward_rule)
 
 def _visible(q, keys: _Keys, last):
     """What each row may see, two arrays B R: the last position, -1 for none, and the segment id, if they have any."""
-    group = q.shape[2] // keys.k.shape[1]
-    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), (last, keys.segment_ids))
+    return jax.tree.map(lambda x: jnp.repeat(x, q.shape[2] // keys.k.shape[1], axis=1), (last, keys.segment_ids))
 
 
 def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
@@ -251,9 +256,8 @@ def _add_block(total, j, block):
 
 def _even(count: int, block: int, page: int = 1) -> int:
     """The size of equal blocks, whole pages, as many as blocks of `block` would be. The last of these could be almost empty."""
-    pages = count // page
-    blocks = -(-pages // max(block // page, 1))
-    return -(-pages // blocks) * page
+    pages, most = count // page, max(block // page, 1)
+    return -(-pages // -(-pages // most)) * page
 
 
 def _split(x, block: int, padding: int = 0):
@@ -264,8 +268,7 @@ def _split(x, block: int, padding: int = 0):
 
 def _join(x, length: int):
     """I B block ... -> B T ..."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
 
 # Products -------------------------------------------------------------------------------------------------------
@@ -273,16 +276,14 @@ def _join(x, length: int):
 
 def _rows(x, keys: _Keys):
     """B T N H -> B K R H, the group's heads of a query next to each other."""
-    batch, queries, heads, head_dim = x.shape
-    kv_heads = keys.k.shape[1]
-    x = x.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+    batch, queries, _, head_dim = x.shape
+    x = x.reshape(batch, queries, keys.k.shape[1], -1, head_dim).transpose(0, 2, 1, 3, 4)
+    return x.reshape(batch, keys.k.shape[1], -1, head_dim)
 
 
 def _heads(rows, q):
     """B K R H -> B T N H, as `q` is."""
-    rows = rows.reshape(*rows.shape[:2], q.shape[1], -1, q.shape[3])
-    return rows.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    return rows.reshape(*rows.shape[:2], q.shape[1], -1, q.shape[3]).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
 def _scores(rows, k, k_scale=None):
@@ -291,8 +292,7 @@ def _scores(rows, k, k_scale=None):
 
 
 def _attend(weights, v, v_scale):
-    weights = weights if v_scale is None else weights * v_scale[:, :, None]
-    return _product("BKRS,BKSH->BKRH", weights.astype(v.dtype), v)
+    return _product("BKRS,BKSH->BKRH", (weights if v_scale is None else weights * v_scale[:, :, None]).astype(v.dtype), v)
 
 
 def _product(axes: str, a, b):

@@ -40,6 +40,22 @@ def test_prefill_chunk(head_dim):
     check(lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths), q, kv, kv, rows, rows, kernels=1)
 
 
+def piece_operands(head_dim, page):
+    """Shapes of (q, k, v, options): pieces of 128 queries in a pool of 4096 blocks, 64 to a row."""
+    rows, kv = shape(20, dtype=jnp.int32), shape(4096, K, page, head_dim)
+    return shape(20, 128, N, head_dim), kv, kv, {"q_offset": rows, "lengths": rows, "block_table": shape(20, 64, dtype=jnp.int32)}
+
+
+@pytest.mark.parametrize("page", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+def test_prefill_of_pieces(head_dim, page):
+    """The pool is read as it lies there."""
+    op = functools.partial(prefill_attention, implementation="hopper")
+    operands = piece_operands(head_dim, page)
+    memory = check(lambda q, k, v, options: op(q, k, v, **options), *operands, kernels=1).memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < operands[1].size * 2 / 8
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 def test_training(head_dim, packed):

@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
 from tests.compile.compiled import compile_for
-from tests.compile.test_hopper import DECODE, K, N, decode_operands, shape
+from tests.compile.test_hopper import DECODE, K, N, decode_operands, piece_operands, shape
 
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
 
@@ -26,6 +26,18 @@ def test_prefill_chunk(head_dim, topology):
     q, kv, rows = shape(2, 2048, N, head_dim), shape(2, K, 8192, head_dim), shape(2, dtype=jnp.int32)
     op = functools.partial(prefill_attention, implementation="tpu")
     check(topology, lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths), q, kv, kv, rows, rows, kernels=1)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("page", [128, 256, 1024])
+@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+def test_prefill_of_pieces(head_dim, page, topology):
+    """The pool is read as it lies there."""
+    op = functools.partial(prefill_attention, implementation="tpu")
+    *arrays, options = piece_operands(head_dim, page)
+    q, k, v = arrays[0], *(shape(2**19 // page, K, page, head_dim) for _ in "kv")  # 1 GiB with H = 128, for every chip
+    memory = check(topology, lambda q, k, v, options: op(q, k, v, **options), q, k, v, options, kernels=1).memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < k.size * 2 / 8
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
 from tests.pallas_kernels.interpreted import device_of, on_hardware
-from tests.pallas_kernels.shapes import DECODE, PREFILL, SEGMENTS, Decode, Prefill
+from tests.pallas_kernels.shapes import DECODE, PIECES, PREFILL, SEGMENTS, Decode, Pieces, Prefill
 
 RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}  # absolute, and half of it relative: bfloat16 keeps 8 bits
@@ -21,7 +21,7 @@ UNSEEN = 1e3
 parametrize = pytest.mark.parametrize
 
 
-def inputs(shape: Prefill | Decode, dtype: str, keys: int | None = None):
+def inputs(shape: Prefill | Pieces | Decode, dtype: str, keys: int | None = None):
     """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to bfloat16 would show."""
     rng = np.random.default_rng(0)
     cache = (shape.batch, shape.kv_heads, keys or shape.keys, shape.head_dim)
@@ -29,7 +29,7 @@ def inputs(shape: Prefill | Decode, dtype: str, keys: int | None = None):
     return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
 
 
-def prefill_mask(shape: Prefill) -> np.ndarray:
+def prefill_mask(shape: Prefill | Pieces) -> np.ndarray:
     """bool[B, T, S], one entry at a time."""
     mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
     offsets = np.broadcast_to(shape.offset, shape.batch)
@@ -188,16 +188,53 @@ def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
     options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
     if shape.page is not None:
         blocks = shape.keys // shape.page
-        table = np.random.default_rng(3).permutation(2 * shape.batch * blocks)[: shape.batch * blocks]
-
-        def pool(x):  # B K S ... -> X K page ..., each block at its place in the table
-            split = jnp.moveaxis(x.reshape(*x.shape[:2], blocks, shape.page, *x.shape[3:]), 2, 1)
-            split = split.reshape(-1, *split.shape[2:])
-            return jnp.full((2 * len(table), *split.shape[1:]), UNSEEN, jnp.float32).astype(x.dtype).at[table].set(split)
-
-        k, v, options = pool(k), pool(v), {name: pool(scale) for name, scale in options.items()}
-        options["block_table"] = jnp.asarray(table.reshape(shape.batch, blocks), jnp.int32)
+        table = shuffled_table(shape.batch, blocks)
+        k, v, options = pool(k, table), pool(v, table), {name: pool(scale, table) for name, scale in options.items()}
+        options["block_table"] = jnp.asarray(table, jnp.int32)
     return (q, k, v, jnp.asarray(shape.lengths)), options, (q, k_values, v_values, mask)
+
+
+def shuffled_table(rows: int, blocks: int) -> np.ndarray:
+    """i32[rows, blocks]: each entry another block of a pool that has twice as many."""
+    return np.random.default_rng(3).permutation(2 * rows * blocks)[: rows * blocks].reshape(rows, blocks)
+
+
+def pool(x, table):
+    """x[B, K, S, ...] as a pool X K page ..., each block of each row at its place in the table."""
+    split = jnp.moveaxis(x.reshape(*x.shape[:2], table.shape[1], -1, *x.shape[3:]), 2, 1)
+    unseen = UNSEEN if x.dtype.itemsize > 1 else 120  # 8 bits hold no more
+    return jnp.full((2 * table.size, *split.shape[2:]), unseen, x.dtype).at[table].set(split)
+
+
+def piece_inputs(shape: Pieces, cache_format: str, dtype="bfloat16"):
+    """(operands of the op, options of the op, what k and v stand for row by row): `PIECES` in a pool."""
+    q, k, v = inputs(shape, dtype)
+    rows, mask = np.asarray(shape.tables), prefill_mask(shape)
+    seen = np.stack([mask[rows == row].any(axis=(0, 1), keepdims=True)[0] for row in rows])  # B 1 S: by any row of the table
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(hide(x[rows], seen), cache_format) for x in (k, v))
+    options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    table = shuffled_table(shape.batch, shape.keys // shape.page)[rows]
+    k, v, options = pool(k, table), pool(v, table), {name: pool(scale, table) for name, scale in options.items()}
+    ends = np.where(shape.lengths, np.add(shape.offset, shape.lengths), 0)
+    unused = np.arange(table.shape[1]) * shape.page >= ends[:, None]
+    table = jnp.asarray(np.where(unused, 10**9, table), jnp.int32)
+    options |= {"q_offset": jnp.asarray(shape.offset), "lengths": jnp.asarray(shape.lengths), "block_table": table}
+    return (q, k, v), options, (q, k_values, v_values, mask)
+
+
+PAGED = [("xla", cache_format, name) for cache_format in ("float32", "bfloat16", "float8_e4m3fn", "int8") for name in PIECES]
+PAGED += [("hopper", "bfloat16", name) for name, shape in PIECES.items() if shape.page % 64 == 0]
+PAGED += [("tpu", "bfloat16", name) for name, shape in PIECES.items() if shape.page % 128 == 0]
+PAGED += [("hopper", "int8", "pages of 256"), ("tpu", "float8_e4m3fn", "pages of 256")]
+
+
+@parametrize(("implementation", "cache_format", "name"), PAGED)
+def test_prefill_of_pieces(implementation, cache_format, name):
+    operands, options, (q, k, v, mask) = piece_inputs(PIECES[name], cache_format, "float32" if cache_format == "float32" else "bfloat16")
+    if implementation != "xla":  # they are handed a widened copy
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+    op = functools.partial(prefill_attention, implementation=implementation)
+    check(run(implementation, op, *operands, **options), q, k, v, mask)
 
 
 # The two 8-bit formats take the same way through every implementation, but for how they are widened.

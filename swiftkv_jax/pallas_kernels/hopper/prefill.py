@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import segments
 from .padding import pad
-from .prefill_tuning import Tuning, obstacle
+from .prefill_tuning import Tuning, fit, obstacle
 
 _CONSUMERS = 2
 _LOG2E = math.log2(math.e)
@@ -42,11 +42,12 @@ _LANES = 8  # columns after which the threads of _TILE repeat: the width of a ro
 
 def attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Float[Array, "B K S H"] | Float[Array, "X K page H"],
+    v: Float[Array, "B K S H"] | Float[Array, "X K page H"],
     offset: Int[Array, "B"],
     lengths: Int[Array, "B"],
     segment_ids: Int[Array, "B T"] | None,
+    block_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
     save_lse: bool = False,
@@ -56,16 +57,20 @@ def attention(
     With `segment_ids` (then S = T and offset = 0) only to those of its own document. `offset[b] + T <= S`; keys and values
     that no query sees may be anything finite. With `save_lse` also returns log(sum(exp(scores))), +inf where a query sees
     nothing. An S that is not a multiple of 8 costs a padded copy of k and v, a T only one of q.
+
+    With `block_table` (and no segment ids) k and v are a pool: position s of row b is position `s % page` of block
+    `block_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Blocks that no real query sees are not looked up.
     """
     batch, queries, heads, head_dim = q.shape
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype=}, {k.dtype=}, {v.dtype=}")
-    if reason := obstacle(q, k, tuning):
+    if reason := obstacle(q, k, block_table, tuning):
         raise NotImplementedError(f"attention on Hopper {reason}")
+    tuning = fit(tuning, None if block_table is None else k.shape[2])
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
     tiles = pl.cdiv(queries, tile := _CONSUMERS * block_q)
     # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and write nothing.
-    q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)
+    q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)  # never a pool: its pages are multiples of 64
     ids = first_visible = first_full = None
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
@@ -93,7 +98,7 @@ def attention(
         kernel_name="hopper_prefill",
         # Lane: every layout is stated here. Rows are reduced within a quad of threads, which needs no scratch.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(q, k, v, offset.astype(jnp.int32), lengths.astype(jnp.int32), first_visible, first_full, ids)
+    )(q, k, v, offset.astype(jnp.int32), lengths.astype(jnp.int32), first_visible, first_full, ids, block_table)
     return out[:, :queries], None if lse is None else lse[:, :, :queries]
 
 
@@ -105,13 +110,14 @@ def _first_full_block(ids, block_q, block_kv):
 def _kernel(
     # Inputs
     q_gmem,  # B T N H
-    k_gmem,  # B K S H
-    v_gmem,  # B K S H
+    k_gmem,  # B K S H, or X K page H
+    v_gmem,  # as k_gmem
     offset_gmem,  # B
     lengths_gmem,  # B
     first_visible_gmem,  # B tiles, or None without segment_ids
     first_full_gmem,  # B 2*tiles, or None
     ids_gmem,  # B T, or None
+    table_gmem,  # B P, or None
     # Outputs
     out_gmem,  # B T N H
     lse_gmem,  # B N T, or None
@@ -152,9 +158,18 @@ def _kernel(
         plgpu.set_max_registers(24, action="decrease")
         kv_head = lax.div(head, jnp.int32(q_gmem.shape[2] // k_gmem.shape[1]))
 
+        per_page = jnp.int32(k_gmem.shape[2] // block_kv)
+
+        def row_or_page(i):
+            return batch if table_gmem is None else table_gmem[batch, lax.div(end - 1 - i, per_page)]
+
+        def keys_there(i):
+            return keys(i) if table_gmem is None else pl.ds(lax.rem(end - 1 - i, per_page) * block_kv, block_kv)
+
         def load(i, gmem, smem, ready, free):
+            place = row_or_page(i)  # looked up before the wait for a slot, which hides the latency
             pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))
-            plgpu.copy_gmem_to_smem(gmem.at[batch, kv_head, keys(i)], smem.at[slot(i)], ready.at[slot(i)])
+            plgpu.copy_gmem_to_smem(gmem.at[place, kv_head, keys_there(i)], smem.at[slot(i)], ready.at[slot(i)])
 
         # In the order of use: K_0, K_1 V_0, K_2 V_1, ..., V_last.
         @pl.loop(0, steps + 1)

@@ -9,7 +9,7 @@ key/value head) and run over its key blocks. The dK, dV pass holds one block of 
 heads that see it, so the sum over the group's query heads happens in float32 VMEM scratch; it works on transposed scores,
 keys x queries, in which `lse` and `delta` lie along the lanes as they are stored and no product needs a transposed operand.
 No score ever reaches HBM, and nothing is added up across grid steps of different tasks. Both passes visit, fetch and
-mask blocks as the forward kernel does (`prefill.Schedule`).
+mask blocks as the forward kernel does (`schedule.Schedule`).
 
 Cost for P visible (query, key) pairs and a head: 6 P H FLOPs for dQ and 8 P H for dK, dV, with P exponentials each;
 the scores and dO V^T are computed twice, which is cheaper than adding dQ up through HBM.
@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from ..segments import visible_kv_blocks, visible_q_blocks
 from . import prefill
-from .prefill import LANES, LOG2E, Tuning, column, dot, fetched, lanes, zero_past
+from .prefill import LANES, LOG2E, Tuning, column, dot, lanes, zero_past
+from .schedule import block_specs, fetched, make_schedule
 
 __all__ = ["Tuning", "attention_grad"]
 
@@ -87,7 +88,7 @@ def attention_grad(
         return task // num_kv, k * group + part, k, i, task % num_kv
 
     def run(kernel, locate, schedule, grid, out_spec, out_like, scratch, *, products, elements):
-        specs = prefill.block_specs(locate, heads, bq, bkv, head_dim)
+        specs = block_specs(locate, heads, bq, bkv, head_dim)
         id_specs = [None, None] if segment_ids is None else [specs["q_ids"], specs["kv_ids"]]
         pairs = batch * num_heads * length * (length + 1) / 2
         return pl.pallas_call(
@@ -111,12 +112,12 @@ def attention_grad(
         )(*schedule, *single_ids, *operands)
 
     # 4. The two passes. About half of the blocks lie in the future and are never read.
-    schedule = prefill.make_schedule(first_kv, end_kv, num_kv)
+    schedule = make_schedule(first_kv, end_kv, num_kv)
     grid, scratch = (parts, schedule.start[-1], 1), [(rows, LANES), (rows, LANES), (rows, head_dim)]
     elements = 3 * q.size + k.size * num_q * group
     (dq,) = run(_attention_dq, dq_blocks, schedule, grid, "q", operands[:1], scratch, products=3, elements=elements)
 
-    schedule = prefill.make_schedule(first_q, end_q, num_q)
+    schedule = make_schedule(first_q, end_q, num_q)
     grid, scratch = (kv_heads, schedule.start[-1], group), [(bkv, head_dim), (bkv, head_dim)]
     elements = 4 * k.size + q.size * num_kv
     dk, dv = run(_attention_dkv, dkv_blocks, schedule, grid, "kv", (k, v), scratch, products=4, elements=elements)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,53 +29,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..segments import visible_kv_blocks
-from .prefill_tuning import LANES, Tuning, obstacle, schedule_obstacle
+from .prefill_tuning import LANES, Tuning, fit, obstacle
+from .schedule import block_specs, fetched, make_schedule, paged_specs
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2**x: scores are kept in units of log 2
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, or a row that has seen nothing yet would compute inf - inf
 MIXED_Q, MIXED_KV = -(2**31), -(2**31) + 1  # stand for "several documents" in a block; never equal
-
-
-class Schedule(NamedTuple):
-    """Which blocks each grid step works on. A task is one outer block of one row of the batch, numbered row-major."""
-
-    task: Array  # i32[steps]: the task each step serves; as long as if everything were visible, used up to start[-1]
-    start: Array  # i32[tasks + 1]: the first step of each task; start[-1] is the number of steps
-    source: Array  # i32[tasks]: the task itself, or for one with nothing to do the last one before it that had
-    first: Array  # i32[tasks]: the first inner block of each task; the others follow it
-
-
-def make_schedule(first: Int[Array, "B I"], end: Int[Array, "B I"], inner_blocks: int) -> Schedule:
-    """The schedule that visits inner blocks first <= j < end of every outer block; empty ranges get one idle step."""
-    if reason := schedule_obstacle(first.size, inner_blocks):
-        raise NotImplementedError(f"attention on TPUs {reason}")
-    count = jnp.maximum(end - first, 0).reshape(-1)
-    tasks, steps = (jnp.arange(n, dtype=jnp.int32) for n in (count.size, count.size * inner_blocks))
-    start = jnp.pad(jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32), (1, 0))
-    task = jnp.searchsorted(start[1:], steps, side="right", method="compare_all").astype(jnp.int32)
-    source = lax.cummax(jnp.where(count > 0, tasks, 0))
-    return Schedule(jnp.minimum(task, count.size - 1), start, source, jnp.where(count > 0, first.reshape(-1), 0).astype(jnp.int32))
-
-
-def fetched(step, task, start, source, first):
-    """(task, inner block) whose operands `step` uses; for an idle step those of the step before."""
-    busy = source[task[step]]
-    return busy, first[busy] + jnp.minimum(step - start[busy], start[busy + 1] - start[busy] - 1)
-
-
-def block_specs(locate, heads: int, block_q: int, block_kv: int, head_dim: int) -> dict[str, pl.BlockSpec]:
-    """`locate` maps grid indices and scalars to (batch row, block of query heads, kv head, query block, key block)."""
-
-    def spec(block, pick):
-        return pl.BlockSpec(block, lambda *args: pick(*locate(*args)))
-
-    return {
-        "q": spec((None, None, heads, block_q, head_dim), lambda b, n, k, i, j: (b, n, 0, i, 0)),
-        "kv": spec((None, None, block_kv, head_dim), lambda b, n, k, i, j: (b, k, j, 0)),
-        "lse": spec((None, None, heads, block_q), lambda b, n, k, i, j: (b, n, 0, i)),
-        "q_ids": spec((None, 1, block_q), lambda b, n, k, i, j: (b, 0, i)),
-        "kv_ids": spec((None, 1, block_kv), lambda b, n, k, i, j: (b, 0, j)),
-    }
 
 
 def only_id(segment_ids: Int[Array, "B T"], block: int, several: int) -> Int[Array, "blocks"]:
@@ -107,6 +65,20 @@ def zero_past(x: Array, rows) -> Array:
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows, x, jnp.zeros_like(x))
 
 
+def dot_keys(q: Array, pages: list[Array], positions_minor: bool) -> Array:
+    """The products of q with the keys of all pages, next to each other."""
+    products = [dot(q, page, transpose_b=not positions_minor) for page in pages]
+    return products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
+
+
+def dot_values(weights: Array, pages: list[Array], positions_minor: bool) -> Array:
+    """The sum of the values of all pages, weighed."""
+    size = weights.shape[1] // len(pages)
+    parts = [weights] if len(pages) == 1 else [weights[:, i * size : (i + 1) * size] for i in range(len(pages))]
+    products = (dot(part, page, transpose_b=positions_minor) for part, page in zip(parts, pages, strict=True))
+    return functools.reduce(jnp.add, products)
+
+
 def check_dtypes(q, k, v):
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have the same dtype, got {q.dtype=}, {k.dtype=} and {v.dtype=}")
@@ -116,11 +88,12 @@ def check_dtypes(q, k, v):
 
 def attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    k: Float[Array, "B K S H"] | Float[Array, "X K page H"],
+    v: Float[Array, "B K S H"] | Float[Array, "X K page H"],
     offset: Int[Array, "B"],
     lengths: Int[Array, "B"],
     segment_ids: Int[Array, "B T"] | None = None,
+    block_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
     save_lse: bool = False,
@@ -128,13 +101,21 @@ def attention(
     """Attention of queries at positions offset[b] + t, and with `save_lse` the logarithm of each softmax's denominator.
 
     Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T, offset 0) those of its
-    own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
+    own document. Queries t >= lengths[b] are padding: zeros, with lse = inf. With `block_table` (and no segment ids) k and v
+    are a pool: position s of row b is position `s % page` of block `block_table[b, s // page]`.
     """
     check_dtypes(q, k, v)
-    if reason := obstacle(q, k, tuning):
+    if reason := obstacle(q, k, block_table, tuning):
         raise NotImplementedError(f"attention on TPUs {reason}")
     batch, queries, num_heads, head_dim = q.shape
-    kv_heads, keys, bkv = *k.shape[1:3], tuning.block_kv
+    kv_heads, keys = k.shape[1:3]
+    positions_minor = block_table is not None and head_dim % LANES != 0
+    if block_table is not None:
+        page, keys = keys, keys * block_table.shape[1]
+        tuning = fit(tuning, page, block_table.shape[1])
+        if positions_minor:  # XLA stores such heads so, unpadded: this moves nothing
+            k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
+    bkv = tuning.block_kv
     heads, bq = tuning.rows(num_heads // kv_heads, queries)
     num_q, num_kv, parts = pl.cdiv(queries, bq), pl.cdiv(keys, bkv), num_heads // heads
 
@@ -157,16 +138,20 @@ def attention(
         return task[step] // num_q, n, 0, task[step] % num_q, 0
 
     inputs, outputs = (block_specs(locate, heads, bq, bkv, head_dim) for locate in (reads, writes))
+    kv_specs = (inputs["kv"],)
+    if block_table is not None:
+        keys = num_kv * bkv  # pages are whole: no block sticks out
+        kv_specs, block_table = paged_specs(reads, bkv, k.shape, block_table, positions_minor=positions_minor)
     ids_specs = [None, None] if segment_ids is None else [inputs["q_ids"], inputs["kv_ids"]]
     q = q.reshape(batch, queries, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
-    visible = keys - (queries - 1) / 2  # keys a query, as if the last query were the last key
-    pairs, kv_elements = batch * num_heads * queries * visible, 2 * k.size * num_q * parts // kv_heads * visible / keys
+    visible = max(keys - (queries - 1) / 2, 1)  # keys a query, as if the last query were the last key
+    pairs, kv_elements = batch * num_heads * queries * visible, 2 * batch * head_dim * num_q * parts * visible
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, num_q=num_q, num_kv=num_kv, keys=keys, chunk=tuning.block_kv_compute),
+        functools.partial(_kernel, num_q=num_q, num_kv=num_kv, keys=keys, chunk=tuning.block_kv_compute, positions_minor=positions_minor),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=8,
+            num_scalar_prefetch=9,
             grid=(parts, schedule.start[-1]),
-            in_specs=[inputs["q"], inputs["kv"], inputs["kv"], *ids_specs],
+            in_specs=[inputs["q"], kv_specs, kv_specs, *ids_specs],
             out_specs=[outputs["q"], outputs["lse"] if save_lse else None],
             scratch_shapes=[pltpu.VMEM((heads * bq, width), jnp.float32) for width in (LANES, LANES, head_dim)],
         ),
@@ -177,7 +162,7 @@ def attention(
             flops=int(4 * pairs * head_dim), transcendentals=int(pairs), bytes_accessed=int((2 * q.size + kv_elements) * q.dtype.itemsize)
         ),
         name="tpu_prefill",
-    )(*schedule, q_id, kv_id, offset, lengths, q, k, v, segment_ids, segment_ids)
+    )(*schedule, q_id, kv_id, offset, lengths, block_table, q, (k,) * len(kv_specs), (v,) * len(kv_specs), segment_ids, segment_ids)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, num_heads, head_dim)
     return out, None if lse is None else lse.reshape(batch, num_heads, queries)
 
@@ -192,10 +177,11 @@ def _kernel(
     kv_id_ref,  # B * key blocks
     offset_ref,  # B
     lengths_ref,  # B
+    _table_ref,  # B * P, or None: for the index maps
     # inputs
     q_ref,  # heads block_q H
-    k_ref,  # block_kv H
-    v_ref,  # block_kv H
+    k_refs,  # one block_kv H, or pages that are as much, or either with H first
+    v_refs,  # as k_refs
     q_ids_ref,  # 1 block_q
     kv_ids_ref,  # 1 block_kv
     # outputs
@@ -210,9 +196,11 @@ def _kernel(
     num_kv: int,
     keys: int,
     chunk: int,
+    positions_minor: bool,
 ):
     heads, bq, head_dim = q_ref.shape
-    rows, bkv = heads * bq, k_ref.shape[0]
+    size = k_refs[0].shape[1 if positions_minor else 0]
+    rows, bkv = heads * bq, size * len(k_refs)
     task = task_ref[step := pl.program_id(1)]
     row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
     query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
@@ -220,8 +208,13 @@ def _kernel(
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
-        q, k, v = q_ref[...].reshape(rows, head_dim), k_ref[part, :], v_ref[part, :]
-        scores = dot(q, k, transpose_b=True) * (head_dim**-0.5 * LOG2E)
+        q = q_ref[...].reshape(rows, head_dim)
+        if len(k_refs) == 1:
+            here = (slice(None), part) if positions_minor else (part, slice(None))
+            k, v = [k_refs[0][here]], [v_refs[0][here]]
+        else:  # c is static: the chunk is whole pages
+            k, v = ([ref[...] for ref in refs[c * chunk // size : (c + 1) * chunk // size]] for refs in (k_refs, v_refs))
+        scores = dot_keys(q, k, positions_minor) * (head_dim**-0.5 * LOG2E)
         if masked:
             query, key = (lax.broadcasted_iota(jnp.int32, (bq, chunk), axis) for axis in (0, 1))
             visible = query + query0 >= key + (key0 + c * chunk)
@@ -229,7 +222,7 @@ def _kernel(
                 visible &= lanes(column(q_ids_ref[...]), chunk) == kv_ids_ref[:, part]
             scores = jnp.where(visible, scores.reshape(heads, bq, chunk), MASKED).reshape(rows, chunk)
             if keys % bkv:
-                v = zero_past(v, keys - key0 - c * chunk)
+                v = [zero_past(v[0], keys - key0 - c * chunk)]
         # While a row has seen nothing its maximum is MASKED and what it adds up is rubbish; the first visible key's
         # correction, 2**(MASKED - score) = 0, wipes that out.
         old_max = max_ref[...]
@@ -238,7 +231,7 @@ def _kernel(
         p = jnp.exp2(scores - lanes(new_max, chunk))
         max_ref[...] = new_max
         sum_ref[...] = sum_ref[...] * correction + p.sum(axis=1, keepdims=True)
-        acc_ref[...] = acc_ref[...] * lanes(correction, head_dim) + dot(p.astype(v.dtype), v)
+        acc_ref[...] = acc_ref[...] * lanes(correction, head_dim) + dot_values(p.astype(v[0].dtype), v, positions_minor)
 
     # 1. A new block of queries begins.
     @pl.when(step == start_ref[task])
@@ -261,9 +254,12 @@ def _kernel(
     # 3. The diagonal, the border of a document, or the last keys.
     @pl.when(real & jnp.logical_not(full))
     def _():
-        @pl.loop(0, jnp.minimum(pl.cdiv(key_end - key0, chunk), bkv // chunk))
-        def _(c):
-            attend(c, masked=True)
+        chunks = jnp.minimum(pl.cdiv(key_end - key0, chunk), bkv // chunk)
+        if len(k_refs) == 1:
+            pl.loop(0, chunks)(functools.partial(attend, masked=True))
+        else:  # which page is known only where the program is written
+            for c in range(bkv // chunk):
+                pl.when(c < chunks)(functools.partial(attend, c, masked=True))
 
     # 4. The last block of keys is done.
     @pl.when(step + 1 == start_ref[task + 1])

@@ -7,7 +7,7 @@ import dataclasses
 from jax.experimental import pallas as pl
 
 LANES = 128
-MAX_PAIRS = 3 * 2**16  # of blocks in a schedule
+MAX_PAIRS = 3 * 2**16  # of blocks in a schedule, and entries of a table: words of scalar memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +34,40 @@ class Tuning:
         return heads, min(self.block_rows // heads, pl.cdiv(queries, LANES) * LANES) // LANES * LANES
 
 
-def obstacle(q, k, tuning: Tuning) -> str | None:
+def obstacle(q, k, block_table, tuning: Tuning) -> str | None:
     """Why the kernel cannot run on operands like these; None if it can."""
     (batch, queries, heads, _), (kv_heads, keys) = q.shape, k.shape[1:3]
+    entries = 0
+    if block_table is not None:
+        if keys % LANES:
+            return f"takes pages of a multiple of {LANES} positions, got {keys} with {k.shape=}"
+        pages, entries = block_table.shape[1], block_table.size
+        tuning, keys = fit(tuning, keys, pages), keys * pages
     block_q = tuning.rows(heads // kv_heads, queries)[1]
-    reason = schedule_obstacle(batch * pl.cdiv(queries, block_q), pl.cdiv(keys, tuning.block_kv))
+    reason = schedule_obstacle(batch * pl.cdiv(queries, block_q), pl.cdiv(keys, tuning.block_kv), entries)
     return reason and f"{reason}, got {q.shape=}, {k.shape=}"
 
 
-def schedule_obstacle(tasks: int, inner_blocks: int) -> str | None:
-    """Why a schedule of so many outer and inner blocks cannot be; None if it can."""
-    if tasks * inner_blocks > MAX_PAIRS:
-        return f"has room in scalar memory for {MAX_PAIRS} pairs of blocks, not for {tasks} x {inner_blocks}"
+def schedule_obstacle(tasks: int, inner_blocks: int, table_entries: int = 0) -> str | None:
+    """Why a schedule of so many outer and inner blocks, beside a table, cannot be; None if it can."""
+    if tasks * inner_blocks + table_entries > MAX_PAIRS:
+        table = f" and a block_table of {table_entries} entries" if table_entries else ""
+        return f"has room in scalar memory for {MAX_PAIRS} pairs of blocks, not for {tasks} x {inner_blocks}{table}"
     return None
+
+
+def fit(tuning: Tuning, page: int, pages: int) -> Tuning:
+    """`tuning` for rows of so many pages: blocks of keys are whole pages, as many as fit, or an even part of a large one."""
+    fetched, multiplied = tuning.block_kv, tuning.block_kv_compute
+    if page > multiplied:
+        fetched = _largest_part(page, fetched)
+        multiplied = _largest_part(fetched, multiplied)
+    else:
+        multiplied = page * min(multiplied // page, pages)
+        fetched = multiplied * (min(fetched, page * pages) // multiplied)
+    return dataclasses.replace(tuning, block_kv=fetched, block_kv_compute=multiplied)
+
+
+def _largest_part(whole: int, limit: int) -> int:
+    """The largest multiple of the lanes up to `limit` that divides `whole`."""
+    return max(part for part in range(LANES, limit + 1, LANES) if whole % part == 0)
