@@ -17,19 +17,29 @@ from .bundle import Model
 from .config import Config
 from .layers import unembed
 from .params import Llama, SwiftKV
+from .quantization import refuse_quantized
 from .sharding import mesh_of
 from .train.distill import Objective, distill_sums
 
 
-def load(path: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None, mesh: Mesh | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: jnp.dtype | str | None = None,
+    mesh: Mesh | None = None,
+    quantization: Literal["none", "fp8", "int8"] | None = None,
+) -> Model:
     """Load a Hugging Face directory (Llama, or SwiftKV as the authors publish it) or one written by `save`.
 
     `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and `model`) each weight is
-    read straight into its shards. Raises `CheckpointError` for anything missing, damaged or unsupported.
+    read straight into its shards. `quantization` fp8 or int8 quantises the layers' matrices per output channel while they
+    are read, `"none"` dequantises those of a quantised checkpoint, and None takes them as they are; see `quantization.Scheme`
+    for how products then run. A quantised model is for inference. Raises `CheckpointError` for anything missing, damaged or
+    unsupported.
     """
     from . import checkpoints
 
-    return checkpoints.load(path, dtype=dtype, mesh=mesh)
+    return checkpoints.load(path, dtype=dtype, mesh=mesh, quantization=quantization)
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
@@ -98,6 +108,7 @@ def distill_loss(
     """
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
+    refuse_quantized((model.llama, model.swiftkv), "distill_loss")
     batch = forward.whole_rows(tokens, loss_mask)
     sums = _distill_sums(
         model.config,

@@ -12,6 +12,7 @@ from flax import struct
 from .config import Config
 from .errors import ConfigError
 from .params import Llama, SwiftKV, init_swiftkv, split_layers
+from .quantization import Scheme, refuse_quantized, scheme_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +47,11 @@ class Model:
     def dtype(self) -> jnp.dtype:
         return self.llama.embed.dtype
 
+    @property
+    def quantization(self) -> Scheme | None:
+        """How the matrices are kept; None if they are not quantised."""
+        return scheme_of(self.llama)
+
     def uses_swiftkv(self, swiftkv: bool | None) -> bool:
         """Resolve the `swiftkv` argument of the public functions: None means the student if there is a delta.
 
@@ -65,8 +71,10 @@ def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: i
     """Give a model a fresh delta, initialised from its own teacher (see `params.init_swiftkv`).
 
     The first `num_key_value_layers` layers keep their keys and values; the others share one projection per
-    `key_value_group_size` layers. Any delta the model has is left behind. Raises `ConfigError` if the cut does not fit.
+    `key_value_group_size` layers. Any delta the model has is left behind. Raises `ConfigError` if the cut does not fit and
+    `UsageError` if the model is quantised.
     """
+    refuse_quantized(model.llama, "add_swiftkv")
     if num_key_value_layers < 1:  # 0 means "all" in a configuration file; here it would be a slip
         raise ConfigError(f"{num_key_value_layers=} must be from 1 to num_layers={model.config.num_layers}")
     config = model.config.cut(num_key_value_layers, key_value_group_size)

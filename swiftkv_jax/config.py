@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from .compressed_tensors import check_quantization_config
 from .errors import ConfigError
 
 
@@ -153,7 +154,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "tie_encoder_decoder": (False, None),
@@ -178,7 +178,7 @@ _IRRELEVANT = frozenset(
 _USED = frozenset(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings attention_bias tie_word_embeddings
-    num_key_value_layers key_value_group_size sliding_window layer_types""".split()
+    num_key_value_layers key_value_group_size sliding_window layer_types quantization_config""".split()
 )
 
 # What JSON may hold besides null in the fields that are used.
@@ -210,6 +210,8 @@ def _from_hf(hf: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{name}={value!r} is not supported; supported: {_NEUTRAL[name][0]!r}")
         if name not in _NEUTRAL and name not in _IRRELEVANT and name not in _USED:
             raise ConfigError(f"unknown field {name!r} (value {value!r}): it may change the model, so it is not ignored")
+    if hf.get("quantization_config") is not None:
+        check_quantization_config(hf["quantization_config"])
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")

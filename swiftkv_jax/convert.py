@@ -25,6 +25,7 @@ from .checkpoints.run import RECIPE, is_run, open_run, run_steps
 from .checkpoints.side_files import has_tokenizer
 from .checkpoints.source import Source
 from .errors import CheckpointError, UsageError
+from .quantization import SCALE
 from .sharding import emulate_cpu_devices, make_mesh, parse_mesh
 
 ORBAX, HUGGING_FACE, RUN = "Orbax", "Hugging Face", "training run"
@@ -144,8 +145,8 @@ def _open(args: argparse.Namespace) -> tuple[str, Source]:
 
 def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     config = opened.config
-    trained = sum(leaf.size for leaf in opened.leaves if leaf.is_delta)
-    frozen = sum(leaf.size for leaf in opened.leaves) - trained
+    trained = sum(leaf.size for leaf in opened.leaves if leaf.is_delta and leaf.part != SCALE)
+    frozen = sum(leaf.size for leaf in opened.leaves if leaf.part != SCALE) - trained
     dtypes = sorted({opened.dtypes[leaf.name].name for leaf in opened.leaves if leaf.size})
     num_bytes = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
     dtype = opened.dtypes["embed"]

@@ -1,7 +1,7 @@
 """The pieces of a Llama layer: normalisation, rotary embeddings, projections, MLP, embedding and head.
 
-Letters as in `params`; B batch, T positions. Matrix products run in the parameters' dtype, norms and rotary angles
-in float32.
+Letters as in `params`; B batch, T positions. Matrix products run in the parameters' dtype (those with quantised matrices
+as `quantization.product` says), norms and rotary angles in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from .config import Config
 from .params import Block, Leaf
+from .quantization import Quantized, as_matrix, product
 
 
 @runtime_checkable
@@ -73,9 +74,11 @@ def apply_rope(x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T H_half"]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def project_heads(x: Float[Array, "B T D"], weight: Float[Array, "N H D"], bias: Float[Array, "N H"] | None) -> Float[Array, "B T N H"]:
+def project_heads(
+    x: Float[Array, "B T D"], weight: Float[Array, "N H D"] | Quantized, bias: Float[Array, "N H"] | None
+) -> Float[Array, "B T N H"]:
     """A query, key or value projection."""
-    out = jnp.einsum("BTD,NHD->BTNH", x, weight)
+    out = product("BTD,NHD->BTNH", x, weight)
     return out if bias is None else out + bias
 
 
@@ -84,14 +87,14 @@ def finish_layer(
 ) -> Float[Array, "B T D"]:
     """All that follows attention: output projection, residual, SwiGLU MLP, residual."""
     with jax.named_scope("attention_output"):
-        heads, o = attended.reshape(*x.shape[:2], -1), block.o.reshape(x.shape[2], -1)
-        out = jnp.einsum("BTM,DM->BTD", heads, o)  # M = N H; serving keeps `o` in this form
+        heads = attended.reshape(*x.shape[:2], -1)
+        out = product("BTM,DM->BTD", heads, as_matrix(block.o))  # M = N H; serving keeps `o` in this form
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
         h = rms_norm(x, block.mlp_norm, config.norm_eps)
-        gate = jnp.einsum("BTD,FD->BTF", h, block.gate)
-        up = jnp.einsum("BTD,FD->BTF", h, block.up)
-        return x + jnp.einsum("BTF,DF->BTD", _gated(gate, up), block.down)
+        gate = product("BTD,FD->BTF", h, block.gate)
+        up = product("BTD,FD->BTF", h, block.up)
+        return x + product("BTF,DF->BTD", _gated(gate, up), block.down)
 
 
 @_not_kept

@@ -26,6 +26,7 @@ from .attention import KEPT, Attention
 from .config import Config
 from .layers import apply_rope, finish_layer, project_heads, rms_norm, rope_table
 from .params import QKV, Block, Leaf, Llama, SwiftKV
+from .quantization import Quantized, product
 from .sharding import lay_out, whole, whole_vocabulary
 
 Heads = Float[Array, "B T N H"]
@@ -98,19 +99,19 @@ def project_kv(
     """
     with jax.named_scope("project_kv"):
         s = rms_norm(x, delta.norm, config.norm_eps)
-        k, v = jnp.einsum("BTD,JKHD->BTJKH", s, delta.k), jnp.einsum("BTD,JKHD->BTJKH", s, delta.v)
+        k, v = product("BTD,JKHD->BTJKH", s, delta.k), product("BTD,JKHD->BTJKH", s, delta.v)
         if delta.k_bias is not None:
             k, v = k + delta.k_bias, v + delta.v_bias
         return apply_rope(k, rope).transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
 
 def project_fused_kv(
-    config: Config, norm: Float[Array, " D"], kv: Float[Array, "2 J K H D"], bias: Float[Array, "2 J K H"] | None, x, rope
+    config: Config, norm: Float[Array, " D"], kv: Float[Array, "2 J K H D"] | Quantized, bias: Float[Array, "2 J K H"] | None, x, rope
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
     """`project_kv` with keys' and values' weights in one array: one product for all groups. Serving joins them once."""
     with jax.named_scope("project_kv"):
         s = rms_norm(x, norm, config.norm_eps)
-        out = jnp.einsum("BTD,PJKHD->PBTJKH", s, kv)
+        out = product("BTD,PJKHD->PBTJKH", s, kv)
         if bias is not None:
             out = out + bias[:, None, None]
         k, v = apply_rope(out[0], rope), out[1]

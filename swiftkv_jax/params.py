@@ -206,10 +206,21 @@ def split_layers(config: Config, llama: Llama) -> Llama:
     )
 
 
-def unstack[Tree](stack: Tree) -> tuple[Tree, ...]:
-    """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights at every step)."""
+def unstack[Tree](stack: Tree, *, take: bool = False) -> tuple[Tree, ...]:
+    """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights at every step).
+
+    Each stays on the devices it is split over: `tuple(array)` would take it through the host to the first one. With `take`
+    each array of the stack is deleted once it is apart: there is one more copy of one of them, not of all.
+    """
     leaves, tree = jax.tree.flatten(stack)
-    return tuple(jax.tree.unflatten(tree, layer) for layer in zip(*map(tuple, leaves), strict=True))
+
+    def layers(leaf):
+        parts = jnp.unstack(leaf)
+        if take:
+            leaf.delete()
+        return parts
+
+    return tuple(jax.tree.unflatten(tree, layer) for layer in zip(*map(layers, leaves), strict=True))
 
 
 def cast[Tree](tree: Tree, dtype) -> Tree:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from .config import Config
 from .errors import UsageError
 from .params import QKV, Block, Llama, SwiftKV, llama_shapes, swiftkv_shapes
+from .quantization import SCALE, VALUES, Scheme, quantized_shapes
 
 DATA, FSDP, MODEL = "data", "fsdp", "model"
 
@@ -116,7 +117,8 @@ def num_row_devices(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
-# Where tensor parallelism splits each leaf, the layers of a stack first. `fsdp` follows from the shape: see `_spec`.
+# Where tensor parallelism splits each leaf, the layers of a stack first. `fsdp` follows from the shape: see `_spec`. The scale
+# of a quantised matrix has the matrix's first axes, and lies as they do.
 _BLOCK = Block(
     attn_norm=P(),
     o=P(None, None, MODEL),
@@ -134,14 +136,14 @@ _LLAMA = Llama(
 _SWIFTKV = SwiftKV(norm=P(), q=_HEADS, k=_HEADS, v=_HEADS, q_bias=_HEADS, k_bias=_HEADS, v_bias=_HEADS)
 
 
-def llama_shardings(config: Config, mesh: Mesh) -> Llama:
+def llama_shardings(config: Config, mesh: Mesh, quantization: Scheme | None = None) -> Llama:
     """A `NamedSharding` for every weight that `config` has."""
-    return _fit(_LLAMA, llama_shapes(config), mesh)
+    return _fit(_LLAMA, quantized_shapes(llama_shapes(config), quantization), mesh)
 
 
-def swiftkv_shardings(config: Config, mesh: Mesh) -> SwiftKV:
+def swiftkv_shardings(config: Config, mesh: Mesh, quantization: Scheme | None = None) -> SwiftKV:
     """A `NamedSharding` for every tensor of the delta that `config` has."""
-    return _fit(_SWIFTKV, swiftkv_shapes(config), mesh)
+    return _fit(_SWIFTKV, quantized_shapes(swiftkv_shapes(config), quantization), mesh)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -164,7 +166,7 @@ def whole[Tree: Block | QKV | SwiftKV](mesh: Mesh | None, weights: Tree, *, laye
     specs: Any = {Block: _BLOCK, QKV: _QKV, SwiftKV: _SWIFTKV}[type(weights)]
 
     def gather(path, leaf):
-        name = path[-1].name
+        name = path[0].name
         if layer:
             return _gather(mesh, getattr(specs, name)[1:], leaf, 0)
         return _gather(mesh, getattr(specs, name), leaf, _stack_axes(name))
@@ -201,9 +203,10 @@ _gather.defvjp(lambda mesh, model_spec, leaf, stack_axes: (_gather(mesh, model_s
 def _fit(specs, shapes, mesh: Mesh):
     def fit(path, shape):
         spec = specs
-        for key in path:
-            spec = getattr(spec, key.name)
-        return NamedSharding(mesh, _spec(mesh, spec, shape.shape, _stack_axes(path[-1].name)))
+        names = [key.name for key in path]
+        for name in names:
+            spec = spec if name in (VALUES, SCALE) else getattr(spec, name)
+        return NamedSharding(mesh, _spec(mesh, spec, shape.shape, _stack_axes(names[-1]), pieces=names[-1] != SCALE))
 
     return jax.tree_util.tree_map_with_path(fit, shapes)
 

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "swiftkv_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the bottom up: a module may import, at module level or not, only modules of earlier rows.
-LAYERS = ["errors", "config", "pallas_kernels", "params", "sharding", "attention", "layers", "model"]
-CORE = ["config", "params", "attention", "layers", "model", "cache", "bundle", "sharding", "pallas_kernels", "infer"]
+LAYERS = ["errors", "compressed_tensors", "config", "pallas_kernels", "quantization", "params", "sharding", "attention", "layers", "model"]
+CORE = ["config", "quantization", "params", "attention", "layers", "model", "cache", "bundle", "sharding", "pallas_kernels", "infer"]
 HEAVY = {"grain", "orbax", "transformers", "torch", "tensorflow"}
 
 
@@ -82,7 +82,7 @@ def test_pallas_kernels_stand_alone():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_import_direction(name):
-    """errors <- config <- params <- sharding <- attention <- layers <- model, pallas_kernels beside: nothing knows what is above it."""
+    """errors <- config <- quantization <- params <- sharding <- attention <- layers <- model: nothing knows what is above it."""
     modules = {module_name(path).split(".")[0] for path in FILES} - {""}
     above = modules - set(LAYERS[: LAYERS.index(name) + 1])
     for path in files_of(name):

@@ -17,14 +17,21 @@ from ..config import Config
 from ..errors import CheckpointError
 from .hf import load_hf, open_hf, save_hf
 from .native import MANIFEST, load_orbax, open_orbax, save
-from .source import Source
+from .source import Quantization, Source
 
 __all__ = ["is_orbax", "load", "open_any", "save", "save_hf"]
 
 
-def load(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None, config: Config | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    quantization: Quantization | None = None,
+) -> Model:
     """Load a directory of either kind. Arguments as in `hf.load_hf`. Raises `CheckpointError`."""
-    return (load_orbax if is_orbax(path) else load_hf)(path, dtype=dtype, mesh=mesh, config=config)
+    return (load_orbax if is_orbax(path) else load_hf)(path, dtype=dtype, mesh=mesh, config=config, quantization=quantization)
 
 
 def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:

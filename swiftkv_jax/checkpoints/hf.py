@@ -23,36 +23,48 @@ from ..bundle import Model
 from ..config import Config
 from ..errors import CheckpointError
 from ..params import split_layers
+from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from . import source
 from .hf_export import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
 from .names import Leaf, by_name, leaves, to_trees
 from .safetensors_io import DTYPES, Stored, read_header, read_into, same_values, verify
 from .side_files import load_tokenizer, read_json, read_side_files
-from .source import Source
+from .source import Quantization, Source
 
 __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 
 # Buffers that old exporters wrote and that nothing reads: the frequencies follow from the config.
 _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_FP8 = "F8_E4M3"
+_WIDE = tuple(code for code in DTYPES if code != _FP8)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
-def load_hf(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None, config: Config | None = None) -> Model:
+def load_hf(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    quantization: Quantization | None = None,
+) -> Model:
     """Load a Hugging Face directory.
 
     `dtype` None is `bundle.default_dtype()`; `mesh` None is the first device. `config` asks for another SwiftKV cut than
     the file's, so that a plain Llama goes straight into two stacks; a delta in the file does not fit it and is not read.
-    Raises `CheckpointError` for anything missing, damaged or unsupported.
+    `quantization` as in `source.load`. Raises `CheckpointError` for anything missing, damaged or unsupported.
     """
     opened = open_hf(path, config)
-    return source.load(opened, dtype=dtype, mesh=mesh, tokenizer=load_tokenizer(Path(path), opened.side_files))
+    tokenizer = load_tokenizer(Path(path), opened.side_files)
+    return source.load(opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization)
 
 
 def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
     """Put a delta that `save_hf(format="delta")` wrote on the plain Llama it was trained for, in the base's dtype.
 
-    Raises `CheckpointError` if it was trained for other weights.
+    Raises `CheckpointError` if it was trained for other weights, `UsageError` if `base` is quantised.
     """
+    refuse_quantized(base.llama, "a delta")
     config = delta_config(path)
     source.check_overrides(Path(path), config, base.config.cut(config.num_key_value_layers, config.key_value_group_size))
     cut = dataclasses.replace(base, config=config, llama=split_layers(config, base.llama), swiftkv=None)
@@ -80,7 +92,7 @@ def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
         raise CheckpointError(f"{path}: was trained for another base model (digest {found}, this one has {actual})")
     table = tuple(leaf for leaf in leaves(base.config) if leaf.is_delta)
     tensors = _match(path, table, stored)
-    dtypes = {leaf.name: _stored_dtype(leaf, tensors) for leaf in table}
+    dtypes = {leaf.name: _stored_dtype(leaf, tensors, None) for leaf in table}
 
     def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
         return _read_leaf(leaf, tensors, dtypes[leaf.name] if dtype is None else dtype, sharding)
@@ -92,6 +104,7 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     """Check a Hugging Face directory's config, names, shapes and dtypes; read no weights yet. `config` as in `load_hf`."""
     path = Path(path)
     file_config, side_files, eos_token_ids = read_side_files(path)
+    format: Format | None = "fp8" if side_files.hf_config.get("quantization_config") else None
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) == DELTA:
         raise CheckpointError(f"{path}: holds only the trained tensors, not its base model; join them with convert hf2orbax --base")
@@ -100,18 +113,20 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     if config is not None:
         source.check_overrides(path, file_config, config)
     names = {tensor.name for tensor in stored}
-    teacher_names = {name for leaf in leaves(file_config) if leaf.is_teacher_qkv for name in leaf.tensors}
+    teacher_names = {name for leaf in leaves(file_config, quantization=format) if leaf.is_teacher_qkv for name in leaf.tensors}
     slim = bool(teacher_names) and names.isdisjoint(teacher_names)
     if slim and moved:
         raise CheckpointError(f"{path}: the teacher's upper q, k, v are absent, so layers cannot move to another SwiftKV cut")
-    tensors = _match(path, leaves(file_config, teacher_qkv=not slim), stored)
+    present = leaves(file_config, teacher_qkv=not slim, quantization=format)
+    tensors = _match(path, present, stored)
     _check_tied_head(path, file_config, tensors)
 
-    present = leaves(config, delta=False) if config is not None and moved else leaves(file_config, teacher_qkv=not slim)
-    dtypes = {leaf.name: _stored_dtype(leaf, tensors) for leaf in present}
+    if config is not None and moved:
+        present = leaves(config, delta=False, quantization=format)
+    dtypes = {leaf.name: _stored_dtype(leaf, tensors, format) for leaf in present}
 
     def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        return _read_leaf(leaf, tensors, dtypes[leaf.name] if dtype is None else dtype, sharding)
+        return _read_leaf(leaf, tensors, dtypes[leaf.name] if dtype is None or leaf.part else dtype, sharding)
 
     return Source(
         config=config or file_config,
@@ -122,6 +137,7 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
         eos_token_ids=eos_token_ids,
         path=path,
         digests=all(tensor.crc32 is not None for tensor in tensors.values()),
+        quantization=format,
     )
 
 
@@ -163,6 +179,7 @@ def _weight_files(path: Path) -> list[Path]:
 def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict[str, Stored]:
     """Name -> tensor, after checking that the files hold exactly what is expected. One error lists every difference."""
     shapes = {name: leaf.tensor_shape for leaf in expected for name in leaf.tensors}
+    eight_bits = {name for leaf in expected if leaf.part == VALUES for name in leaf.tensors}
     tied = "lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes
     places: dict[str, list[Stored]] = {}
     for tensor in stored:
@@ -173,13 +190,14 @@ def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict
 
     found = {name: tensors[0] for name, tensors in places.items() if name in shapes or (tied and name == "lm_head.weight")}
     shaped = [(tensor, shapes[name]) for name, tensor in found.items() if name in shapes and tensor.shape != shapes[name]]
-    typed = [tensor for tensor in found.values() if tensor.code not in DTYPES]
+    codes = {name: (_FP8,) if name in eight_bits else _WIDE for name in found}
+    typed = [f"{name} {found[name].code} (supported: {', '.join(codes[name])})" for name in found if found[name].code not in codes[name]]
     problems = {
         "missing": [name for name in shapes if name not in places],
         "unexpected": [name for name in places if not allowed(name)],
         "repeated": [f"{name} (in {', '.join(t.file.name for t in ts)})" for name, ts in places.items() if len(ts) > 1],
         "wrong shape": [f"{tensor.name} {list(tensor.shape)}, expected {list(shape)}" for tensor, shape in shaped],
-        "dtype not supported yet": [f"{tensor.name} {tensor.code} (supported: {', '.join(DTYPES)})" for tensor in typed],
+        "dtype not supported yet": typed,
     }
     if any(problems.values()):
         raise CheckpointError(f"{path}: " + "; ".join(f"{kind}: {', '.join(which)}" for kind, which in problems.items() if which))
@@ -195,8 +213,13 @@ def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Stored]) 
         )
 
 
-def _stored_dtype(leaf: Leaf, tensors: Mapping[str, Stored]) -> np.dtype:
-    """The narrowest dtype that holds each of a leaf's tensors exactly. An empty stack has the embedding's."""
+def _stored_dtype(leaf: Leaf, tensors: Mapping[str, Stored], quantization: Format | None) -> np.dtype:
+    """The narrowest dtype that holds each of a leaf's tensors exactly. An empty stack has the embedding's.
+
+    Scales may be stored in fewer bits, but products want them in float32.
+    """
+    if quantization is not None and leaf.part is not None:
+        return np.dtype(np.float32) if leaf.part == SCALE else Scheme(quantization).dtype
     codes = {tensors[name].code for name in leaf.tensors or ("model.embed_tokens.weight",)}
     return np.dtype(jnp.result_type(*(DTYPES[code] for code in codes)))
 
@@ -238,6 +261,8 @@ def _read_ranges(
         read_into(target.reshape([part.stop - part.start for part in index]), tensor, index)
         if dtype == np.float16 and DTYPES[tensor.code] != dtype and not np.isfinite(target).all():
             raise CheckpointError(f"{tensor.file}: {tensor.name} has values beyond float16; load it as bfloat16 or float32")
+        if leaf.part == SCALE and not (np.isfinite(target) & (target >= 0)).all():
+            raise CheckpointError(f"{tensor.file}: {tensor.name} has scales that are negative or not finite; copy or download it again")
     return out
 
 
@@ -252,9 +277,8 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _merge_heads(leaf: Leaf, within: tuple[range, ...]) -> tuple[slice, ...]:
     """Ranges of one layer's array as slices of its tensor. Heads are never split: their dimension is whole."""
     slices = [slice(part.start, part.stop) for part in within]
-    axis = leaf.head_axis
-    if axis is None:
-        return tuple(slices)
-    head_dim = len(within[axis + 1])
-    assert head_dim == leaf.shape[axis + 1 + leaf.stacked], "no sharding splits a head"
-    return (*slices[:axis], slice(slices[axis].start * head_dim, slices[axis].stop * head_dim), *slices[axis + 2 :])
+    if (axis := leaf.head_axis) is not None:
+        head_dim = len(within[axis + 1])
+        assert head_dim == leaf.shape[axis + 1 + leaf.stacked], "no sharding splits a head"
+        slices[axis : axis + 2] = [slice(slices[axis].start * head_dim, slices[axis].stop * head_dim)]
+    return (*slices, slice(0, 1)) if leaf.part == SCALE else tuple(slices)

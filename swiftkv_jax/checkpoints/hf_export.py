@@ -53,8 +53,9 @@ class _Piece:
 def save_hf(model: Model, path: str | os.PathLike[str], *, format: Format = "full") -> None:
     """Write `model` (its leaves may be gradients) as safetensors with a config.json. See the module for the formats.
 
-    A model without a delta is written as a plain Llama. Nothing appears at `path` until all is written. Raises
-    `UsageError` if `path` exists, if there is no delta to write as one, or if the teacher's upper q, k, v were dropped.
+    A model without a delta is written as a plain Llama, fp8 matrices as `compressed_tensors` says. Nothing appears at `path`
+    until all is written. Raises `UsageError` if `path` exists, if there is no delta to write as one, if the teacher's upper
+    q, k, v were dropped, and for int8 matrices, which have no form here.
     """
     write_hf(from_model(model), path, format=format)
 
@@ -95,7 +96,7 @@ def write_hf(
                 weight_map = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
                 write_json(partial / INDEX, {"metadata": {"total_size": sum(p.num_bytes for p in pieces)}, "weight_map": weight_map})
             dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
-            write_side_files(partial, _config(source, format), source.side_files, dtype_name)
+            write_side_files(partial, _config(source, format), source.side_files, dtype_name, source.quantization)
 
 
 def base_model_digest(source: Source) -> str:
@@ -118,6 +119,8 @@ def _check_format(source: Source, format: str) -> None:
         raise UsageError(f"format {format!r} is not known; choose full, delta or expanded")
     if format == "delta" and not source.has_delta:
         raise UsageError("format delta: this model has no delta; add one with add_swiftkv, or write format full")
+    if source.quantization == "int8" or (source.quantization and format == "delta"):
+        raise UsageError(f"format {format}: not for {source.quantization} weights; use save, or load them with quantization='none'")
     if not source.has_teacher:
         raise UsageError(f"format {format} needs the teacher's upper q, k, v, which this model was saved or loaded without")
 
@@ -132,7 +135,7 @@ def _config(source: Source, format: str) -> Config:
 def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Piece]:
     """Every tensor to write, in the order of the leaves; wide dtypes first, so that each starts at a multiple of its size."""
     chosen = [leaf for leaf in source.leaves if leaf.is_delta or format != "delta"]
-    dtypes = {leaf.name: source.dtypes[leaf.name] if dtype is None else dtype for leaf in chosen}
+    dtypes = {leaf.name: source.dtypes[leaf.name] if dtype is None or leaf.part else dtype for leaf in chosen}
     pieces = []
     for leaf in sorted(chosen, key=lambda leaf: -dtypes[leaf.name].itemsize):
         named = repeat_groups(source.config, leaf) if format == "expanded" else enumerate(leaf.tensors)
@@ -154,7 +157,7 @@ def _split(pieces: Sequence[_Piece], shard_bytes: int) -> list[list[_Piece]]:
 
 def _tensors(source: Source, pieces: Sequence[_Piece], dtype: np.dtype | None, progress: Callable[[Leaf], None]) -> Iterator[np.ndarray]:
     """The pieces' tensors on the host. Each leaf is read once and let go before the next."""
-    where = placements(source.config, None)
+    where = placements(source.config, None, source.quantization)
     array, current = None, None
     for piece in pieces:
         if piece.leaf is not current:

@@ -1,7 +1,8 @@
 """Every parameter's name: in our tree, and in a Hugging Face checkpoint. One table, used to read and to write.
 
 A leaf of our tree stacks the tensors of several layers on its leading axis and keeps heads as an axis of their own; a
-checkpoint has one matrix per layer, heads merged into the rows (q, k, v) or columns (o) of the matrix.
+checkpoint has one matrix per layer, heads merged into the rows (q, k, v) or columns (o) of the matrix. A quantised matrix is
+two leaves, its values and its scale.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 import jax
 
+from ..compressed_tensors import SCALE_SUFFIX
 from ..config import Config
 from ..params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
+from ..quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
 
 # Field -> name within a layer, and the axis of the layer's array at which (heads, head dim) merge, if any.
 _LAYER_FIELDS: dict[str, tuple[str, int | None]] = {
@@ -45,7 +48,7 @@ class Leaf:
     """One array of our tree and the tensors of a Hugging Face checkpoint that it holds."""
 
     name: str
-    """Path in the tree: `embed`, `lower_qkv.q`, `swiftkv.k`."""
+    """Path in the tree: `embed`, `lower_qkv.q`, `swiftkv.k`; of a quantised matrix `lower_qkv.q.values`, `lower_qkv.q.scale`."""
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
     """Checkpoint names along the leading axis; a single one if the leaf is not stacked."""
@@ -63,10 +66,23 @@ class Leaf:
         return self.name.startswith("upper_qkv.")
 
     @property
+    def part(self) -> str | None:
+        """`values` or `scale` of a quantised matrix; None for an array that is not quantised."""
+        last = self.name.rpartition(".")[2]
+        return last if last in (VALUES, SCALE) else None
+
+    @property
+    def matrix(self) -> str:
+        """The name without its part: that of the same array, not quantised."""
+        return self.name if self.part is None else self.name.rpartition(".")[0]
+
+    @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor in the checkpoint."""
         shape, axis = self.shape[1:] if self.stacked else self.shape, self.head_axis
-        return shape if axis is None else (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+        if axis is not None:
+            shape = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+        return (*shape, 1) if self.part == SCALE else shape
 
     @property
     def size(self) -> int:
@@ -74,15 +90,16 @@ class Leaf:
         return math.prod(self.shape)
 
 
-def leaves(config: Config, *, teacher_qkv: bool = True, delta: bool = True) -> tuple[Leaf, ...]:
+def leaves(config: Config, *, teacher_qkv: bool = True, delta: bool = True, quantization: Format | None = None) -> tuple[Leaf, ...]:
     """Every leaf of a model with this cut, in tree order.
 
     `teacher_qkv` False leaves out the upper layers' own q, k, v; `delta` False leaves out the delta, as does a cut
     without upper layers.
     """
-    shapes: dict[str, Any] = by_name(llama_shapes(config))
+    scheme = quantization and Scheme(quantization)
+    shapes: dict[str, Any] = by_name(quantized_shapes(llama_shapes(config), scheme))
     if delta and config.num_upper_layers:
-        shapes |= by_name(swiftkv_shapes(config))
+        shapes |= by_name(quantized_shapes(swiftkv_shapes(config), scheme))
     found = (_leaf(config, name, shape.shape) for name, shape in shapes.items())
     return tuple(leaf for leaf in found if teacher_qkv or not leaf.is_teacher_qkv)
 
@@ -93,15 +110,16 @@ def by_name(tree: Llama | SwiftKV) -> dict[str, Any]:
     return {prefix + _name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def to_trees(config: Config, values: Mapping[str, Any]) -> tuple[Llama, SwiftKV | None]:
+def to_trees(config: Config, values: Mapping[str, Any], scheme: Scheme | None = None) -> tuple[Llama, SwiftKV | None]:
     """The inverse of `by_name`: frozen weights, and the delta if its leaves are among `values`."""
     shapes = llama_shapes(config)
-    if "upper_qkv.q" not in values:
+    if not any(name.startswith("upper_qkv.") for name in values):
         shapes = dataclasses.replace(shapes, upper_qkv=None)
-    llama = jax.tree_util.tree_map_with_path(lambda path, _: values[_name(path)], shapes)
+    llama = jax.tree_util.tree_map_with_path(lambda path, _: values[_name(path)], quantized_shapes(shapes, scheme))
     if "swiftkv.norm" not in values:
         return llama, None
-    delta = jax.tree_util.tree_map_with_path(lambda path, _: values["swiftkv." + _name(path)], swiftkv_shapes(config))
+    shapes = quantized_shapes(swiftkv_shapes(config), scheme)
+    delta = jax.tree_util.tree_map_with_path(lambda path, _: values["swiftkv." + _name(path)], shapes)
     return llama, delta
 
 
@@ -118,15 +136,20 @@ def repeat_groups(config: Config, leaf: Leaf) -> tuple[tuple[int, str], ...]:
 def _leaf(config: Config, name: str, shape: tuple[int, ...]) -> Leaf:
     if name in _SINGLE:
         return Leaf(name, shape, (_SINGLE[name],), stacked=False, head_axis=None)
-    part, field = name.split(".")
-    first, stop = (0, config.num_lower_layers) if part.startswith("lower") else (config.num_lower_layers, config.num_layers)
-    step = config.key_value_group_size if part == "swiftkv" and field[0] in "kv" else 1
-    tensors = _layer_names(field, range(first, stop, step), "_swiftkv" if part == "swiftkv" else "")
-    return Leaf(name, shape, tensors, stacked=True, head_axis=_LAYER_FIELDS[field][1])
+    stack, field = name.split(".", 1)
+    first, stop = (0, config.num_lower_layers) if stack.startswith("lower") else (config.num_lower_layers, config.num_layers)
+    step = config.key_value_group_size if stack == "swiftkv" and field[0] in "kv" else 1
+    tensors = _layer_names(field, range(first, stop, step), "_swiftkv" if stack == "swiftkv" else "")
+    field, _, part = field.partition(".")
+    merged = _LAYER_FIELDS[field][1]
+    # A scale has the axes of the output channels only: heads among them, or not.
+    head_axis = None if merged is None or (part == SCALE and merged + 2 > len(shape) - 1) else merged
+    return Leaf(name, shape, tensors, stacked=True, head_axis=head_axis)
 
 
 def _layer_names(field: str, layers: Iterable[int], swiftkv: str) -> tuple[str, ...]:
-    suffix = _LAYER_FIELDS[field][0].format(swiftkv=swiftkv)
+    field, _, part = field.partition(".")
+    suffix = _LAYER_FIELDS[field][0].format(swiftkv=swiftkv) + (SCALE_SUFFIX if part == SCALE else "")
     return tuple(f"model.layers.{layer}.{suffix}" for layer in layers)
 
 

@@ -24,12 +24,13 @@ from jax.sharding import Mesh, Sharding
 from ..bundle import Model
 from ..config import Config
 from ..errors import CheckpointError
+from ..quantization import FORMATS, SCALE, VALUES, Format, Scheme
 from . import source
 from .atomic import check_free, new_directory
 from .digest import digest
 from .names import Leaf, leaves
 from .side_files import load_tokenizer, read_json, read_side_files, write_json, write_side_files
-from .source import Source
+from .source import Quantization, Source
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
 VERSION = 1
@@ -58,7 +59,7 @@ def write_orbax(
 ) -> None:
     """Write a source, leaf by leaf, read onto `mesh`; `progress` is called after each. `dtype` None keeps each leaf's own."""
     check_free(path)
-    wanted, where = source.parse_dtype(dtype), source.placements(opened.config, mesh)
+    wanted, where = source.parse_dtype(dtype), source.placements(opened.config, mesh, opened.quantization)
     with new_directory(path) as partial:
         manifest = {}
         for leaf in opened.leaves:
@@ -71,7 +72,7 @@ def write_orbax(
             progress(leaf)
         if jax.process_index() == 0:
             dtype_name = (opened.dtypes["embed"] if wanted is None else wanted).name
-            write_side_files(partial, opened.config, opened.side_files, dtype_name)
+            write_side_files(partial, opened.config, opened.side_files, dtype_name, opened.quantization)
             write_json(partial / MANIFEST, {"format": "swiftkv-jax", "version": VERSION, "leaves": manifest})
 
 
@@ -89,10 +90,18 @@ def _save_leaf(path: Path, array: jax.Array) -> None:
 # Read -----------------------------------------------------------------------------------------------------------
 
 
-def load_orbax(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None, config: Config | None = None) -> Model:
+def load_orbax(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    quantization: Quantization | None = None,
+) -> Model:
     """Load a directory written by `save`. Arguments as in `hf.load_hf`. Raises `CheckpointError`."""
     opened = open_orbax(path, config)
-    return source.load(opened, dtype=dtype, mesh=mesh, tokenizer=load_tokenizer(Path(path), opened.side_files))
+    tokenizer = load_tokenizer(Path(path), opened.side_files)
+    return source.load(opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization)
 
 
 def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:
@@ -103,7 +112,8 @@ def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> So
     path = Path(os.path.abspath(path))
     stored_config, side_files, eos_token_ids = read_side_files(path)
     manifest = _read_manifest(path)
-    present = _match(path, stored_config, manifest)
+    format = _stored_format(manifest)
+    present = _match(path, stored_config, manifest, format)
     dtypes = {leaf.name: np.dtype(jnp.dtype(manifest[leaf.name]["dtype"])) for leaf in present}
 
     def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
@@ -112,7 +122,7 @@ def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> So
         if f"{digest(array):08x}" != manifest[leaf.name]["digest"]:
             place = f"{WEIGHTS}/{leaf.name}"
             raise CheckpointError(f"{path}: {leaf.name} is damaged: its digest is not the one in {MANIFEST}; copy {place} again")
-        return array if dtype is None else array.astype(dtype)
+        return array if dtype is None or leaf.part else array.astype(dtype)
 
     opened = Source(
         config=stored_config,
@@ -123,6 +133,7 @@ def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> So
         eos_token_ids=eos_token_ids,
         path=path,
         digests=True,
+        quantization=format,
     )
     if config is None or config == stored_config:
         return opened
@@ -144,11 +155,18 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _match(path: Path, config: Config, manifest: dict[str, dict[str, Any]]) -> tuple[Leaf, ...]:
+def _stored_format(manifest: dict[str, dict[str, Any]]) -> Format | None:
+    """Told by a matrix that every model has."""
+    dtype = manifest.get(f"lower.gate.{VALUES}", {}).get("dtype")
+    return next((format for format in FORMATS if Scheme(format).dtype.name == dtype), None)
+
+
+def _match(path: Path, config: Config, manifest: dict[str, dict[str, Any]], quantization: Format | None) -> tuple[Leaf, ...]:
     """The leaves present, after checking names, shapes and dtypes against the config. One error lists every difference."""
     has_delta = any(name.startswith("swiftkv.") for name in manifest)
     has_teacher = any(name.startswith("upper_qkv.") for name in manifest)
-    expected = {leaf.name: leaf for leaf in leaves(config, teacher_qkv=has_teacher, delta=has_delta)}
+    expected = {leaf.name: leaf for leaf in leaves(config, teacher_qkv=has_teacher, delta=has_delta, quantization=quantization)}
+    dtypes = {None: ("float32", "bfloat16", "float16"), SCALE: ("float32",), VALUES: (Scheme(quantization or "fp8").dtype.name,)}
     shapes = {name: tuple(entry["shape"]) for name, entry in manifest.items()}
     shaped = [name for name, leaf in expected.items() if name in shapes and shapes[name] != leaf.shape]
     stored = {name for name, leaf in expected.items() if leaf.size and name in manifest}
@@ -158,7 +176,9 @@ def _match(path: Path, config: Config, manifest: dict[str, dict[str, Any]]) -> t
         "no weights for": [name for name in stored if not (path / WEIGHTS / name).is_dir()],
         "wrong shape": [f"{name} {list(shapes[name])}, expected {list(expected[name].shape)}" for name in shaped],
         "wrong dtype": [
-            f"{name} {entry['dtype']}" for name, entry in manifest.items() if entry["dtype"] not in ("float32", "bfloat16", "float16")
+            f"{name} {manifest[name]['dtype']}"
+            for name, leaf in expected.items()
+            if name in manifest and manifest[name]["dtype"] not in dtypes[leaf.part]
         ],
     }
     if any(problems.values()):

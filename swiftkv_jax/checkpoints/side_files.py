@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..bundle import SideFiles
+from ..compressed_tensors import quantization_config
 from ..config import Config
 from ..errors import CheckpointError, ConfigError
+from ..quantization import Format
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -49,20 +51,23 @@ def read_side_files(path: Path) -> tuple[Config, SideFiles, tuple[int, ...]]:
     return config, SideFiles(contents, hf_config), eos_token_ids
 
 
-def write_side_files(path: Path, config: Config, side_files: SideFiles, dtype_name: str) -> None:
+def write_side_files(path: Path, config: Config, side_files: SideFiles, dtype_name: str, quantization: Format | None) -> None:
     """config.json and everything that was carried along."""
     for name, content in side_files.contents.items():
         (path / name).write_bytes(content)
-    write_json(path / "config.json", to_hf_config(config, side_files.hf_config, dtype_name))
+    write_json(path / "config.json", to_hf_config(config, side_files.hf_config, dtype_name, quantization))
 
 
-def to_hf_config(config: Config, original: dict[str, Any], dtype_name: str) -> dict[str, Any]:
+def to_hf_config(config: Config, original: dict[str, Any], dtype_name: str, quantization: Format | None) -> dict[str, Any]:
     """The original config.json with the fields that `config` determines replaced.
 
+    Hugging Face has a field for fp8 matrices; int8 ones are in our own directories only, whose manifest says so.
     Spelled as transformers 4 reads it: `rope_theta`, `rope_scaling` and `torch_dtype`, which later versions read too.
     """
     stale = ("rope_parameters", "dtype", "quantization_config", "auto_map", "swiftkv", "num_key_value_layers", "key_value_group_size")
     kept = {name: value for name, value in original.items() if name not in stale}
+    if quantization == "fp8":
+        kept["quantization_config"] = original.get("quantization_config") or quantization_config()
     return kept | config.to_hf() | {"torch_dtype": dtype_name}
 
 

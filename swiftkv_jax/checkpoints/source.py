@@ -6,9 +6,9 @@ Loading and every conversion are a loop over `Source.leaves`, so none of them ho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,12 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from ..bundle import Model, SideFiles, default_dtype
 from ..config import Config
 from ..errors import CheckpointError, UsageError
+from ..quantization import FORMATS, INPUT_AXES, SCALE, VALUES, Format, Quantized, Scheme, dequantize, quantize, scheme_for
 from ..sharding import llama_shardings, swiftkv_shardings
 from .names import Leaf, by_name, leaves, to_trees
+
+Quantization = Literal["none", "fp8", "int8"]
+"""What a caller may ask for, besides None: as stored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +36,18 @@ class Source:
     dtypes: Mapping[str, np.dtype]
     """Leaf name -> dtype as stored."""
     read: Callable[[Leaf, np.dtype | None, Sharding], jax.Array]
-    """(leaf, dtype or None for the stored one, where to put it) -> array. Raises `CheckpointError` for damage."""
+    """(leaf, dtype or None for the stored one, where to put it) -> array. Raises `CheckpointError` for damage.
+
+    The two parts of a quantised matrix have no dtype but their own.
+    """
     side_files: SideFiles
     eos_token_ids: tuple[int, ...]
     path: Path | None = None
     """None for a model in memory."""
     digests: bool = False
     """Whether damage to a weight's bytes is detected."""
+    quantization: Format | None = None
+    """How its matrices are stored; None for those that are not quantised."""
 
     @property
     def has_delta(self) -> bool:
@@ -50,11 +59,26 @@ class Source:
         return any(leaf.is_teacher_qkv for leaf in self.leaves)
 
 
-def load(source: Source, *, dtype: Any = None, mesh: Mesh | None = None, tokenizer: Any = None) -> Model:
-    """Read every leaf into a `Model`. `dtype` None is `bundle.default_dtype()`; `mesh` None is the first device."""
+def load(
+    source: Source, *, dtype: Any = None, mesh: Mesh | None = None, tokenizer: Any = None, quantization: Quantization | None = None
+) -> Model:
+    """Read every leaf into a `Model`. `dtype` None is `bundle.default_dtype()`; `mesh` None is the first device.
+
+    `quantization` None keeps matrices as they are stored, `"none"` dequantises them to `dtype`, and fp8 and int8 quantise
+    each as soon as it is read. Raises `UsageError` for another format than the one they are stored in.
+    """
     dtype = default_dtype() if dtype is None else parse_dtype(dtype)
-    where = placements(source.config, mesh)
-    llama, delta = to_trees(source.config, {leaf.name: source.read(leaf, dtype, where[leaf.name]) for leaf in source.leaves})
+    format = _wanted_format(source, quantization)
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    scheme = format and scheme_for(format, device.device_kind)
+    if format == source.quantization:
+        where = placements(source.config, mesh, format)
+        arrays = {leaf.name: source.read(leaf, dtype, where[leaf.name]) for leaf in source.leaves}
+    elif format:
+        arrays = dict(_quantized(source, dtype, mesh, format))
+    else:
+        arrays = dict(_dequantized(source, dtype, mesh))
+    llama, delta = to_trees(source.config, arrays, scheme)
     return Model(
         llama,
         delta,
@@ -65,14 +89,55 @@ def load(source: Source, *, dtype: Any = None, mesh: Mesh | None = None, tokeniz
     )
 
 
+def _wanted_format(source: Source, quantization: Quantization | None) -> Format | None:
+    if quantization not in (None, "none", *FORMATS):
+        raise UsageError(f"quantization {quantization!r} is not known; choose none or {' or '.join(FORMATS)}, or leave it out")
+    format = source.quantization if quantization is None else None if quantization == "none" else quantization
+    if None not in (format, source.quantization) and format != source.quantization:
+        where, stored = source.path, source.quantization
+        raise UsageError(f"quantization {format!r}: {where} is {stored} already; leave it out, or start from the unquantised checkpoint")
+    return format
+
+
+def _quantized(source: Source, dtype: np.dtype | None, mesh: Mesh | None, format: Format) -> Iterator[tuple[str, jax.Array]]:
+    """Leaf name -> array, each matrix quantised as soon as it is there, from the dtype it is stored in."""
+    scheme, where = Scheme(format), placements(source.config, mesh) | placements(source.config, mesh, format)
+    for leaf in source.leaves:
+        if (in_axes := INPUT_AXES.get(leaf.name.rpartition(".")[2])) is None:
+            yield leaf.name, source.read(leaf, dtype, where[leaf.name])
+            continue
+        names = [f"{leaf.name}.{part}" for part in (VALUES, SCALE)]
+        places = Quantized(where[names[0]], where[names[1]], scheme)
+        weight = jax.jit(quantize, static_argnums=(1, 2), out_shardings=places)(
+            source.read(leaf, None, where[leaf.name]), in_axes, scheme
+        )
+        yield from zip(names, (weight.values, weight.scale), strict=True)
+
+
+def _dequantized(source: Source, dtype: np.dtype | None, mesh: Mesh | None) -> Iterator[tuple[str, jax.Array]]:
+    """Leaf name -> array, each matrix put together from its two parts."""
+    assert source.quantization is not None
+    scheme, by_name = Scheme(source.quantization), {leaf.name: leaf for leaf in source.leaves}
+    where = placements(source.config, mesh) | placements(source.config, mesh, source.quantization)
+    for leaf in source.leaves:
+        if leaf.part is None:
+            yield leaf.name, source.read(leaf, dtype, where[leaf.name])
+        elif leaf.part == VALUES:
+            scale = by_name[f"{leaf.matrix}.{SCALE}"]
+            values, scale = (source.read(part, None, where[part.name]) for part in (leaf, scale))
+            together = jax.jit(dequantize, static_argnums=1, out_shardings=where[leaf.matrix])
+            yield leaf.matrix, together(Quantized(values, scale, scheme), dtype)
+
+
 def from_model(model: Model) -> Source:
     """A model in memory; its leaves may be gradients. They are given out where they are."""
     arrays = by_name(model.llama) | ({} if model.swiftkv is None else by_name(model.swiftkv))
-    present = tuple(leaf for leaf in leaves(model.config) if leaf.name in arrays)
+    format = model.quantization and model.quantization.format
+    present = tuple(leaf for leaf in leaves(model.config, quantization=format) if leaf.name in arrays)
 
     def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
         array = arrays[leaf.name]
-        return array if dtype is None else array.astype(dtype)
+        return array if dtype is None or leaf.part else array.astype(dtype)
 
     return Source(
         config=model.config,
@@ -81,6 +146,7 @@ def from_model(model: Model) -> Source:
         read=read,
         side_files=model.side_files,
         eos_token_ids=model.eos_token_ids,
+        quantization=format,
     )
 
 
@@ -96,13 +162,14 @@ def with_delta(base: Source, path: Path, dtypes: Mapping[str, np.dtype], read_de
     return dataclasses.replace(base, leaves=frozen + delta, dtypes=together, read=read, path=path)
 
 
-def placements(config: Config, mesh: Mesh | None) -> dict[str, Sharding]:
+def placements(config: Config, mesh: Mesh | None, quantization: Format | None = None) -> dict[str, Sharding]:
     """Leaf name -> sharding on `mesh`, or all of it on this process's first device."""
     if mesh is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
-        return {leaf.name: first for leaf in leaves(config)}
-    delta = by_name(swiftkv_shardings(config, mesh)) if config.num_upper_layers else {}
-    return by_name(llama_shardings(config, mesh)) | delta
+        return {leaf.name: first for leaf in leaves(config, quantization=quantization)}
+    scheme = quantization and Scheme(quantization)
+    delta = by_name(swiftkv_shardings(config, mesh, scheme)) if config.num_upper_layers else {}
+    return by_name(llama_shardings(config, mesh, scheme)) | delta
 
 
 def parse_dtype(dtype: Any) -> np.dtype | None:
@@ -138,11 +205,11 @@ def recut(opened: Source, config: Config) -> Source:
     def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
         if not leaf.stacked:
             return opened.read(leaf, dtype, sharding)
-        part, field = leaf.name.split(".")
+        part, field = leaf.name.split(".", 1)
         halves = [stored[f"{stack}{part[len('lower'):]}.{field}"] for stack in ("lower", "upper")]
         whole = jnp.concatenate([opened.read(half, dtype, sharding) for half in halves])
         cut = config.num_lower_layers
         return jax.device_put(whole[:cut] if part.startswith("lower") else whole[cut:], sharding)
 
-    present = leaves(config, delta=False)
+    present = leaves(config, delta=False, quantization=opened.quantization)
     return dataclasses.replace(opened, config=config, leaves=present, read=read)

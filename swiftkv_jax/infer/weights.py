@@ -11,14 +11,16 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..bundle import Model
 from ..config import Config
 from ..params import QKV, Block, Leaf, Llama, SwiftKV, llama_shapes, swiftkv_shapes, unstack
+from ..quantization import Scheme, as_matrix, quantized_shapes, scheme_of
 from ..sharding import llama_shardings, swiftkv_shardings
 
 
 @struct.dataclass
 class Weights:
-    """A student, or a teacher: that is a model whose lower layers are all its layers."""
+    """A student, or a teacher: that is a model whose lower layers are all its layers. Matrices may be `Quantized`."""
 
     embed: Leaf  # V D
     lower: tuple[Block, ...]
@@ -38,50 +40,62 @@ def served_config(config: Config, swiftkv: bool) -> Config:
     return config if swiftkv else config.cut(config.num_layers)
 
 
-def serving_weights(llama: Llama, delta: SwiftKV | None) -> Weights:
+def serving_weights(llama: Llama, delta: SwiftKV | None, *, take: bool = False) -> Weights:
     """Unstack a student (with `delta`) or a teacher (without): copies the layers, shares embedding and head.
 
-    Raises `ValueError` for the teacher of a model whose upper projections were dropped.
+    With `take` the stacks are deleted one after the other, so that memory holds the model once. Raises `ValueError` for
+    the teacher of a model whose upper projections were dropped.
     """
-    lower, lower_qkv, upper = _blocks(llama.lower), unstack(llama.lower_qkv), _blocks(llama.upper)
+    if delta is None and llama.upper_qkv is None:
+        raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
+    lower, upper = _blocks(llama.lower, take), _blocks(llama.upper, take)
+    lower_qkv = unstack(llama.lower_qkv, take=take)
     if delta is None:
-        if upper:
-            if llama.upper_qkv is None:
-                raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
-            lower_qkv += unstack(llama.upper_qkv)
+        if upper and llama.upper_qkv is not None:
+            lower_qkv += unstack(llama.upper_qkv, take=take)
         return Weights(llama.embed, lower + upper, lower_qkv, None, None, None, (), (), (), llama.final_norm, llama.lm_head)
-    return Weights(
+    weights = Weights(
         embed=llama.embed,
         lower=lower,
         lower_qkv=lower_qkv,
         boundary_norm=delta.norm,
-        kv=jnp.stack([delta.k, delta.v]),
+        kv=jax.tree.map(lambda *kv: jnp.stack(kv), delta.k, delta.v),
         kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
         upper=upper,
-        upper_q=tuple(delta.q),
-        upper_q_bias=(None,) * len(upper) if delta.q_bias is None else tuple(delta.q_bias),
+        upper_q=unstack(delta.q, take=take),
+        upper_q_bias=(None,) * len(upper) if delta.q_bias is None else unstack(delta.q_bias, take=take),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
     )
+    if take:
+        for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
+            leaf.delete()
+    return weights
 
 
-def _blocks(stack: Block) -> tuple[Block, ...]:
+def _blocks(stack: Block, take: bool) -> tuple[Block, ...]:
     """The layers of a stack, with the output projection as the matrix D x N H that it is used as.
 
     A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every decode step.
     """
-    return tuple(dataclasses.replace(block, o=block.o.reshape(block.o.shape[0], -1)) for block in unstack(stack))
+    return tuple(dataclasses.replace(block, o=as_matrix(block.o)) for block in unstack(stack, take=take))
 
 
-def weight_shapes(config: Config, swiftkv: bool, dtype) -> Weights:
-    """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint."""
-    delta = swiftkv_shapes(config, dtype) if swiftkv else None
-    return jax.eval_shape(serving_weights, llama_shapes(config, dtype), delta)
+def weight_shapes(config: Config, swiftkv: bool, dtype, quantization: Scheme | None = None) -> Weights:
+    """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is that of what is not quantised."""
+    llama = quantized_shapes(llama_shapes(config, dtype), quantization)
+    delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
+    return jax.eval_shape(serving_weights, llama, delta)
 
 
-def weight_shardings(config: Config, swiftkv: bool, mesh: Mesh) -> Weights:
+def num_bytes(weights: Weights) -> int:
+    """What the weights occupy, over all devices together; of arrays or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+
+
+def weight_shardings(config: Config, swiftkv: bool, mesh: Mesh, quantization: Scheme | None = None) -> Weights:
     """Where `serving_weights` leaves each weight of a model loaded on `mesh`."""
-    llama, delta = llama_shardings(config, mesh), swiftkv_shardings(config, mesh)
+    llama, delta = llama_shardings(config, mesh, quantization), swiftkv_shardings(config, mesh, quantization)
 
     def layers(stacked, count: int) -> tuple:
         """Of one stack, the layers one by one: the same places without the leading axis."""
@@ -106,3 +120,14 @@ def weight_shardings(config: Config, swiftkv: bool, mesh: Mesh) -> Weights:
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
     )
+
+
+def place(model: Model, mesh: Mesh) -> Model:
+    """The weights on `mesh`; those that are already stay where they are."""
+    scheme = scheme_of(model.llama)
+    shardings = llama_shardings(model.config, mesh, scheme)
+    if model.llama.upper_qkv is None:
+        shardings = dataclasses.replace(shardings, upper_qkv=None)
+    llama = jax.device_put(model.llama, shardings)
+    delta = None if model.swiftkv is None else jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh, scheme))
+    return dataclasses.replace(model, llama=llama, swiftkv=delta)

@@ -19,6 +19,7 @@ from ..cli import log
 from ..config import Config
 from ..errors import CheckpointError, ConfigError, UsageError
 from ..params import init_swiftkv
+from ..quantization import refuse_quantized
 from ..sharding import swiftkv_shardings
 from .data.loader import RowMixture
 from .data.prepare import prepare
@@ -57,6 +58,7 @@ def choose_cut(recipe: Recipe, found: Config) -> Config:
 def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
     """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut, else a fresh one."""
     model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
+    refuse_quantized(model.llama, f"{recipe.model}: training")
     if model.swiftkv is None:
         init = jax.jit(init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh))
         model = dataclasses.replace(model, swiftkv=init(config, model.llama))

@@ -1,0 +1,372 @@
+"""Checkpoints of 8-bit matrices: the authors' FP8 format as it is published, our own directories, and every way one can be wrong."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import swiftkv_jax as skv
+from swiftkv_jax import CheckpointError, ConfigError, UsageError
+from swiftkv_jax.checkpoints import load, open_any
+from swiftkv_jax.checkpoints.hf import load_delta
+from swiftkv_jax.convert import main as convert
+from swiftkv_jax.demo import SWIFTKV
+from swiftkv_jax.quantization import Quantized, Scheme, dequantize
+from swiftkv_jax.sharding import make_mesh
+from tests import tiny
+
+E4M3 = ml_dtypes.float8_e4m3fn
+ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
+QUANTIZATION_CONFIG = {  # of Snowflake/Llama-3.1-SwiftKV-8B-Instruct-FP8
+    "config_groups": {
+        "group_0": {
+            "input_activations": ARGUMENTS | {"strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}},
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": ARGUMENTS | {"strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}},
+        }
+    },
+    "format": "float-quantized",
+    "global_compression_ratio": 2.0148,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def fp8_tensors(hf, scale_dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor of a tiny checkpoint, Linears but the head as llm-compressor leaves them."""
+    tensors = {}
+    for name, tensor in tiny.tensors_for(hf, seed).items():
+        if not name.endswith("_proj.weight") and "_proj_swiftkv.weight" not in name:
+            tensors[name] = tensor
+            continue
+        scale = (np.abs(tensor).max(axis=1, keepdims=True) / 448).astype(scale_dtype)
+        tensors[name] = np.clip(tensor / scale.astype(np.float32), -448, 448).astype(E4M3)
+        tensors[f"{name}_scale"] = scale
+    return tensors
+
+
+def dequantized(tensors) -> dict[str, np.ndarray]:
+    return {
+        name: tensor.astype(np.float32) * tensors[f"{name}_scale"].astype(np.float32) if tensor.dtype == E4M3 else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("_scale")
+    }
+
+
+@functools.cache
+def hf_fields(**overrides):
+    return tiny.hf_config(num_hidden_layers=4, **overrides) | {"quantization_config": QUANTIZATION_CONFIG, "torch_dtype": "float32"}
+
+
+def write(path: Path, hf, tensors) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("fp8"), hf_fields(), fp8_tensors(hf_fields()))
+
+
+def tokens() -> jax.Array:
+    return jnp.asarray(tiny.tokens_for(hf_fields(), 2, 9))
+
+
+def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Name -> dtype, shape and bytes, read by hand: safetensors gives NumPy no 8-bit floating-point numbers."""
+    content = (path / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__")
+    spans = {name: [start + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
+    return {name: (entry["dtype"], entry["shape"], content[slice(*spans[name])]) for name, entry in header.items()}
+
+
+def assert_same(a: skv.Model, b: skv.Model) -> None:
+    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+# Reading ----------------------------------------------------------------------------------------------------------------
+
+
+BIASED_AND_TIED = {"attention_bias": True, "key_value_group_size": 2, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scale_dtype"), [({}, np.float32), (BIASED_AND_TIED, ml_dtypes.bfloat16)], ids=["float32", "bfloat16, biased and tied"]
+)
+def test_the_authors_format(tmp_path, overrides, scale_dtype):
+    hf = hf_fields(**overrides)
+    tensors = fp8_tensors(hf, scale_dtype)
+    model = skv.load(write(tmp_path / "fp8", hf, tensors))
+    assert model.quantization == Scheme("fp8", "widen") and model.dtype == jnp.float32
+    assert model.swiftkv is not None
+    gate, o, k = model.llama.lower.gate, model.llama.upper.o, model.swiftkv.k
+    assert (gate.values.dtype, gate.scale.dtype) == (E4M3, jnp.float32)
+    assert (gate.values.shape, gate.scale.shape, o.scale.shape, k.scale.shape[1:]) == ((2, 48, 32), (2, 48), (2, 32), (2, 8))
+
+    name = "model.layers.3.self_attn.o_proj.weight"
+    np.testing.assert_array_equal(o.values[1].reshape(32, 32).view(np.uint8), tensors[name].view(np.uint8))
+    np.testing.assert_array_equal(o.scale[1], tensors[f"{name}_scale"][:, 0].astype(np.float32))
+    name = "model.layers.2.self_attn.k_proj_swiftkv.weight"
+    np.testing.assert_array_equal(k.scale[0].reshape(16, 1), tensors[f"{name}_scale"].astype(np.float32))
+
+    plain = tiny.model_of(hf, dequantized(tensors))
+    np.testing.assert_allclose(skv.logits(model, tokens()), skv.logits(plain, tokens()), atol=3e-5, rtol=1e-5)
+    assert_same(skv.load(tmp_path / "fp8", quantization="none"), plain)
+
+
+def test_half_of_the_bytes_stay_half(fp8):
+    model = skv.load(fp8, dtype="bfloat16")
+    assert model.dtype == jnp.bfloat16 and model.llama.lower_qkv.q.values.dtype == E4M3 and model.llama.lower.mlp_norm.dtype == jnp.bfloat16
+    dequantised = skv.load(fp8, dtype="bfloat16", quantization="none")
+    expected = dequantize(model.llama.lower.down, jnp.bfloat16)
+    np.testing.assert_array_equal(dequantised.llama.lower.down, expected)
+
+
+@pytest.mark.parametrize("quantization", [None, "none"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
+def test_read_straight_into_shards(fp8, shape, quantization):
+    mesh = make_mesh(shape)
+    model = skv.load(fp8, mesh=mesh, quantization=quantization)
+    assert_same(model, skv.load(fp8, quantization=quantization))
+    for leaf, heads in (model.llama.lower_qkv.q, 2), (model.llama.lower.gate, 24):
+        for array in jax.tree.leaves(leaf):
+            assert array.sharding.mesh == mesh and array.addressable_shards[0].data.shape[1] == heads
+    assert quantization or model.llama.lower.down.scale.is_fully_replicated
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize("shape", [None, (1, 2)], ids=["one device", "1x2"])
+def test_any_checkpoint_is_quantised_while_it_is_read(tmp_path, format, shape):
+    hf = tiny.hf_config(num_hidden_layers=4)
+    tensors = tiny.tensors_for(hf)
+    path = write(tmp_path / "plain", hf, tensors)
+    mesh = shape and make_mesh(shape)
+    model = skv.load(path, quantization=format, mesh=mesh, dtype="bfloat16")
+    assert model.quantization == Scheme(format)
+    down = model.llama.upper.down
+    assert isinstance(down, Quantized) and not isinstance(model.llama.embed, Quantized) and model.llama.lm_head.dtype == jnp.bfloat16
+    original = tensors["model.layers.3.mlp.down_proj.weight"]  # quantised from float32, not from bfloat16
+    np.testing.assert_allclose(down.scale[1], np.abs(original).max(axis=1) / (448 if format == "fp8" else 127), rtol=1e-6)
+    if mesh is not None:
+        assert down.values.addressable_shards[0].data.shape == (2, 32, 24)
+        assert_same(model, skv.load(path, quantization=format, dtype="bfloat16"))
+    assert_same(skv.load(path, quantization="none"), skv.load(path))
+
+
+def test_a_plain_llama_is_quantised_and_cut(fp8, tmp_path):
+    model = load(fp8, config=skv.load(fp8).config.cut(3))
+    assert model.swiftkv is None and model.llama.lower.gate.values.shape[0] == 3
+    skv.save(skv.load(fp8), tmp_path / "orbax")
+    assert_same(load(tmp_path / "orbax", config=model.config), model)
+    skv.save_hf(model, tmp_path / "plain")  # no upper layer at all
+    plain = skv.load(tmp_path / "plain")
+    assert plain.llama.upper.gate.values.shape == (0, 48, 32) and plain.llama.upper.gate.values.dtype == E4M3
+    np.testing.assert_array_equal(plain.llama.lower.o.scale[3], model.llama.upper.o.scale[0])
+
+
+# Writing ----------------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_is_bit_exact(fp8, tmp_path):
+    skv.save_hf(skv.load(fp8), tmp_path / "out")
+    assert stored(tmp_path / "out") == stored(fp8)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["quantization_config"] == QUANTIZATION_CONFIG
+    assert open_any(tmp_path / "out").digests
+    assert_same(skv.load(tmp_path / "out"), skv.load(fp8))
+
+
+def test_what_was_quantised_here_is_written_in_that_format(tmp_path):
+    hf = tiny.hf_config(num_hidden_layers=4)
+    write(tmp_path / "plain", hf, tiny.tensors_for(hf))
+    model = skv.load(tmp_path / "plain", quantization="fp8")
+    skv.save_hf(model, tmp_path / "out")
+    found = stored(tmp_path / "out")
+    name = "model.layers.2.self_attn.v_proj_swiftkv.weight"
+    assert found[name][:2] == ("F8_E4M3", [16, 32]) and found[f"{name}_scale"][:2] == ("F32", [16, 1])
+    assert len(found) == len(tiny.tensors_for(hf)) + 7 * 4 + 3 * 2
+    assert_same(skv.load(tmp_path / "out"), model)
+
+
+def test_groups_are_repeated_with_their_scales(tmp_path):
+    hf = hf_fields(key_value_group_size=2)
+    model = skv.load(write(tmp_path / "fp8", hf, fp8_tensors(hf)))
+    skv.save_hf(model, tmp_path / "out", format="expanded")
+    expanded = skv.load(tmp_path / "out")
+    assert model.swiftkv is not None and expanded.swiftkv is not None
+    assert expanded.config.key_value_group_size == 1 and expanded.swiftkv.k.scale.shape[0] == 2
+    for layer in (0, 1):
+        np.testing.assert_array_equal(expanded.swiftkv.k.values[layer], model.swiftkv.k.values[0])
+        np.testing.assert_array_equal(expanded.swiftkv.v.scale[layer], model.swiftkv.v.scale[0])
+
+
+def test_our_own_directories(tmp_path):
+    hf = tiny.hf_config(num_hidden_layers=4)
+    model = skv.load(write(tmp_path / "plain", hf, tiny.tensors_for(hf)), quantization="int8")
+    skv.save(model, tmp_path / "out")
+    assert_same(skv.load(tmp_path / "out"), model)
+    assert_same(skv.load(tmp_path / "out", mesh=make_mesh((2, 2))), model)
+    leaf = tmp_path / "out/weights/lower.gate.values"
+    assert leaf.is_dir() and len(list((tmp_path / "out/weights").iterdir())) == len(jax.tree.leaves(model))
+    unquantised = skv.load(tmp_path / "out", quantization="none")
+    np.testing.assert_array_equal(unquantised.llama.upper.o, dequantize(model.llama.upper.o, jnp.float32))
+
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    del manifest["leaves"]["upper.up.scale"]
+    manifest["leaves"]["lower.up.values"]["dtype"] = "bfloat16"
+    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"missing: upper\.up\.scale; wrong dtype: lower\.up\.values bfloat16"):
+        skv.load(tmp_path / "out")
+
+
+def test_conversion_keeps_eight_bits(fp8, tmp_path, capsys):
+    assert convert(["hf2orbax", str(fp8), str(tmp_path / "orbax"), "--dtype", "bfloat16"]) == 0
+    model = skv.load(tmp_path / "orbax", dtype="bfloat16")
+    assert model.llama.lower.gate.scale.dtype == jnp.float32
+    assert_same(model, skv.load(fp8, dtype="bfloat16"))
+    assert convert(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf")]) == 0
+    assert_same(skv.load(tmp_path / "hf", dtype="bfloat16"), model)
+    capsys.readouterr()
+    assert convert(["inspect", str(fp8)]) == 0
+    report = capsys.readouterr().out
+    plain = tiny.tensors_for(hf_fields())
+    assert f"{sum(tensor.size for tensor in plain.values()):,} =" in report and "float8_e4m3fn" in report
+
+
+# Refusals ---------------------------------------------------------------------------------------------------------------
+
+
+WEIGHT, SCALE = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight_scale"
+BAD = {
+    "no scale": (lambda t: t.pop(SCALE), f"missing: {SCALE}$"),
+    "no weight": (lambda t: t.pop(WEIGHT), f"missing: {WEIGHT}$"),
+    "a scale too many": (lambda t: t.update({"lm_head.weight_scale": np.ones((61, 1), np.float32)}), "unexpected: lm_head.weight_scale$"),
+    "scale of inputs": (lambda t: t.update({"model.layers.0.mlp.up_proj.input_scale": np.ones(1)}), "unexpected: .*input_scale"),
+    "scale per tensor": (lambda t: t.update({SCALE: t[SCALE][:1]}), rf"wrong shape: {SCALE} \[1, 1\], expected \[32, 1\]"),
+    "flat scale": (lambda t: t.update({SCALE: t[SCALE][:, 0]}), rf"wrong shape: {SCALE} \[32\], expected \[32, 1\]"),
+    "weight not quantised": (lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.float32)}), rf"{WEIGHT} F32 \(supported: F8_E4M3\)"),
+    "weight of integers": (lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.int8)}), rf"{WEIGHT} I8 \(supported: F8_E4M3\)"),
+    "norm quantised": (
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype(E4M3)}),
+        r"model.norm.weight F8_E4M3 \(supported: F32, BF16, F16\)",
+    ),
+    "two at a time": (lambda t: [t.pop(SCALE), t.pop("model.norm.weight")], f"missing: {SCALE}, model.norm.weight$"),
+    "scale not finite": (lambda t: t.update({SCALE: t[SCALE] * np.float32(np.nan)}), f"{SCALE} has scales that are negative or not finite"),
+    "negative scale": (lambda t: t.update({SCALE: -t[SCALE]}), f"{SCALE} has scales that are negative or not finite"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damaged_tensors(tmp_path, name):
+    damage, message = BAD[name]
+    tensors = fp8_tensors(hf_fields())
+    damage(tensors)
+    with pytest.raises(CheckpointError, match=message) as error:
+        skv.load(write(tmp_path / "bad", hf_fields(), tensors))
+    assert "\n" not in str(error.value)
+
+
+def test_eight_bits_without_a_config(tmp_path):
+    hf = {name: value for name, value in hf_fields().items() if name != "quantization_config"}
+    with pytest.raises(CheckpointError, match=r"unexpected: .*o_proj.weight_scale.*o_proj.weight F8_E4M3 \(supported: F32"):
+        skv.load(write(tmp_path / "bad", hf, fp8_tensors(hf)))
+
+
+GROUP = "config_groups.group_0"
+REFUSED = {  # path of a field, another value, what the error says of it
+    "another method": ("quant_method", "gptq", "quant_method='gptq' is not supported; supported: 'compressed-tensors'"),
+    "packed integers": ("format", "pack-quantized", "format='pack-quantized'"),
+    "not compressed": ("quantization_status", "frozen", "quantization_status='frozen'"),
+    "quantised head": ("ignore", [], r"ignore=\[\]"),
+    "quantised cache": ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme="),
+    "no groups": ("config_groups", {}, r"config_groups=\{\} is not supported; supported: one group"),
+    "groups as text": ("config_groups", "all", "config_groups='all'"),
+    "some layers": (f"{GROUP}.targets", ["re:.*mlp.*"], r"group_0\.targets="),
+    "quantised outputs": (f"{GROUP}.output_activations", {"num_bits": 8}, r"group_0\.output_activations="),
+    "four bits": (f"{GROUP}.weights.num_bits", 4, r"weights\.num_bits=4 is not supported; supported: 8"),
+    "integers": (f"{GROUP}.weights.type", "int", r"weights\.type='int'"),
+    "per tensor": (f"{GROUP}.weights.strategy", "tensor", r"weights\.strategy='tensor'"),
+    "groups of weights": (f"{GROUP}.weights.group_size", 128, r"weights\.group_size=128"),
+    "asymmetric": (f"{GROUP}.weights.symmetric", False, r"weights\.symmetric=False"),
+    "no weights": (f"{GROUP}.weights", None, r"weights=None must be an object"),
+    "static activations": (f"{GROUP}.input_activations.dynamic", False, r"input_activations\.dynamic=False"),
+    "activations per tensor": (f"{GROUP}.input_activations.strategy", "tensor", r"input_activations\.strategy='tensor'"),
+    "activations as they are": (f"{GROUP}.input_activations", None, "input_activations=None must be an object"),
+    "unknown field": (f"{GROUP}.weights.rotation", "hadamard", "weights: unknown field 'rotation'"),
+    "unknown field on top": ("smoothing", 0.5, "quantization_config: unknown field 'smoothing'"),
+    "sparse": ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config="),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_quantisations(name):
+    path, value, message = REFUSED[name]
+    fields = copy.deepcopy(QUANTIZATION_CONFIG)
+    *parents, last = path.split(".")
+    functools.reduce(lambda node, key: node[key], parents, fields)[last] = value
+    with pytest.raises(ConfigError, match=message) as error:
+        skv.Config.from_hf(hf_fields() | {"quantization_config": fields})
+    assert "quantization_config" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_quantised_models_are_for_inference(fp8, tmp_path):
+    model = skv.load(fp8)
+    mask = jnp.ones(tokens().shape, jnp.float32)
+    with pytest.raises(UsageError, match="distill_loss needs unquantised weights, these are fp8"):
+        skv.distill_loss(model, tokens(), mask)
+    with pytest.raises(UsageError, match="add_swiftkv needs unquantised weights, these are fp8"):
+        skv.add_swiftkv(model, 2)
+    with pytest.raises(UsageError, match="a delta needs unquantised weights, these are fp8"):
+        load_delta(fp8, model)
+    with pytest.raises(UsageError, match="format delta: not for fp8 weights"):
+        skv.save_hf(model, tmp_path / "delta", format="delta")
+    assert skv.add_swiftkv(skv.load(fp8, quantization="none"), 2).swiftkv is not None
+
+
+def test_other_formats_than_the_stored_one(fp8, tmp_path):
+    with pytest.raises(UsageError, match=r"quantization 'int8': .* is fp8 already"):
+        skv.load(fp8, quantization="int8")
+    with pytest.raises(UsageError, match="quantization 'int4' is not known; choose none or fp8 or int8"):
+        skv.load(fp8, quantization="int4")  # pyright: ignore[reportArgumentType]
+    assert_same(skv.load(fp8, quantization="fp8"), skv.load(fp8))
+    hf = tiny.hf_config(num_hidden_layers=4)
+    model = skv.load(write(tmp_path / "plain", hf, tiny.tensors_for(hf)), quantization="int8")
+    with pytest.raises(UsageError, match="format full: not for int8 weights; use save, or load them with quantization='none'"):
+        skv.save_hf(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Quality ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "agreement"), [("fp8", 0.9), ("int8", 0.95)])
+def test_the_demo_model_says_the_same(format, agreement):
+    text = Path(skv.__file__).read_text() + Path(__file__).read_text()
+    model = skv.load(SWIFTKV)
+    ids = jnp.asarray(model.tokenizer(text)["input_ids"][: 4 * 128]).reshape(4, 128)
+    before, after = (np.asarray(skv.logits(m, ids)) for m in (model, skv.load(SWIFTKV, quantization=format)))
+
+    def perplexity(logits) -> float:
+        log_p = jax.nn.log_softmax(logits[:, :-1])
+        return float(jnp.exp(-jnp.take_along_axis(log_p, ids[:, 1:, None], axis=-1).mean()))
+
+    same = (before.argmax(-1) == after.argmax(-1)).mean()
+    print(f"{format}: perplexity {perplexity(before):.4f} to {perplexity(after):.4f}, top token the same in {100 * same:.1f} %")
+    assert same > agreement and abs(perplexity(after) / perplexity(before) - 1) < 0.02

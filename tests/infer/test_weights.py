@@ -1,0 +1,84 @@
+"""Served weights that are quantised: the same student and teacher, whose shapes and places are known beforehand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.infer.weights import num_bytes, served_config, serving_weights, weight_shapes, weight_shardings
+from swiftkv_jax.layers import rope_table
+from swiftkv_jax.model import project_fused_kv, project_kv
+from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.quantization import Scheme
+from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
+from tests.test_quantization import SCHEMES, tiny_model
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
+
+
+def weights_of(model: skv.Model, swiftkv: bool):
+    return serving_weights(model.llama, model.swiftkv if swiftkv else None)
+
+
+@pytest.mark.parametrize(("name", "swiftkv"), [("fp8", True), ("int8", False)])
+def test_generates_what_whole_sequences_say(name, swiftkv):
+    model = tiny_model(SCHEMES[name])
+    found = skv.generate(model, PROMPTS, max_tokens=4, swiftkv=swiftkv)
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        row = jnp.array([prompt + new])
+        logits = np.asarray(skv.logits(model, row, swiftkv=swiftkv))[0, len(prompt) - 1 : -1]
+        assert len(new) == 4 and (logits[np.arange(4), new] >= logits.max(axis=-1) - 1e-4).all()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_fused_keys_and_values_are_those_of_the_delta(name):
+    model = tiny_model(SCHEMES[name])
+    x = jax.random.normal(jax.random.key(0), (2, 5, 32))
+    rope = rope_table(model.config, jnp.broadcast_to(jnp.arange(5), (2, 5)))
+    weights = weights_of(model, True)
+    assert model.swiftkv is not None
+    fused = project_fused_kv(model.config, weights.boundary_norm, weights.kv, weights.kv_bias, x, rope)
+    for ours, theirs in zip(fused, project_kv(model.config, model.swiftkv, x, rope), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("swiftkv", [True, False], ids=["student", "teacher"])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES.values()], ids=["plain", *SCHEMES])
+def test_shapes_are_known_without_weights(scheme, swiftkv):
+    model = tiny_model(scheme)
+    weights = weights_of(model, swiftkv)
+    assert weight_shapes(model.config, swiftkv, jnp.float32, scheme) == jax.eval_shape(lambda: weights)
+    if scheme is not None:
+        assert weights.lower[0].o.values.shape == (32, 32) and weights.lower[0].o.scale.shape == (32,)
+        assert not swiftkv or weights.kv.scale.shape == (2, 2, 2, 8)
+    assert len(weights.lower) == served_config(model.config, swiftkv).num_lower_layers
+
+
+@pytest.mark.parametrize("swiftkv", [True, False], ids=["student", "teacher"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_places_are_known_without_weights(name, swiftkv):
+    """Unstacking leaves each layer on the devices that it is split over."""
+    scheme, mesh = SCHEMES[name], make_mesh((2, 2))
+    model = tiny_model(scheme)
+    llama = jax.device_put(model.llama, llama_shardings(model.config, mesh, scheme))
+    delta = jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh, scheme))
+    weights = weights_of(dataclasses.replace(model, llama=llama, swiftkv=delta), swiftkv)
+
+    def same(array, sharding):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim), f"{array.sharding}, expected {sharding.spec}"
+
+    jax.tree.map(same, weights, weight_shardings(model.config, swiftkv, mesh, scheme))
+
+
+def test_bytes_of_8b():
+    """Of 8.03e9 parameters 1.05e9 are embedding and head; the student has 0.34e9 more and leaves 0.40e9 of the teacher's out."""
+    bfloat16, fp8 = (num_bytes(weight_shapes(LLAMA_8B, True, jnp.bfloat16, scheme)) for scheme in (None, Scheme("fp8")))
+    matrices = 2 * 128256 * 4096
+    vectors = 4096 * (2 * 32 + 2)
+    layers = 32 * (2 * 4096 * 4096 + 3 * 4096 * 14336) + (16 + 16) * 2 * 1024 * 4096
+    assert bfloat16 == 2 * (matrices + vectors + layers)
+    channels = 32 * (2 * 4096 + 4096 + 2 * 14336) + (16 + 16) * 2 * 1024
+    assert fp8 == 2 * (matrices + vectors) + layers + 4 * channels
