@@ -1,126 +1,186 @@
-"""Draws follow the distribution asked for, row by row, and depend on nothing else."""
+"""What a caller may ask for: every value in its range is taken, every other refused by name, whether from Python or from JSON."""
 
 import dataclasses
+import pickle
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.sampling import SamplingParams, make_sampling, sample
+from swiftkv_jax.infer.sampling import SamplingParams
 
-PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.25, 0.15, 0.05])
-DRAWS = 20_000
-
-jitted_sample = jax.jit(sample)
-
-
-def frequencies(**params) -> np.ndarray:
-    sampling = make_sampling(SamplingParams(**params), range(DRAWS), ())
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)) + 7, (DRAWS, 6))
-    tokens = jitted_sample(logits, sampling, jnp.full(DRAWS, 3))
-    return np.bincount(np.asarray(tokens), minlength=6) / DRAWS
-
-
-def normal(weights) -> np.ndarray:
-    return np.asarray(weights) / np.sum(weights)
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({"temperature": 1.0}, PROBABILITIES),
-        ({"temperature": 0.5}, normal(PROBABILITIES**2)),
-        ({"temperature": 2.0}, normal(PROBABILITIES**0.5)),
-        ({"temperature": 1.0, "top_k": 1}, [0, 1, 0, 0, 0, 0]),
-        ({"temperature": 1.0, "top_k": 3}, normal([0, 0.4, 0, 0.25, 0.15, 0])),
-        ({"temperature": 1.0, "top_k": 100}, PROBABILITIES),
-        ({"temperature": 1.0, "top_p": 0.01}, [0, 1, 0, 0, 0, 0]),
-        ({"temperature": 1.0, "top_p": 0.5}, normal([0, 0.4, 0, 0.25, 0, 0])),
-        ({"temperature": 1.0, "top_p": 0.75}, normal([0, 0.4, 0, 0.25, 0.15, 0])),
-        # of equals the lower id ranks first: tokens 0 and 5 are both the fifth likeliest
-        ({"temperature": 1.0, "top_k": 5}, normal([0.05, 0.4, 0.1, 0.25, 0.15, 0])),
-        # top_p counts within what top_k left: 0.4 of 0.65 is 0.615
-        ({"temperature": 1.0, "top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0, 0]),
-        ({"temperature": 0.0, "top_k": 3, "top_p": 0.5}, [0, 1, 0, 0, 0, 0]),
-        ({"temperature": 1e-30}, [0, 1, 0, 0, 0, 0]),
-    ],
-    ids=str,
-)
-def test_frequencies(params, expected):
-    found = frequencies(**params)
-    deviation = np.sqrt(np.maximum(np.multiply(expected, 1 - np.asarray(expected)), 0) / DRAWS)
-    assert np.all(np.abs(found - expected) <= 4.5 * deviation), found
-
-
-def test_rows_do_not_see_each_other():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 50)), jnp.float32)
-    position = jnp.array([3, 9, 3, 1])
-    rows = [
-        make_sampling(SamplingParams(temperature=t, top_k=k, top_p=p, seed=5), [row], ())
-        for row, (t, k, p) in enumerate([(0.0, 0, 1.0), (1.5, 0, 1.0), (1.5, 7, 1.0), (1.5, 0, 0.9)])
-    ]
-    together = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
-    mixed = jitted_sample(logits, together, position).tolist()
-    alone = [int(jitted_sample(logits[i : i + 1], rows[i], position[i : i + 1])[0]) for i in range(4)]
-    assert mixed == alone
-    assert mixed[0] == int(logits[0].argmax())
-
-
-def test_draws_depend_on_seed_row_and_position():
-    logits = jnp.zeros((64, 1000))
-
-    def draw(seed=0, first=0, position=0):
-        params = SamplingParams(temperature=1.0, seed=seed)
-        return jitted_sample(logits, make_sampling(params, range(first, first + 64), ()), jnp.full(64, position)).tolist()
-
-    assert draw() == draw()
-    assert len({tuple(draw()), tuple(draw(seed=1)), tuple(draw(seed=2**32 - 1)), tuple(draw(first=64)), tuple(draw(position=1))}) == 5
-    assert draw(first=1)[:63] == draw()[1:]
+REFUSED = [
+    ({"max_tokens": 0}, "max_tokens=0 must be an integer from 1 to 2147483647"),
+    ({"max_tokens": 2**31}, "max_tokens=2147483648 must be"),
+    ({"max_tokens": 1.0}, "max_tokens=1.0 must be"),
+    ({"max_tokens": True}, "max_tokens=True must be"),
+    ({"max_tokens": "9"}, "max_tokens='9' must be"),
+    ({"max_tokens": None}, "max_tokens=None must be"),
+    ({"temperature": -0.5}, "temperature=-0.5 must be a number from 0 to 100 (0 is greedy)"),
+    ({"temperature": float("nan")}, "temperature=nan must be"),
+    ({"temperature": float("inf")}, "temperature=inf must be"),
+    ({"temperature": 10**400}, "temperature=1000000"),
+    ({"temperature": True}, "temperature=True must be"),
+    ({"temperature": "1"}, "temperature='1' must be"),
+    ({"temperature": 1 + 0j}, "temperature=(1+0j) must be"),
+    ({"top_k": -2}, "top_k=-2 must be an integer from -1 to 2147483647 (0 and -1 are off)"),
+    ({"top_k": 2.5}, "top_k=2.5 must be"),
+    ({"top_p": 0.0}, "top_p=0.0 must be a number above 0 and at most 1 (1 is off)"),
+    ({"top_p": 1.01}, "top_p=1.01 must be"),
+    ({"top_p": float("nan")}, "top_p=nan must be"),
+    ({"min_p": -0.1}, "min_p=-0.1 must be a number from 0 to 1 (0 is off)"),
+    ({"min_p": 1.1}, "min_p=1.1 must be"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 must be a number from 0.01 to 100 (1 is off)"),
+    ({"repetition_penalty": 101}, "repetition_penalty=101 must be"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty=inf must be"),
+    ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be a number from -2 to 2 (0 is off)"),
+    ({"presence_penalty": -2.1}, "presence_penalty=-2.1 must be"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must be a number from -2 to 2 (0 is off)"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be"),
+    ({"logit_bias": [1]}, "logit_bias=[1] must map token ids to numbers"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias: token=-1 must be an integer from 0 to"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias: token='5' must be"),
+    ({"logit_bias": {True: 1.0}}, "logit_bias: token=True must be"),
+    ({"logit_bias": {5: 101}}, "logit_bias[5]=101 must be a number from -100 to 100"),
+    ({"logit_bias": {5: float("nan")}}, "logit_bias[5]=nan must be"),
+    ({"logit_bias": {i: 1.0 for i in range(301)}}, "logit_bias has 301 entries; at most 300 are possible"),
+    ({"seed": -1}, "seed=-1 must be an integer from 0 to 9223372036854775807"),
+    ({"seed": 2**63}, "seed=9223372036854775808 must be"),
+    ({"n": 0}, "n=0 must be an integer from 1 to 16"),
+    ({"n": 17}, "n=17 must be"),
+    ({"stop": 5}, "stop=5 must be a list of strings"),
+    ({"stop": ["a", 5]}, "stop=5 must be a string of 1 to 256 characters"),
+    ({"stop": [""]}, "stop='' must be a string of 1 to 256 characters"),
+    ({"stop": ""}, "stop='' must be"),
+    ({"stop": ["a" * 257]}, "stop='aaaaaaaaaaaa"),
+    ({"stop": ["a"] * 17}, "stop has 17 entries; at most 16 are possible"),
+    ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of token ids"),
+    ({"stop_token_ids": "5"}, "stop_token_ids='5' must be a list of token ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids=-1 must be an integer from 0 to"),
+    ({"stop_token_ids": list(range(17))}, "stop_token_ids has 17 entries; at most 16 are possible"),
+    ({"min_tokens": -1}, "min_tokens=-1 must be an integer from 0 to 128 (at most max_tokens)"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens=6 must be an integer from 0 to 5"),
+    ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
+    ({"logprobs": -1}, "logprobs=-1 must be an integer from 0 to 20"),
+    ({"logprobs": 21}, "logprobs=21 must be"),
+    ({"logprobs": True}, "logprobs=True must be"),
+]
 
 
-def test_one_program_for_all_mixtures():
-    traced = []
-
-    @jax.jit
-    def program(logits, sampling, position):
-        traced.append(logits)
-        return sample(logits, sampling, position)
-
-    for params in (
-        SamplingParams(),
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.7, top_k=4),
-        SamplingParams(temperature=0.7, top_p=0.4, seed=9),
-    ):
-        program(jnp.zeros((2, 8)), make_sampling(params, [0, 1], ()), jnp.zeros(2, jnp.int32))
-    assert len(traced) == 1
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ({"temperature": -0.5}, "temperature=-0.5 must be"),
-        ({"temperature": float("nan")}, "temperature=nan must be"),
-        ({"temperature": float("inf")}, "temperature=inf must be"),
-        ({"top_k": -1}, "top_k=-1 must be 0 (off) or more"),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
-        ({"top_p": 1.01}, "top_p=1.01 must be above 0"),
-        ({"top_p": float("nan")}, "top_p=nan must be above 0"),
-        ({"seed": -1}, "seed=-1 must be from 0 to 4294967295"),
-        ({"seed": 2**32}, "seed=4294967296 must be from 0 to 4294967295"),
-    ],
-    ids=str,
-)
-def test_bad_parameters_are_named(params, message):
+def refusal(function, *args, **kwargs) -> str:
     with pytest.raises(UsageError) as error:
-        SamplingParams(**params)
-    assert str(error.value).startswith(message)
+        function(*args, **kwargs)
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 600
+    return message
 
 
-def test_ignore_eos_forgets_the_end_tokens():
-    params = SamplingParams()
-    assert make_sampling(params, [0, 1], (5, 6)).end_ids.tolist() == [[5, 6]] * 2
-    assert make_sampling(dataclasses.replace(params, ignore_eos=True), [0, 1], (5, 6)).end_ids.tolist() == [[-1, -1]] * 2
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
+def test_a_value_out_of_range_is_refused_by_name(fields, message):
+    assert refusal(SamplingParams, **fields).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 1, "min_tokens": 1, "n": 16, "seed": 2**63 - 1, "logprobs": 20},
+        {"temperature": 100, "top_k": -1, "top_p": 1, "min_p": 1},
+        {"repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": 2},
+        {"stop": ("a" * 256,) * 16, "stop_token_ids": tuple(range(16)), "logit_bias": {i: -100.0 for i in range(300)}},
+        {"logprobs": 0, "ignore_eos": True, "top_p": 1e-9},
+    ],
+    ids=str,
+)
+def test_the_ends_of_each_range_are_taken(fields):
+    params = SamplingParams(**fields)
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert SamplingParams.from_json(fields, SamplingParams()) == params
+
+
+def test_values_are_kept_as_plain_python():
+    fields: dict[str, Any] = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "stop": "end", "stop_token_ids": [np.int32(4)]}
+    params = SamplingParams(**fields, logit_bias={7: 1})
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("end",), (4,), {7: 1.0})
+    assert [type(value) for value in (params.max_tokens, params.temperature, params.stop_token_ids[0])] == [int, float, int]
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+def test_json_changes_what_it_names():
+    defaults = SamplingParams(max_tokens=9, temperature=0.5, stop=("x",), logprobs=2, logit_bias={1: 1.0})
+    fields = {"top_p": 0.9, "stop": "y", "logit_bias": {"17": 2, "0": -1}}
+    changed = dataclasses.replace(defaults, top_p=0.9, stop=("y",), logit_bias={17: 2.0, 0: -1.0})
+    assert SamplingParams.from_json(fields, defaults) == changed
+    assert SamplingParams.from_json({"stop": ["a", "b"]}, defaults).stop == ("a", "b")
+    assert SamplingParams.from_json({}, defaults) == defaults
+
+
+def test_json_null_leaves_the_default_but_for_logprobs():
+    defaults = SamplingParams(temperature=0.5, stop=("x",), logprobs=2)
+    assert SamplingParams.from_json({"temperature": None, "stop": None}, defaults) == defaults
+    assert SamplingParams.from_json({"logprobs": None}, defaults).logprobs is None
+
+
+@pytest.mark.parametrize("alias", ["max_completion_tokens", "max_new_tokens"])
+def test_json_aliases(alias):
+    assert SamplingParams.from_json({alias: 7}, SamplingParams()).max_tokens == 7
+    assert refusal(SamplingParams.from_json, {"max_tokens": 7, alias: 7}, SamplingParams()).startswith(
+        f"{alias} says max_tokens a second time"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 2}, "best_of is not supported"),
+        ({"suffix": "x"}, "suffix is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"guided_json": {}}, "guided_json is not supported"),
+        ({"guided_regex": "a"}, "guided_regex is not supported"),
+        ({"bad_words": ["x"]}, "bad_words is not supported"),
+        ({"length_penalty": 0.5}, "length_penalty is not supported"),
+        ({"use_beam_search": True}, "use_beam_search is not supported"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
+        ({"top_a": 0.1}, "top_a is not supported"),
+        ({"typical_p": 0.9}, "typical_p is not supported"),
+        ({"top_logprobs": 5}, "top_logprobs is not supported"),
+        ({"temprature": 1}, "'temprature' is not a sampling parameter; known are frequency_penalty, ignore_eos,"),
+        ({"temprature": None}, "'temprature' is not"),
+        ({"x" * 9999: 1}, "'xxxxxxxxxxxx"),
+        ({"temperature": "hot"}, "temperature='hot' must be"),
+        ({"max_new_tokens": 0}, "max_tokens=0 must be"),
+        ({"logprobs": True}, "logprobs=True must be"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: token='x' must be"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias: token='-5' must be"),
+        ({"logit_bias": {"05": 1}}, "logit_bias: token='05' must be"),
+        ({"logit_bias": {"5.0": 1}}, "logit_bias: token='5.0' must be"),
+        ({"logit_bias": {"9" * 9999: 1}}, "logit_bias: token='999"),
+        ({"logit_bias": {"5": True}}, "logit_bias[5]=True must be"),
+        ({"stop": {}}, "stop={} must be a list of strings"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_json_that_cannot_be_honoured_is_refused_by_name(fields, message):
+    assert refusal(SamplingParams.from_json, fields, SamplingParams()).startswith(message)
+
+
+def test_json_of_what_is_not_supported_but_asks_for_nothing():
+    fields = {
+        "best_of": 1,
+        "suffix": None,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "bad_words": [],
+        "response_format": {"type": "text"},
+    }
+    assert SamplingParams.from_json(fields, SamplingParams()) == SamplingParams()
+
+
+def test_token_ids_must_be_in_the_vocabulary():
+    SamplingParams(logit_bias={99: 1.0}, stop_token_ids=(99,)).check_vocabulary(100)
+    for name, params in (
+        ("logit_bias", SamplingParams(logit_bias={100: 1.0})),
+        ("stop_token_ids", SamplingParams(stop_token_ids=(5, 100))),
+    ):
+        assert refusal(params.check_vocabulary, 100) == f"{name}: token 100 is outside the vocabulary, 0 to 99"
