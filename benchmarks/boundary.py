@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax import cli
-from swiftkv_jax.cache import write_chunk
+from swiftkv_jax.cache import Pool, write_pages
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.layers import rope_table
@@ -44,6 +44,8 @@ MATMUL, COPY = 790e12, 4.3e12
 """FLOP/s and bytes/s that an H200 reaches on large products and copies: for shares where nothing is measured."""
 KERNEL = 3e-6
 """Seconds that a kernel takes at least, launch included: an assumption, for the pessimistic of the two estimates."""
+PAGE = 16
+"""Positions of a page of the cache: what the smallest case has."""
 
 TINY = Config(vocab_size=64, embed_dim=64, mlp_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_key_value_layers=2)
 CASES = {"full": (LLAMA_8B, (512, 2048, 8192), 8192), "smoke": (TINY, (16,), 32)}  # architecture, chunks, positions of the cache
@@ -110,11 +112,17 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def boundary(config: Config):
-    """(norm, weights, hidden states, rotary table, offset, caches) -> caches, as `infer.programs.fill` does it."""
+    """(norm, weights, hidden states, rotary table, pages, caches) -> caches, as `infer.programs.fill` does it."""
 
-    def run(norm, kv, x, rope, offset, caches):
+    def run(norm, kv, x, rope, pages, caches):
         k, v = project_fused_kv(config, norm, kv, None, x, rope)
-        return [(write_chunk(a, k[j], offset), write_chunk(b, v[j], offset)) for j, (a, b) in enumerate(caches)]
+        written = jnp.ones((pages.size, PAGE), bool)
+
+        def write(pool, new):  # 1 K T H
+            new = new[0].reshape(new.shape[1], pages.size, PAGE, new.shape[3]).swapaxes(0, 1)
+            return write_pages(Pool(pool), new, pages, written).values
+
+        return [(write(a, k[j]), write(b, v[j])) for j, (a, b) in enumerate(caches)]
 
     return run
 
@@ -126,10 +134,11 @@ def operands(config: Config, chunk: int, length: int) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct(size, dtype)
 
     heads, groups = (config.num_kv_heads, config.head_dim), config.num_kv_groups
-    cache = shape(1, config.num_kv_heads, length, config.head_dim)
+    cache = shape(length // PAGE, config.num_kv_heads, PAGE, config.head_dim)
     rope = shape(2, 1, chunk, config.head_dim // 2, dtype=jnp.float32)
     weights = shape(2, groups, *heads, config.embed_dim)
-    return shape(config.embed_dim), weights, shape(1, chunk, config.embed_dim), rope, shape(dtype=jnp.int32), [(cache, cache)] * groups
+    x, pages = shape(1, chunk, config.embed_dim), shape(chunk // PAGE, dtype=jnp.int32)
+    return shape(config.embed_dim), weights, x, rope, pages, [(cache, cache)] * groups
 
 
 # Counting -------------------------------------------------------------------------------------------------------
@@ -192,14 +201,14 @@ def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -
     draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     kv = draw(jax.random.fold_in(key, 1), weights.shape) * jnp.bfloat16(0.02)
     chunks = [draw(jax.random.fold_in(key, 2 + i), x.shape) for i in range(4)]
-    scale, rope, offset = jnp.ones(norm.shape, norm.dtype), rope_table(config, jnp.arange(chunk)[None]), jnp.int32(0)
+    scale, rope, pages = jnp.ones(norm.shape, norm.dtype), rope_table(config, jnp.arange(chunk)[None]), jnp.arange(chunk // PAGE)
     state = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)]
     step = jax.jit(boundary(config), donate_argnums=5)
 
     def run(repeats: int) -> Run:
         start = time.perf_counter()
         for i in range(repeats):
-            state[0] = step(scale, kv, chunks[i % 4], rope, offset, state[0])
+            state[0] = step(scale, kv, chunks[i % 4], rope, pages, state[0])
         queued = time.perf_counter()
         jax.block_until_ready(state[0])
         return Run(time.perf_counter() - start, queued - start)

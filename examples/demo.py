@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import swiftkv_jax as skv
@@ -23,7 +22,9 @@ from swiftkv_jax import demo
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.infer.generate import Engine
+from swiftkv_jax.infer.engine import Engine, engine_for
+from swiftkv_jax.infer.options import EngineOptions
+from swiftkv_jax.infer.requests import Request
 from swiftkv_jax.infer.sampling import SamplingParams
 from swiftkv_jax.sharding import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
@@ -32,7 +33,8 @@ DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does
 STEPS = {1: 16, 2: 32}  # by group size: sharing a cache is the larger change
 PROMPT = "def read_lines(path):"
-ROWS, PROMPT_TOKENS = 4, 897  # seven chunks of 128 and the token that goes into the first decode step
+ROWS, PROMPT_TOKENS = 4, 897  # seven pages of 128 and the token that goes into the first decode step
+NEW_TOKENS = 64
 
 
 @dataclasses.dataclass
@@ -65,28 +67,30 @@ def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
 
 def measure(column: Column) -> tuple[float, float, str]:
     """(prefill seconds of ROWS prompts, seconds per decode step of ROWS tokens, a greedy completion)."""
-    engine = Engine(column.model, swiftkv=column.swiftkv, max_num_seqs=ROWS, chunks=(128,), decode_steps=8)
+    options = EngineOptions(max_model_len=PROMPT_TOKENS + NEW_TOKENS, max_num_seqs=ROWS, chunks=(512,), decode_rows=(ROWS,))
+    engine = engine_for(column.model, options, swiftkv=column.swiftkv)
     random = np.random.default_rng(0)
-    prompts = random.integers(2, column.model.config.vocab_size, (ROWS, PROMPT_TOKENS)).tolist()
-    engine.warm_up()
-    sampling = engine.sampling(params(64), range(ROWS))
     prefill, decode = [], []
     for _ in range(3):
-        start = time.perf_counter()
-        state = jax.block_until_ready(engine.prefill(prompts, 64))
-        prefill.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        for _ in range(2):
-            state, _ = engine.decode(sampling, state)
-        jax.block_until_ready(state)
-        decode.append((time.perf_counter() - start) / (2 * engine.decode_steps))
+        prompts = random.integers(2, column.model.config.vocab_size, (ROWS, PROMPT_TOKENS)).tolist()
+        first = seconds(engine, prompts, 1)
+        decode.append(seconds(engine, prompts, NEW_TOKENS) / NEW_TOKENS)  # now the prompts are cached
+        prefill.append(first - decode[-1])
     tokens = column.model.tokenizer(PROMPT)["input_ids"]
-    text = column.model.tokenizer.decode([token for event in engine.stream([tokens], params(64)) for token in event.tokens])
+    text = column.model.tokenizer.decode([token for event in engine.run([request(tokens, NEW_TOKENS)]) for token in event.tokens])
     return min(prefill), min(decode), text
 
 
-def params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
+    """Until every prompt has so many new tokens."""
+    start = time.perf_counter()
+    for _ in engine.run([request(prompt, max_tokens) for prompt in prompts]):
+        pass
+    return time.perf_counter() - start
+
+
+def request(prompt: list[int], max_tokens: int) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> str:

@@ -1,94 +1,199 @@
-"""The static key/value cache: one buffer of keys and one of values per cache layer, head-major.
+"""The static key/value cache: for every cache layer a pool of pages of keys and one of values, in 8 bits if asked for.
 
-The student has a buffer per lower layer and one per *group* of upper layers: AcrossKV shares memory, not only work.
-Rows are left-aligned. The cache does not know how much of a row is valid; whoever holds it does (`DecodeState.length`).
-Serving an unmodified teacher is serving the cut at `num_layers`: a buffer per layer.
+The student has pools for each lower layer and for each *group* of upper layers: AcrossKV shares memory, not only work.
+A page holds the keys or values of `page_size` consecutive positions of one row, head-major; which page holds which positions
+of which row is for whoever holds the cache to know (`infer.pages`). Serving an unmodified teacher is serving the cut at
+`num_layers`: pools for each layer.
+
+On a mesh whose rows are split, each device that holds rows has its own part of every pool, and page numbers count within it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from .config import Config
+from .errors import UsageError
 from .params import Leaf
-from .sharding import DATA, MODEL
+from .sharding import MODEL, num_row_devices, row_axes
+
+Format = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
+"""How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
+FORMATS: tuple[Format, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
+_LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.int8): 127.0}
+
+
+@struct.dataclass
+class Pool:
+    """Keys, or values, of one cache layer; a value is what is stored, times its scale if there are scales."""
+
+    values: Leaf  # X K page H
+    scale: Leaf = None  # f32[X, K, page], one for each position and head; None unless stored in 8 bits
 
 
 @struct.dataclass
 class KVCache:
     """Rotated keys, and values: lower layers first, then one entry per group of upper layers."""
 
-    k: tuple[Leaf, ...]  # each B K S H
-    v: tuple[Leaf, ...]  # each B K S H
+    k: tuple[Pool, ...]
+    v: tuple[Pool, ...]
 
 
-def cache_shapes(config: Config, batch: int, length: int, dtype) -> KVCache:
-    """The `ShapeDtypeStruct` of every buffer of a cache of `length` positions per row."""
-    buffer = jax.ShapeDtypeStruct((batch, config.num_kv_heads, length, config.head_dim), dtype)
-    return KVCache((buffer,) * config.num_cache_layers, (buffer,) * config.num_cache_layers)
+def cache_dtype(format: Format, dtype) -> jnp.dtype:
+    """What a cache of this format stores for weights of `dtype`. Raises `UsageError` for an unknown format, or a wider one."""
+    named = {"auto": dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+    if format not in named:
+        raise UsageError(f"kv_cache_dtype={format!r} is not one of {', '.join(FORMATS)}")
+    stored = jnp.dtype(named[format])
+    if stored not in (dtype, *_LARGEST):
+        raise UsageError(f"kv_cache_dtype={format!r} needs weights of that dtype, these are {jnp.dtype(dtype)}; fp8 and int8 go with any")
+    return stored
 
 
-def init_cache(config: Config, batch: int, length: int, dtype, sharding: Sharding | None = None) -> KVCache:
-    """A cache of zeros, each buffer made where `sharding` puts it."""
-    shapes = cache_shapes(config, batch, length, dtype)
-    return jax.tree.map(lambda buffer: jnp.zeros(buffer.shape, buffer.dtype, device=sharding), shapes)
+def cache_shapes(config: Config, pages: int, page_size: int, dtype) -> KVCache:
+    """The `ShapeDtypeStruct` of every array of a cache of `pages` pages of `page_size` positions."""
+    shape = (pages, config.num_kv_heads, page_size, config.head_dim)
+    scale = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _LARGEST else None
+    pools = (Pool(jax.ShapeDtypeStruct(shape, dtype), scale),) * config.num_cache_layers
+    return KVCache(pools, pools)
+
+
+def init_cache(config: Config, pages: int, page_size: int, dtype, sharding=None) -> KVCache:
+    """A cache of zeros, each array made where `sharding` puts it."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), cache_shapes(config, pages, page_size, dtype)
+    )
 
 
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
-    """Rows over `data`, heads over `model` where it divides them. Names no axis of size one: XLA would drop the name."""
-    rows = DATA if mesh.shape[DATA] > 1 else None
+    """Pages over the devices that hold rows, heads over `model` where it divides them. Names no axis of size one: XLA would
+    drop the name, and take the array for another one than it returned."""
+    rows = _rows(mesh)
     if mesh.shape[MODEL] > 1 and config.num_kv_heads % mesh.shape[MODEL] == 0:
         return NamedSharding(mesh, PartitionSpec(rows, MODEL))
     return row_sharding(mesh)
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data`, for the vectors that stand beside a cache."""
-    return NamedSharding(mesh, PartitionSpec(DATA) if mesh.shape[DATA] > 1 else PartitionSpec())
+    """Rows over the devices that hold rows, for what stands beside a cache."""
+    rows = _rows(mesh)
+    return NamedSharding(mesh, PartitionSpec() if rows is None else PartitionSpec(rows))
 
 
-def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True) -> int:
-    """What one token occupies: keys and values of every cache layer, with SwiftKV or without."""
+def _rows(mesh: Mesh) -> tuple[str, ...] | str | None:
+    axes = tuple(axis for axis in row_axes(mesh) if mesh.shape[axis] > 1)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def num_lanes(mesh: Mesh | None) -> int:
+    """Devices that hold rows, each with its own pages."""
+    return 1 if mesh is None else num_row_devices(mesh)
+
+
+def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool = True) -> int:
+    """What one token occupies: keys and values of every cache layer, with SwiftKV or without; `scales` False without theirs."""
     layers = config.num_cache_layers if swiftkv else config.num_layers
-    return 2 * layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    scale = 4 if scales and jnp.dtype(dtype) in _LARGEST else 0
+    return 2 * layers * config.num_kv_heads * (config.head_dim * jnp.dtype(dtype).itemsize + scale)
 
 
-def write_chunk(
-    buffer: Float[Array, "B K S H"], new: Float[Array, "B K T H"], offset: Int[Array, ""]
-) -> Float[Array, "B K S H"]:
-    """Every row's positions `offset .. offset+T-1`. They must be inside the buffer: XLA would move them, silently."""
-    zero = jnp.zeros_like(offset)
-    return jax.lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), (zero, zero, offset, zero))
+# Writing --------------------------------------------------------------------------------------------------------
+
+
+def write_pages(
+    pool: Pool,
+    new: Float[Array, "R K page H"],
+    pages: Int[Array, " R"],
+    written: Bool[Array, "R page"],
+    sharding: NamedSharding | None = None,
+) -> Pool:
+    """The positions of `pages` that are `written`; the others keep what they hold. Numbers past the pool write nothing.
+
+    Whole pages are read, merged and written back: as single positions they would be `page` times as many, which a TPU
+    writes one after the other. No page may be named twice. `sharding` is that of the pool, on a mesh.
+    """
+    return _on_each_device(_write_pages, sharding)(pool, new, pages, written)
 
 
 def write_token(
-    buffer: Float[Array, "B K S H"],
+    pool: Pool,
     new: Float[Array, "B K 1 H"],
+    page: Int[Array, " B"],
     position: Int[Array, " B"],
     sharding: NamedSharding | None = None,
-) -> Float[Array, "B K S H"]:
-    """One position of each row, each row its own. A position outside the buffer is not written.
+) -> Pool:
+    """One position within one page for each row. A number past the pool writes nothing."""
+    return _on_each_device(_write_token, sharding)(pool, new, page, position)
 
-    `sharding` is that of the buffer where it is spread over a mesh: each device writes its own part.
-    """
+
+def take_pages(pool: Pool, pages: Int[Array, " X"], sharding: NamedSharding | None = None) -> Pool:
+    """A smaller pool of these pages. Numbers past the pool yield any page."""
+    return _on_each_device(_take_pages, sharding)(pool, pages)
+
+
+def _write_pages(pool: Pool, new, pages, written) -> Pool:
+    values, scale = _stored(pool, new)
+
+    def merge(old, new):
+        mask = written[:, None, :, *(None,) * (old.ndim - 3)]
+        merged = jnp.where(mask, new, old.at[pages].get(mode="clip"))
+        return old.at[pages].set(merged, mode="drop", unique_indices=True)
+
+    return Pool(merge(pool.values, values), None if scale is None else merge(pool.scale, scale))
+
+
+def _write_token(pool: Pool, new, page, position) -> Pool:
+    # As lines of H: a scatter into X K page H would make XLA lay the cache out as X page K H and, on TPUs, turn all of it
+    # around for attention in every step.
+    pages, heads, size, head_dim = pool.values.shape
+    values, scale = _stored(pool, new)
+    row = jnp.arange(page.shape[0] * heads)
+    line = (jnp.repeat(page, heads) * heads + row % heads) * size + jnp.repeat(position, heads)
+    line = jnp.where(jnp.repeat(page, heads) < pages, line, pages * heads * size + row)  # past the end, each apart
+
+    def put(old, new):
+        lines = old.reshape(pages * heads * size, *old.shape[3:])
+        new = new.reshape(page.shape[0] * heads, *old.shape[3:])
+        return lines.at[line].set(new, mode="drop", unique_indices=True).reshape(old.shape)
+
+    return Pool(put(pool.values, values), None if scale is None else put(pool.scale, scale))
+
+
+def _take_pages(pool: Pool, pages) -> Pool:
+    return jax.tree.map(lambda leaf: leaf.at[pages].get(mode="clip"), pool)
+
+
+def _stored(pool: Pool, new: Float[Array, "_ K _ H"]) -> tuple[Array, Array | None]:
+    """Keys or values as the pool stores them, with their scales: the largest of each head of each token becomes the largest
+    number of the format."""
+    if pool.scale is None:
+        return new.astype(pool.values.dtype), None
+    largest = _LARGEST[pool.values.dtype]
+    wide = new.astype(jnp.float32)
+    peak = jnp.abs(wide).max(axis=-1)
+    scale = jnp.where(peak > 0, peak, largest) / largest
+    wide = wide / scale[..., None]
+    return (jnp.round(wide) if pool.values.dtype == jnp.int8 else wide).astype(pool.values.dtype), scale
+
+
+def _on_each_device(write: Callable[..., Pool], sharding: NamedSharding | None) -> Callable[..., Pool]:
+    """`write` on each device's part of the pool, with the rows that belong to it."""
     if sharding is None:
-        return _write_token(buffer, new, position)
+        return write
     spec = sharding.spec
-    in_specs = (spec, spec, PartitionSpec(*spec[:1]))
-    return jax.shard_map(_write_token, mesh=sharding.mesh, in_specs=in_specs, out_specs=spec)(buffer, new, position)
+    rows, heads = (*spec, None, None)[:2]
 
+    @functools.wraps(write)
+    def local(pool: Pool, *arrays) -> Pool:
+        specs = tuple(PartitionSpec(rows, heads) if array.ndim == 4 else PartitionSpec(rows) for array in arrays)
+        return jax.shard_map(write, mesh=sharding.mesh, in_specs=(spec, *specs), out_specs=spec)(pool, *arrays)
 
-def _write_token(buffer, new, position):
-    # As lines of H: a scatter into B K S H would make XLA lay the cache out as B S K H and, on TPUs, turn all of it around
-    # for attention in every step.
-    batch, heads, length, head_dim = buffer.shape
-    position = jnp.repeat(position, heads)
-    head = jnp.arange(batch * heads)
-    line = jnp.where(position < length, head * length + position, batch * heads * length + head)  # past the end, each apart
-    lines = buffer.reshape(-1, head_dim)
-    lines = lines.at[line].set(new.reshape(-1, head_dim).astype(buffer.dtype), mode="drop", unique_indices=True)
-    return lines.reshape(buffer.shape)
+    return local

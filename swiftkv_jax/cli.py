@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 
-from .errors import CheckpointError, DataError, DivergenceError, UsageError
+from .errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
 
 OK, ERROR, USAGE, SOME_ROWS_FAILED, BAD_CHECKPOINT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
@@ -39,6 +39,8 @@ def run(main: Callable[[], int]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ERROR
         return _fail(error, ERROR)
+    except OutOfMemoryError as error:
+        return _fail(error, OUT_OF_MEMORY)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
             return _fail(f"out of device memory: {str(error).splitlines()[0]}", OUT_OF_MEMORY)

@@ -21,3 +21,7 @@ class CheckpointError(ValueError):
 
 class ConfigError(CheckpointError):
     """A `config.json` that this package cannot honour exactly. Exit code 4."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """What was asked for does not fit the device, as far as the compiler's figures say. Exit code 5."""

@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops, train_flops_per_token
-from swiftkv_jax.infer.shapes import lower_prefill
+from swiftkv_jax.infer.shapes import lower_program
 from swiftkv_jax.model import whole_rows
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import distill_loss
@@ -26,7 +26,9 @@ def counted_flops(compiled) -> float:
 
 @pytest.mark.parametrize("swiftkv", [False, True])
 def test_prefill(swiftkv):
-    compiled = lower_prefill(CONFIG, batch=1, chunk=LENGTH, max_model_len=LENGTH, swiftkv=swiftkv, dtype=jnp.float32).compile()
+    key = "prefill", LENGTH, None
+    lowered = lower_program(CONFIG, key, batch=1, max_model_len=LENGTH, page_size=LENGTH, swiftkv=swiftkv, dtype=jnp.float32)
+    compiled = lowered.compile()
     assert prefill_flops(CONFIG, LENGTH, swiftkv=swiftkv) == pytest.approx(counted_flops(compiled), rel=0.05)
 
 

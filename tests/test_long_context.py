@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from swiftkv_jax import Config
-from swiftkv_jax.infer.shapes import lower_prefill
+from swiftkv_jax.infer.shapes import lower_program
 from swiftkv_jax.model import whole_rows
 from swiftkv_jax.params import llama_shapes
 from swiftkv_jax.sharding import make_mesh
@@ -36,7 +36,8 @@ def test_the_check_finds_one():
 @pytest.mark.parametrize("chunk", [512, LENGTH])
 def test_prefill(chunk):
     config = Config.from_hf(tiny.hf_config(max_position_embeddings=LENGTH))
-    assert not quadratic(lower_prefill(config, batch=1, chunk=chunk, max_model_len=LENGTH, dtype=jnp.float32))
+    lowered = lower_program(config, ("prefill", chunk, None), batch=1, max_model_len=LENGTH, dtype=jnp.float32)
+    assert not quadratic(lowered)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 2)])

@@ -1,72 +1,198 @@
-"""The two programs without weights: lowered from shapes alone, to count operations and memory before paying for either."""
+"""Every shape that serving compiles, decided once; and the programs lowered from shapes alone, before any memory is taken."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from ..attention import Attention
-from ..cache import KVCache, cache_shapes, cache_sharding, row_sharding
+from ..cache import KVCache, cache_shapes, cache_sharding, num_lanes, row_sharding
 from ..config import Config
 from ..pallas_kernels import Implementation
-from .programs import DecodeState, decode, prefill_chunk
-from .sampling import Sampling
+from ..quantization import Scheme
+from .packed import Packed, Pieces, Scored
+from .programs import State, copy_pages, decode, prefill_chunk, score_chunk
+from .rows import Rows, enter, enter_seen, idle
 from .weights import Weights, served_config, weight_shapes, weight_shardings
 
+ENTER_ROWS = 8
+"""Rows that enter or leave in one call."""
+COPY_PAGES = 16
+"""Pages copied in one call, on each lane."""
 
-def lower_prefill(
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What the programs are compiled for. Counts are those of one lane (see `scheduler`)."""
+
+    lanes: int
+    page_size: int
+    num_pages: int
+    table_pages: int
+    """Pages of the longest row."""
+    slots: int
+    decode_rows: tuple[int, ...]
+    """Rows of a decode call: the smallest that is enough. Ascending, the last is `slots`."""
+    decode_steps: int
+    chunks: tuple[int, ...]
+    """Tokens of a prefill chunk: the smallest that is enough. Ascending."""
+    spare_pieces: int
+    """Pieces of a chunk beyond those of one long prompt: how many short ones can share it."""
+    contexts: tuple[int | None, ...]
+    """Pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
+    scoring: bool
+    """Whether tokens of a chunk can be scored."""
+
+    def pieces(self, tokens: int) -> int:
+        """Pieces of a chunk of so many tokens."""
+        return -(-tokens // self.page_size) + self.spare_pieces
+
+    def scored(self, tokens: int) -> tuple[int, ...]:
+        """How many tokens can be scored in a chunk of so many: the smallest that is enough. Ascending; the last is all."""
+        return buckets(tokens, smallest=16, count=3) if self.scoring else ()
+
+
+def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:
+    """`largest` and eighths of it, down to `smallest`: at most `count`, ascending.
+
+    A program for fewer tokens or rows reads the same weights, so on an accelerator what it saves is small until here.
+    """
+    sizes = [largest]
+    while len(sizes) < count and sizes[-1] > smallest:
+        sizes.append(max(sizes[-1] // 8, smallest))
+    return tuple(reversed(sizes))
+
+
+Key = tuple[Any, ...]
+"""Names a program: ("prefill", tokens, context), ("score", tokens, scored, context), ("decode", rows), ("enter",), ..."""
+
+
+def lower_all(
+    served: Config, shapes: Shapes, weights: Weights, dtype, attention: Attention, place: Sharding | None
+) -> dict[Key, Callable[[], jax.stages.Lowered]]:
+    """Every program of an engine, each lowered when called. `weights` are arrays or their shapes, with shardings; `dtype` is
+    the cache's; `place` is where small arrays live without a mesh."""
+    operand = _Operands(served, shapes, dtype, attention.mesh, place)
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
+    cache, state = operand.cache(), operand.state()
+    lower: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+
+    def add(key: Key, program, *operands, **static):
+        lower[key] = functools.partial(program.lower, *operands, **static)
+
+    for tokens in shapes.chunks:
+        for context in shapes.contexts:
+            chunk = operand.chunk(tokens, context)
+            add(("prefill", tokens, context), prefill_chunk, served, weights, chunk, cache, attention=attention)
+            for scored in shapes.scored(tokens):
+                operands = served, weights, chunk, operand.scored(scored), cache
+                add(("score", tokens, scored, context), score_chunk, *operands, attention=attention)
+    for rows in shapes.decode_rows:
+        slots = operand.ints(shapes.lanes * rows)
+        add(("decode", rows), decode, served, weights, slots, state, steps=shapes.decode_steps, attention=attention)
+    add(("enter",), enter, state.rows, operand.ints(ENTER_ROWS), operand.rows(ENTER_ROWS))
+    add(("enter_seen",), enter_seen, state.seen, operand.ints(), operand.placed((served.vocab_size,), jnp.uint16))
+    copies = operand.ints(shapes.lanes * COPY_PAGES)
+    add(("copy",), copy_pages, served, copies, copies, cache, attention=attention)
+    return lower
+
+
+class _Operands:
+    """The abstract arguments of the programs."""
+
+    def __init__(self, served: Config, shapes: Shapes, dtype, mesh: Mesh | None, place: Sharding | None):
+        self._served, self._shapes, self._dtype = served, shapes, dtype
+        self._cache_place = place if mesh is None else cache_sharding(served, mesh)
+        self._place = place if mesh is None else NamedSharding(mesh, P())
+        self._row_place = place if mesh is None else row_sharding(mesh)
+
+    def placed(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self.placed(shape, jnp.int32)
+
+    def _split(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._row_place)
+
+    def cache(self) -> KVCache:
+        shapes = cache_shapes(self._served, self._shapes.lanes * self._shapes.num_pages, self._shapes.page_size, self._dtype)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_place), shapes)
+
+    def state(self) -> State:
+        slots = self._shapes.lanes * self._shapes.slots
+        return State(self.cache(), self.rows(slots), self.placed((slots, self._served.vocab_size), jnp.uint16))
+
+    def rows(self, count: int) -> Rows:
+        return jax.tree.map(lambda leaf: self.placed(leaf.shape, leaf.dtype), idle(count, self._shapes.table_pages))
+
+    def chunk(self, tokens: int, context: int | None) -> Packed:
+        lanes = self._shapes.lanes
+        ids = self._split(lanes, tokens)
+        return Packed(ids, ids, self._pieces(tokens), None if context is None else self._split(lanes * context))
+
+    def scored(self, scored: int) -> Scored:
+        ids = self._split(self._shapes.lanes, scored)
+        return Scored(ids, ids, ids, self._pieces(scored))
+
+    def _pieces(self, tokens: int) -> Pieces:
+        lanes, pieces = self._shapes.lanes, self._shapes.pieces(tokens)
+        each = self._split(lanes * pieces)
+        return Pieces(each, each, each, each, each, self._split(lanes * pieces, self._shapes.table_pages), self._split(lanes, tokens))
+
+
+# Without an engine ----------------------------------------------------------------------------------------------
+
+
+def lower_program(
     config: Config,
+    key: Key,
     *,
     batch: int,
-    chunk: int,
     max_model_len: int,
-    swiftkv: bool = True,
-    dtype=jnp.bfloat16,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-) -> jax.stages.Lowered:
-    """`prefill_chunk` for these shapes, not yet compiled. The devices of `mesh` need not exist (`topology.topology_mesh`)."""
-    served, weights, cache = _operands(config, batch, max_model_len, swiftkv, dtype, mesh)
-    tokens = _shape((batch, chunk), jnp.int32, mesh and row_sharding(mesh))
-    offset = _shape((), jnp.int32, mesh and NamedSharding(mesh, P()))
-    return prefill_chunk.lower(served, weights, tokens, offset, cache, attention=Attention(mesh, implementation))
-
-
-def lower_decode(
-    config: Config,
-    *,
-    batch: int,
-    max_model_len: int,
+    page_size: int = 128,
     steps: int = 1,
     swiftkv: bool = True,
     dtype=jnp.bfloat16,
+    cache_dtype=None,
+    quantization: Scheme | None = None,
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
 ) -> jax.stages.Lowered:
-    """`decode` for these shapes, not yet compiled."""
-    served, weights, cache = _operands(config, batch, max_model_len, swiftkv, dtype, mesh)
-    rows = mesh and row_sharding(mesh)
-    ints, floats = _shape((batch,), jnp.int32, rows), _shape((batch,), jnp.float32, rows)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    sampling = Sampling(floats, ints, floats, _shape(keys.shape, keys.dtype, rows), _shape((batch, 1), jnp.int32, rows))
-    state = DecodeState(cache, ints, ints, ints)
-    return decode.lower(served, weights, sampling, state, steps=steps, attention=Attention(mesh, implementation))
+    """One program for `batch` rows of `max_model_len` in all, not yet compiled, without a checkpoint.
 
-
-def _operands(config: Config, batch: int, length: int, swiftkv: bool, dtype, mesh: Mesh | None) -> tuple[Config, Weights, KVCache]:
+    `key` as in `lower_all`. The devices of `mesh` need not exist (`topology.topology_mesh`).
+    """
+    lanes = num_lanes(mesh)
+    table_pages = -(-max_model_len // page_size)
+    chunked = key[0] in ("prefill", "score")
+    shapes = Shapes(
+        lanes=lanes,
+        page_size=page_size,
+        num_pages=batch * table_pages // lanes,
+        table_pages=table_pages,
+        slots=batch // lanes,
+        decode_rows=key[1:] if key[0] == "decode" else (batch // lanes,),
+        decode_steps=steps,
+        chunks=key[1:2] if chunked else (page_size,),
+        spare_pieces=0,
+        contexts=key[-1:] if chunked else (None,),
+        scoring=key[0] == "score",
+    )
     served = served_config(config, swiftkv)
-    weights, cache = weight_shapes(config, swiftkv, dtype), cache_shapes(served, batch, length, dtype)
-    if mesh is not None:
-        weights = jax.tree.map(_placed, weights, weight_shardings(config, swiftkv, mesh))
-        cache = jax.tree.map(lambda leaf: _placed(leaf, cache_sharding(served, mesh)), cache)
-    return served, weights, cache
+    weights = weight_shapes(config, swiftkv, dtype, quantization)
+    where = None if mesh is None else weight_shardings(config, swiftkv, mesh, quantization)
+    if where is None:
+        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+    else:
+        weights = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), weights, where)
+    attention = Attention(mesh, implementation)
+    return lower_all(served, shapes, weights, cache_dtype or dtype, attention, None)[key]()
 
-
-def _shape(shape, dtype, sharding):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _placed(leaf, sharding):
-    return _shape(leaf.shape, leaf.dtype, sharding)

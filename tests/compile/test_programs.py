@@ -1,12 +1,13 @@
 """The whole prefill and decode programs of Llama-3.1-8B and 70B, for machines that are not here: kernels, and memory."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.infer.shapes import lower_decode, lower_prefill
+from swiftkv_jax.infer.shapes import lower_program
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import with_kernels
@@ -20,7 +21,8 @@ MACHINES = {  # model, topology, mesh, memory of a device in GiB (the vendors' f
     "8B on a v5p": (LLAMA_8B, "v5p:2x2x1", (1, 1), 95),
     "70B on 4 v5p": (LLAMA_70B, "v5p:2x2x1", (1, 4), 95),
 }
-SLOTS, LENGTH, CHUNK = 16, 4096, 2048
+SLOTS, CHUNK = 16, 2048
+SHAPE: dict[str, Any] = {"batch": SLOTS, "max_model_len": 4096}
 
 
 def check(name, lowered, config, swiftkv: bool):
@@ -33,7 +35,7 @@ def check(name, lowered, config, swiftkv: bool):
     target = "mosaic_gpu" if on_gpu else "tpu_custom_call"
     assert str(compiled.as_text()).count(target) >= config.num_lower_layers
     memory = compiled.memory_analysis()
-    cache = SLOTS * LENGTH * bytes_per_token(config, jnp.bfloat16, swiftkv=swiftkv) / math.prod(mesh)
+    cache = SLOTS * SHAPE["max_model_len"] * bytes_per_token(config, jnp.bfloat16, swiftkv=swiftkv) / math.prod(mesh)
     print(f"{name}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
     assert memory.alias_size_in_bytes >= cache
     assert memory.peak_memory_in_bytes < 0.9 * available * GIB
@@ -43,7 +45,7 @@ def check(name, lowered, config, swiftkv: bool):
 @pytest.mark.parametrize("name", MACHINES)
 def test_decode(name):
     config, topology, mesh, _ = MACHINES[name]
-    lowered = lower_decode(config, batch=SLOTS, max_model_len=LENGTH, steps=8, mesh=topology_mesh(topology, mesh))
+    lowered = lower_program(config, ("decode", SLOTS), **SHAPE, steps=8, mesh=topology_mesh(topology, mesh))
     # With one key/value head to a device a TPU turns the boundary projection around, once in a call.
     bound = 64 if config is LLAMA_8B or topology.startswith("h200") else 320
     assert check(name, lowered, config, True).temp_size_in_bytes <= bound * MIB
@@ -52,6 +54,6 @@ def test_decode(name):
 @pytest.mark.parametrize("name", MACHINES)
 def test_prefill(name):
     config, topology, mesh, _ = MACHINES[name]
-    lowered = lower_prefill(config, batch=SLOTS, chunk=CHUNK // SLOTS, max_model_len=LENGTH, mesh=topology_mesh(topology, mesh))
+    lowered = lower_program(config, ("prefill", CHUNK, None), **SHAPE, mesh=topology_mesh(topology, mesh))
     memory = check(name, lowered, config, True)
     assert memory.temp_size_in_bytes < 2 * GIB

@@ -1,4 +1,4 @@
-"""Prefill-skip and decode are the full forward pass, cost what they should, and keep no second cache."""
+"""Prefill-skip, scoring and decoding are the full forward pass, cost what they should, and keep no second cache."""
 
 import functools
 import re
@@ -11,19 +11,20 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import Config
 from swiftkv_jax.cache import KVCache, bytes_per_token, init_cache
-from swiftkv_jax.infer.generate import chunk_plan
-from swiftkv_jax.infer.programs import DecodeState, decode, decode_logits, prefill_chunk
-from swiftkv_jax.infer.sampling import SamplingParams, make_sampling
-from swiftkv_jax.infer.shapes import lower_decode, lower_prefill
+from swiftkv_jax.infer.packed import chunk_needs, pack_scored, pack_spans
+from swiftkv_jax.infer.programs import State, copy_pages, decode, prefill_chunk, score_chunk
+from swiftkv_jax.infer.requests import ScoreRequest
+from swiftkv_jax.infer.rows import Rows, idle, make_rows
+from swiftkv_jax.infer.sampler import sampling_row
+from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.scheduler import Span, Task
+from swiftkv_jax.infer.shapes import lower_program
 from swiftkv_jax.infer.weights import served_config, serving_weights
 from swiftkv_jax.presets import LLAMA_8B
 from tests import tiny
 
-CUTS = {"K=2": (2, 1), "g=2": (2, 2), "g=4": (2, 4), "K=1": (1, 1), "K=1 g=5": (1, 5), "K=L": (6, 1)}
-ROWS, LENGTH = 4, 14
-PREFILLED = np.array([5, 2, 0, 7])  # the picture in `prefill_chunk`
-
-forced_decode = jax.jit(decode_logits, static_argnums=0)
+CUTS = {"g=2": (2, 2), "K=1 g=5": (1, 5), "K=L": (6, 1)}
+PAGE, PAGES, TABLE = 4, 16, 5
 
 
 @functools.cache
@@ -39,124 +40,189 @@ def garbage(cache: KVCache) -> KVCache:
     return jax.tree.map(lambda buffer: jnp.asarray(rng.normal(0, 1e3, buffer.shape), buffer.dtype), cache)
 
 
-def cached_logits(model: skv.Model, swiftkv: bool, tokens: np.ndarray, chunks: tuple[int, ...], cache_len: int) -> list[np.ndarray]:
-    """Logits at positions `PREFILLED[b] ..` of each row: those before come from the cache."""
+def task_of(tokens, start: int, pages: list[int]) -> Task:
+    task = Task(0, ScoreRequest(tokens, start))
+    task.pages = pages
+    return task
+
+
+def arrays(spans: list[Span], tokens: int):
+    common = {"page_size": PAGE, "table_pages": TABLE, "context_pages": None}
+    return pack_spans([spans], tokens=tokens, pieces=7, **common), pack_scored([spans], scored=tokens, pieces=7, **common)
+
+
+# The packing ----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture():
+    """The one in `packed`: request a from position 6 to 9, request b from 0 to 3, pages of 4."""
+    a, b = task_of(range(100, 111), 10, [3, 5, 7]), task_of(range(200, 205), 4, [2, 4])
+    spans = [Span(a, 6, 10), Span(b, 0, 4)]
+    chunk, scored = arrays(spans, 8)
+    assert chunk.tokens.tolist() == [[106, 107, 108, 109, 200, 201, 202, 203]]
+    assert chunk.positions.tolist() == [[6, 7, 8, 9, 0, 1, 2, 3]]
+    pieces = chunk.pieces
+    assert [row[:3].tolist() for row in (pieces.page, pieces.start, pieces.source, pieces.first, pieces.end)] == [
+        [5, 7, 2],
+        [4, 8, 0],
+        [0, 2, 4],
+        [2, 0, 0],
+        [4, 2, 4],
+    ]
+    assert pieces.line.tolist() == [[2, 3, 4, 5, 8, 9, 10, 11]]
+    assert pieces.table[:3, :3].tolist() == [[3, 5, 7], [3, 5, 7], [2, 0, 0]]
+    assert pieces.end[3:].tolist() == [0] * 4 and (pieces.page[3:] > 10**9).all()
+    assert chunk_needs([spans], PAGE) == (8, 3, 2, 2, 4)
+    assert scored.index[0, :2].tolist() == [3, 7] and scored.target[0, :3].tolist() == [110, 204, -1]
+
+
+# Values ---------------------------------------------------------------------------------------------------------
+
+
+def check_scores(model: skv.Model, swiftkv: bool) -> None:
+    """Two packed prompts in two chunks, over a cache full of garbage: every later position's log-probability."""
     config = served_config(model.config, swiftkv)
     weights = serving_weights(model.llama, model.swiftkv if swiftkv else None)
-    cache = garbage(init_cache(config, ROWS, cache_len, jnp.float32))
-    prompts = np.where(np.arange(cache_len) < PREFILLED[:, None], np.pad(tokens, ((0, 0), (0, cache_len - LENGTH))), 1)
-    for offset, size in chunk_plan(PREFILLED.max(), chunks):
-        cache = prefill_chunk(config, weights, prompts[:, offset : offset + size].astype(np.int32), np.int32(offset), cache)
-
-    logits = [[] for _ in range(ROWS)]
-    for step in range(LENGTH - PREFILLED.min()):
-        position = np.minimum(PREFILLED + step, LENGTH - 1)
-        out, cache = forced_decode(config, weights, tokens[np.arange(ROWS), position], jnp.asarray(position, jnp.int32), cache)
-        for row in np.flatnonzero(PREFILLED + step < LENGTH):
-            logits[row].append(np.asarray(out[row]))
-    return [np.stack(row) for row in logits]
+    cache = garbage(init_cache(config, PAGES, PAGE, jnp.float32))
+    rows = tiny.tokens_for(tiny.hf_config(), 2, 14)
+    full = jax.nn.log_softmax(skv.logits(model, jnp.asarray(rows), swiftkv=swiftkv), axis=-1)
+    tasks = [task_of(rows[0].tolist(), 7, [3, 9, 1, 12]), task_of(rows[1, :9].tolist(), 5, [2, 4, 15])]
+    first, _ = arrays([Span(tasks[0], 0, 6), Span(tasks[1], 0, 3)], 12)
+    cache, _ = prefill_chunk(config, weights, first, cache)
+    second, scored = arrays([Span(tasks[1], 3, 8), Span(tasks[0], 6, 13)], 12)
+    _, found = score_chunk(config, weights, second, scored, cache)
+    place = 0
+    found = jax.tree.map(np.asarray, found)
+    for row in (1, 0):
+        for position in tasks[row].scored:
+            expected = np.asarray(full[row, position])
+            np.testing.assert_allclose(found.logprob[0, place], expected[rows[row, position + 1]], atol=2e-5, rtol=1e-4)
+            assert found.token[0, place] == expected.argmax()
+            place += 1
+    assert place == 11
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("chunks", [(8,), (4, 1)], ids=str)
-def test_cached_logits_are_those_of_the_full_forward(cut, chunks):
+def test_scores_are_those_of_the_full_forward(cut):
     model = model_of(cut)
-    tokens = tiny.tokens_for(tiny.hf_config(), ROWS, LENGTH)
     for swiftkv in (True, False) if model.swiftkv is not None else (False,):
-        full = np.asarray(skv.logits(model, jnp.asarray(tokens), swiftkv=swiftkv))
-        for row, found in enumerate(cached_logits(model, swiftkv, tokens, chunks, cache_len=16)):
-            np.testing.assert_allclose(found, full[row, PREFILLED[row] :], atol=2e-5, rtol=1e-4)
+        check_scores(model, swiftkv)
 
 
 def test_biases():
-    model = model_of("g=2", bias=True)
-    tokens = tiny.tokens_for(tiny.hf_config(), ROWS, LENGTH)
     for swiftkv in (True, False):
-        full = np.asarray(skv.logits(model, jnp.asarray(tokens), swiftkv=swiftkv))
-        for row, found in enumerate(cached_logits(model, swiftkv, tokens, (4,), cache_len=16)):
-            np.testing.assert_allclose(found, full[row, PREFILLED[row] :], atol=2e-5, rtol=1e-4)
+        check_scores(model_of("g=2", bias=True), swiftkv)
 
 
-@pytest.mark.parametrize(
-    ("length", "plan"),
-    [
-        (0, []),
-        (1, [(0, 2)]),
-        (2, [(0, 2)]),
-        (8, [(0, 8)]),
-        (11, [(0, 8), (8, 2), (10, 2)]),
-        (17, [(0, 8), (8, 8), (16, 2)]),
-    ],
-)
-def test_chunk_plan(length, plan):
-    assert list(chunk_plan(length, (8, 2))) == plan
+# Decoding -------------------------------------------------------------------------------------------------------
 
 
-def state_of(config: Config, batch: int, cache_len: int, budget: int) -> DecodeState:
-    cache = init_cache(config, batch, cache_len, jnp.float32)
-    return DecodeState(cache, jnp.ones(batch, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.full(batch, budget, jnp.int32))
+def state_of(model: skv.Model, slots: int, budget: int, end_ids=()) -> State:
+    """Rows of one token each, on pages of their own."""
+    row = sampling_row(SamplingParams(), end_ids=end_ids, prompt_length=1)
+    tables = np.arange(slots * TABLE).reshape(slots, TABLE)
+    rows = make_rows([1] * slots, [0] * slots, [budget] * slots, tables, [row] * slots)
+    cache = garbage(init_cache(model.config, slots * TABLE, PAGE, jnp.float32))
+    return State(cache, jax.tree.map(jnp.asarray, rows), jnp.zeros((slots, model.config.vocab_size), jnp.uint16))
+
+
+def decoded(model: skv.Model, state: State, slots, steps: int) -> tuple[State, np.ndarray]:
+    weights = serving_weights(model.llama, model.swiftkv)
+    state, sampled = decode(model.config, weights, jnp.asarray(slots, jnp.int32), state, steps=steps)
+    return state, np.asarray(sampled.token)
 
 
 def test_buffers_are_donated():
     model = model_of("g=2")
     weights = serving_weights(model.llama, model.swiftkv)
-    cache = init_cache(model.config, 2, 16, jnp.float32)
-    filled = prefill_chunk(model.config, weights, jnp.ones((2, 8), jnp.int32), jnp.int32(0), cache)
+    cache = init_cache(model.config, PAGES, PAGE, jnp.float32)
+    chunk, _ = arrays([Span(task_of([1, 2, 3, 4], 1, [0]), 0, 3)], 4)
+    filled, _ = prefill_chunk(model.config, weights, chunk, cache)
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(cache))
-    state = DecodeState(filled, *(jnp.full(2, number, jnp.int32) for number in (1, 8, 4)))
-    decode(model.config, weights, make_sampling(SamplingParams(), [0, 1], ()), state, steps=2)
-    assert all(buffer.is_deleted() for buffer in jax.tree.leaves(state))
+    copied = copy_pages(model.config, jnp.array([0]), jnp.array([1]), filled)
+    assert all(buffer.is_deleted() for buffer in jax.tree.leaves(filled))
+    np.testing.assert_array_equal(copied.k[0].values[0], copied.k[0].values[1])
+    state = state_of(model, 2, 4)
+    decode(model.config, weights, jnp.arange(2), state, steps=2)
+    assert all(buffer.is_deleted() for buffer in jax.tree.leaves((state.cache, state.seen, state.rows.length)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))
 
 
-def test_finished_rows_emit_nothing_and_stay_inside_the_cache():
+def test_finished_rows_emit_nothing_and_write_nothing():
     model = model_of("g=2")
-    weights = serving_weights(model.llama, model.swiftkv)
-    state = state_of(model.config, 2, 4, 3)
-    state, tokens = decode(model.config, weights, make_sampling(SamplingParams(), [0, 1], ()), state, steps=9)
+    state = state_of(model, 2, 3)
+    before = [np.asarray(pool.values) for pool in (*state.cache.k, *state.cache.v)]
+    state, tokens = decoded(model, state, [0, 1], 9)
     np.testing.assert_array_equal(tokens >= 0, [[True] * 3 + [False] * 6] * 2)
-    assert state.length.tolist() == [3, 3] and state.budget.tolist() == [0, 0]
+    assert state.rows.length.tolist() == [3, 3] and state.rows.budget.tolist() == [0, 0]
+    written = np.zeros((2 * TABLE, PAGE), bool)
+    written[[0, TABLE], :3] = True
+    for old, pool in zip(before, (*state.cache.k, *state.cache.v), strict=True):
+        np.testing.assert_array_equal((np.asarray(pool.values) != old).any(axis=(1, 3)), written)
+
+
+def test_rows_of_any_slots_decode_and_the_others_stay():
+    model = model_of("g=2")
+    _, every = decoded(model, state_of(model, 4, 5), range(4), 5)
+    state, some = decoded(model, state_of(model, 4, 5), [3, 1, 4], 5)  # slot 4 is nobody's
+    np.testing.assert_array_equal(some, [*every[[3, 1]], [-1] * 5])
+    assert state.rows.length.tolist() == [0, 5, 0, 5]
 
 
 def test_an_end_token_is_emitted_and_finishes_its_row():
     model = model_of("g=2")
-    weights = serving_weights(model.llama, model.swiftkv)
-    _, free = decode(model.config, weights, make_sampling(SamplingParams(), [0], ()), state_of(model.config, 1, 16, 9), steps=9)
+    _, free = decoded(model, state_of(model, 1, 9), [0], 9)
     end = int(free[0, 4])
     first = free[0].tolist().index(end)
-    sampling = make_sampling(SamplingParams(), [0], (60 if end != 60 else 59, end))
-    _, tokens = decode(model.config, weights, sampling, state_of(model.config, 1, 16, 9), steps=9)
+    _, tokens = decoded(model, state_of(model, 1, 9, end_ids=(60 if end != 60 else 59, end)), [0], 9)
     assert tokens[0].tolist() == free[0, : first + 1].tolist() + [-1] * (8 - first)
 
 
-@pytest.mark.parametrize("swiftkv", [True, False])
-@pytest.mark.parametrize("steps", [1, 8])
-def test_decode_holds_one_cache(swiftkv, steps):
+def test_idle_rows_are_idle():
+    rows = idle(3, TABLE)
+    assert isinstance(rows, Rows) and rows.budget.tolist() == [0] * 3 and rows.table.shape == (3, TABLE)
+
+
+# Costs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [None, jnp.int8])
+@pytest.mark.parametrize(("swiftkv", "steps"), [(True, 8), (False, 1)])
+def test_decode_holds_one_cache(swiftkv, steps, format):
     config = Config.from_hf(tiny.hf_config(key_value_group_size=2, max_position_embeddings=4096))
-    memory = lower_decode(config, batch=4, max_model_len=4096, steps=steps, swiftkv=swiftkv, dtype=jnp.float32).compile().memory_analysis()
+    shape = {"batch": 4, "max_model_len": 4096, "dtype": jnp.float32, "cache_dtype": format}
+    memory = lower_program(config, ("decode", 4), steps=steps, swiftkv=swiftkv, **shape).compile().memory_analysis()
     assert memory is not None
-    cache = 4 * 4096 * bytes_per_token(config, jnp.float32, swiftkv=swiftkv)
+    cache = 4 * 4096 * bytes_per_token(config, format or jnp.float32, swiftkv=swiftkv)
     assert memory.alias_size_in_bytes >= cache  # updated in place
     print(f"temporaries {memory.temp_size_in_bytes / 2**20:.2f} MiB, cache {cache / 2**20:.2f} MiB")
-    assert memory.temp_size_in_bytes < cache / 4
+    assert memory.temp_size_in_bytes < cache / 2
+
+
+def flops(key, swiftkv: bool, max_model_len: int) -> float:
+    cost = lower_program(LLAMA_8B, key, batch=1, max_model_len=max_model_len, swiftkv=swiftkv).cost_analysis()
+    assert cost is not None
+    return cost["flops"]
 
 
 @pytest.mark.parametrize("max_model_len", [512, 2048])
 def test_prefill_costs_half(max_model_len):
-    def flops(swiftkv: bool) -> float:
-        cost = lower_prefill(LLAMA_8B, batch=1, chunk=512, max_model_len=max_model_len, swiftkv=swiftkv).cost_analysis()
-        assert cost is not None
-        return cost["flops"]
-
-    ratio = flops(True) / flops(False)
+    ratio = flops(("prefill", 512, None), True, max_model_len) / flops(("prefill", 512, None), False, max_model_len)
     print(f"prefill operations, student to teacher, at Llama-3.1-8B's shape and {max_model_len} positions: {ratio:.4f}")
     assert ratio <= 0.55
+
+
+def test_a_score_of_a_short_continuation_costs_little_more_than_half():
+    """Of the teacher's, and of a full forward pass: 2,048 tokens of which 32 are scored."""
+    ratio = flops(("score", 2048, 32, None), True, 2048) / flops(("score", 2048, 2048, None), False, 2048)
+    print(f"operations of a score, student to full forward pass: {ratio:.4f}")
+    assert ratio <= 0.6
 
 
 def test_prefill_reads_no_upper_layer_and_no_head():
     def parameters(swiftkv: bool) -> list[str]:
         config = Config.from_hf(tiny.hf_config(vocab_size=59))
-        text = lower_prefill(config, batch=1, chunk=8, max_model_len=16, swiftkv=swiftkv, dtype=jnp.float32).as_text()
+        text = lower_program(config, ("prefill", 8, None), batch=1, max_model_len=16, swiftkv=swiftkv, dtype=jnp.float32).as_text()
         signature = next(line for line in text.splitlines() if "func.func public @main" in line)
         return re.findall(r"%arg\d+: tensor<([^>]*)>", signature)
 

@@ -1,0 +1,258 @@
+"""The engine on a model: whatever else runs, on whatever mesh, in whatever chunks, an answer is what it is alone."""
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.errors import OutOfMemoryError, UsageError
+from swiftkv_jax.infer.device import Device
+from swiftkv_jax.infer.engine import Engine, engine_for
+from swiftkv_jax.infer.memory import MemoryPlan
+from swiftkv_jax.infer.options import EngineOptions
+from swiftkv_jax.infer.requests import Event, Request, ScoreRequest
+from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.sharding import make_mesh
+from tests import tiny
+
+LENGTH = 80
+SERVED = [("auto", True), ("auto", False), ("fp8", True), ("int8", True)]  # cache format, SwiftKV
+
+
+@functools.cache
+def model(group: int = 2) -> skv.Model:
+    hf = tiny.hf_config(key_value_group_size=group)
+    return tiny.model_of(hf, tiny.tensors_for(hf))
+
+
+def options(**fields: Any) -> EngineOptions:
+    defaults: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": 4, "page_size": 4, "decode_steps": 3}
+    defaults |= {"chunks": (4, 16), "decode_rows": (4,), "scoring": True}
+    return EngineOptions(**defaults | fields)
+
+
+def small(**fields: Any) -> EngineOptions:
+    """Few programs."""
+    return options(chunks=(16,), decode_steps=1, scoring=False, **fields)
+
+
+@functools.cache
+def engine_of(format: str, swiftkv: bool) -> Engine[Device]:
+    """The engine under test; shared, as engines are."""
+    return engine_for(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
+
+
+@functools.cache
+def alone(format: str, swiftkv: bool, prompt: tuple[int, ...], params: SamplingParams, stream: int = 0) -> list[list[int]]:
+    """The samples of a prompt, one request at a time, nothing shared, other shapes."""
+    return collect(_one_by_one(format, swiftkv), [Request(prompt, params, stream=stream)])[0]
+
+
+@functools.cache
+def _one_by_one(format: str, swiftkv: bool) -> Engine[Device]:
+    one = options(kv_cache_dtype=format, chunks=(64,), decode_steps=1, decode_rows=(2,), max_num_seqs=2, page_size=8, scoring=False)
+    return engine_for(model(), dataclasses.replace(one, enable_prefix_caching=False), swiftkv=swiftkv)
+
+
+def collect(engine: Engine[Device], requests) -> dict[int, list[list[int]]]:
+    outputs: dict[int, dict[int, list[int]]] = {}
+    for event in engine.run(requests):
+        outputs.setdefault(event.request, {}).setdefault(event.sample, []).extend(event.tokens)
+    return {request: [tokens for _, tokens in sorted(samples.items())] for request, samples in outputs.items()}
+
+
+def prompts_of(seed: int, count: int) -> list[tuple[int, ...]]:
+    """Prompts of all lengths; some begin alike."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(61) for _ in range(length)] for length in (0, 3, 9, 16)]
+    return [(*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, 20)))) for _ in range(count)]
+
+
+# Answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "swiftkv"), SERVED)
+def test_soak(format, swiftkv, compilations):
+    """Mixed requests that come and are cancelled at random: each answer is the one it gets alone; no compile, no leak."""
+    engine, rng = engine_of(format, swiftkv), random.Random(f"{format} {swiftkv}")
+    compilations.clear()
+    live: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
+    outputs: dict[tuple[int, int], list[int]] = {}
+    finished = []
+    for prompt in prompts_of(1, 60):
+        params = SamplingParams(max_tokens=rng.randint(1, 10), **rng.choice(MIXTURE))
+        stream = rng.randrange(3)
+        live[engine.submit(Request(prompt, params, stream=stream))] = prompt, params, stream
+        if rng.random() < 0.15:
+            engine.cancel(gone := rng.choice(list(live)))
+            live.pop(gone)
+        if rng.random() < 0.2:
+            engine.submit(ScoreRequest(prompt * 2, len(prompt)))
+        for event in engine.step() if rng.random() < 0.6 else ():
+            note(event, live, outputs, finished)
+    while engine.has_work:
+        for event in engine.step():
+            note(event, live, outputs, finished)
+    assert compilations == [] and engine.stats.compilations == 0
+    assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
+    assert len(finished) > 50
+    for id, sample in finished:
+        if id not in live:
+            continue  # cancelled once it had ended
+        prompt, params, stream = live[id]
+        assert outputs[id, sample] == alone(format, swiftkv, prompt, params, stream)[sample], (prompt, params)
+
+
+MIXTURE: list[dict[str, Any]] = [
+    {},
+    {},
+    {"n": 2},
+    {"ignore_eos": True, "logprobs": 3},
+    {"temperature": 1.3, "seed": 5},
+    {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "n": 2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {3: 4.0}, "min_tokens": 1, "stop_token_ids": (7, 11)},
+]
+
+
+def note(event, live, outputs, finished) -> None:
+    if event.request not in live:
+        return  # a score
+    outputs.setdefault((event.request, event.sample), []).extend(event.tokens)
+    if event.finish_reason:
+        finished.append((event.request, event.sample))
+
+
+@pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((4, 1), "auto"), ((1, 4), "auto")], ids=str)
+def test_a_mesh_changes_nothing(shape, format):
+    lanes, prompts = shape[0], prompts_of(2, 9)
+    requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
+    requests += [Request(prompts[0], SamplingParams(max_tokens=5, n=4 // lanes, temperature=1.0))]
+    scores = [ScoreRequest(prompt * 2, len(prompt), top=2) for prompt in prompts]
+    engine = engine_for(model(), options(kv_cache_dtype=format, decode_rows=(4 // lanes,)), mesh=make_mesh(shape))
+    assert collect(engine, requests) == collect(engine_of(format, True), requests)
+    found, expected = ({e.request: e for e in engine.run(scores)} for engine in (engine, engine_of(format, True)))
+    for number in range(len(scores)):
+        np.testing.assert_allclose(logprobs_of(found[number]), logprobs_of(expected[number]), atol=1e-5)
+    assert engine.pages_in_use == 0 and engine.stats.compilations == 0
+
+
+def logprobs_of(event: Event) -> list[float]:
+    return [entry.logprob for entry in event.logprobs or ()]
+
+
+# Log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def full_logprobs(tokens, swiftkv: bool) -> np.ndarray:
+    """f32[T, V] by the full forward pass."""
+    return np.asarray(jax.nn.log_softmax(skv.logits(model(), jnp.asarray([tokens]), swiftkv=swiftkv)[0], axis=-1))
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_scores_are_those_of_the_full_forward(swiftkv):
+    """With prefixes that prefill, decoding and other scores have left in the cache."""
+    engine = engine_of("auto", swiftkv)
+    rng = random.Random(3)
+    for prompt in prompts_of(3, 12):
+        tokens = [*prompt, *prompt]
+        list(engine.run([Request(tokens[: len(tokens) // 2], SamplingParams(max_tokens=2))]))
+        start = rng.randint(1, len(tokens) - 1)
+        (event,) = engine.run([ScoreRequest(tokens, start, top=4)])
+        expected = full_logprobs(tokens, swiftkv)
+        np.testing.assert_allclose(logprobs_of(event), [expected[at - 1, tokens[at]] for at in range(start, len(tokens))], atol=1e-5)
+        assert event.tokens == expected[start - 1 : -1].argmax(axis=-1).tolist()
+        for entry, row in zip(event.logprobs or (), expected[start - 1 : -1], strict=True):
+            np.testing.assert_allclose([value for _, value in entry.top], np.sort(row)[:-5:-1], atol=1e-5)
+
+
+def test_logprobs_of_generated_tokens_are_their_scores():
+    engine, prompt = engine_of("auto", True), prompts_of(4, 1)[0]
+    events = list(engine.run([Request(prompt, SamplingParams(max_tokens=9, logprobs=5, temperature=0.9, top_k=5))]))
+    tokens = [token for event in events for token in event.tokens]
+    entries = [entry for event in events for entry in event.logprobs or ()]
+    (score,) = engine.run([ScoreRequest([*prompt, *tokens], len(prompt), top=5)])
+    np.testing.assert_allclose([entry.logprob for entry in entries], logprobs_of(score), atol=1e-5)
+    assert [[id for id, _ in entry.top] for entry in entries] == [[id for id, _ in entry.top] for entry in score.logprobs or ()]
+
+
+# One prefix cache for prefill, decoding, scoring ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_pages_are_the_same_whoever_wrote_them(swiftkv):
+    """A conversation's pages come from prefill, from decoding and from scores; a reuse of each gives the fresh answer."""
+    engine = engine_of("auto", swiftkv)
+    prompt = [60, *prompts_of(5, 1)[0]][:6]
+    ((reply,),) = collect(engine, [Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True))]).values()
+    tokens = [*prompt, *reply, 5, 6, 7]
+    (score,) = engine.run([ScoreRequest([*tokens, *range(20, 32)], len(tokens))])
+    assert score.cached_tokens == 16  # prefill's and decoding's
+    tokens += range(20, 32)
+    (event, *_) = events = list(engine.run([Request(tokens, SamplingParams(max_tokens=6))]))
+    assert event.cached_tokens == 32  # and the score's
+    expected = alone("auto", swiftkv, tuple(tokens), SamplingParams(max_tokens=6))[0]
+    assert [token for event in events for token in event.tokens] == expected
+
+
+# Memory ---------------------------------------------------------------------------------------------------------
+
+
+def plan_of(engine: Engine[Device]) -> MemoryPlan:
+    assert engine.device.plan is not None
+    return engine.device.plan
+
+
+def test_the_plan_is_what_is_allocated():
+    for format in ("auto", "fp8"):
+        engine = engine_of(format, True)
+        plan, state = plan_of(engine), engine.device._state
+        assert plan.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+        assert plan.rows == sum(leaf.nbytes for leaf in jax.tree.leaves((state.rows, state.seen)))
+        assert plan.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.device.weights))
+        tokens = engine.device.shapes.num_pages * engine.device.shapes.page_size
+        assert plan.cache == tokens * engine.device.kv_bytes_per_token
+        assert plan.temporaries > 0 and plan.program
+
+
+def test_a_cache_of_a_given_size():
+    engine = engine_for(model(), small(kv_cache_memory=100_000))
+    assert 0.9 * 100_000 < plan_of(engine).cache <= 100_000
+    message = "the KV cache has room for 16 tokens, too little for one row of --max-model-len 80.*--kv-cache-memory"
+    with pytest.raises(UsageError, match=message):
+        engine_for(model(), small(kv_cache_memory=10_000))
+
+
+def test_what_does_not_fit_is_not_taken(monkeypatch):
+    """The device says how much it has; the engine sizes its cache by that, and corrects its guess by the compiler's figures."""
+    from swiftkv_jax.infer import device
+    from swiftkv_jax.infer import options as module
+
+    monkeypatch.setattr(module, "_reserve", lambda config, tokens: 0)  # a guess that is too low
+    monkeypatch.setattr(device, "memory_limit", lambda device, share: int(share * 12_000_000))
+    engine = engine_for(model(), small())
+    assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
+    with pytest.raises(OutOfMemoryError, match="= 0.01 of 0.01 GiB: lower --kv-cache-memory"):
+        engine_for(model(), small(kv_cache_memory=10_500_000))
+    monkeypatch.setattr(device, "memory_limit", lambda device, share: 200_000)
+    with pytest.raises(UsageError, match="the KV cache has room for"):
+        engine_for(model(), small())
+
+
+def test_options_are_checked():
+    for fields, message in (
+        ({"max_model_len": 1}, "--max-model-len 1"),
+        ({"max_model_len": 129}, "--max-model-len 129 must be from 2 to the model's 128"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0"),
+        ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
+        ({"kv_cache_dtype": "bfloat16"}, "needs weights of that dtype"),
+        ({"memory_utilization": 1.5}, "--memory-utilization 1.5"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine_for(model(), options(**fields))

@@ -1,0 +1,241 @@
+"""Scheduling, on a device without a model that notices every page that is not its reader's."""
+
+import random
+
+import pytest
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine import Engine
+from swiftkv_jax.infer.requests import Event, Request, ScoreRequest
+from swiftkv_jax.infer.sampling import SamplingParams
+from tests.infer.mock_device import VOCAB, continuation, mock_engine, next_token
+
+
+def ask(prompt, max_tokens: int = 8, **fields) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=max_tokens, **fields))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB) for _ in range(length)]
+
+
+def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
+    """(request, sample) -> tokens; checks that every sample ends once, and last."""
+    outputs: dict[tuple[int, int], list[int]] = {}
+    ended = set()
+    for event in engine.run(requests):
+        key = event.request, event.sample
+        assert key not in ended
+        outputs.setdefault(key, []).extend(event.tokens)
+        if event.finish_reason:
+            ended.add(key)
+    assert ended == set(outputs)
+    return outputs
+
+
+def check_empty(engine: Engine) -> None:
+    assert engine.pages_in_use == 0
+    assert not engine._scheduler.has_work and not engine._tasks and not engine._scores
+    assert sorted(slot for lane in engine._scheduler._slots for slot in lane) == list(range(engine.options.max_num_seqs))
+
+
+def drain(engine: Engine) -> list[Event]:
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_each_prompt_gets_its_continuation(lanes):
+    engine, _ = mock_engine(lanes=lanes)
+    prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 3, 4, 5, 8, 9, 30, 40, 17, 1, 4))]
+    found = answers(engine, [ask(prompt) for prompt in prompts])
+    assert found == {(row, 0): continuation(prompt, 8) for row, prompt in enumerate(prompts)}
+    check_empty(engine)
+
+
+def test_short_prompts_share_a_chunk():
+    engine, device = mock_engine(slots=4, chunk=16, page_size=4)
+    list(engine.run([ask(prompt_of(seed, 5)) for seed in range(4)]))
+    assert device.calls[:2] == ["prepare", "prefill 16"]
+    assert engine.stats.chunks == 1
+
+
+def test_a_long_prompt_runs_in_chunks_while_others_decode():
+    engine, device = mock_engine(chunk=8, steps=1)
+    engine.submit(ask(prompt_of(1, 4), 20, ignore_eos=True))
+    engine.step()
+    engine.submit(ask(prompt_of(2, 33)))
+    drain(engine)
+    assert device.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
+
+
+def test_first_come_first_served():
+    """A long request at the head of the queue is not overtaken for ever by short ones."""
+    engine, _ = mock_engine(slots=2, num_pages=16)
+    first = engine.submit(ask(prompt_of(0, 20), 12, ignore_eos=True))
+    big = engine.submit(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
+    small = [engine.submit(ask(prompt_of(2 + i, 3), 2, ignore_eos=True)) for i in range(5)]
+    ends = [event.request for event in drain(engine) if event.finish_reason]
+    assert ends[:2] == [first, big] and sorted(ends[2:]) == small
+
+
+def test_prefixes_are_shared_with_what_runs_and_what_ran():
+    engine, _ = mock_engine(chunk=32)
+    prefix = prompt_of(5, 16)
+    prompts = [[*prefix, *prompt_of(seed, 3)] for seed in range(3)]
+    cached = {event.request: event.cached_tokens for event in engine.run([ask(prompt) for prompt in prompts])}
+    assert cached == {0: 0, 1: 16, 2: 16}  # the second finds what the first writes in the same chunk
+    again = list(engine.run([ask(prompts[0])]))
+    assert again[0].cached_tokens == 16  # of 19: whole pages, and never the last token
+    assert engine.prefix_stats.hits == 48
+
+
+@pytest.mark.parametrize(("count", "cached"), [(12, 16), (11, 16), (10, 12)])
+def test_what_was_generated_is_shared_too(count, cached):
+    """Whole pages of it, and not the last token, which is not cached."""
+    engine, _ = mock_engine()
+    prompt = prompt_of(3, 6)
+    reply = continuation(prompt, count, ends=False)
+    list(engine.run([ask(prompt, count, ignore_eos=True)]))
+    (event, *_) = engine.run([ask([*prompt, *reply, *prompt_of(4, 3)])])
+    assert event.cached_tokens == cached
+
+
+def test_a_fully_cached_prompt_needs_no_prefill():
+    engine, device = mock_engine()
+    prompt = prompt_of(3, 9)
+    list(engine.run([ask(prompt)]))
+    device.calls.clear()
+    assert answers(engine, [ask(prompt)]) == {(0, 0): continuation(prompt, 8)}
+    assert not any(call.startswith("prefill") for call in device.calls)
+
+
+def test_salts_are_not_shared():
+    engine, _ = mock_engine()
+    prompt = prompt_of(3, 17)
+    for salt, cached in (("a", 0), ("b", 0), ("a", 16)):
+        (event, *_) = engine.run([Request(prompt, SamplingParams(max_tokens=2), salt=salt)])
+        assert event.cached_tokens == cached
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 7, 13])
+def test_samples_of_one_prompt_share_its_prefill(length):
+    engine, _ = mock_engine(chunk=16)
+    prompt = prompt_of(9, length)
+    found = answers(engine, [ask(prompt, 9, n=4)])
+    assert found == {(0, sample): continuation(prompt, 9, sample) for sample in range(4)}
+    assert engine.stats.prefilled_tokens == length - 1
+    check_empty(engine)
+
+
+def test_scores_run_in_chunks_and_reuse_what_comes_before():
+    engine, _ = mock_engine(chunk=8, scored=4)
+    tokens = prompt_of(2, 30)
+    list(engine.run([ask(tokens[:20], 1)]))
+    for start, cached in ((25, 20), (1, 0), (17, 16), (29, 28)):
+        (event,) = engine.run([ScoreRequest(tokens, start)])
+        assert event.tokens == [next_token(tokens[:at]) for at in range(start, 30)]
+        assert event.logprobs is not None and len(event.logprobs) == 30 - start
+        assert event.cached_tokens == cached  # whole pages before the first scored position
+    check_empty(engine)
+
+
+def test_requests_that_can_never_run_are_refused():
+    engine, _ = mock_engine()
+    for request, message in (
+        (ask([]), "the prompt must not be empty"),
+        (ask([VOCAB]), f"token id {VOCAB} is outside"),
+        (ask([1] * 60), "60 tokens, with 8 new ones that is 68, above the limit of 64"),
+        (ask([1], n=5), "n=5 samples do not fit into --max-num-seqs 4"),
+        (ask([1], stop_token_ids=(VOCAB,)), str(VOCAB)),
+        (ScoreRequest([1, 2], 2), "start=2 must be from 1 to 1"),
+        (ScoreRequest([1, 2], 0), "start=0 must be from 1 to 1"),
+        (ScoreRequest([1, 2], 1, top=21), "top=21"),
+        (ScoreRequest([1] * 65, 1), "65 tokens are above the limit of 64"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine.submit(request)
+    assert not engine.has_work
+    small, _ = mock_engine(num_pages=16)
+    with pytest.raises(UsageError, match="the request needs 48 pages of KV cache and 3 rows, there are 16 and 4"):
+        small.submit(ask([1] * 4, 60, n=3))
+
+
+def test_whoever_stops_listening_stops_the_requests():
+    engine, _ = mock_engine()
+    for event in engine.run([ask(prompt_of(seed, 9), 40, ignore_eos=True) for seed in range(9)]):
+        if event.request == 1:
+            break
+    drain(engine)
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_at_random(seed):
+    """Requests of all kinds come, go and are cancelled at any moment; every answer is right, and nothing leaks."""
+    rng = random.Random(seed)
+    lanes, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
+    engine, device = mock_engine(
+        lanes=lanes,
+        slots=rng.randint(1, 4),
+        num_pages=rng.randint(16, 40),
+        chunk=rng.choice([5, 8, 16]),
+        pieces=rng.randint(1, 9),
+        steps=rng.randint(1, 4),
+        context=context,
+        scored=rng.choice([1, 3, 8]),
+        enable_prefix_caching=rng.random() < 0.8,
+    )
+    prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
+    live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
+    gone: set[tuple[int, int]] = set()
+    finished = 0
+
+    def new() -> None:
+        prompt = [*rng.choice(prefixes), *prompt_of(rng.randrange(6), rng.randint(0, 12))]
+        if rng.random() < 0.25 and len(prompt) > 1:
+            request: Request | ScoreRequest = ScoreRequest(prompt, rng.randint(1, len(prompt) - 1))
+        else:
+            n = rng.randint(1, min(3, device.shapes.slots))
+            request = ask(prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5)
+        try:
+            live[engine.submit(request)] = request, {}
+        except UsageError as error:
+            assert "the request needs" in str(error)
+
+    for _ in range(400):
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            new()
+        if live and rng.random() < 0.2:
+            id = rng.choice(list(live))
+            cancelled, _ = live[id]
+            n = cancelled.params.n if isinstance(cancelled, Request) else 1
+            sample = rng.choice([None, *range(n)])
+            engine.cancel(id, sample)
+            gone |= {(id, number) for number in (range(n) if sample is None else [sample])}
+            if sample is None:
+                live.pop(id)
+        for event in engine.step():
+            if (event.request, event.sample) in gone and event.request not in live:
+                raise AssertionError("a cancelled request spoke")
+            request, outputs = live[event.request]
+            outputs.setdefault(event.sample, []).extend(event.tokens)
+            if event.finish_reason:
+                finished += 1
+                check(request, event.sample, outputs[event.sample])
+    for id in list(live):
+        engine.cancel(id)
+    drain(engine)
+    check_empty(engine)
+    assert finished > 20
+
+
+def check(request: Request | ScoreRequest, sample: int, tokens: list[int]) -> None:
+    if isinstance(request, ScoreRequest):
+        assert tokens == [next_token(request.tokens[:at]) for at in range(request.start, len(request.tokens))]
+    else:
+        params = request.params
+        assert tokens == continuation(request.prompt, params.max_tokens, sample, ends=not params.ignore_eos)
