@@ -1,83 +1,198 @@
-"""Writing what was generated, in the order of the prompts: text for people, JSON lines for programs."""
+"""Where rows go: text for people, JSON lines for programs. In the order of the input, whichever ended first."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import contextlib
 import json
-from typing import Any, TextIO
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
 
-from .prompts import Request
-from .text import TextStream
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from .. import demo
+from ..bundle import Model
+from ..errors import DataError, UsageError
+from .batch import Row, Speed, Writer
+from .flags import SWIFTKV, log, writes
+from .resume import Output, checkpoint_digest
+
+MAX_ERRORS_SHOWN = 10
 
 
-@dataclasses.dataclass
-class Row:
-    """A request on its way through."""
+def add_output_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Of every command that writes rows."""
+    flag = parser.add_argument
+    flag("--output", "-o", type=Path, metavar="JSONL", help=f"a row per row of input, in its order (default: {default})")
+    flag("--resume", action="store_true", help="go on with the --output of an interrupted run, if there is one")
 
-    request: Request
-    stream: TextStream | None
-    """None without a tokenizer."""
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    error: str | None = None
 
-    @property
-    def done(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+def open_output(args: argparse.Namespace) -> Output | None:
+    """Raises `UsageError` if something is in the way of --output."""
+    if args.resume and not args.output:
+        raise UsageError("--resume goes with --output: there is nothing else to go on with")
+    return Output(args.output, resume=args.resume) if args.output else None
 
-    def push(self, tokens: list[int], finish_reason: str | None) -> None:
-        """Take new tokens. A stop string finishes the row, and drops the tokens that came after it."""
-        if self.stream is None:
-            self.token_ids += tokens
-        else:
-            self.text += self.stream.push(tokens)
-            self.token_ids = self.stream.token_ids
-            if finish_reason and not self.stream.stopped:
-                self.text += self.stream.finish()
-            if self.stream.stopped:
-                finish_reason = "stop"
-        self.finish_reason = finish_reason
 
-    def to_json(self) -> dict[str, Any]:
-        if self.error is not None:
-            return {"id": self.request.id, "error": self.error}
-        usage = {"prompt_tokens": len(self.request.token_ids), "completion_tokens": len(self.token_ids)}
-        text = None if self.stream is None else self.text
-        return {"id": self.request.id, "text": text, "token_ids": self.token_ids, "finish_reason": self.finish_reason, "usage": usage}
+def settings_json(args: argparse.Namespace, model: Model, digest: str, **more: Any) -> dict[str, Any]:
+    """Everything that decides what becomes of a row."""
+    return {
+        "command": args.command,
+        "input": digest,
+        "model": checkpoint_digest(args.model or demo.SWIFTKV),
+        "swiftkv": model.uses_swiftkv(SWIFTKV[args.swiftkv]),
+        "dtype": str(model.dtype),
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "max_model_len": args.max_model_len,
+        **more,
+    }
+
+
+def json_line(value: dict[str, Any]) -> bytes:
+    """One line of UTF-8, with its end."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 class TextWriter:
-    """Completions one after the other, each ended by a newline. With `live`, the first unfinished row as it grows."""
+    """Completions one after the other, each ended by a newline. With `live`, the first row as it grows."""
 
-    def __init__(self, rows: list[Row], file: TextIO, *, live: bool, prefix: str = ""):
-        self._rows, self._file, self._live, self._prefix = rows, file, live, prefix
-        self._at, self._written = 0, 0
+    def __init__(self, file: TextIO, texts: Callable[[Row], Iterable[str]], *, live: bool, prefix: str = ""):
+        """`texts` of a row; `prefix` goes before each."""
+        self._file, self._texts, self._live, self._prefix = file, texts, live, prefix
+        self._written = 0
 
-    def update(self) -> None:
-        """Write what has become certain since the last call."""
-        while self._at < len(self._rows):
-            row = self._rows[self._at]
-            if not (self._live or row.done):
-                return
-            if row.error is None:
-                text = (self._prefix + row.text)[self._written :]
-                self._file.write(text + ("\n" if row.done else ""))
-                self._written += len(text)
+    def show(self, row: Row) -> None:
+        if self._live:
+            (text,) = self._texts(row)
+            text = (self._prefix + text)[self._written :]
+            self._file.write(text)
             self._file.flush()
-            if not row.done:
-                return
-            self._at, self._written = self._at + 1, 0
+            self._written += len(text)
 
-
-class JsonlWriter:
-    """One line per row, each whole and flushed when all rows before it have been written."""
-
-    def __init__(self, rows: list[Row], file: TextIO):
-        self._rows, self._file, self._at = rows, file, 0
-
-    def update(self) -> None:
-        while self._at < len(self._rows) and self._rows[self._at].done:
-            self._file.write(json.dumps(self._rows[self._at].to_json(), ensure_ascii=False) + "\n")
+    def write(self, row: Row) -> None:
+        if row.error is None:
+            for text in self._texts(row):
+                self._file.write((self._prefix + text)[self._written :] + "\n")
+                self._written = 0
             self._file.flush()
-            self._at += 1
+
+
+class JsonWriter:
+    """A whole line per row, flushed."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def show(self, row: Row) -> None:
+        pass
+
+    def write(self, row: Row) -> None:
+        self._file.write(json_line(row.to_json()))
+        self._file.flush()
+
+
+class Silent:
+    """Of the processes that leave writing to another one."""
+
+    def show(self, row: Row) -> None:
+        pass
+
+    def write(self, row: Row) -> None:
+        pass
+
+
+class Monitor:
+    """Passes rows on to a writer, counts them, and shows how far it is."""
+
+    def __init__(self, *, total: int, progress: bool, add: Callable[[dict[str, Any]], None]):
+        """`add` is told each row of output, also those that an earlier run has written. `progress`: on a terminal, a bar."""
+        self.writer: Writer = Silent()
+        self.speed, self.done, self.failed = Speed(), 0, 0
+        self._add, self._errors = add, list[str]()
+        self._bar = tqdm(total=total, unit="row", disable=None if progress and writes() else True)
+        self._tokens, self._start = 0, time.perf_counter()
+
+    def old(self, row: dict[str, Any]) -> None:
+        """A row that an earlier run has written."""
+        self._count(row)
+        if not self._bar.disable:
+            self._bar.initial += 1  # took no time now
+
+    def show(self, row: Row) -> None:
+        self.writer.show(row)
+
+    def write(self, row: Row) -> None:
+        self.writer.write(row)
+        if row.error is not None:
+            self._errors += [row.error] if len(self._errors) < MAX_ERRORS_SHOWN else []
+        elif row.result is not None:
+            self.speed.add(row.result.timing)
+        self._count(row.to_json())
+
+    def _count(self, row: dict[str, Any]) -> None:
+        self.done += 1
+        self.failed += "error" in row
+        self._add(row)
+        self._tokens += row.get("usage", {}).get("completion_tokens", 0)
+        self._bar.set_postfix_str(f"{self._tokens / (time.perf_counter() - self._start):.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def tell_errors(self) -> None:
+        """The first few errors, a line each."""
+        for error in self._errors:
+            log(f"error: {error}")
+        if (more := self.failed - len(self._errors)) > 0:
+            log(f"error: {more} more rows failed; their lines say why")
+
+
+@contextlib.contextmanager
+def monitored(
+    writer: Writer | None,
+    output: Output | None,
+    settings: dict[str, Any],
+    *,
+    total: int,
+    progress: bool = True,
+    add: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> Iterator[Monitor]:
+    """A monitor over `output`, or over `writer` where there is none; `Monitor.done` rows are there already.
+
+    Interrupted, it says how to go on. Raises as `Output.open` does, in all processes if in one.
+    """
+    monitor = Monitor(total=total, progress=progress, add=add)
+    with contextlib.ExitStack() as stack:
+        stack.callback(monitor.close)
+        if output is not None and writes():
+            try:
+                monitor.writer = JsonWriter(stack.enter_context(output.open(settings, monitor.old)))
+            except (UsageError, DataError, OSError):
+                _of_process_0(-1)
+                raise
+        elif writer is not None and writes():
+            monitor.writer = writer
+        monitor.done = _of_process_0(monitor.done)
+        if monitor.done < 0:
+            raise UsageError("process 0 cannot write --output: see what it says")
+        try:
+            yield monitor
+        except KeyboardInterrupt:
+            if output is not None:
+                log(f"{output.partial} has {monitor.done} of {total} rows; the same command with --resume goes on")
+            raise
+
+
+def _of_process_0(count: int) -> int:
+    """The number that process 0 has."""
+    if jax.process_count() == 1:
+        return count
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(count)))

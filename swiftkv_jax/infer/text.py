@@ -18,8 +18,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     if not text:
         raise UsageError("the prompt is empty")
     check_unicode(text)
+    return list(tokenizer(text, add_special_tokens=not brings_first_token(tokenizer, text))["input_ids"])
+
+
+def brings_first_token(tokenizer: Any, text: str) -> bool:
+    """Whether `text` begins with the special token that the tokenizer would put there."""
     bos = getattr(tokenizer, "bos_token", None)
-    return list(tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
+    return bool(bos) and text.startswith(bos)
 
 
 def check_unicode(text: str) -> None:
@@ -89,19 +94,21 @@ class StopStrings:
     def __init__(self, stops: Iterable[str]):
         self._stops = tuple(stops)
         if "" in self._stops:
-            raise UsageError("--stop '': a stop string must have at least one character")
+            raise UsageError("stop='': a stop string must have at least one character")
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
+        """The string that was complete first; of two at once, the longer."""
 
     def push(self, text: str) -> str:
         """The text that cannot be part of a stop string any more. After a hit, nothing."""
         if self.hit:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.hit, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.hit = min(found)
+            self._held = ""
+            return text[:at]
         hold = max((self._overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
@@ -128,6 +135,11 @@ class TextStream:
     @property
     def stopped(self) -> bool:
         """A stop string has appeared."""
+        return self._stops.hit is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """That stop string."""
         return self._stops.hit
 
     def push(self, tokens: Iterable[int]) -> str:

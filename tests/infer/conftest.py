@@ -1,11 +1,21 @@
-"""A byte-level BPE tokenizer made on the spot, and a list of what XLA compiles."""
+"""A byte-level BPE tokenizer and a tiny checkpoint made on the spot, commands that compile once, and a list of what XLA compiles."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+import swiftkv_jax as skv
+from swiftkv_jax.infer import flags
+from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.device import Device
+from swiftkv_jax.infer.engine import Engine
+from tests.tiny import hf_config, model_of, tensors_for
 
 TEXT = """def main(argv):
     for word in argv: print(word, "naïve café, 東京 and 🙂🙃")
@@ -39,3 +49,62 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listener)
     yield events
     jax.monitoring.unregister_event_duration_listener(listener)
+
+
+LIMIT = 256
+"""Positions of `checkpoint`."""
+_HF = hf_config(vocab_size=320, num_hidden_layers=2, num_key_value_layers=1, max_position_embeddings=LIMIT)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tokenizer, tmp_path_factory) -> Path:
+    """Two layers, one of them lower, and `tokenizer`. No token ends a text."""
+    path = tmp_path_factory.mktemp("checkpoint") / "model"
+    skv.save_hf(model_of(_HF, tensors_for(_HF)), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def greedy(checkpoint) -> Callable[..., list[int]]:
+    """`(ids, count)` -> the likeliest tokens that follow, by whole forward passes."""
+    model = skv.load(checkpoint)
+    forward = jax.jit(lambda tokens, swiftkv: skv.logits(model, tokens, swiftkv=swiftkv), static_argnums=1)
+
+    @functools.cache
+    def tokens(ids: tuple[int, ...], count: int, swiftkv: bool | None) -> list[int]:
+        row = np.zeros((1, LIMIT), np.int32)
+        row[0, : len(ids)] = ids
+        for at in range(len(ids), len(ids) + count):
+            row[0, at] = int(np.argmax(forward(row, swiftkv)[0, at - 1]))
+        return row[0, len(ids) : len(ids) + count].tolist()
+
+    return lambda ids, count, swiftkv=None: tokens(tuple(ids), count, swiftkv)
+
+
+@pytest.fixture(scope="session")
+def devices() -> dict:
+    """What `run` has compiled."""
+    return {}
+
+
+@pytest.fixture
+def run(devices, monkeypatch) -> Callable[..., int]:
+    """The command in this process. What was compiled for the same options serves again, with a fresh engine."""
+
+    def engine_for(model, options, *, swiftkv, mesh, attention, take, log):
+        key = (options, swiftkv, mesh, attention, model.config, model.eos_token_ids, float(model.llama.embed.sum()))
+        if key not in devices:
+            devices[key] = Device(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, take=take, log=log)
+        return Engine(devices[key], config=devices[key].config, end_ids=model.eos_token_ids, options=options)
+
+    monkeypatch.setattr(flags, "engine_for", engine_for)
+    # One program of each kind, and the same ones for most tests.
+    small = "--compile-cache none --max-num-batched-tokens 16 --max-model-len 128 --decode-steps 3 --page-size 8".split()
+
+    def command(*argv: object) -> int:
+        words = [str(word) for word in argv]
+        first = words[:1] if words and words[0] in ("generate", "chat", "score") else []
+        return main([*first, *small, *words[len(first) :]])
+
+    return command

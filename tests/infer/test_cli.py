@@ -1,46 +1,36 @@
-"""The command: what goes to standard output, what to files, and how each mistake ends."""
+"""`generate` on single prompts: what goes to standard output, which flags there are, and how each mistake ends."""
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
-from swiftkv_jax.infer.__main__ import DEMO_PROMPT, main, parser
+from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
+from swiftkv_jax.infer.complete import DEMO_PROMPT
+from swiftkv_jax.infer.flags import engine_options, sampling_params
 from swiftkv_jax.infer.text import encode
-from tests.infer.conftest import CHAT_TEMPLATE
+from tests.infer.conftest import LIMIT
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "llama-trained-4of8-group2-tied"
-LIMIT = 512  # positions of the fixture
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tokenizer, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint") / "model"
-    shutil.copytree(FIXTURE, path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def expected(checkpoint: Path, tokenizer, text: str, **options) -> list[int]:
-    return skv.generate(skv.load(checkpoint), [encode(tokenizer, text)], **{"max_tokens": 8} | options)[0]
-
-
-def run(*argv: object) -> int:
-    return main([str(part) for part in argv])
+MODEL = "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address --num-processes --process-id".split()
+ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype --kv-cache-memory --memory-utilization
+    --page-size --enable-prefix-caching --no-prefix-caching --compile-cache""".split()
+SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty
+    --logit-bias --seed --stop --stop-token-ids --ignore-eos""".split()
 
 
 def test_flags_are_these():
-    common = "--model --swiftkv --dtype --mesh --attention --max-model-len".split()
-    sampling = "--max-tokens --temperature --top-k --top-p --seed --stop --ignore-eos".split()
-    own = "--prompt --prompt-file --input --output --max-num-seqs --stream".split()
-    assert _flags("generate") == {*common, *sampling, *own, "stdin"}
-    assert _flags("chat") == {*common, *sampling, "--system-prompt"}
+    own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
+    assert _flags("generate") == {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
+    assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt"}
+    assert _flags("score") == {*MODEL, *ENGINE, "--input", "--output", "--resume"}
 
 
 def _flags(command: str) -> set[str]:
@@ -49,191 +39,233 @@ def _flags(command: str) -> set[str]:
     return {action.option_strings[0] if action.option_strings else action.dest for action in actions}
 
 
-def test_a_prompt_becomes_its_completion_and_nothing_else(checkpoint, tokenizer, capsys):
-    text = tokenizer.decode(expected(checkpoint, tokenizer, "def x"))
+def parsed(*argv: str) -> Namespace:
+    return parser("generate").parse_args(argv)
+
+
+def test_flags_become_options():
+    args = parsed(*"--kv-cache-memory 2m --gpu-memory-utilization 0.5 --max-num-batched-tokens 1k --no-prefix-caching".split())
+    options = engine_options(args, max_num_seqs=3, decode_steps=2)
+    assert (options.kv_cache_memory, options.memory_utilization, options.max_num_batched_tokens) == (2 << 20, 0.5, 1024)
+    assert (options.max_num_seqs, options.decode_steps, options.enable_prefix_caching) == (3, 2, False)
+    assert engine_options(parsed("--max-num-seqs", "5"), max_num_seqs=3).max_num_seqs == 5
+    assert engine_options(parsed()).enable_prefix_caching
+
+
+def test_flags_become_sampling():
+    flags = "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 --presence-penalty 1 --frequency-penalty -1 --seed 3"
+    flags += " --logit-bias 5=-100 --logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 --logprobs 3 --stop a --stop b --ignore-eos"
+    flags += " --top-p .9 --top-k 4"
+    params = sampling_params(parsed(*flags.split()))
+    assert (params.temperature, params.repetition_penalty, params.max_tokens, params.n, params.min_p) == (0.5, 1.5, 9, 2, 0.1)
+    assert (params.presence_penalty, params.frequency_penalty, params.seed, params.top_k, params.top_p) == (1, -1, 3, 4, 0.9)
+    assert params.logit_bias == {5: -100, 6: 2.5} and params.stop_token_ids == (7, 8) and params.stop == ("a", "b")
+    assert (params.min_tokens, params.logprobs, params.ignore_eos) == (2, 3, True)
+
+
+def with_generation_config(checkpoint: Path, folder: Path, **fields) -> Path:
+    path = folder / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "generation_config.json").write_text(json.dumps(fields))
+    return path
+
+
+def test_sampling_defaults_are_the_checkpoints(checkpoint, tmp_path, capsys):
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+    model = skv.load(with_generation_config(checkpoint, tmp_path, **said))
+    params = sampling_params(parsed("--top-k", "3"), model)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.9, 3, 1.1)
+    assert "temperature 0.6, top_p 0.9, top_k 40, repetition_penalty 1.1" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy(checkpoint, tmp_path, capsys):
+    model = skv.load(with_generation_config(checkpoint, tmp_path, do_sample=False, temperature=0.6))
+    assert sampling_params(parsed(), model) == sampling_params(parsed())
+    assert "sampling" not in capsys.readouterr().err
+
+
+def test_sampling_defaults_that_cannot_be(checkpoint, tmp_path, run, capsys):
+    assert run("-m", with_generation_config(checkpoint, tmp_path, do_sample=True, top_p=7), "-p", "x") == 4
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: generation_config.json: top_p=7 must be")
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name}" in out and purpose in out for name, (_, purpose) in COMMANDS.items())
+
+
+def test_a_prompt_becomes_its_completion_and_nothing_else(checkpoint, tokenizer, greedy, run, capsys):
+    text = tokenizer.decode(greedy(encode(tokenizer, "def x"), 8))
     for stream in ("--stream", "--no-stream"):
         assert run("-m", checkpoint, "-p", "def x", "-n", 8, stream) == 0
         out, err = capsys.readouterr()
         assert out == text + "\n"
-        assert "SwiftKV, prompts run 4 of 8 layers, 6 layers of KV" in err
-        assert "tokens/s" in err and "first token after" in err and "KV cache: 1536 bytes/token" in err
+        assert "SwiftKV, prompts run 1 of 2 layers, 2 layers of KV" in err
+        assert "generated: 8 tokens" in err and "first token after" in err and "KV cache: 256 bytes/token" in err and "0% cached" in err
+        assert "compiled while" not in err
 
 
-def test_the_teacher_is_the_control(checkpoint, tokenizer, capsys):
-    assert run("generate", "--model", checkpoint, "--prompt", "def x", "--max-tokens", 8, "--swiftkv", "off") == 0
+def test_text_appears_as_it_comes(checkpoint, run, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    assert run("-m", checkpoint, "-p", "def x", "-n", 8) == 0
+    assert len([text for text in written if text.strip()]) >= 3  # three tokens at a time
+
+
+def test_the_teacher_is_the_control(checkpoint, tokenizer, greedy, run, capsys):
+    assert run("generate", "--model", checkpoint, "--prompt", "def x", "--max-tokens", 8, "--swiftkv", "off", "--no-stream") == 0
     out, err = capsys.readouterr()
-    assert out == tokenizer.decode(expected(checkpoint, tokenizer, "def x", swiftkv=False)) + "\n"
-    assert "teacher, 8 layers" in err and "KV cache: 2048 bytes/token" in err
+    assert out == tokenizer.decode(greedy(encode(tokenizer, "def x"), 8, False)) + "\n"
+    assert "teacher, 2 layers" in err
 
 
-def test_several_prompts_come_in_order(checkpoint, tokenizer, capsys):
-    assert run("-m", checkpoint, "-p", "def x", "-p", "print", "-p", "if", "-n", 8, "--max-num-seqs", 2) == 0
-    texts = [tokenizer.decode(expected(checkpoint, tokenizer, text)) for text in ("def x", "print", "if")]
-    assert capsys.readouterr().out == "".join(text + "\n" for text in texts)
+def test_several_prompts_and_samples_come_in_order(checkpoint, tokenizer, greedy, run, capsys):
+    prompts = ("def x", "print", "if")
+    flags = [part for text in prompts for part in ("-p", text)]
+    assert run("-m", checkpoint, *flags, "-n", 8, "--n", 2, "--max-num-seqs", 2) == 0
+    texts = [tokenizer.decode(greedy(encode(tokenizer, text), 8)) for text in prompts]
+    assert capsys.readouterr().out == "".join(f"{text}\n{text}\n" for text in texts)
 
 
-def test_prompt_from_a_file_and_from_standard_input(checkpoint, tokenizer, tmp_path, capsys, monkeypatch):
+def test_prompt_from_a_file_and_from_standard_input(checkpoint, tokenizer, greedy, run, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompt.py").write_text("def naïve\n", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("def naïve\n"))
     assert run("-m", checkpoint, "-f", tmp_path / "prompt.py", "-n", 8) == 0
     assert run("-m", checkpoint, "-", "-n", 8) == 0
-    assert capsys.readouterr().out == 2 * (tokenizer.decode(expected(checkpoint, tokenizer, "def naïve\n")) + "\n")
+    assert capsys.readouterr().out == 2 * (tokenizer.decode(greedy(encode(tokenizer, "def naïve\n"), 8)) + "\n")
 
 
-def test_stop_strings_end_a_row(checkpoint, tokenizer, tmp_path, capsys):
-    tokens = expected(checkpoint, tokenizer, "def x")
-    text = tokenizer.decode(tokens)
-    stop = text[len(text) // 2 :][:3]
-    assert run("-m", checkpoint, "-p", "def x", "-n", 8, "--stop", stop, "-o", tmp_path / "out.jsonl") == 0
-    (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert row["text"] == text[: text.index(stop)] and row["finish_reason"] == "stop"
-    assert row["token_ids"] == tokens[: row["usage"]["completion_tokens"]]
+def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
+    before = set(devices)
+    args = parsed("--max-num-seqs", "9", "-n", "20")
+    from swiftkv_jax.infer.complete import _fitted
+    from swiftkv_jax.infer.requests import Request
+
+    options = _fitted(args, [Request([5] * 21, sampling_params(args))] * 2, skv.load(checkpoint), live=False)
+    assert (options.max_model_len, options.max_num_seqs, options.decode_steps) == (64, 2, 8)
+    long = _fitted(args, [Request([5] * (LIMIT - 20), sampling_params(args))], skv.load(checkpoint), live=True)
+    assert (long.max_model_len, long.max_num_seqs, long.decode_steps) == (LIMIT, 1, 1)
+    assert set(devices) == before
 
 
-def test_jsonl_rows_fail_alone(checkpoint, tokenizer, tmp_path, capsys):
-    rows = tmp_path / "in.jsonl"
-    rows.write_text(
-        "\n".join(
-            [
-                '{"id": "a", "prompt": "def x"}',
-                "{not json}",
-                json.dumps({"id": "long", "prompt_token_ids": [5] * (LIMIT + 1)}),
-                "",
-                json.dumps({"prompt_token_ids": encode(tokenizer, "print")}),
-                '{"id": "b", "prompt": "x", "max_tokens": 3}',
-                '{"id": "c", "prompt_token_ids": []}',
-                '{"id": "d", "messages": [{"role": "user", "content": "hi"}]}',
-                '["prompt"]',
-            ]
-        )
-    )
-    out = tmp_path / "out.jsonl"
-    assert run("-m", checkpoint, "-i", rows, "-o", out, "-n", 8, "--max-num-seqs", 2) == 3
-    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    first, second = (expected(checkpoint, tokenizer, text) for text in ("def x", "print"))
-    assert found[0] == {
-        "id": "a",
-        "text": tokenizer.decode(first),
-        "token_ids": first,
-        "finish_reason": "length",
-        "usage": {"prompt_tokens": len(encode(tokenizer, "def x")), "completion_tokens": 8},
-    }
-    assert found[3]["id"] == 3 and found[3]["token_ids"] == second
-    errors = {row["id"]: row["error"] for row in found if "error" in row}
-    assert list(errors) == [1, "long", "b", "c", "d", 7]
-    assert errors[1].startswith(f"{rows}:2: not valid JSON")
-    assert "513 tokens, with 8 new ones that is 521, above the limit of 512" in errors["long"]
-    assert "expected id and one of prompt, prompt_token_ids, messages; got prompt, max_tokens" in errors["b"]
-    assert "is empty" in errors["c"]
-    assert "no chat template" in errors["d"]
-    assert errors[7].startswith(f"{rows}:9: expected an object")
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("error: ") == 6
+MISTAKES = [
+    (["-p", ""], 2, "the prompt is empty"),
+    (["-p", "\udcff x"], 2, "the text is not UTF-8"),
+    (["-p", "x", "-o", "/nowhere/out.jsonl"], 2, "--output /nowhere/out.jsonl: its folder does not exist"),
+    (["-p", "x", "--resume"], 2, "--resume goes with --output"),
+    (["-p", "x", "--temperature", "nan"], 2, "temperature=nan must be"),
+    (["-p", "x", "--top-p", "0"], 2, "top_p=0.0 must be"),
+    (["-p", "x", "--top-k", "-2"], 2, "top_k=-2 must be"),
+    (["-p", "x", "-n", "0"], 2, "max_tokens=0 must be"),
+    (["-p", "x", "-n", "127"], 2, "above the limit of 128"),
+    (["-p", "x", "--n", "17"], 2, "n=17 must be"),
+    (["-p", "x", "--n", "5", "-n", "4", "--max-num-seqs", "4"], 2, "n=5 samples do not fit into --max-num-seqs 4"),
+    (["-p", "x", "--seed", "-1"], 2, "seed=-1 must be"),
+    (["-p", "x", "--stop", ""], 2, "stop='' must be"),
+    (["-p", "x", "--logit-bias", "999=1", "-n", "4"], 2, "logit_bias: token 999 is outside the vocabulary"),
+    (["-p", "x", "--logit-bias", "9=inf"], 2, "logit_bias[9]=inf must be"),
+    (["-p", "x", "-i", "y"], 2, "give one of"),
+    ([], 2, "nothing to generate from"),
+    (["-p", "x", "--max-num-seqs", "0"], 2, "--max-num-seqs 0"),
+    (["-p", "x", "--memory-utilization", "2"], 2, "--memory-utilization 2.0"),
+    (["-p", "x", "--max-model-len", "1k"], 2, "--max-model-len 1024 must be from 2 to the model's 256"),
+    (["-p", "x", "--kv-cache-memory", "20k", "-n", "8"], 2, "raise --kv-cache-memory"),
+    (["-p", "x" * 300], 2, "above the limit of 128"),
+    (["-p", "x" * 30, "-n", "8", "-c", "16"], 2, "above the limit of 16"),
+    (["-p", "ok", "-p", "x" * 300, "-n", "8"], 2, "prompt 1: the prompt has"),
+    (["-p", "x", "--mesh", "2by2"], 2, "--mesh '2by2'"),
+    (["-p", "x", "--mesh", "data=1,fsdp=2"], 2, "fsdp is for training"),
+    (["-p", "x", "--num-processes", "2"], 2, "--coordinator-address, --num-processes and --process-id go together"),
+    (["-p", "x", "-n", "8", "--attention", "tpu"], 2, "tpu"),
+    (["-f", "/nowhere/prompt"], 1, "/nowhere/prompt"),
+    (["-i", "/nowhere/rows"], 1, "/nowhere/rows"),
+    (["-i", "/dev/null"], 1, "not a regular file"),
+]
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
-        (["-p", ""], 2, "the prompt is empty"),
-        (["-p", "\udcff x"], 2, "the text is not UTF-8"),
-        (["-p", "x", "-o", "/nowhere/out.jsonl"], 2, "--output /nowhere/out.jsonl: its folder does not exist"),
-        (["-p", "x", "--temperature", "nan"], 2, "temperature=nan must be"),
-        (["-p", "x", "--top-p", "0"], 2, "top_p=0.0 must be"),
-        (["-p", "x", "--top-k", "-1"], 2, "top_k=-1 must be"),
-        (["-p", "x", "-n", "0"], 2, "max_tokens=0 must be"),
-        (["-p", "x", "--seed", "-1"], 2, "seed=-1 must be"),
-        (["-p", "x", "--stop", ""], 2, "--stop ''"),
-        (["-p", "x", "-i", "y"], 2, "give one of"),
-        ([], 2, "nothing to generate from"),
-        (["-p", "x", "--max-num-seqs", "0"], 2, "--max-num-seqs 0"),
-        (["-p", "x", "--max-model-len", "1k"], 2, "--max-model-len 1024 must be from 2 to the model's 512"),
-        (["-p", "x" * 600], 2, "above the limit of 512"),
-        (["-p", "x" * 30, "-n", "8", "-c", "16"], 2, "above the limit of 16"),
-        (["-p", "x", "--mesh", "2by2"], 2, "--mesh '2by2'"),
-        (["-f", "/nowhere/prompt"], 1, "/nowhere/prompt"),
-        (["-i", "/nowhere/rows"], 1, "/nowhere/rows"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_one_line(checkpoint, capsys, argv, code, message):
+@pytest.mark.parametrize(("argv", "code", "message"), MISTAKES, ids=lambda value: str(value)[:60])
+def test_mistakes_are_one_line(checkpoint, run, capsys, argv, code, message):
     assert run("-m", checkpoint, *argv) == code
     out, err = capsys.readouterr()
     assert out == "" and message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
 
 
-def test_an_existing_output_is_not_overwritten(checkpoint, tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    out.write_text("precious")
-    assert run("-m", checkpoint, "-p", "x", "-o", out) == 2
-    assert "out.jsonl: exists already" in capsys.readouterr().err and out.read_text() == "precious"
-
-
-@pytest.mark.parametrize("argv", [["--max-model-len", "many"], ["--swiftkv", "maybe"], ["--nonsense"], ["serve"]], ids=str)
-def test_mistakes_in_the_command_line(argv, capsys):
+@pytest.mark.parametrize(
+    "argv",
+    ["--max-model-len many", "--swiftkv maybe", "--nonsense", "serfe", "--logit-bias 5", "--stop-token-ids a", "--kv-cache-memory lots"],
+)
+def test_mistakes_in_the_command_line(argv, run, capsys):
     with pytest.raises(SystemExit) as error:
-        run(*argv)
+        run(*argv.split())
     assert error.value.code == 2
 
 
-def test_models_that_are_not_there(tmp_path, capsys):
+def test_models_that_are_not_there(run, tmp_path, capsys):
     assert run("-m", tmp_path / "nothing", "-p", "x") in (1, 4)
     assert "nothing" in capsys.readouterr().err
 
 
-def test_without_a_tokenizer_tokens_still_work(tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "x"}\n')
-    assert run("-m", FIXTURE, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "-n", 4) == 3
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert rows[0]["text"] is None and len(rows[0]["token_ids"]) == 4
-    assert "needs a tokenizer" in rows[1]["error"]
-    assert run("-m", FIXTURE, "-p", "x") == 2
+def test_a_tokenizer_of_another_model_is_refused(checkpoint, tokenizer, run, tmp_path, capsys):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    vocabulary = json.loads((path / "tokenizer.json").read_text())
+    for token in range(len(tokenizer), 400):
+        vocabulary["model"]["vocab"][f"<{token}>"] = token
+    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert run("-m", path, "-p", "x") == 4
+    assert "the tokenizer has 400 tokens, the model 320: these are files of different models" in capsys.readouterr().err
 
 
-def test_no_arguments_run_the_demo(checkpoint, tokenizer, capsys, monkeypatch):
+def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(checkpoint, tokenizer, run, tmp_path, capsys):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    extra = [f"<|{number}|>" for number in range(321 - len(tokenizer))]
+    larger = type(tokenizer).from_pretrained(checkpoint)
+    larger.add_special_tokens({"additional_special_tokens": extra})
+    larger.save_pretrained(path)
+    assert run("-m", path, "-p", "x", "-n", 4) == 0
+    assert "the tokenizer adds 1 tokens that the model does not have" in capsys.readouterr().err
+    assert run("-m", path, "-p", f"x{extra[-1]}", "-n", 4) == 2
+    assert "token id 320 is outside the vocabulary of 320" in capsys.readouterr().err
+
+
+def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert run("-m", path, "-p", "x") == 2
+    assert "no tokenizer" in capsys.readouterr().err
+
+
+def test_the_first_special_token_is_not_doubled(checkpoint, run, capsys):
+    assert run("-m", checkpoint, "-p", "<s>def x", "-n", 8) == 0
+    with_token, err = capsys.readouterr()
+    assert "a prompt begins with <s>; it is taken as that token" in err
+    assert run("-m", checkpoint, "-p", "def x", "-n", 8) == 0
+    assert capsys.readouterr().out == with_token
+
+
+def test_no_arguments_run_the_demo(checkpoint, tokenizer, greedy, run, capsys, monkeypatch):
     monkeypatch.setattr(demo, "SWIFTKV", checkpoint)
     assert run("-n", 8) == 0
     out, err = capsys.readouterr()
-    assert out == DEMO_PROMPT + tokenizer.decode(expected(checkpoint, tokenizer, DEMO_PROMPT)) + "\n"
+    assert out == DEMO_PROMPT + tokenizer.decode(greedy(encode(tokenizer, DEMO_PROMPT), 8)) + "\n"
     assert str(checkpoint) in err
     monkeypatch.setattr(demo, "SWIFTKV", checkpoint / "missing")
     assert run() == 4
 
 
-def test_a_mesh_gives_the_same_text(checkpoint, capsys):
-    assert run("-m", checkpoint, "-p", "def x", "-n", 8) == 0
+def test_a_mesh_gives_the_same_text(checkpoint, tokenizer, greedy, run, capsys):
     assert run("-m", checkpoint, "-p", "def x", "-n", 8, "--mesh", "2x2") == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == second
+    assert capsys.readouterr().out == tokenizer.decode(greedy(encode(tokenizer, "def x"), 8)) + "\n"
 
 
-def test_as_a_process(checkpoint, tokenizer, tmp_path):
-    command = [sys.executable, "-m", "swiftkv_jax.infer", "-m", str(checkpoint), "-p", "def x", "-n", "8"]
+def test_as_a_process(checkpoint, tokenizer, greedy, tmp_path):
+    """Also what a reader of its output may do: go away."""
+    flags = f"-p print -n 8 -c 128 --max-num-batched-tokens 16 --compile-cache {tmp_path / 'compiled'}".split()
+    command = [sys.executable, "-m", "swiftkv_jax.infer", "-m", str(checkpoint), *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
-    assert done.stdout == tokenizer.decode(expected(checkpoint, tokenizer, "def x")) + "\n"
-
-
-def test_chat(checkpoint, tokenizer, tmp_path, capsys, monkeypatch):
-    path = tmp_path / "model"
-    shutil.copytree(checkpoint, path)
-    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    lines = "hello\n\nmore\n/reset\nhello\n" + "x" * 600 + "\n/exit\nunread\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    assert run("chat", "-m", path, "-n", 6, "--system-prompt", "be brief") == 0
-    out, err = capsys.readouterr()
-
-    def reply(*messages: tuple[str, str]) -> str:
-        text = "<s>" + "".join(f"[{role}]{text}\n" for role, text in messages) + "[assistant]"
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokenizer.decode(skv.generate(skv.load(path), [ids], max_tokens=6)[0], skip_special_tokens=True)
-
-    system = ("system", "be brief")
-    first = reply(system, ("user", "hello"))
-    second = reply(system, ("user", "hello"), ("assistant", first), ("user", "more"))
-    assert out == f"{first}\n{second}\n{first}\n"
-    assert "above the limit of 512" in err and "/reset" in err
-
-
-def test_chat_needs_a_template(checkpoint, capsys):
-    assert run("chat", "-m", checkpoint) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: this model's tokenizer has no chat template")
+    assert done.stdout == tokenizer.decode(greedy(encode(tokenizer, "print"), 8)) + "\n"
+    assert os.stat(tmp_path / "compiled").st_mode & 0o77 == 0 and any((tmp_path / "compiled").iterdir())

@@ -34,6 +34,25 @@ def test_any_tokens_give_their_text(tokenizer):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def test_a_stream_is_never_broken(tokenizer):
+    """Every piece is UTF-8, and no piece shows a replacement character that the whole text does not have there."""
+    rng = random.Random(3)
+    bytes_of = [token for token in range(len(tokenizer)) if len(tokenizer.decode([token])) == 1]
+    for _ in range(300):
+        text = "".join(rng.choices(ALPHABET, k=rng.randint(0, 5)))
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *rng.choices(bytes_of, k=rng.randint(0, 8))]
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        stream, shown = TextStream(tokenizer, ["東b"]), ""
+        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).partition("東b")[0]
+        while ids:
+            count = rng.randint(1, 3)
+            piece = stream.push(ids[:count])
+            piece.encode("utf-8")
+            shown, ids = shown + piece, ids[count:]
+            assert whole.startswith(shown)
+        assert shown + stream.finish() == whole
+
+
 def test_a_character_appears_when_its_last_byte_does(tokenizer):
     ids = tokenizer("\U0001f9ed", add_special_tokens=False)["input_ids"]
     assert len(ids) > 1
@@ -55,21 +74,21 @@ def test_stop_strings_split_anywhere():
             left = left[size:]
             if filter.hit:
                 break
-        assert filter.hit == bool(found)
+        assert bool(filter.hit) == bool(found)
         assert output + filter.finish() == (text[: min(found)[1]] if found else text), (text, stops)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
     filter = StopStrings(["END"])
     assert [filter.push(piece) for piece in ("abE", "N", "x", "E", "ND", "y")] == ["ab", "", "ENx", "", "", ""]
-    assert filter.hit
+    assert filter.hit == "END"
 
 
 def test_stream_counts_tokens_up_to_the_stop_string(tokenizer):
     ids = tokenizer('print(word, "x")', add_special_tokens=False)["input_ids"]
     stream = TextStream(tokenizer, ["word"])
     assert stream.push(ids) + stream.finish() == "print("
-    assert stream.stopped and stream.token_ids == ids[: len(stream.token_ids)]
+    assert stream.stopped and stream.stop_reason == "word" and stream.token_ids == ids[: len(stream.token_ids)]
     assert "word" in tokenizer.decode(stream.token_ids) and "word" not in tokenizer.decode(stream.token_ids[:-1])
 
 

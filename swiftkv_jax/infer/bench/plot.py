@@ -1,0 +1,71 @@
+"""One picture of a run: SwiftKV and its teacher over the input length or the rows, beside what the devices allow."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import UsageError
+from .cells import Mode
+from .summary import SWIFTKV, TEACHER
+
+COLORS = {SWIFTKV: "#1f5fa8", TEACHER: "#c8553d"}
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+# Panels of each mode: title, key, factor, and the share of the roofline that limits it, if one does.
+_PANELS: dict[Mode, tuple[tuple[str, str, float, str | None], ...]] = {
+    "prefill": (("Prefill, tokens/s", "tokens_per_s", 1, "flops_share"), ("Time to first token, ms", "ttft", 1e3, None)),
+    "decode": (
+        ("Decoding, tokens/s", "tokens_per_s", 1, "bandwidth_share"),
+        ("Time per output token, ms", "seconds_per_output_token", 1e3, None),
+    ),
+}
+
+
+def check_plot(mode: Mode, path: Path | None) -> None:
+    """Raise `UsageError` if `--plot` cannot be honoured, before anything is measured."""
+    if path is None:
+        return
+    if mode not in _PANELS:
+        raise UsageError(f"--plot {path}: only prefill and decode are drawn; {mode} is a table")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'swiftkv-jax[report]'")
+
+
+def draw(mode: Mode, rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Prefill over the input length, a line for each number of prompts; decoding over the rows, a line for each context."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    over, each, unit = ("input_len", "prompts", "prompts") if mode == "prefill" else ("prompts", "input_len", "tokens of context")
+    with matplotlib.rc_context(_STYLE):
+        picture = Figure(figsize=(9, 3.6), layout="constrained")
+        for axes, (title, key, scale, share) in zip(picture.subplots(1, 2), _PANELS[mode], strict=True):
+            for index, kind in enumerate(sorted({row["cell"][each] for row in rows})):
+                for name, color in COLORS.items():
+                    points = [row for row in rows if row["variant"] == name and row["cell"][each] == kind]
+                    if not points:
+                        continue
+                    x, y = [row["cell"][over] for row in points], [scale * row[key] for row in points]
+                    style = {"color": color, "linestyle": ("-", "--", "-.")[index % 3]}
+                    axes.plot(x, y, marker="o", markersize=4, label=f"{name}, {kind} {unit}", **style)
+                    if share is not None:  # at all of the roofline instead of a share
+                        limit = [value / row[share] for value, row in zip(y, points, strict=True)]
+                        axes.plot(x, limit, color=color, alpha=0.35, linewidth=1, label=f"{name}, measured roofline" if not index else None)
+            axes.set(title=title, xlabel="tokens of the prompt" if mode == "prefill" else "rows")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_ylim(bottom=0)
+        picture.axes[0].legend()
+        picture.savefig(path, dpi=150)

@@ -1,0 +1,193 @@
+"""From raw times to rates, shares of the roofline, and SwiftKV against its teacher; and the table of them.
+
+Rates are those of the median repetition. Executed FLOPs are what each variant needs (`cost`): in prefill the teacher needs
+only the keys and values of its last layer, and the engine runs no more, so the student's gain is a little less than that of
+half the layers. Normalised FLOPs are the paper's yardstick: 2 x the teacher's parameters x tokens, for both alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...cache import bytes_per_token
+from ...config import Config
+from ...cost import decode_flops, prefill_flops
+from ...params import llama_shapes
+from ..engine import Engine
+from ..weights import num_bytes
+from .cells import Cell, Mode
+from .roofline import Roofline
+from .timing import Raw
+
+PERCENTILES = (50, 90, 99)
+TIMES = ("ttft", "tpot", "itl", "e2e")
+SWIFTKV, TEACHER = "swiftkv", "teacher"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What the rates of an engine follow from."""
+
+    name: str
+    config: Config
+    """The model's, with its cut, whether it is used or not."""
+    weight_bytes: int
+    """Read in each decode step, by every lane: all but an embedding that is not the output matrix too, of which only rows are
+    read."""
+    kv_bytes: int
+    """Read in each decode step for each position of each row: by every layer, whether it shares them or not."""
+    decode_steps: int
+
+    @property
+    def swiftkv(self) -> bool:
+        return self.name == SWIFTKV
+
+
+def variant_of(name: str, config: Config, engine: Engine) -> Variant:
+    device = engine.device
+    unread = 0 if device.weights.lm_head is None else device.weights.embed.nbytes
+    kv_bytes = bytes_per_token(config, device.cache_dtype, swiftkv=False)
+    weight_bytes = device.shapes.lanes * (num_bytes(device.weights) - unread)
+    return Variant(name, config, weight_bytes, kv_bytes, device.shapes.decode_steps)
+
+
+def derive(mode: Mode, cell: Cell, raws: Sequence[Raw], variant: Variant, roofline: Roofline) -> dict[str, Any]:
+    """The figures of a cell, seconds and units a second."""
+    seconds = statistics.median(raw["seconds"] for raw in raws)
+    row: dict[str, Any] = {"compilations": sum(raw["compilations"] for raw in raws), "seconds": seconds}
+    row |= {"prefill": _prefill, "decode": _decode, "offline": _offline, "latency": _latency}[mode](cell, raws, variant, seconds)
+    row["flops_share"] = row["flops_per_s"] / roofline.flops
+    if "bytes_per_s" in row:
+        row["bandwidth_share"] = row["bytes_per_s"] / roofline.bandwidth
+    return row
+
+
+def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[str, float]:
+    """How many times as fast the student is, by the medians, by the best repetitions, and by processor time.
+
+    With requests that arrive one by one, by what they wait on average: when they end is mostly a matter of when they come.
+    """
+    if mode == "latency":
+        means = {name: [statistics.fmean(_pooled(raws, name) or [math.nan]) for raws in (teacher, student)] for name in TIMES}
+        ratios = {f"{name}_speed_up": slow / fast for name, (slow, fast) in means.items() if fast > 0}
+        return {"speed_up": ratios["e2e_speed_up"]} | {name: ratio for name, ratio in ratios.items() if not math.isnan(ratio)}
+
+    def ratio(choose: Callable, key: str) -> float:
+        return choose(raw[key] for raw in teacher) / choose(raw[key] for raw in student)
+
+    found = {"speed_up": ratio(statistics.median, "seconds"), "speed_up_of_best": ratio(min, "seconds")}
+    if jax.default_backend() == "cpu":
+        found["speed_up_in_cpu_time"] = ratio(min, "cpu_seconds")
+    if mode == "prefill":
+        found["ttft_speed_up"] = ratio(statistics.median, "ttft")
+    return found
+
+
+def parameters(config: Config) -> int:
+    """Of the plain Llama, embedding and output matrix included."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config)))
+
+
+def _rates(variant: Variant, executed: float, tokens: int, seconds: float) -> dict[str, float]:
+    normalised = 2 * parameters(variant.config) * tokens
+    return {"flops": executed, "flops_per_s": executed / seconds, "normalised_flops_per_s": normalised / seconds}
+
+
+def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
+    length = cell.input_len - 1
+    tokens, executed = cell.prompts * length, cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv)
+    ttft = statistics.median(raw["ttft"] for raw in raws)
+    return {"tokens_per_s": tokens / seconds, "ttft": ttft} | _rates(variant, executed, tokens, seconds)
+
+
+def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
+    steps = raws[0]["steps"]
+    context = cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2  # the mean over the steps that were timed
+    executed = cell.prompts * steps * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
+    read = steps * (variant.weight_bytes + cell.prompts * context * variant.kv_bytes)
+    return {
+        "seconds_per_output_token": seconds / steps,
+        "tokens_per_s": cell.prompts * steps / seconds,
+        "context": context,
+        "bytes_per_s": read / seconds,
+        "host_share": statistics.median(1 - raw["wait"] / raw["seconds"] for raw in raws),
+    } | _rates(variant, executed, cell.prompts * steps, seconds)
+
+
+def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
+    new, total = cell.prompts * cell.output_len, cell.prompts * cell.length
+    first, last = cell.input_len, cell.length - 1  # positions that the first and the last decode step attend to
+    decoding = cell.output_len * decode_flops(variant.config, (first + last) / 2, swiftkv=variant.swiftkv)
+    executed = cell.prompts * (prefill_flops(variant.config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding)
+    return {
+        "tokens_per_s": total / seconds,
+        "output_tokens_per_s": new / seconds,
+        "requests_per_s": cell.prompts / seconds,
+        "host_share": statistics.median(raw["host"] / raw["seconds"] for raw in raws),
+    } | _rates(variant, executed, total, seconds)
+
+
+def _latency(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
+    row = _offline(cell, raws, variant, seconds)
+    for name in TIMES:
+        if values := _pooled(raws, name):
+            row[f"{name}_mean"] = statistics.fmean(values)
+            row |= {f"{name}_p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
+    return row
+
+
+def _pooled(raws: Sequence[Raw], name: str) -> list[float]:
+    """Of all requests of all repetitions. A request with a single token has no time per further token."""
+    return [value for raw in raws for value in raw[name] if value is not None]
+
+
+# The table ------------------------------------------------------------------------------------------------------
+
+_COLUMNS: dict[Mode, tuple[tuple[str, str, str, float], ...]] = {  # heading, key, format, scale
+    "prefill": (
+        ("tokens/s", "tokens_per_s", ".0f", 1),
+        ("TTFT ms", "ttft", ".1f", 1e3),
+        ("TFLOP/s", "flops_per_s", ".4g", 1e-12),
+        ("% of roofline", "flops_share", ".1f", 100),
+        ("normalised TFLOP/s", "normalised_flops_per_s", ".4g", 1e-12),
+    ),
+    "decode": (
+        ("ms/token", "seconds_per_output_token", ".3f", 1e3),
+        ("tokens/s", "tokens_per_s", ".0f", 1),
+        ("GB/s", "bytes_per_s", ".1f", 1e-9),
+        ("% of bandwidth", "bandwidth_share", ".1f", 100),
+        ("% of FLOP/s", "flops_share", ".1f", 100),
+        ("host %", "host_share", ".1f", 100),
+    ),
+    "offline": (
+        ("tokens/s", "tokens_per_s", ".0f", 1),
+        ("output tokens/s", "output_tokens_per_s", ".1f", 1),
+        ("TFLOP/s", "flops_per_s", ".4g", 1e-12),
+        ("% of roofline", "flops_share", ".1f", 100),
+        ("host %", "host_share", ".1f", 100),
+    ),
+    "latency": (
+        ("output tokens/s", "output_tokens_per_s", ".1f", 1),
+        *((f"{name.upper()} {part} ms", f"{name}_{part}", ".1f", 1e3) for name in TIMES for part in ("mean", "p50", "p90", "p99")),
+        ("host %", "host_share", ".1f", 100),
+    ),
+}
+
+
+def table(mode: Mode, rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line for each cell and variant. `rows` are those of the JSON document."""
+    columns = _COLUMNS[mode]
+    lines = [["cell", "variant", *(heading for heading, *_ in columns), "times as fast"]]
+    for row in rows:
+        figures = [format(scale * row[key], spec) if key in row else "" for _, key, spec, scale in columns]
+        faster = f"{row['speed_up']:.3f}" if "speed_up" in row else ""
+        lines.append([row["label"], row["variant"], *figures, faster])
+    rule = ["---", "---", *["---:"] * (len(columns) + 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))

@@ -1,0 +1,98 @@
+"""What becomes of a prompt: its samples as they grow, and the row of output that they make (see `complete`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .requests import Event, Logprob, Request, Timing
+from .sampling import SamplingParams
+from .text import TextStream
+
+
+class Completion:
+    """One sample of a row."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams):
+        """Without a tokenizer there is no text, and no stop string can be found."""
+        self._stream = None if tokenizer is None else TextStream(tokenizer, params.stop)
+        self._params = params
+        self._stop_reason: str | int | None = None
+        self._token_ids: list[int] = [] if self._stream is None else self._stream.token_ids
+        self._logprobs: list[Logprob] | None = None
+        self.text = ""
+        self.finish_reason: str | None = None
+
+    def push(self, event: Event) -> None:
+        """A stop string ends the sample, and drops the tokens that came after it."""
+        self.finish_reason = event.finish_reason
+        if event.stop_token in self._params.stop_token_ids:
+            self._stop_reason = event.stop_token
+        if event.logprobs is not None:
+            self._logprobs = [*(self._logprobs or []), *event.logprobs]
+        if self._stream is None:
+            self._token_ids += event.tokens
+            return
+        self.text += self._stream.push(event.tokens)
+        if event.finish_reason and not self._stream.stopped:
+            self.text += self._stream.finish()
+        if self._stream.stopped:
+            self.finish_reason, self._stop_reason = "stop", self._stream.stop_reason
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self._token_ids)
+
+    def to_json(self) -> dict[str, Any]:
+        text = None if self._stream is None else self.text
+        result = {"text": text, "token_ids": self._token_ids, "finish_reason": self.finish_reason}
+        if self._stop_reason is not None:
+            result["stop_reason"] = self._stop_reason
+        if self._logprobs is not None:
+            result["logprobs"] = [_logprob_json(*pair) for pair in zip(self._token_ids, self._logprobs, strict=False)]
+        return result
+
+
+def _logprob_json(token: int, logprob: Logprob) -> dict[str, Any]:
+    top = {"top": [{"token_id": other, "logprob": _finite(value)} for other, value in logprob.top]} if logprob.top else {}
+    return {"token_id": token, "logprob": _finite(logprob.logprob)} | top
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinities."""
+    return value if math.isfinite(value) else None
+
+
+class Completions:
+    """All samples of a row."""
+
+    def __init__(self, tokenizer: Any, request: Request):
+        self.samples = [Completion(tokenizer, request.params) for _ in range(request.params.n)]
+        self.timing: Timing | None = None
+        self._prompt_tokens, self._cached_tokens = len(request.prompt), 0
+
+    @property
+    def done(self) -> bool:
+        return all(sample.finish_reason for sample in self.samples)
+
+    def take(self, event: Event) -> bool:
+        sample = self.samples[event.sample]
+        sample.push(event)
+        self.timing, self._cached_tokens = event.timing, event.cached_tokens
+        return sample.finish_reason is None
+
+    def to_json(self) -> dict[str, Any]:
+        if len(self.samples) == 1:
+            result = self.samples[0].to_json()
+        else:
+            result = {"choices": [{"index": index} | sample.to_json() for index, sample in enumerate(self.samples)]}
+        tokens = sum(map(len, self.samples))
+        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": tokens, "cached_tokens": self._cached_tokens}
+        return result | {"usage": usage, "timing": timing_json(self.timing)}
+
+
+def timing_json(timing: Timing | None) -> dict[str, float | None]:
+    """Seconds from when the row entered the engine."""
+    moments = {"queue_s": "started", "ttft_s": "first_token", "total_s": "last_token"}
+    since = {name: getattr(timing, moment, None) for name, moment in moments.items()}
+    return {name: None if at is None or timing is None else round(at - timing.submitted, 6) for name, at in since.items()}

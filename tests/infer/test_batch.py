@@ -1,0 +1,350 @@
+"""Files of rows: what is read, what is written, in which order; and runs that are killed and go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.infer import batch
+from swiftkv_jax.infer.batch import Row, run_rows
+from swiftkv_jax.infer.engine import Engine
+from swiftkv_jax.infer.jsonl import lines_of, parse, survey
+from swiftkv_jax.infer.prompts import Reader
+from swiftkv_jax.infer.requests import Request
+from swiftkv_jax.infer.results import Completions
+from swiftkv_jax.infer.resume import Output, checkpoint_digest
+from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.text import encode
+from tests.infer.mock_device import continuation, mock_engine
+
+
+def written(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rows_file(folder: Path, *rows: dict | str) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
+    rows = rows_file(
+        tmp_path,
+        {"id": "a", "prompt": "def x"},
+        "{not json}",
+        {"id": "long", "prompt_token_ids": [5] * 200},
+        "",
+        {"prompt_token_ids": encode(tokenizer, "print")},
+        {"id": "b", "prompt": "x", "maximum": 3},
+        {"id": "c", "prompt_token_ids": []},
+        {"id": "d", "messages": [{"role": "user", "content": "hi"}]},
+        '["prompt"]',
+        {"id": "e", "prompt": "x", "max_tokens": 10_000},
+        {"id": "f", "prompt": "x", "temperature": "hot"},
+        '{"id": "g", "prompt": "x", "temperature": NaN}',
+        {"id": "h", "prompt_token_ids": [5, 320]},
+        {"id": "i", "prompt": "x", "prompt_token_ids": [5]},
+        {"id": {}, "prompt": "x"},
+        {"id": "j", "prompt": "x", "n": 3},
+        {"id": "k", "prompt": "print", "max_tokens": 2},
+    )
+    out = tmp_path / "out.jsonl"
+    assert run("-m", checkpoint, "-i", rows, "-o", out, "-n", 8, "--max-num-seqs", 2) == 3
+    found = written(out)
+    first, second = (greedy(encode(tokenizer, text), 8) for text in ("def x", "print"))
+    timing = found[0].pop("timing")
+    assert found[0] == {
+        "id": "a",
+        "text": tokenizer.decode(first),
+        "token_ids": first,
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": len(encode(tokenizer, "def x")), "completion_tokens": 8, "cached_tokens": 0},
+    }
+    assert 0 <= timing["queue_s"] <= timing["ttft_s"] <= timing["total_s"]
+    assert found[3]["id"] == 3 and found[3]["token_ids"] == second and found[-1]["token_ids"] == second[:2]
+    errors = {row["id"]: row["error"] for row in found if "error" in row}
+    assert list(errors) == [1, "long", "b", "c", "d", 7, "e", "f", 10, "h", "i", 13, "j"]
+    assert errors[1].startswith(f"{rows}:2: not valid JSON")
+    assert errors["long"].startswith(f"{rows}:3: the prompt has 200 tokens, with 8 new ones that is 208, above the limit of 128")
+    assert errors["long"].endswith("(id 'long')")
+    assert "'maximum' is not a sampling parameter" in errors["b"]
+    assert "must not be empty" in errors["c"]
+    assert "no chat template" in errors["d"]
+    assert errors[7].startswith(f"{rows}:9: expected an object")
+    assert "above the limit of 128" in errors["e"]
+    assert "temperature='hot' must be a number" in errors["f"]
+    assert "NaN is not a number" in errors[10]
+    assert "token id 320 is outside the vocabulary of 320" in errors["h"]
+    assert "expected one of prompt, prompt_token_ids, messages; got prompt, prompt_token_ids" in errors["i"]
+    assert "id, or custom_id, must be a string or a whole number" in errors[13]
+    assert "n=3 samples do not fit into --max-num-seqs 2" in errors["j"]
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("error: ") == 11 and "error: 3 more rows failed" in captured.err
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+def test_rows_have_samples_logprobs_and_stop_strings(checkpoint, tokenizer, greedy, run, tmp_path):
+    ids = encode(tokenizer, "def x")
+    tokens = greedy(ids, 8)
+    text = tokenizer.decode(tokens)
+    stop = text[len(text) // 2 :][:3]
+    first = {"prompt": "def x", "n": 2, "logprobs": 2, "stop": stop}
+    rows = rows_file(tmp_path, first, {"prompt_token_ids": ids, "logprobs": 0, "max_tokens": 3})
+    assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / "out.jsonl", "-n", 8, "--max-num-seqs", 2) == 0
+    several, one = written(tmp_path / "out.jsonl")
+    assert [choice.pop("index") for choice in several["choices"]] == [0, 1] and "text" not in several
+    assert several["choices"][0] == several["choices"][1]
+    choice = several["choices"][0]
+    assert choice["text"] == text[: text.index(stop)] and (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
+    assert several["usage"]["completion_tokens"] == 2 * len(choice["token_ids"])
+    assert [entry["token_id"] for entry in choice["logprobs"]] == choice["token_ids"]
+    assert all(entry["top"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"]} for entry in choice["logprobs"])
+    assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in choice["logprobs"])
+    assert [entry["token_id"] for entry in one["logprobs"]] == tokens[:3]
+    assert all(entry.keys() == {"token_id", "logprob"} for entry in one["logprobs"])
+    assert [entry["logprob"] for entry in one["logprobs"]] == pytest.approx([entry["logprob"] for entry in choice["logprobs"][:3]])
+    assert "stop_reason" not in one and one["finish_reason"] == "length"
+
+
+def test_lines_of_batch_files(tokenizer):
+    reader = Reader(tokenizer, SamplingParams(seed=1), warn=lambda message: None)
+    body = {"model": "m", "prompt": "def x", "max_completion_tokens": 3, "stream": False}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    assert reader.from_row(4, line) == Request(encode(tokenizer, "def x"), SamplingParams(seed=1, max_tokens=3), stream=4)
+    body = {"prompt": [5, 6], "seed": 7}
+    assert reader.from_row(4, line | {"body": body}) == Request([5, 6], SamplingParams(seed=7), stream=0)
+    chat = line | {"url": "/v1/chat/completions"}
+    wrong = [
+        (line | {"url": "/v1/embeddings"}, "method and url must be POST and one of"),
+        (line | {"method": "GET"}, "'GET'"),
+        (line | {"body": []}, "body must be an object"),
+        (chat, "body has no messages"),
+        (line | {"extra": 1}, "extra: not a field of a batch line"),
+        (line | {"body": {"prompt": ["a", "b"]}}, "prompt must be a list of whole numbers"),
+        (line | {"body": {"prompt": "a", "best_of": 2}}, "best_of is not supported"),
+    ]
+    for row, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            reader.from_row(0, row)
+
+
+def test_chat_requests_say_logprobs_in_their_own_way(tokenizer):
+    reader = Reader(tokenizer, SamplingParams(), warn=lambda message: None)
+
+    def logprobs(**fields):
+        return reader.from_row(0, {"prompt": "x"} | fields).params.logprobs
+
+    assert [logprobs(logprobs=True), logprobs(logprobs=True, top_logprobs=4)] == [0, 4]
+    assert [logprobs(logprobs=False), logprobs(logprobs=2)] == [None, 2]
+
+
+def test_rows_share_the_commands_seed_and_differ(checkpoint, run, tmp_path):
+    rows = rows_file(tmp_path, *[{"prompt": "x"}] * 3, *[{"prompt": "x", "seed": 5}] * 2)
+    flags = ("-n", 8, "--max-num-seqs", 2, "--temperature", 5, "--seed", 5)
+    for name in ("one", "two"):
+        assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / name, *flags) == 0
+    texts = [row["token_ids"] for row in written(tmp_path / "one")]
+    assert texts == [row["token_ids"] for row in written(tmp_path / "two")]
+    assert len({tuple(text) for text in texts[:3]}) == 3 and texts[3] == texts[4] == texts[0]
+
+
+def test_files_that_are_no_rows(tmp_path):
+    empty = tmp_path / "empty"
+    empty.write_text("\n \n")
+    with pytest.raises(DataError, match="empty: no rows"):
+        survey(empty)
+    assert survey(rows_file(tmp_path, "a", "", "b"))[0] == 2
+    assert [(line.where[-2:], line.number, line.content) for line in lines_of(tmp_path / "in.jsonl", skip=1)] == [(":3", 1, b"b")]
+    for content, message in ((b'"\xff"', "not UTF-8 text"), (b"[" * 100_000, "nested too deeply"), (b"9" * 5000, "not valid JSON")):
+        with pytest.raises(DataError, match=message):
+            parse(content)
+
+
+# The driver, on a device without a model ------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A writer that checks the order and counts what is in memory."""
+
+    def __init__(self):
+        self.rows: list[Row] = []
+
+    def show(self, row: Row) -> None:
+        assert not row.done
+
+    def write(self, row: Row) -> None:
+        assert row.done and row.id == len(self.rows)
+        self.rows.append(row)
+
+
+def test_rows_are_read_as_room_appears_and_written_in_order(monkeypatch):
+    monkeypatch.setattr(batch, "WINDOW", 50)
+    engine, _ = mock_engine(max_model_len=512, num_pages=1024)
+    recorder, most_ahead, most_known = Recorder(), 0, 0
+
+    def rows():
+        nonlocal most_ahead, most_known
+        for number in range(1000):
+            length = 400 if number == 0 else 1 + number % 5
+            request = Request([1 + number % 90, 2, 3], SamplingParams(max_tokens=length, ignore_eos=True))
+            yield Row(number, "", request, Completions(None, request))
+            most_ahead = max(most_ahead, number - len(recorder.rows))
+            most_known = max(most_known, len(engine._tasks))
+
+    run_rows(engine, rows(), recorder, in_flight=8)
+    assert len(recorder.rows) == 1000 and most_known == 7  # the eighth is being made
+    assert most_ahead == 48  # behind the long first row; with the one being made, 50 are not written
+    for row in recorder.rows[::97]:
+        assert isinstance(row.request, Request) and row.result is not None
+        expected = continuation(row.request.prompt, row.request.params.max_tokens, ends=False)
+        assert row.result.to_json()["token_ids"] == expected
+
+
+# Resuming -----------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
+
+
+def write(path: Path, *rows: dict, resume: bool = True, settings: dict = SETTINGS, end: bool = True) -> list[dict]:
+    """Adds rows; returns those that were there. Without `end`, something happens before it."""
+    old: list[dict] = []
+    try:
+        with Output(path, resume=resume).open(settings, old.append) as file:
+            for row in rows:
+                file.write(json.dumps(row).encode() + b"\n")
+            if not end:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    return old
+
+
+def test_output_takes_its_name_at_the_end(tmp_path):
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    assert write(out, {"id": 0}, {"id": 1}, resume=False, end=False) == []
+    assert not out.exists() and written(partial) == [{"id": 0}, {"id": 1}]
+    with pytest.raises(UsageError, match="is of an interrupted run; go on with --resume, or remove it"):
+        Output(out, resume=False)
+    with partial.open("ab") as file:
+        file.write(b'{"id": 2, "te')
+    assert write(out, {"id": 2}, end=False) == [{"id": 0}, {"id": 1}]
+    assert write(out, {"id": 3}) == [{"id": 0}, {"id": 1}, {"id": 2}]
+    assert written(out) == [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3}]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(UsageError, match="exists already"):
+        Output(out, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": "xyz"}, "was written with another input; use the same"),
+        ({"sampling": {"seed": 2}}, "was written with another sampling: "),
+        ({"more": 1}, "was written with another more: None then, 1 now"),
+    ],
+)
+def test_other_settings_do_not_go_on(tmp_path, change, message):
+    write(tmp_path / "out", {"id": 0}, end=False)
+    with pytest.raises(UsageError, match=message):
+        write(tmp_path / "out", {"id": 1}, settings=SETTINGS | change)
+    assert written(tmp_path / "out.partial") == [{"id": 0}]
+
+
+def test_damaged_and_busy_outputs(tmp_path):
+    out = tmp_path / "out"
+    write(out, {"id": 0}, end=False)
+    with Output(out, resume=True).open(SETTINGS, lambda row: None) as file:
+        with pytest.raises(UsageError, match="another process is writing"):
+            write(out, {"id": 1})
+        file.write(b"\0\0\n")
+        file.flush()
+        (tmp_path / "copy.partial").write_bytes((tmp_path / "out.partial").read_bytes())
+        (tmp_path / "copy.partial.json").write_bytes((tmp_path / "out.partial.json").read_bytes())
+    with pytest.raises(DataError, match="copy.partial:2: not valid JSON"):
+        write(tmp_path / "copy")
+    (tmp_path / "copy.partial.json").write_text("{")
+    with pytest.raises(DataError, match="missing or damaged, so nobody knows"):
+        write(tmp_path / "copy")
+
+
+def test_a_digest_of_a_checkpoint_sees_other_weights(tmp_path):
+    file = tmp_path / "model.safetensors"
+    content = bytearray(os.urandom(3 << 20))
+    file.write_bytes(content)
+    before = checkpoint_digest(tmp_path)
+    assert checkpoint_digest(tmp_path) == before
+    file.write_bytes(os.urandom(len(content)))
+    other = checkpoint_digest(tmp_path)
+    file.write_bytes(content)
+    assert checkpoint_digest(tmp_path) == before != other
+    (tmp_path / "config.json").write_text("{}")
+    assert checkpoint_digest(tmp_path) != before
+
+
+def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys, monkeypatch):
+    rows, out = rows_file(tmp_path, *({"prompt": f"x{number}"} for number in range(6))), tmp_path / "out.jsonl"
+    flags = ("-m", checkpoint, "-i", rows, "-n", 8, "--max-num-seqs", 2)
+    assert run(*flags, "-o", tmp_path / "whole.jsonl") == 0
+    step = Engine.step
+
+    def interrupted(engine):
+        if (tmp_path / "out.jsonl.partial").read_bytes():
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        assert run(*flags, "-o", out) == 130
+    done = len(written(tmp_path / "out.jsonl.partial"))
+    assert 0 < done < 6
+    assert f"out.jsonl.partial has {done} of 6 rows; the same command with --resume goes on" in capsys.readouterr().err
+    assert run(*flags, "-o", out) == 2
+    assert run(*flags, "-o", out, "--resume", "--temperature", 1) == 2
+    assert "another sampling" in capsys.readouterr().err
+    assert run(*flags, "-o", out, "--resume") == 0
+    assert without_timing(out) == without_timing(tmp_path / "whole.jsonl")
+
+
+def without_timing(path: Path) -> list[str]:
+    """Lines, byte for byte but for the times."""
+    return [json.dumps({name: value for name, value in row.items() if name != "timing"}, ensure_ascii=False) for row in written(path)]
+
+
+def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
+    """SIGKILL while rows are being written, and again; then the whole is as if nothing had happened."""
+    rows = rows_file(tmp_path, *({"id": f"r{number}", "prompt": f"x{number}"} if number % 7 else "broken" for number in range(400)))
+    flags = f"-m {checkpoint} -i {rows} -n 8 --temperature 2 --max-num-seqs 2"
+    flags += " -c 128 --max-num-batched-tokens 16 --decode-steps 3 --page-size 8"
+    assert run(*flags.split(), "-o", tmp_path / "whole.jsonl") == 3
+
+    def start() -> subprocess.Popen:
+        command = [sys.executable, "-m", "swiftkv_jax.infer", *flags.split(), "--compile-cache", str(tmp_path / "compiled")]
+        command += ["-o", str(tmp_path / "out.jsonl"), "--resume"]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+
+    partial, done = tmp_path / "out.jsonl.partial", 0
+    for more in (60, 100):
+        process = start()
+        deadline = time.monotonic() + 300
+        while not partial.exists() or partial.read_bytes().count(b"\n") < done + more:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert done + more <= (done := partial.read_bytes().count(b"\n")) < 400
+    last = start()
+    errors = last.communicate(timeout=300)[1]
+    assert last.returncode == 3 and "error: 48 more rows failed" in errors, errors
+    assert without_timing(tmp_path / "out.jsonl") == without_timing(tmp_path / "whole.jsonl")
+    assert not partial.exists() and not (tmp_path / "out.jsonl.partial.json").exists()

@@ -1,0 +1,125 @@
+"""Conversations through standard input: replies on standard output and nothing else, and what each command does."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from swiftkv_jax.infer.engine import Engine
+from tests.infer.conftest import CHAT_TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def chat_model(checkpoint, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def chat(chat_model, run, capsys, monkeypatch):
+    """What a session with these lines writes: (stdout, stderr)."""
+
+    def session(*lines: str, flags: tuple = ("-n", 6)) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        assert run("chat", "-m", chat_model, *flags) == 0
+        return capsys.readouterr()
+
+    return session
+
+
+@pytest.fixture
+def reply(tokenizer, greedy):
+    """The model's, to messages [(role, content), ...]."""
+
+    def text(*messages: tuple[str, str], count: int = 6) -> str:
+        prompt = "<s>" + "".join(f"[{role}]{content}\n" for role, content in messages) + "[assistant]"
+        return tokenizer.decode(greedy(tokenizer(prompt, add_special_tokens=False)["input_ids"], count), skip_special_tokens=True)
+
+    return text
+
+
+HELLO, MORE = ("user", "hello"), ("user", "more")
+
+
+def test_a_conversation(chat, reply):
+    out, err = chat("hello", "", "more", "/reset", "hello", "x" * 300, "/exit", "unread", flags=("-n", 6, "--system-prompt", "be brief"))
+    system = ("system", "be brief")
+    first = reply(system, HELLO)
+    second = reply(system, HELLO, ("assistant", first), MORE)
+    assert out == f"{first}\n{second}\n{first}\n"
+    assert re.search(r"error: the conversation would have \d+ tokens.*above the limit of 128: /undo, /reset", err)
+
+
+def test_a_turn_prefills_only_what_is_new(chat):
+    _, err = chat("hello hello hello", "/stats", "more", "/stats")
+    first, second = (list(map(int, pair)) for pair in re.findall(r"prompt: (\d+) tokens, (\d+) cached; first token after", err))
+    assert first[1] == 0
+    assert second[1] >= first[0] - 8 and second[1] % 8 == 0  # all but the last, unfilled page
+    assert "reply: 6 tokens, " in err
+
+
+def test_undo_and_system(chat, reply):
+    out, err = chat("/undo", "hello", "more", "/undo", "more", "/system be kind", "more", "/system", "/reset", "hello")
+    first = reply(HELLO)
+    begun = (HELLO, ("assistant", first), MORE)
+    second = reply(*begun)
+    third = reply(("system", "be kind"), *begun, ("assistant", second), MORE)
+    assert out == f"{first}\n{second}\n{second}\n{third}\n{first}\n"
+    assert "error: /undo: there is nothing to forget" in err
+
+
+def test_save_and_load(chat, reply, tmp_path):
+    path = tmp_path / "talk.json"
+    out, err = chat("hello", f"/save {path}", f"/save {path}", "more", f"/save! {path}", "/save", f"/save {tmp_path / 'no' / 'where'}")
+    first, second = out.splitlines()
+    saved = json.loads(path.read_text())["messages"]
+    assert [message["content"] for message in saved] == ["hello", first, "more", second]
+    assert f"/save {path}: exists already; /save! {path} replaces it" in err and "/save needs the name of a file" in err
+    assert err.count("error: ") == 3 and [file.name for file in tmp_path.iterdir()] == ["talk.json"]
+    out, _ = chat(f"/load {path}", "more")
+    assert out == reply(HELLO, ("assistant", first), MORE, ("assistant", second), MORE) + "\n"
+
+
+def test_files_that_are_no_conversation(chat, reply, tmp_path):
+    (tmp_path / "a").write_text("[]")
+    (tmp_path / "b").write_text('{"messages": [{"role": "user"}]}')
+    out, err = chat(f"/load {tmp_path / 'a'}", f"/load {tmp_path / 'b'}", f"/load {tmp_path / 'c'}", "/nonsense", "/help", "hello")
+    assert out == reply(HELLO) + "\n"  # the session goes on
+    assert "expected an object" in err and 'expected {"messages"' in err and "No such file" in err and "/nonsense: no such command" in err
+    assert "/system TEXT" in err
+
+
+def test_ctrl_c_stops_the_reply_and_keeps_the_session(chat, reply, monkeypatch):
+    step, steps = Engine.step, []
+
+    def interrupted(engine):
+        steps.append(1)
+        if len(steps) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(engine)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Engine, "step", interrupted)
+    out, err = chat("hello", "/reset", "hello", flags=("-n", 20))
+    stopped, whole = out.splitlines()
+    assert whole == reply(HELLO, count=20) and whole.startswith(stopped.rstrip("�")) and len(stopped) < len(whole)
+    assert err.count("(stopped)") == 1 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_conversation_that_fills_the_window(chat):
+    out, err = chat("hello", "more", flags=("-n", 500))
+    assert "(the conversation has reached the limit of 128 tokens: /undo or /reset)" in err
+    assert len(out.splitlines()) >= 1 and "error: the conversation would have" in err
+
+
+def test_chat_needs_a_template(checkpoint, run, capsys):
+    assert run("chat", "-m", checkpoint) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: this model's tokenizer has no chat template")
