@@ -1,4 +1,4 @@
-"""What a model costs: floating-point operations of prefill and of training, counted from the shapes.
+"""What a model costs: floating-point operations of prefill, decoding and training, counted from the shapes.
 
 A multiply-add is two operations. Only matrix products and attention count; causal attention counts the pairs it needs.
 """
@@ -17,6 +17,14 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     """
     layers, projections = (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
     return layers * _layer_flops(config, length) + projections * 2 * length * kv_weights(config)
+
+
+def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
+    """Operations for one token of one row: every layer, attention to `context` positions, its own among them, and the logits."""
+    attention = 2 * 2 * config.num_heads * config.head_dim * context
+    kv_projections = (config.num_lower_layers + config.num_kv_groups) if swiftkv else config.num_layers
+    layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
+    return layers + kv_projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:
