@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test lint test-compile test-newest test-soak test-gpu test-tpu lock clean
+.PHONY: demo test lint test-compile test-newest test-soak test-eval test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -37,6 +37,13 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report]'
 	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	$(QUICKLY) .venv-newest/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
+
+# What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
+test-eval:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
+	test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
+	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval]'
+	.venv-eval/bin/python -m pytest -q tests/test_eval.py
 
 # Training runs killed twenty times at random moments, which must end like one that never was. Some minutes.
 test-soak: $(VENV)/installed
@@ -74,4 +81,4 @@ lock:
 		--no-header --output-file requirements-compile.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-eval build runs *.egg-info

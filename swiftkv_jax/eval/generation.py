@@ -1,0 +1,63 @@
+"""What the harness says of a generation, in this package's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UsageError
+from ..infer.sampling import SamplingParams
+
+MAX_GEN_TOKS = 256
+"""New tokens where a task does not say: the harness's own default."""
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of one thing; the first that is given counts, as in `lm_eval.models.utils.normalize_gen_kwargs`."""
+_ONE_PLAIN_TEXT = {"n": 1, "logprobs": None}
+"""A generation is one text: what each of these may say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """How to continue a prompt, and where its text ends."""
+
+    params: SamplingParams
+    stops: tuple[str, ...]
+    """The text ends before the first of these."""
+
+
+def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int]) -> Generation:
+    """Of a task's `gen_kwargs`, with the defaults of the harness.
+
+    `do_sample` False is greedy whatever `temperature` says; left out, a temperature above 0 samples; True without a
+    temperature samples at 1. A stop string that is one of `special_tokens` (text -> id) becomes a stop token: decoded text
+    never shows those. Raises `UsageError` that names what is unknown or out of range.
+    """
+    fields = dict(gen_kwargs)
+    for name, value in _ONE_PLAIN_TEXT.items():
+        if fields.pop(name, value) != value:
+            raise UsageError(f"{name} is not supported: the harness takes one text for each request")
+    limits = [limit for name in _LIMITS if (limit := fields.pop(name, None)) is not None]
+    stops = [stop for name in ("until", "stop") for stop in _strings(name, fields.pop(name, None))]
+    tokens = [special_tokens[stop] for stop in stops if stop in special_tokens]
+    fields["max_tokens"] = limits[0] if limits else MAX_GEN_TOKS
+    fields["temperature"] = _temperature(fields.pop("do_sample", None), fields.get("temperature"))
+    fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or ()), *dict.fromkeys(tokens)]
+    params = SamplingParams.from_json(fields, SamplingParams())
+    return Generation(params, tuple(stop for stop in stops if stop not in special_tokens))
+
+
+def _strings(name: str, value: Any) -> list[str]:
+    """Without empty ones, which tasks use for "none"."""
+    values = [value] if isinstance(value, str) else value or []
+    if not isinstance(values, list | tuple) or not all(isinstance(one, str) for one in values):
+        raise UsageError(f"{name}={value!r} must be a string or a list of strings")
+    return [one for one in values if one]
+
+
+def _temperature(do_sample: Any, temperature: Any) -> Any:
+    if do_sample not in (None, True, False):
+        raise UsageError(f"do_sample={do_sample!r} must be true or false")
+    if do_sample is False:
+        return 0.0
+    return temperature if temperature is not None else float(do_sample is True)
