@@ -43,21 +43,20 @@ def generate(
     `ValueError` that names the prompt or parameter. Each call copies the layers into serving form and prepares the
     programs: for many calls, keep an `Engine`.
     """
-    params = SamplingParams.from_json(sampling, SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos
-    ))
+    )
+    params = SamplingParams.from_json(sampling, params)
     if params.n != 1:
         raise UsageError(f"n={params.n}: this function returns one answer a prompt; keep an Engine for more")
     lengths = [len(prompt) if isinstance(prompt, Sized) else 1 for prompt in prompts]
-    rows = min(max_num_seqs, max(len(prompts), 1))
-    positions = model.config.max_position_embeddings
+    longest, rows = max(lengths, default=1), min(max_num_seqs, max(len(prompts), 1))
     options = EngineOptions(
-        max_model_len=max_model_len or min(max(lengths, default=1) + max_tokens, positions),
+        max_model_len=max_model_len or min(longest + max_tokens, model.config.max_position_embeddings),
         max_num_seqs=rows,
         decode_steps=decode_steps,
         kv_cache_dtype=kv_cache_dtype,
-        decode_rows=None,
-        enable_prefix_caching=True,
+        one_size=True,
     )
     requests = [Request(prompt, params, stream=number) for number, prompt in enumerate(prompts)]
     for number, request in enumerate(requests):

@@ -42,6 +42,8 @@ class EngineOptions:
     """Sizes of a decode call, ascending; None is `max_num_seqs` and eighths of it."""
     chunks: tuple[int, ...] | None = None
     """Sizes of a chunk, ascending; None is `max_num_batched_tokens` and an eighth of it."""
+    one_size: bool = False
+    """Of the sizes that are None, only the largest: quick to prepare, for an engine that is not kept."""
 
     def __post_init__(self):
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "decode_steps", "kv_cache_memory", "page_size"):
@@ -74,7 +76,8 @@ def choose_shapes(
     size, slots = options.page_size, -(-options.max_num_seqs // lanes)
     table_pages = -(-length // size)
     tokens = options.max_num_batched_tokens or (512 if platform == "cpu" else 2048)
-    chunks = options.chunks or buckets(min(tokens, max(16, 1 << (length - 1).bit_length())), smallest=16, count=2)
+    count, whole = (1 if options.one_size else 2), max(16, 1 << (length - 1).bit_length())
+    chunks = options.chunks or buckets(min(tokens, whole), smallest=16, count=count)
     spare = 4 if platform == "cpu" else 32
     most_context = max(table_pages, -(-chunks[-1] // size) + spare)
     contexts = buckets(most_context, smallest=-(-chunks[-1] // size) + spare, count=3) if quantized else (None,)
@@ -93,7 +96,7 @@ def choose_shapes(
             num_pages=pages,
             table_pages=table_pages,
             slots=slots,
-            decode_rows=options.decode_rows or buckets(slots, smallest=1, count=4),
+            decode_rows=options.decode_rows or buckets(slots, smallest=1, count=count**2),
             decode_steps=options.decode_steps,
             chunks=chunks,
             spare_pieces=spare,

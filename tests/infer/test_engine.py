@@ -39,7 +39,7 @@ def options(**fields: Any) -> EngineOptions:
 
 def small(**fields: Any) -> EngineOptions:
     """Few programs."""
-    return options(chunks=(16,), decode_steps=1, scoring=False, **fields)
+    return options(chunks=(16,), decode_rows=(4,), decode_steps=1, scoring=False, **fields)
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def note(event, live, outputs, finished) -> None:
         finished.append((event.request, event.sample))
 
 
-@pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((4, 1), "auto"), ((1, 4), "auto")], ids=str)
+@pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((1, 4), "auto")], ids=str)
 def test_a_mesh_changes_nothing(shape, format):
     lanes, prompts = shape[0], prompts_of(2, 9)
     requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
@@ -151,8 +151,10 @@ def logprobs_of(event: Event) -> list[float]:
 
 
 def full_logprobs(tokens, swiftkv: bool) -> np.ndarray:
-    """f32[T, V] by the full forward pass."""
-    return np.asarray(jax.nn.log_softmax(skv.logits(model(), jnp.asarray([tokens]), swiftkv=swiftkv)[0], axis=-1))
+    """f32[T, V] by the full forward pass, on a row padded to one length: what comes after a position does not change it."""
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.asarray(jax.nn.log_softmax(skv.logits(model(), jnp.asarray(row), swiftkv=swiftkv)[0], axis=-1))[: len(tokens)]
 
 
 @pytest.mark.parametrize("swiftkv", [True, False])
