@@ -27,8 +27,8 @@ from .. import cli, demo
 from ..bundle import Model
 from ..errors import UsageError
 from ..infer.bench.record import check_free, environment, write_json
+from ..infer.commands.flags import SWIFTKV, add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine, writes
 from ..infer.engine import Engine
-from ..infer.flags import SWIFTKV, add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine, writes
 from .comparison import Report, difference, scores, table
 from .tasks import PAPER, Tasks, TaskSet
 from .text_model import TextModel

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from ..errors import DataError, UsageError
+from ..infer.commands.text import TextStream, check_unicode
 from ..infer.engine import Engine
 from ..infer.requests import Event, Request, ScoreRequest
-from ..infer.text import TextStream, check_unicode
 from .generation import Generation, generation
 
 

@@ -15,9 +15,9 @@ import sys
 from .. import cli
 
 COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and what it is for
-    "generate": ("complete", "prompts in, completions out (the default)"),
-    "chat": ("chat", "a conversation in the terminal"),
-    "score": ("score", "log-likelihoods of given text, exact"),
+    "generate": ("commands.complete", "prompts in, completions out (the default)"),
+    "chat": ("commands.chat", "a conversation in the terminal"),
+    "score": ("commands.score", "log-likelihoods of given text, exact"),
     "bench": ("bench", "how fast it is, SwiftKV and its control side by side"),
 }
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import swiftkv_jax as skv
-from swiftkv_jax.infer import flags
 from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.commands import flags
 from swiftkv_jax.infer.device import Device
 from swiftkv_jax.infer.engine import Engine
 from tests.tiny import hf_config, model_of, tensors_for

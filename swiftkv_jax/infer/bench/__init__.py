@@ -31,8 +31,8 @@ import jax
 
 from ...cli import OK
 from ...errors import UsageError
+from ..commands.flags import add_engine_flags, add_model_flags, engine_options, length, log, writes
 from ..engine import Engine
-from ..flags import add_engine_flags, add_model_flags, engine_options, length, log, writes
 from ..options import EngineOptions
 from .cells import MODES, Cell, check_lengths, make_cells
 from .plot import check_plot, draw

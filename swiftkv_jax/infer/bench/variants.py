@@ -20,8 +20,8 @@ from ...errors import ConfigError, UsageError
 from ...presets import PRESETS
 from ...quantization import Scheme, scheme_for
 from ...sharding import MODEL
+from ..commands.flags import load_model, log, settle_devices
 from ..engine import Engine, engine_for
-from ..flags import load_model, log, settle_devices
 from ..memory import bytes_per_device, host_memory, memory_limit
 from ..options import EngineOptions
 from ..weights import num_bytes, served_config, weight_shapes

@@ -24,13 +24,13 @@ from typing import Any
 
 import jax
 
-from ..cli import OK, log
-from ..errors import DataError, UsageError
-from .engine import Engine
+from ...cli import OK, log
+from ...errors import DataError, UsageError
+from ..engine import Engine
+from ..requests import Event, Request
+from ..sampling import SamplingParams
 from .flags import add_engine_flags, add_model_flags, add_sampling_flags, engine_options, load_model, sampling_params, start_engine
 from .jsonl import parse
-from .requests import Event, Request
-from .sampling import SamplingParams
 from .text import TextStream, encode_chat
 
 MAX_MODEL_LEN = 8192

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .requests import Event, Logprob, Request, Timing
-from .sampling import SamplingParams
+from ..requests import Event, Logprob, Request, Timing
+from ..sampling import SamplingParams
 from .text import TextStream
 
 

@@ -14,9 +14,9 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import demo
 from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
-from swiftkv_jax.infer.complete import DEMO_PROMPT
-from swiftkv_jax.infer.flags import engine_options, sampling_params
-from swiftkv_jax.infer.text import encode
+from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
+from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
+from swiftkv_jax.infer.commands.text import encode
 from tests.infer.conftest import LIMIT
 
 MODEL = "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address --num-processes --process-id".split()
@@ -140,7 +140,7 @@ def test_prompt_from_a_file_and_from_standard_input(checkpoint, tokenizer, greed
 def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
     before = set(devices)
     args = parsed("--max-num-seqs", "9", "-n", "20")
-    from swiftkv_jax.infer.complete import _fitted
+    from swiftkv_jax.infer.commands.complete import _fitted
     from swiftkv_jax.infer.requests import Request
 
     options = _fitted(args, [Request([5] * 21, sampling_params(args))] * 2, skv.load(checkpoint), live=False)
@@ -265,7 +265,7 @@ def test_as_a_process(checkpoint, tokenizer, greedy, tmp_path):
     """Also what a reader of its output may do: go away."""
     flags = f"-p print -n 8 -c 128 --max-num-batched-tokens 16 --compile-cache {tmp_path / 'compiled'}".split()
     command = [sys.executable, "-m", "swiftkv_jax.infer", "-m", str(checkpoint), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     assert done.stdout == tokenizer.decode(greedy(encode(tokenizer, "print"), 8)) + "\n"
     assert os.stat(tmp_path / "compiled").st_mode & 0o77 == 0 and any((tmp_path / "compiled").iterdir())

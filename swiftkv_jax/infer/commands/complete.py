@@ -30,11 +30,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import cli
-from ..bundle import Model
-from ..errors import UsageError
+from ... import cli
+from ...bundle import Model
+from ...errors import UsageError
+from ..checks import check_request
+from ..options import EngineOptions
+from ..requests import Request
 from .batch import Row, read_rows, run_rows
-from .checks import check_request
 from .flags import (
     add_engine_flags,
     add_model_flags,
@@ -47,10 +49,8 @@ from .flags import (
     start_engine,
 )
 from .jsonl import survey
-from .options import EngineOptions
 from .output import TextWriter, add_output_flags, monitored, open_output, settings_json
 from .prompts import Reader, read_text
-from .requests import Request
 from .results import Completions
 
 DEMO_PROMPT = "def read_lines(path):"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import DataError, UsageError
+from ...errors import DataError, UsageError
 from .jsonl import parse
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16

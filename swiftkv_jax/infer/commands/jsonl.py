@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import DataError
+from ...errors import DataError
 
 
 class Line(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import UsageError
+from ...errors import UsageError
 
 REPLACEMENT = "\ufffd"
 

@@ -25,13 +25,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import cli
-from ..errors import UsageError
+from ... import cli
+from ...errors import UsageError
+from ..requests import Event, ScoreRequest, Timing
 from .batch import read_rows, run_rows
 from .flags import add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine
 from .jsonl import survey
 from .output import JsonWriter, add_output_flags, monitored, open_output, settings_json
-from .requests import Event, ScoreRequest, Timing
 from .text import check_unicode, encode
 
 IN_FLIGHT = 64

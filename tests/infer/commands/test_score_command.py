@@ -10,9 +10,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.commands.score import Reader, perplexity
 from swiftkv_jax.infer.engine import Engine
 from swiftkv_jax.infer.requests import ScoreRequest
-from swiftkv_jax.infer.score import Reader, perplexity
 from tests.infer.conftest import LIMIT
 
 

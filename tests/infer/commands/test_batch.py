@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.infer import batch
-from swiftkv_jax.infer.batch import Row, run_rows
+from swiftkv_jax.infer.commands import batch
+from swiftkv_jax.infer.commands.batch import Row, run_rows
+from swiftkv_jax.infer.commands.jsonl import lines_of, parse, survey
+from swiftkv_jax.infer.commands.prompts import Reader
+from swiftkv_jax.infer.commands.results import Completions
+from swiftkv_jax.infer.commands.resume import Output, checkpoint_digest
+from swiftkv_jax.infer.commands.text import encode
 from swiftkv_jax.infer.engine import Engine
-from swiftkv_jax.infer.jsonl import lines_of, parse, survey
-from swiftkv_jax.infer.prompts import Reader
 from swiftkv_jax.infer.requests import Request
-from swiftkv_jax.infer.results import Completions
-from swiftkv_jax.infer.resume import Output, checkpoint_digest
 from swiftkv_jax.infer.sampling import SamplingParams
-from swiftkv_jax.infer.text import encode
 from tests.infer.mock_device import continuation, mock_engine
 
 
@@ -331,7 +331,7 @@ def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
     def start() -> subprocess.Popen:
         command = [sys.executable, "-m", "swiftkv_jax.infer", *flags.split(), "--compile-cache", str(tmp_path / "compiled")]
         command += ["-o", str(tmp_path / "out.jsonl"), "--resume"]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
 
     partial, done = tmp_path / "out.jsonl.partial", 0
     for more in (60, 100):

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from .. import demo
-from ..bundle import Model
-from ..errors import DataError, UsageError
+from ... import demo
+from ...bundle import Model
+from ...errors import DataError, UsageError
 from .batch import Row, Speed, Writer
 from .flags import SWIFTKV, log, writes
 from .resume import Output, checkpoint_digest

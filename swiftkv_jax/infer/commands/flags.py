@@ -17,18 +17,18 @@ from typing import Any
 
 import jax
 
-from .. import cli, demo
-from ..bundle import Model
-from ..cache import FORMATS
-from ..distributed import check_all_take_part, join_processes
-from ..errors import CheckpointError, UsageError
-from ..pallas_kernels import IMPLEMENTATIONS
-from ..sharding import emulate_cpu_devices, make_mesh, parse_mesh
-from .compiling import DEFAULT_CACHE, keep_compiled
-from .engine import Engine, engine_for
-from .memory import parse_size
-from .options import EngineOptions
-from .sampling import SamplingParams
+from ... import cli, demo
+from ...bundle import Model
+from ...cache import FORMATS
+from ...distributed import check_all_take_part, join_processes
+from ...errors import CheckpointError, UsageError
+from ...pallas_kernels import IMPLEMENTATIONS
+from ...sharding import emulate_cpu_devices, make_mesh, parse_mesh
+from ..compiling import DEFAULT_CACHE, keep_compiled
+from ..engine import Engine, engine_for
+from ..memory import parse_size
+from ..options import EngineOptions
+from ..sampling import SamplingParams
 
 SWIFTKV = {"auto": None, "on": True, "off": False}
 GENERATION_CONFIG = "generation_config.json"
@@ -197,7 +197,7 @@ def load_model(args: argparse.Namespace, log: Callable[[str], None] = log) -> tu
     path = args.model or demo.SWIFTKV
     if args.model is None and not (path / "config.json").exists():
         raise CheckpointError(f"the demo model is not in this installation ({path}): pass --model DIR")
-    from ..checkpoints import load  # after the devices are settled
+    from ...checkpoints import load  # after the devices are settled
 
     model = load(path, dtype=args.dtype, mesh=mesh, quantization=args.quantization)
     if args.swiftkv == "on" and model.swiftkv is None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.text import Detokenizer, StopStrings, TextStream, encode, encode_chat
+from swiftkv_jax.infer.commands.text import Detokenizer, StopStrings, TextStream, encode, encode_chat
 from tests.infer.conftest import CHAT_TEMPLATE, TEXT
 
 ALPHABET = "ab \nßé東京🙂👩‍👩‍👧\u0301�"

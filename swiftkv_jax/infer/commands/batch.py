@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import DataError, UsageError
-from .device import Device
-from .engine import Engine
+from ...errors import DataError, UsageError
+from ..device import Device
+from ..engine import Engine
+from ..requests import Event, Request, ScoreRequest, Timing
 from .jsonl import lines_of, parse
-from .requests import Event, Request, ScoreRequest, Timing
 
 WINDOW = 1024
 """Rows read and not written yet, if more than may run: so many short ones can overtake a long one."""

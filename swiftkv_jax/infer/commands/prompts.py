@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, UsageError
-from .requests import Request
-from .sampling import SamplingParams
+from ...errors import DataError, UsageError
+from ..requests import Request
+from ..sampling import SamplingParams
 from .text import brings_first_token, encode, encode_chat
 
 SOURCES = ("prompt", "prompt_token_ids", "messages")
