@@ -44,9 +44,10 @@ from swiftkv_jax.infer.sampling import SamplingParams
 from . import report
 
 CONFIG = Config(
-    vocab_size=32000, embed_dim=1024, mlp_dim=2816, num_layers=16, num_heads=16, num_kv_heads=8, head_dim=64,
-    num_key_value_layers=8, max_position_embeddings=4096,
+    vocab_size=32000, embed_dim=1024, mlp_dim=3584, num_layers=16, num_heads=16, num_kv_heads=4, head_dim=64,
+    num_key_value_layers=8, max_position_embeddings=4096, rope_theta=500_000.0,
 )  # fmt: skip
+"""That of `medium/`: the proportions of Llama-3.1-8B."""
 TINY = Config(
     vocab_size=128, embed_dim=32, mlp_dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_key_value_layers=2
 )
