@@ -116,12 +116,14 @@ class Engine[D: Backend]:
         task = self._tasks.get(id)
         if task is None:
             return
-        if sample is None or (len(task.samples) == 1 and task.samples[0].index == sample):
-            self._scheduler.cancel(task)
-            self._forget(task)
-        else:
-            for one in [one for one in task.samples if one.index == sample and self._scheduler.running.get(one.slot) is one]:
-                self._scheduler.finish(one, cancelled=True)
+        if sample is not None:
+            task.cancelled.add(sample)
+            if task.wanted:
+                for one in [one for one in task.samples if one.index == sample and self._scheduler.running.get(one.slot) is one]:
+                    self._scheduler.finish(one, cancelled=True)
+                return
+        self._scheduler.cancel(task)
+        self._forget(task)
 
     def run(self, requests: Iterable[Request | ScoreRequest]) -> Iterator[Event]:
         """Submit all, step until they have ended, and yield their events; `Event.request` counts `requests` from 0.

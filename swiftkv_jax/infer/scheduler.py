@@ -56,6 +56,14 @@ class Task:
         self.keys: list[Chained] = []
         self.pages: list[int] = []
         self.samples: list[Sample] = []
+        self.cancelled: set[int] = set()
+        """Samples that nobody waits for any more."""
+
+    @property
+    def wanted(self) -> set[int]:
+        """Samples that somebody waits for."""
+        samples = {sample.index for sample in self.samples} if self.samples else set(range(self.num_samples))
+        return samples - self.cancelled
 
     @property
     def num_samples(self) -> int:
@@ -165,6 +173,9 @@ class Scheduler:
         for _, span in spans_of(chunk):
             if span.stop == span.task.target and not span.task.samples:  # a score ends here; its pages are others' from the next chunk on
                 self.pools[span.task.lane].release(span.task.pages)
+        for task in {sample.task for sample in chunk.ready}:
+            for sample in [sample for sample in task.samples if sample.index in task.cancelled]:
+                self.finish(sample)  # cancelled before it could begin; only now are its pages not read any more
         return chunk if chunk.ready or any(chunk.spans) else None
 
     def _extend(self, task: Task, packing: _Packing, chunk: Chunk) -> None:
@@ -177,6 +188,8 @@ class Scheduler:
         if task.done == task.target:
             self.prefilling.remove(task)
             for sample in task.samples:
+                if sample.index in task.cancelled:
+                    continue
                 chunk.ready.append(sample)
                 self.running[sample.slot] = sample
                 if sample.index and task.target % self.page_size:
