@@ -50,7 +50,6 @@ RENAMED = {
     "gsm8k_cot_llama_3.1_instruct": "gsm8k_llama",
 }
 """Names in the authors' fork -> names in the harness."""
-PAPER_MODEL_LEN = 4096
 
 
 def harness(module: str) -> Any:

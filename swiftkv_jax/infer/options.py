@@ -6,7 +6,7 @@ import dataclasses
 
 from ..cache import Format
 from ..config import Config
-from ..errors import UsageError
+from ..errors import OutOfMemoryError, UsageError
 from .memory import GIB, host_memory
 from .shapes import Shapes, buckets
 
@@ -82,13 +82,21 @@ def choose_shapes(
     most_context = max(table_pages, -(-chunks[-1] // size) + spare)
     contexts = buckets(most_context, smallest=-(-chunks[-1] // size) + spare, count=3) if quantized else (None,)
 
-    most = slots * table_pages
+    decode_rows = options.decode_rows or buckets(slots, smallest=1, count=count**2)
+    if decode_rows[-1] != slots or any(sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)):
+        raise UsageError(f"{chunks=} and {decode_rows=} must be ascending, and the last of decode_rows the {slots} rows of each device")
     if options.kv_cache_memory is not None:
         pages = options.kv_cache_memory // page_bytes
+        has = host_memory() if memory_limit is None else memory_limit
+        if options.kv_cache_memory + weight_bytes > has:
+            raise OutOfMemoryError(
+                f"--kv-cache-memory {options.kv_cache_memory / GIB:.2f} GiB and {weight_bytes / GIB:.2f} GiB of weights are more than the "
+                f"{has / GIB:.2f} GiB that may be used"
+            )
     elif memory_limit is not None:
         pages = (memory_limit - weight_bytes - _reserve(config, chunks[-1])) // page_bytes
     else:
-        pages = min(most, max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes))
+        pages = min(slots * table_pages, max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes))
     return check_pages(
         Shapes(
             lanes=lanes,
@@ -96,7 +104,7 @@ def choose_shapes(
             num_pages=pages,
             table_pages=table_pages,
             slots=slots,
-            decode_rows=options.decode_rows or buckets(slots, smallest=1, count=count**2),
+            decode_rows=decode_rows,
             decode_steps=options.decode_steps,
             chunks=chunks,
             spare_pieces=spare,

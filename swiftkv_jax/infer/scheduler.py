@@ -125,11 +125,6 @@ class Chunk:
     copies: list[list[tuple[int, int]]]
     """For each lane: after this has run, pages to copy (from, to), so that samples part where their prompt ends."""
 
-    @property
-    def tokens(self) -> int:
-        """Of the fullest lane."""
-        return max(sum(span.stop - span.start for span in lane) for lane in self.spans)
-
 
 class Scheduler:
     """The queue, and everybody's slots and pages."""
@@ -143,8 +138,8 @@ class Scheduler:
         """Slot -> who decodes in it. Slots of lane i are numbered from i * max_num_seqs."""
         self.leaving: list[int] = []
         """Slots of cancelled samples, which the device still believes to run."""
-        per_lane = limits.max_num_seqs
-        self._slots = [list(range((lane + 1) * per_lane - 1, lane * per_lane - 1, -1)) for lane in range(len(pools))]
+        slots = limits.max_num_seqs
+        self._slots = [list(range((lane + 1) * slots - 1, lane * slots - 1, -1)) for lane in range(len(pools))]
 
     @property
     def has_work(self) -> bool:
@@ -188,10 +183,9 @@ class Scheduler:
         if task.done == task.target:
             self.prefilling.remove(task)
             for sample in task.samples:
-                if sample.index in task.cancelled:
-                    continue
-                chunk.ready.append(sample)
-                self.running[sample.slot] = sample
+                if sample.index not in task.cancelled:
+                    chunk.ready.append(sample)
+                    self.running[sample.slot] = sample
                 if sample.index and task.target % self.page_size:
                     chunk.copies[task.lane].append((task.pages[full], sample.pages[full]))
 
@@ -212,9 +206,8 @@ class Scheduler:
         whole, common, others = task.row_pages(self.page_size), task.target // self.page_size, task.other_pages(self.page_size)
         if samples > len(slots) or (pages := pool.reserve(shared, whole - len(shared) + others)) is None:
             return False
-        task.pages, spare = pages[:whole], iter(pages[whole:])
-        task.lane, task.cached = lane, len(shared) * self.page_size
-        task.done = task.cached
+        task.lane, task.pages, spare = lane, pages[:whole], iter(pages[whole:])
+        task.cached = task.done = len(shared) * self.page_size
         for index in range(samples):
             own = task.pages
             if index:

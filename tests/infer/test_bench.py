@@ -23,6 +23,7 @@ from swiftkv_jax.infer.bench.roofline import Roofline, measure_roofline
 from swiftkv_jax.infer.bench.summary import SWIFTKV, TEACHER, Variant
 from swiftkv_jax.infer.engine import engine_for
 from swiftkv_jax.infer.options import EngineOptions
+from swiftkv_jax.infer.scheduler import spans_of
 from swiftkv_jax.infer.shapes import lower_program
 from swiftkv_jax.quantization import Scheme, dequantize
 from swiftkv_jax.sharding import make_mesh
@@ -53,7 +54,11 @@ def quick_roofline(monkeypatch):
 def test_prefill_runs_all_tokens_but_the_last_and_decodes_nothing(engine, monkeypatch):
     chunks, decoded, alone = [], [], []
     run_chunk = engine.device.run_chunk
-    monkeypatch.setattr(engine.device, "run_chunk", lambda chunk: chunks.append(chunk.tokens) or run_chunk(chunk))
+    def run(chunk):
+        chunks.append(sum(span.stop - span.start for _, span in spans_of(chunk)))
+        return run_chunk(chunk)
+
+    monkeypatch.setattr(engine.device, "run_chunk", run)
     monkeypatch.setattr(engine.device, "run_decode", decoded.append)
     monkeypatch.setattr(engine, "run", lambda requests: alone.extend(requests) or iter([None]))
     raw = timing.prefill(engine, CELL, seed=3)

@@ -247,6 +247,11 @@ def test_what_does_not_fit_is_not_taken(monkeypatch):
         engine_for(model(), small())
 
 
+def test_a_cache_larger_than_the_machine():
+    with pytest.raises(OutOfMemoryError, match="--kv-cache-memory 40960.00 GiB"):
+        engine_for(model(), small(kv_cache_memory=40 * 2**40))
+
+
 def test_options_are_checked():
     for fields, message in (
         ({"max_model_len": 1}, "--max-model-len 1"),
@@ -255,6 +260,8 @@ def test_options_are_checked():
         ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
         ({"kv_cache_dtype": "bfloat16"}, "needs weights of that dtype"),
         ({"memory_utilization": 1.5}, "--memory-utilization 1.5"),
+        ({"decode_rows": (2,)}, "the last of decode_rows the 4 rows"),
+        ({"chunks": (16, 4)}, "must be ascending"),
     ):
         with pytest.raises(UsageError, match=message):
             engine_for(model(), options(**fields))

@@ -31,6 +31,7 @@ import jax
 
 from ...cli import OK
 from ...errors import UsageError
+from ...sharding import parse_mesh
 from ..commands.flags import add_engine_flags, add_model_flags, engine_options, length, log, writes
 from ..engine import Engine
 from ..options import EngineOptions
@@ -127,7 +128,7 @@ def _plan(args: argparse.Namespace) -> tuple[EngineOptions, list[Cell]]:
     )
     defaults: dict[str, Any] = {"decode_steps": steps, "max_model_len": max(cell.length for cell in cells)}
     if direct:
-        lanes = int(args.mesh.lower().split("x")[0]) if "x" in args.mesh.lower() else 1
+        lanes = parse_mesh(args.mesh).rows
         defaults |= {"max_num_seqs": max(batches), "decode_rows": tuple(sorted({-(-batch // lanes) for batch in batches}))}
     return engine_options(args, **defaults), cells
 
