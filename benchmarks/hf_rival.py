@@ -1,9 +1,8 @@
 """The same weights in Hugging Face transformers on the same CPU, in turns with SwiftKV and its teacher here.
 
-    python3.11 -m venv /tmp/hfenv
-    /tmp/hfenv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-    /tmp/hfenv/bin/pip install transformers
-    JAX_PLATFORMS=cpu python -m benchmarks.hf_rival --python /tmp/hfenv/bin/python
+    python3.11 -m venv .venv-torch
+    .venv-torch/bin/pip install torch==2.13.0 transformers
+    JAX_PLATFORMS=cpu python -m benchmarks.hf_rival --python .venv-torch/bin/python
 
 Random float32 weights, written by `save_hf` as a plain Llama and read by both. Every repetition gives all three the same new
 prompt, one after the other, in an order that rotates, and times the first token and every further one; the table shows

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from . import quantization
 from .config import Config
 from .errors import UsageError
 from .params import Leaf
@@ -28,7 +29,7 @@ from .sharding import MODEL, num_row_devices, row_axes
 Format = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
 """How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
 FORMATS: tuple[Format, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
-_LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.int8): 127.0}
+_EIGHT_BITS: dict[Any, quantization.Format] = {jnp.dtype(dtype): format for format, dtype in quantization.DTYPES.items()}
 
 
 @struct.dataclass
@@ -49,11 +50,11 @@ class KVCache:
 
 def cache_dtype(format: Format, dtype) -> jnp.dtype:
     """What a cache of this format stores for weights of `dtype`. Raises `UsageError` for an unknown format, or a wider one."""
-    named = {"auto": dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+    named = {"auto": dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16} | quantization.DTYPES
     if format not in named:
         raise UsageError(f"kv_cache_dtype={format!r} is not one of {', '.join(FORMATS)}")
     stored = jnp.dtype(named[format])
-    if stored not in (dtype, *_LARGEST):
+    if stored not in (dtype, *_EIGHT_BITS):
         raise UsageError(f"kv_cache_dtype={format!r} needs weights of that dtype, these are {jnp.dtype(dtype)}; fp8 and int8 go with any")
     return stored
 
@@ -61,7 +62,7 @@ def cache_dtype(format: Format, dtype) -> jnp.dtype:
 def cache_shapes(config: Config, pages: int, page_size: int, dtype) -> KVCache:
     """The `ShapeDtypeStruct` of every array of a cache of `pages` pages of `page_size` positions."""
     shape = (pages, config.num_kv_heads, page_size, config.head_dim)
-    scale = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _LARGEST else None
+    scale = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _EIGHT_BITS else None
     pools = (Pool(jax.ShapeDtypeStruct(shape, dtype), scale),) * config.num_cache_layers
     return KVCache(pools, pools)
 
@@ -101,7 +102,7 @@ def num_lanes(mesh: Mesh | None) -> int:
 def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool = True) -> int:
     """What one token occupies: keys and values of every cache layer, with SwiftKV or without; `scales` False without theirs."""
     layers = config.num_cache_layers if swiftkv else config.num_layers
-    scale = 4 if scales and jnp.dtype(dtype) in _LARGEST else 0
+    scale = 4 if scales and jnp.dtype(dtype) in _EIGHT_BITS else 0
     return 2 * layers * config.num_kv_heads * (config.head_dim * jnp.dtype(dtype).itemsize + scale)
 
 
@@ -176,12 +177,7 @@ def _stored(pool: Pool, new: Float[Array, "_ K _ H"]) -> tuple[Array, Array | No
     number of the format."""
     if pool.scale is None:
         return new.astype(pool.values.dtype), None
-    largest = _LARGEST[pool.values.dtype]
-    wide = new.astype(jnp.float32)
-    peak = jnp.abs(wide).max(axis=-1)
-    scale = jnp.where(peak > 0, peak, largest) / largest
-    wide = wide / scale[..., None]
-    return (jnp.round(wide) if pool.values.dtype == jnp.int8 else wide).astype(pool.values.dtype), scale
+    return quantization.to_eight_bits(new, (new.ndim - 1,), _EIGHT_BITS[pool.values.dtype])
 
 
 def _on_each_device(write: Callable[..., Pool], sharding: NamedSharding | None) -> Callable[..., Pool]:

@@ -29,7 +29,7 @@ VALUES, SCALE = "values", "scale"
 # Field of `params` -> how many of a matrix's last axes a product sums over. Its other axes are output channels.
 INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
-_DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 _LARGEST: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
 # Device kinds whose matrix units multiply float8_e4m3fn: Hopper, Blackwell, Ironwood.
 _MULTIPLIES_FP8 = re.compile(r"NVIDIA G?(H100|H200|B200|B300)\b|TPU ?7x")
@@ -56,7 +56,7 @@ class Scheme:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return jnp.dtype(_DTYPES[self.format])
+        return jnp.dtype(DTYPES[self.format])
 
     def __str__(self) -> str:
         if self.arithmetic == "native":
@@ -85,7 +85,7 @@ def quantize(weight: Float[Array, "*shape"], in_axes: int, scheme: Scheme) -> Qu
     Products sum over the last `in_axes` axes. An int8 value is off by at most half a scale; an fp8 one by a sixteenth of
     itself, or by 2^-10 of a scale where it is below 2^-6 of one.
     """
-    return Quantized(*_quantize(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.format), scheme)
+    return Quantized(*to_eight_bits(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.format), scheme)
 
 
 def dequantize(weight: Quantized, dtype) -> Float[Array, "*shape"]:
@@ -110,7 +110,7 @@ def product(spec: str, x: Float[Array, "*x"], weight: Array | Quantized) -> Floa
         sums = multiply(x, weight.values.astype(x.dtype))
     else:
         summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
-        x_values, x_scale = _quantize(x, summed, weight.scheme.format)
+        x_values, x_scale = to_eight_bits(x, summed, weight.scheme.format)
         scale = scale * _spread(x_scale, [letter for letter in of_x if letter in out], out)
         sums = multiply(x_values, weight.values)
     return (sums * scale).astype(x.dtype)
@@ -150,14 +150,14 @@ def refuse_quantized(tree: Any, purpose: str) -> None:
         raise UsageError(f"{purpose} needs unquantised weights, these are {scheme.format}: {how}")
 
 
-def _quantize(x: Float[Array, "*shape"], axes: tuple[int, ...], format: Format) -> tuple[Array, Array]:
-    """(values, scale without `axes`)."""
+def to_eight_bits(x: Float[Array, "*shape"], axes: tuple[int, ...], format: Format) -> tuple[Array, Array]:
+    """(values, scale without `axes`): the largest magnitude along `axes` becomes the largest number of the format."""
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
     # Of zeros, and of what is so small that devices count it as zero.
     scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
     wide = wide / scale
-    values = (jnp.round(wide) if format == "int8" else wide).astype(_DTYPES[format])
+    values = (jnp.round(wide) if format == "int8" else wide).astype(DTYPES[format])
     return values, jnp.squeeze(scale, axes)
 
 

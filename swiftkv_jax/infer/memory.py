@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from ..errors import UsageError
-
-GIB = 2**30
+from ..hardware import GIB
 
 
 @dataclasses.dataclass(frozen=True)

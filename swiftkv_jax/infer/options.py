@@ -7,7 +7,8 @@ import dataclasses
 from ..cache import Format
 from ..config import Config
 from ..errors import OutOfMemoryError, UsageError
-from .memory import GIB, host_memory
+from ..hardware import GIB
+from .memory import host_memory
 from .shapes import Shapes, buckets
 
 CPU_CACHE_SHARE = 0.25

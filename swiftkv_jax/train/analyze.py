@@ -26,13 +26,14 @@ from ..cli import OK, log, run
 from ..config import Config
 from ..distributed import check_all_take_part, join_processes
 from ..errors import DataError, UsageError
+from ..figures import matplotlib_missing
 from ..model import Batch
 from ..sharding import batch_sharding, emulate_cpu_devices, make_mesh, num_row_devices, parse_mesh
 from .cuts import Analysis, Cut, analyze_cuts, possible_cuts
 from .data.packing import EMPTY_ROW, PackedRow, pack
 from .data.sources import STDLIB, find_files, parse_source, read_file
 from .data.tokenize import Example, tokenize
-from .plots import draw_analysis, matplotlib_missing
+from .plots import draw_analysis
 from .recipe import DEMO
 
 STATES_BYTES = 2**31

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from ..checkpoints.run import RECIPE
 from ..cli import OK, log, run
 from ..errors import UsageError
+from ..figures import matplotlib_missing
 from .metrics import METRICS, read_metrics
-from .plots import draw_run, matplotlib_missing
+from .plots import draw_run
 
 REPORT = "report.html"
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
+from ...figures import COLORS, figure, matplotlib_missing
 from .cells import Mode
 from .summary import SWIFTKV, TEACHER
 
-COLORS = {SWIFTKV: "#1f5fa8", TEACHER: "#c8553d"}
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
 # Panels of each mode: title, key, factor, and the share of the roofline that limits it, if one does.
 _PANELS: dict[Mode, tuple[tuple[str, str, float, str | None], ...]] = {
     "prefill": (("Prefill, tokens/s", "tokens_per_s", 1, "flops_share"), ("Time to first token, ms", "ttft", 1e3, None)),
@@ -39,21 +27,17 @@ def check_plot(mode: Mode, path: Path | None) -> None:
         return
     if mode not in _PANELS:
         raise UsageError(f"--plot {path}: only prefill and decode are drawn; {mode} is a table")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'swiftkv-jax[report]'")
+    if missing := matplotlib_missing():
+        raise UsageError(f"--plot {path}: {missing}")
 
 
 def draw(mode: Mode, rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Prefill over the input length, a line for each number of prompts; decoding over the rows, a line for each context."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     over, each, unit = ("input_len", "prompts", "prompts") if mode == "prefill" else ("prompts", "input_len", "tokens of context")
-    with matplotlib.rc_context(_STYLE):
-        picture = Figure(figsize=(9, 3.6), layout="constrained")
-        for axes, (title, key, scale, share) in zip(picture.subplots(1, 2), _PANELS[mode], strict=True):
+    with figure(9, 3.6, 1, 2) as (picture, panels):
+        for axes, (title, key, scale, share) in zip(panels, _PANELS[mode], strict=True):
             for index, kind in enumerate(sorted({row["cell"][each] for row in rows})):
-                for name, color in COLORS.items():
+                for name, color in zip((SWIFTKV, TEACHER), COLORS, strict=False):
                     points = [row for row in rows if row["variant"] == name and row["cell"][each] == kind]
                     if not points:
                         continue
