@@ -109,6 +109,17 @@ def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool
 # Writing --------------------------------------------------------------------------------------------------------
 
 
+def keys_carry_nan(k: Float[Array, "_ K T H"], v: Float[Array, "_ K T H"]) -> tuple[Array, Array]:
+    """Keys and values in which only the keys may hold NaN: at each position and head where either is not finite, the key is NaN
+    and the value 0.
+
+    Whoever attends to the position still gets NaN. Whoever gets the page later, and has not come to the position yet, does not:
+    scores are masked before the softmax, but 0 times a value of NaN would be NaN.
+    """
+    finite = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+
+
 def write_pages(
     pool: Pool,
     new: Float[Array, "R K page H"],

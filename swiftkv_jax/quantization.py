@@ -154,8 +154,8 @@ def to_eight_bits(x: Float[Array, "*shape"], axes: tuple[int, ...], format: Form
     """(values, scale without `axes`): the largest magnitude along `axes` becomes the largest number of the format."""
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
-    # Of zeros, and of what is so small that devices count it as zero.
-    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
+    # Of zeros, and of what is so small that devices count it as zero. NaN stays NaN.
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     wide = wide / scale
     values = (jnp.round(wide) if format == "int8" else wide).astype(DTYPES[format])
     return values, jnp.squeeze(scale, axes)

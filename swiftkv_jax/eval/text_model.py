@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..errors import DataError, UsageError
 from ..infer.commands.text import TextStream, check_unicode
 from ..infer.engine import Engine
-from ..infer.requests import Event, Request, ScoreRequest
+from ..infer.requests import NOT_FINITE, Event, Request, ScoreRequest
 from .generation import Generation, generation
 
 
@@ -84,10 +84,13 @@ class TextModel:
             for number, request in enumerate(requests):
                 context, gen_kwargs = request.args
                 made = self.generation(gen_kwargs)
-                streams[number] = TextStream(self.tokenizer, made.stops)
-                yield Request(cut.prompt(self.tok_encode(context), made), made.params, stream=number)
+                prompt = cut.prompt(self.tok_encode(context), made)
+                streams[number] = TextStream(self.tokenizer, made.stops, prompt=prompt)
+                yield Request(prompt, made.params, stream=number)
 
         def take(number: int, event: Event) -> bool:
+            if event.finish_reason == "error":
+                raise DataError(f"request {number}: {NOT_FINITE}")
             stream = streams[number]
             texts[number] += stream.push(event.tokens)
             done = stream.stopped or event.finish_reason is not None
@@ -173,7 +176,7 @@ class TextModel:
             assert event.logprobs is not None
             logprob = math.fsum(entry.logprob for entry in event.logprobs)
             if not math.isfinite(logprob):
-                raise DataError(f"request {number}: the model gives probabilities that are not numbers, or 0")
+                raise DataError(f"request {number}: {NOT_FINITE}")
             found[number] = logprob, event.tokens == list(wanted.pop(number))
             return True
 

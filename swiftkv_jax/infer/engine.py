@@ -28,7 +28,7 @@ from .device import Backend, Device, Handle
 from .options import EngineOptions
 from .pages import PagePool, PrefixStats
 from .requests import Event, Logprob, Request, ScoreRequest
-from .sampler import Sampled
+from .sampler import BROKEN, Sampled
 from .scheduler import Chunk, Sample, Scheduler, Task, spans_of
 
 
@@ -206,7 +206,8 @@ class Engine[D: Backend]:
         sample.tokens += emitted
         sample.left -= len(emitted)
         self.stats.new_tokens += len(emitted)
-        ended = emitted[-1] in params.stop_token_ids or (emitted[-1] in self.end_ids and not params.ignore_eos)
+        broken = BROKEN in sampled.token[row]
+        ended = not broken and (emitted[-1] in params.stop_token_ids or (emitted[-1] in self.end_ids and not params.ignore_eos))
         now = time.perf_counter()
         task.timing.first_token = task.timing.first_token or now
         task.timing.last_token = now
@@ -214,7 +215,7 @@ class Engine[D: Backend]:
         logprobs = None
         if params.logprobs is not None:
             logprobs = [_logprob(sampled, (row, step), params.logprobs) for step in range(len(tokens))]
-        reason = "stop" if ended else None if sample.left else "length"
+        reason = "error" if broken else "stop" if ended else None if sample.left else "length"
         if reason is not None:
             self._scheduler.finish(sample)
             self._forget(task)

@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 
 from ..bundle import Model
 from ..cache import Format
-from ..errors import UsageError
+from ..errors import DataError, UsageError
 from ..pallas_kernels import Implementation
 from .checks import check_request
 from .engine import engine_for
 from .options import EngineOptions
-from .requests import Request
+from .requests import NOT_FINITE, Request
 from .sampling import SamplingParams
 
 
@@ -40,8 +40,8 @@ def generate(
 
     `swiftkv` False runs the unmodified teacher, True the student, None the student if there is a delta. Sampling
     parameters, `sampling` among them, are those of `SamplingParams`; the rest those of `EngineOptions`. Raises
-    `ValueError` that names the prompt or parameter. Each call copies the layers into serving form and prepares the
-    programs: for many calls, keep an `Engine`.
+    `ValueError` that names the prompt or parameter, also if the model breaks down over it (`requests.NOT_FINITE`). Each call
+    copies the layers into serving form and prepares the programs: for many calls, keep an `Engine`.
     """
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos
@@ -67,5 +67,7 @@ def generate(
     engine = engine_for(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
     outputs: list[list[int]] = [[] for _ in prompts]
     for event in engine.run(requests):
+        if event.finish_reason == "error":
+            raise DataError(f"prompt {event.request}: {NOT_FINITE}")
         outputs[event.request] += event.tokens
     return outputs

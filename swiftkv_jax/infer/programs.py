@@ -20,7 +20,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
-from ..cache import KVCache, Pool, cache_sharding, row_sharding, take_pages, write_pages, write_token
+from ..cache import KVCache, Pool, cache_sharding, keys_carry_nan, row_sharding, take_pages, write_pages, write_token
 from ..config import Config
 from ..layers import embed, rope_table, unembed
 from ..model import DEFAULT, cross_layer, head_major, project_fused_kv, self_layer
@@ -48,9 +48,13 @@ def fill(
     x, rope = embed(weights, tokens), rope_table(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))
 
+    def store(pools, k, v):
+        k, v = keys_carry_nan(k, v)
+        return write(pools[0], k), write(pools[1], v)
+
     def attend_own(pools):
         def attend(q, k, v):
-            kv = write(pools[0], head_major(k)), write(pools[1], head_major(v))
+            kv = store(pools, head_major(k), head_major(v))
             return read(q, *kv), kv
 
         return attend
@@ -60,7 +64,7 @@ def fill(
     if weights.upper:
         k, v = project_fused_kv(config, weights.boundary_norm, weights.kv, weights.kv_bias, x, rope)
         for i, group in enumerate(range(config.num_kv_groups), start=config.num_lower_layers):
-            pools[i] = write(pools[i][0], k[group]), write(pools[i][1], v[group])
+            pools[i] = store(pools[i], k[group], v[group])
     return x, rope, KVCache(tuple(k for k, _ in pools), tuple(v for _, v in pools))
 
 

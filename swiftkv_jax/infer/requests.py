@@ -9,7 +9,9 @@ from typing import Literal
 
 from .sampling import SamplingParams
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
+"""An end token (or all that was to be scored), `max_tokens`, or logits that are not finite numbers."""
+NOT_FINITE = "the model's logits are not finite numbers: its weights are damaged, or too large for the type it runs in"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Event:
     logprobs: list[Logprob] | None
     """One a token; None if they were not asked for. The end token has none."""
     finish_reason: FinishReason | None
-    """Set on a sample's last event: an end token, or `max_tokens` reached; a score ends with "stop"."""
+    """Set on a sample's last event."""
     timing: Timing
     cached_tokens: int
     """Prompt tokens whose keys and values were in the cache already."""

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Int, UInt16
 
 from ..params import Leaf
-from .sampler import Sampling, idle_rows
+from .sampler import BROKEN, Sampling, idle_rows
 
 
 @struct.dataclass
@@ -42,9 +42,9 @@ class Rows:
         )
 
     def after(self, token: Int[Array, " B"]) -> Rows:
-        """The rows once each has emitted `token`, unless it was finished: then it stays as it is."""
+        """The rows once each has emitted `token`, unless it was finished: then it stays as it is. `sampler.BROKEN` finishes one."""
         active = self.budget > 0
-        ended = jnp.any(token[:, None] == self.sampling.end_ids, axis=-1)
+        ended = jnp.any(token[:, None] == self.sampling.end_ids, axis=-1) | (token == BROKEN)
         return dataclasses.replace(
             self,
             token=jnp.where(active, token, self.token),

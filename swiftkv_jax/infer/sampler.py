@@ -18,6 +18,8 @@ MAX_END_IDS = 24
 IN_PROMPT = 1 << 15  # of an entry of `seen`; the bits below count
 _COUNT = IN_PROMPT - 1
 _NONE = -1
+BROKEN = -2
+"""In the place of a token: the logits are not finite numbers, so nothing follows."""
 _BLOCK = 32  # tokens; small, so that the vocabulary over several devices is still whole blocks
 _DIGIT = 4  # bits found by one pass over the vocabulary
 
@@ -50,7 +52,7 @@ class Sampled:
     filter (vLLM's `raw_logprobs`).
     """
 
-    token: Leaf  # i32[B]
+    token: Leaf  # i32[B]; `BROKEN` where there is none
     logprob: Leaf  # f32[B]; of `token`; 0 where the row does not ask
     top_ids: Leaf  # i32[B, 20]; the likeliest tokens, best first, as many as the row asks for, then -1
     top_logprobs: Leaf  # f32[B, 20]; theirs, then -inf
@@ -118,17 +120,24 @@ def sample(logits: Float[Array, "B V"], sampling: Sampling, seen: UInt16[Array, 
     edits, draws, reports = jnp.any(_asks_edit(sampling, position)), jnp.any(sampling.temperature > 0), jnp.any(sampling.logprobs >= 0)
 
     def plain():
-        return _greedy(logits), *_no_report(len(position))
+        greedy = _greedy(logits)
+        return _unless_broken(greedy, greedy, logits), *_no_report(len(position))
 
     def full():
         edited = jax.lax.cond(edits, lambda: edit(logits, sampling, seen, position), lambda: logits)
         greedy = _greedy(edited)
         drawn = jax.lax.cond(draws, lambda: _draw(edited, sampling, position), lambda: greedy)
-        token = jnp.where(sampling.temperature > 0, drawn, greedy)
+        token = _unless_broken(jnp.where(sampling.temperature > 0, drawn, greedy), greedy, edited)
         return token, *jax.lax.cond(reports, lambda: report(logits, token, sampling.logprobs), lambda: _no_report(len(token)))
 
     # One branch around all: on a GPU the host waits for the predicate of each.
     return Sampled(*jax.lax.cond(edits | draws | reports, full, plain))
+
+
+def _unless_broken(token: Int[Array, " B"], greedy: Int[Array, " B"], logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """`BROKEN` where the largest of the logits, at `greedy`, is no finite number: it is NaN if any of them is."""
+    largest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(largest), token, BROKEN)
 
 
 def _greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:

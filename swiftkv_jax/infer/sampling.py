@@ -92,7 +92,7 @@ class SamplingParams:
     n: int = 1
     """Samples of each prompt."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these."""
+    """The text ends before the first of these that comes after `min_tokens`."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as the model's own end tokens do."""
     min_tokens: int = 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from swiftkv_jax.cache import bytes_per_token, cache_dtype
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.device import Device
 from swiftkv_jax.infer.engine import Engine, engine_for
@@ -145,6 +146,40 @@ def test_a_mesh_changes_nothing(shape, format):
 
 def logprobs_of(event: Event) -> list[float]:
     return [entry.logprob for entry in event.logprobs or ()]
+
+
+# Numbers that are none ------------------------------------------------------------------------------------------
+
+
+BROKEN = [("auto", {}), ("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}), ("fp8", {}), ("int8", {"repetition_penalty": 1.5})]
+
+
+@pytest.mark.parametrize(("format", "params"), BROKEN, ids=str)
+def test_a_broken_row_ends_alone(format, params):
+    """Token 60 makes the hidden state NaN. A row that has it ends with an error; its pages, used again, harm nobody."""
+    engine = broken_engine(format)
+    bad = [Request([1, 2, 60, *range(3, 20)], SamplingParams(max_tokens=9, **params), stream=i) for i in range(3)]
+    good = [Request(prompt, SamplingParams(max_tokens=9)) for prompt in prompts_of(6, 24) if 60 not in prompt]
+    events = list(engine.run([bad[0], *good[:4], bad[1], *good[4:8], bad[2], *good[8:]]))
+    ends = {event.request: event.finish_reason for event in events if event.finish_reason}
+    assert [number for number, reason in ends.items() if reason == "error"] == [0, 5, 10]
+    assert not any(event.tokens for event in events if event.request in (0, 5, 10))
+    found = {number: [token for event in events if event.request == number for token in event.tokens] for number in ends}
+    expected = [alone(format, True, tuple(request.prompt), request.params)[0] for request in good]
+    assert [found[number] for number in sorted(found) if number not in (0, 5, 10)] == expected
+    (score,) = engine.run([ScoreRequest([60, 1, 2, 3], 2)])
+    assert np.isnan(logprobs_of(score)).all()
+    assert engine.pages_in_use == 0
+
+
+@functools.cache
+def broken_engine(format: str) -> Engine[Device]:
+    """Of few pages, so that all are used again."""
+    base = model()
+    embed = base.llama.embed.at[60].set(jnp.nan)
+    broken = dataclasses.replace(base, llama=dataclasses.replace(base.llama, embed=embed))
+    room = 30 * 4 * bytes_per_token(base.config, cache_dtype(format, base.dtype))
+    return engine_for(broken, options(kv_cache_dtype=format, kv_cache_memory=room))
 
 
 # Log-probabilities ----------------------------------------------------------------------------------------------

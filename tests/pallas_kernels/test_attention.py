@@ -15,8 +15,8 @@ from tests.pallas_kernels.shapes import DECODE, PIECES, PREFILL, SEGMENTS, Decod
 RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}  # absolute, and half of it relative: bfloat16 keeps 8 bits
 GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest entry of the gradient
-UNSEEN = 1e3
-"""What keys and values hold beyond the valid positions: seen by mistake, it shows."""
+UNSEEN_KEY, UNSEEN_VALUE = jnp.nan, 1e3
+"""What keys and values hold beyond the valid positions: seen by mistake, it shows. A cache may hold keys of NaN, but no such values."""
 
 parametrize = pytest.mark.parametrize
 
@@ -58,9 +58,10 @@ def segments(shape: Prefill, documents) -> np.ndarray:
     return ids
 
 
-def hide(x, mask):
-    """x[B, K, S, H] with the positions that no query may see filled with `UNSEEN`."""
-    return jnp.where(jnp.asarray(mask.any(axis=1))[:, None, :, None], x, jnp.asarray(UNSEEN, x.dtype))
+def hide(k, v, mask):
+    """k and v[B, K, S, H] with the positions that no query may see filled with `UNSEEN_KEY` and `UNSEEN_VALUE`."""
+    seen = jnp.asarray(mask.any(axis=1))[:, None, :, None]
+    return [jnp.where(seen, x, jnp.asarray(unseen, x.dtype)) for x, unseen in ((k, UNSEEN_KEY), (v, UNSEEN_VALUE))]
 
 
 def run(implementation, op, *operands, **options):
@@ -101,7 +102,7 @@ def test_prefill(implementation, dtype, name):
     shape = PREFILL[name]
     q, k, v = inputs(shape, dtype)
     mask = prefill_mask(shape)
-    k, v = hide(k, mask), hide(v, mask)
+    k, v = hide(k, v, mask)
     lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
     op = functools.partial(prefill_attention, lengths=lengths, implementation=implementation)
     if shape.offset == 0:  # known to be 0: nothing lies before the rows
@@ -184,7 +185,7 @@ def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
     """(operands of the op, options of the op, what k and v stand for row by row)."""
     q, k, v = inputs(shape, dtype)
     mask = decode_mask(shape)
-    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(hide(x, mask), cache_format) for x in (k, v))
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(x, cache_format) for x in hide(k, v, mask))
     options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
     if shape.page is not None:
         blocks = shape.keys // shape.page
@@ -202,7 +203,7 @@ def shuffled_table(rows: int, blocks: int) -> np.ndarray:
 def pool(x, table):
     """x[B, K, S, ...] as a pool X K page ..., each block of each row at its place in the table."""
     split = jnp.moveaxis(x.reshape(*x.shape[:2], table.shape[1], -1, *x.shape[3:]), 2, 1)
-    unseen = UNSEEN if x.dtype.itemsize > 1 else 120  # 8 bits hold no more
+    unseen = UNSEEN_VALUE if x.dtype.itemsize > 1 else 120  # 8 bits hold no more
     return jnp.full((2 * table.size, *split.shape[2:]), unseen, x.dtype).at[table].set(split)
 
 
@@ -211,7 +212,7 @@ def piece_inputs(shape: Pieces, cache_format: str, dtype="bfloat16"):
     q, k, v = inputs(shape, dtype)
     rows, mask = np.asarray(shape.tables), prefill_mask(shape)
     seen = np.stack([mask[rows == row].any(axis=(0, 1), keepdims=True)[0] for row in rows])  # B 1 S: by any row of the table
-    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(hide(x[rows], seen), cache_format) for x in (k, v))
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(x, cache_format) for x in hide(k[rows], v[rows], seen))
     options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
     table = shuffled_table(shape.batch, shape.keys // shape.page)[rows]
     k, v, options = pool(k, table), pool(v, table), {name: pool(scale, table) for name, scale in options.items()}
@@ -261,7 +262,7 @@ def test_prefill_from_a_quantised_cache(implementation, cache_format):
     shape = Prefill(2, 20, 4, 2, 150, 64, 60)
     q, k, v = inputs(shape, "bfloat16")
     mask = prefill_mask(shape)
-    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(hide(x, mask), cache_format) for x in (k, v))
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(x, cache_format) for x in hide(k, v, mask))
     if implementation != "xla":  # they are handed a widened copy
         k_values, v_values = k_values.astype(q.dtype), v_values.astype(q.dtype)
     op = functools.partial(prefill_attention, q_offset=60, k_scale=k_scale, v_scale=v_scale, implementation=implementation)

@@ -35,8 +35,13 @@ class Result(Protocol):
         """Of its latest event."""
         ...
 
+    @property
+    def tokens(self) -> int:
+        """Of the row, by which progress is told: generated, or read to be scored."""
+        ...
+
     def take(self, event: Event) -> bool:
-        """Take the news. False if the sample needs no more, whatever the engine thinks."""
+        """Take the news. False if the sample needs no more, whatever the engine thinks. Raises `DataError` for a row that is lost."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -135,10 +140,16 @@ def _submit(engine: Engine, row: Row, running: dict[int, Row]) -> None:
 
 
 def _take(engine: Engine, event: Event, running: dict[int, Row]) -> None:
+    if event.request not in running:
+        return  # of the other samples of a row that is lost
     row = running[event.request]
     assert row.result is not None
-    if not row.result.take(event) and event.finish_reason is None:
-        engine.cancel(event.request, event.sample)
+    try:
+        if not row.result.take(event) and event.finish_reason is None:
+            engine.cancel(event.request, event.sample)
+    except DataError as error:
+        row.fail(error)
+        engine.cancel(event.request)
     if row.done:
         del running[event.request]
 

@@ -27,7 +27,7 @@ import jax
 from ...cli import OK, log
 from ...errors import DataError, UsageError
 from ..engine import Engine
-from ..requests import Event, Request
+from ..requests import NOT_FINITE, Event, Request
 from ..sampling import SamplingParams
 from .flags import add_engine_flags, add_model_flags, add_sampling_flags, engine_options, load_model, sampling_params, start_engine
 from .jsonl import parse
@@ -115,8 +115,8 @@ class Chat:
             log(f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)")
 
     def _reply(self, request: Request) -> tuple[str, str | None]:
-        """The text, and why it ended; None if Ctrl-C did it."""
-        stream, reply, end = TextStream(self._tokenizer, request.params.stop), "", None
+        """The text, and why it ended; None if Ctrl-C did it. Raises `DataError` where the model broke down."""
+        stream, reply, end = self._stream(request), "", None
         id = self._engine.submit(request)
         with _interrupts() as interrupted:
             while end is None and not interrupted:
@@ -130,7 +130,12 @@ class Chat:
         _print("\n")
         if interrupted:
             log("(stopped)")
+        if end == "error":
+            raise DataError(NOT_FINITE)
         return reply, end
+
+    def _stream(self, request: Request) -> TextStream:
+        return TextStream(self._tokenizer, request.params.stop, prompt=request.prompt, min_tokens=request.params.min_tokens)
 
     # Commands -----------------------------------------------------------------------------------------------------
 

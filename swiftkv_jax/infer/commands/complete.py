@@ -49,7 +49,7 @@ from .flags import (
     start_engine,
 )
 from .jsonl import survey
-from .output import TextWriter, add_output_flags, monitored, open_output, settings_json
+from .output import TextWriter, add_output_flags, finished_before, monitored, open_output, settings_json
 from .prompts import Reader, read_text
 from .results import Completions
 
@@ -86,8 +86,10 @@ class Job(NamedTuple):
 
 def main(args: argparse.Namespace) -> int:
     demo_prompt = _check_flags(args)
-    output = open_output(args)
     surveyed = survey(args.input) if args.input is not None else None
+    if (code := finished_before(args, surveyed[0] if surveyed else len(args.prompt or [""]))) is not None:
+        return code
+    output = open_output(args)
 
     model, mesh = load_model(args)
     params = sampling_params(args, model)

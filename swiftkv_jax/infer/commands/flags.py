@@ -73,9 +73,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Fields of `SamplingParams` but for those that give several results (`add_result_flags`)."""
     flag = parser.add_argument
-    names = ("--max-tokens", "--max-new-tokens", "-n")
+    names = ("--max-tokens", "--max-new-tokens")
     flag(*names, type=int, default=max_tokens, metavar="N", help=f"most new tokens (default: {max_tokens})")
-    flag("--min-tokens", type=int, metavar="N", help="no end token before this many (default: 0)")
+    flag("--min-tokens", type=int, metavar="N", help="no end token, and no stop string, before this many (default: 0)")
     flag("--temperature", "--temp", type=float, help=f"0 takes the likeliest token (default: {GENERATION_CONFIG}'s, or 0)")
     flag("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 is off")
     flag("--top-p", type=float, metavar="P", help="draw from the fewest tokens that hold probability P; 1 is off")

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from ... import demo
+from ... import cli, demo
 from ...bundle import Model
 from ...errors import DataError, UsageError
 from .batch import Row, Speed, Writer
 from .flags import SWIFTKV, log, writes
-from .resume import Output, checkpoint_digest
+from .resume import Output, checkpoint_digest, finished
 
 MAX_ERRORS_SHOWN = 10
 
@@ -36,6 +36,20 @@ def open_output(args: argparse.Namespace) -> Output | None:
     if args.resume and not args.output:
         raise UsageError("--resume goes with --output: there is nothing else to go on with")
     return Output(args.output, resume=args.resume) if args.output else None
+
+
+def finished_before(args: argparse.Namespace, total: int) -> int | None:
+    """With --resume: the exit code of a run that has written all of --output, which it tells; None if there is something to do.
+
+    Raises `UsageError` if the file has another number of rows than the `total` of the input.
+    """
+    if not (args.resume and args.output and (counts := finished(args.output))):
+        return None
+    rows, failed = counts
+    if rows != total:
+        raise UsageError(f"--output {args.output}: exists already, with {rows} rows, and the input has {total}; choose another path")
+    log(f"{args.output} is complete: {rows} rows" + (f", {failed} failed; their lines say why" if failed else ""))
+    return cli.SOME_ROWS_FAILED if failed else cli.OK
 
 
 def settings_json(args: argparse.Namespace, model: Model, digest: str, **more: Any) -> dict[str, Any]:
@@ -118,10 +132,12 @@ class Monitor:
         self._tokens, self._start = 0, time.perf_counter()
 
     def old(self, row: dict[str, Any]) -> None:
-        """A row that an earlier run has written."""
+        """A row that an earlier run has written: it took no time now."""
         self._count(row)
         if not self._bar.disable:
-            self._bar.initial += 1  # took no time now
+            self._bar.initial += 1
+            self._bar.n += 1
+            self._bar.last_print_n += 1
 
     def show(self, row: Row) -> None:
         self.writer.show(row)
@@ -132,15 +148,15 @@ class Monitor:
             self._errors += [row.error] if len(self._errors) < MAX_ERRORS_SHOWN else []
         elif row.result is not None:
             self.speed.add(row.result.timing)
+            self._tokens += row.result.tokens
         self._count(row.to_json())
+        self._bar.set_postfix_str(f"{self._tokens / (time.perf_counter() - self._start):.0f} tokens/s", refresh=False)
+        self._bar.update()
 
     def _count(self, row: dict[str, Any]) -> None:
         self.done += 1
         self.failed += "error" in row
         self._add(row)
-        self._tokens += row.get("usage", {}).get("completion_tokens", 0)
-        self._bar.set_postfix_str(f"{self._tokens / (time.perf_counter() - self._start):.0f} tokens/s", refresh=False)
-        self._bar.update()
 
     def close(self) -> None:
         self._bar.close()

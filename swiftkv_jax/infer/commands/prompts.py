@@ -91,8 +91,11 @@ def _of_batch(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_logprobs(fields: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's chat says `logprobs` true or false, and how many in `top_logprobs`; its completions, and ours, a number."""
+    """OpenAI's chat says `logprobs` true or false, and how many in `top_logprobs`; its completions, and ours, a number.
+    Raises `UsageError` if they contradict each other."""
     if not isinstance(fields.get("logprobs"), bool):
         return fields
+    if fields.get("top_logprobs") and not fields["logprobs"]:
+        raise UsageError(f"top_logprobs={fields['top_logprobs']!r} goes with logprobs true")
     rest = {name: value for name, value in fields.items() if name not in ("logprobs", "top_logprobs")}
     return rest | {"logprobs": (fields.get("top_logprobs") or 0) if fields["logprobs"] else None}

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..requests import Event, Logprob, Request, Timing
-from ..sampling import SamplingParams
+from ...errors import DataError
+from ..requests import NOT_FINITE, Event, Logprob, Request, Timing
 from .text import TextStream
 
 
 class Completion:
     """One sample of a row."""
 
-    def __init__(self, tokenizer: Any, params: SamplingParams):
+    def __init__(self, tokenizer: Any, request: Request):
         """Without a tokenizer there is no text, and no stop string can be found."""
-        self._stream = None if tokenizer is None else TextStream(tokenizer, params.stop)
-        self._params = params
+        self._params = params = request.params
+        self._stream = None
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, params.stop, prompt=request.prompt, min_tokens=params.min_tokens)
         self._stop_reason: str | int | None = None
         self._token_ids: list[int] = [] if self._stream is None else self._stream.token_ids
         self._logprobs: list[Logprob] | None = None
@@ -24,7 +26,9 @@ class Completion:
         self.finish_reason: str | None = None
 
     def push(self, event: Event) -> None:
-        """A stop string ends the sample, and drops the tokens that came after it."""
+        """A stop string ends the sample, and drops the tokens that came after it. Raises `DataError` where the model broke down."""
+        if event.finish_reason == "error":
+            raise DataError(NOT_FINITE)
         self.finish_reason = event.finish_reason
         if event.stop_token in self._params.stop_token_ids:
             self._stop_reason = event.stop_token
@@ -67,13 +71,17 @@ class Completions:
     """All samples of a row."""
 
     def __init__(self, tokenizer: Any, request: Request):
-        self.samples = [Completion(tokenizer, request.params) for _ in range(request.params.n)]
+        self.samples = [Completion(tokenizer, request) for _ in range(request.params.n)]
         self.timing: Timing | None = None
         self._prompt_tokens, self._cached_tokens = len(request.prompt), 0
 
     @property
     def done(self) -> bool:
         return all(sample.finish_reason for sample in self.samples)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.samples))
 
     def take(self, event: Event) -> bool:
         sample = self.samples[event.sample]
@@ -86,8 +94,7 @@ class Completions:
             result = self.samples[0].to_json()
         else:
             result = {"choices": [{"index": index} | sample.to_json() for index, sample in enumerate(self.samples)]}
-        tokens = sum(map(len, self.samples))
-        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": tokens, "cached_tokens": self._cached_tokens}
+        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.tokens, "cached_tokens": self._cached_tokens}
         return result | {"usage": usage, "timing": timing_json(self.timing)}
 
 

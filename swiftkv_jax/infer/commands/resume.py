@@ -2,7 +2,7 @@
 
 Beside it, `OUT.partial.json` says what the lines come from: the input's digest, the model's, and what else decides what a
 row becomes. `--resume` goes on only if all of that is the same. A kill at any moment leaves whole lines and at most one
-torn one, which is dropped: no row is lost, none comes twice.
+torn one, which is dropped: no row is lost, none comes twice. Of an `OUT` that is complete, `--resume` leaves everything as it is.
 """
 
 from __future__ import annotations
@@ -36,14 +36,31 @@ def checkpoint_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def finished(path: Path) -> tuple[int, int] | None:
+    """(rows, how many of them failed) of an output that is complete; None if it is not there. Raises `DataError` if it is no such file.
+
+    Removes what a kill at the very end may have left beside it.
+    """
+    if not path.exists():
+        return None
+    rows = failed = 0
+    with path.open("rb") as file:
+        for rows, line in enumerate(file, start=1):
+            try:
+                failed += "error" in parse(line)
+            except DataError as error:
+                raise DataError(f"{path}:{rows}: {error}: not an output of this command") from None
+    if not _partial(path).exists():
+        _settings_file(path).unlink(missing_ok=True)
+    return rows, failed
+
+
 class Output:
     """The file that `--output` names."""
 
     def __init__(self, path: Path, *, resume: bool):
         """Raises `UsageError` if something is in the way: nothing is overwritten."""
-        self.path, self.partial = path, path.with_name(path.name + ".partial")
-        self._settings_file = path.with_name(path.name + ".partial.json")
-        self._resume = resume
+        self.path, self.partial, self._settings_file = path, _partial(path), _settings_file(path)
         if path.exists():
             raise UsageError(f"--output {path}: exists already; nothing is overwritten, so remove it or choose another path")
         if not path.absolute().parent.is_dir():
@@ -99,6 +116,14 @@ class Output:
             end += len(line)
         file.truncate(end)
         file.seek(end)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _settings_file(path: Path) -> Path:
+    return path.with_name(path.name + ".partial.json")
 
 
 def _write_whole(path: Path, content: bytes) -> None:

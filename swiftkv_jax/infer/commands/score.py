@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from ... import cli
-from ...errors import UsageError
-from ..requests import Event, ScoreRequest, Timing
+from ...errors import DataError, UsageError
+from ..requests import NOT_FINITE, Event, ScoreRequest, Timing
 from .batch import read_rows, run_rows
 from .flags import add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine
 from .jsonl import survey
-from .output import JsonWriter, add_output_flags, monitored, open_output, settings_json
+from .output import JsonWriter, add_output_flags, finished_before, monitored, open_output, settings_json
 from .text import check_unicode, encode
 
 IN_FLIGHT = 64
@@ -51,7 +51,7 @@ class Scores:
     """What becomes of a row."""
 
     def __init__(self, request: ScoreRequest):
-        self._tokens = list(request.tokens[request.start :])
+        self._tokens, self.tokens = list(request.tokens[request.start :]), len(request.tokens)
         self._event: Event | None = None
 
     @property
@@ -63,6 +63,9 @@ class Scores:
         return None if self._event is None else self._event.timing
 
     def take(self, event: Event) -> bool:
+        assert event.logprobs is not None
+        if not all(math.isfinite(entry.logprob) for entry in event.logprobs):
+            raise DataError(NOT_FINITE)
         self._event = event
         return False
 
@@ -70,8 +73,6 @@ class Scores:
         assert self._event is not None and self._event.logprobs is not None
         logprobs = [entry.logprob for entry in self._event.logprobs]
         total = math.fsum(logprobs)
-        if not math.isfinite(total):
-            return {"error": "the model gives probabilities that are not numbers, or 0"}
         greedy = self._event.tokens == self._tokens
         result = {"logprob": total, "tokens": self._tokens, "logprobs": logprobs, "is_greedy": greedy}
         return result | {"perplexity": perplexity(total, len(logprobs))}
@@ -159,8 +160,10 @@ class Total:
 def main(args: argparse.Namespace) -> int:
     # Decoding is compiled as well, and not used: for one row that is quick.
     options = engine_options(args, max_num_seqs=1, scoring=True)
-    output = open_output(args)
     rows, digest = survey(args.input)
+    if (code := finished_before(args, rows)) is not None:
+        return code
+    output = open_output(args)
     model, mesh = load_model(args)
     settings = settings_json(args, model, digest) if output else {}
     reader = Reader(model.tokenizer)

@@ -8,6 +8,8 @@ from typing import Any
 from ...errors import UsageError
 
 REPLACEMENT = "\ufffd"
+PROMPT_TOKENS = 6
+"""Of a prompt, what its continuation's text can depend on."""
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -59,11 +61,15 @@ class Detokenizer:
     the beginning of a character.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
+        """The text is what follows that of `prompt`."""
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        # Decoding starts a few tokens back, because some tokenizers treat the first token of a text specially.
-        self._context, self._done = 0, 0
+        # Decoding starts a few tokens back, because some tokenizers treat the first token of a text specially: Llama 2's drops
+        # its space.
+        self._ids = list(prompt[-PROMPT_TOKENS:])
+        if self._decode(self._ids).endswith(REPLACEMENT):
+            self._ids = []  # half a character, which the text begins with the other half of
+        self._context, self._done = 0, len(self._ids)
 
     def push(self, token: int) -> str:
         """The text that has become certain."""
@@ -127,8 +133,9 @@ class StopStrings:
 class TextStream:
     """Tokens of one row in, its text out, up to a stop string."""
 
-    def __init__(self, tokenizer: Any, stops: Iterable[str] = ()):
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+    def __init__(self, tokenizer: Any, stops: Iterable[str] = (), *, prompt: Sequence[int] = (), min_tokens: int = 0):
+        """The text follows that of `prompt`. A stop string counts only in the text after the first `min_tokens` tokens, as in vLLM."""
+        self._detokenizer, self._stops, self._min_tokens = Detokenizer(tokenizer, prompt), StopStrings(stops), min_tokens
         self.token_ids: list[int] = []
         """Tokens taken so far: up to the one that completed a stop string."""
 
@@ -149,7 +156,8 @@ class TextStream:
             if self.stopped:
                 break
             self.token_ids.append(token)
-            text += self._stops.push(self._detokenizer.push(token))
+            more = self._detokenizer.push(token)
+            text += more if len(self.token_ids) <= self._min_tokens else self._stops.push(more)
         return text
 
     def finish(self) -> str:

@@ -1,25 +1,20 @@
 """Files of rows: what is read, what is written, in which order; and runs that are killed and go on."""
 
+import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
+import swiftkv_jax as skv
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.infer.commands import batch
 from swiftkv_jax.infer.commands.batch import Row, run_rows
 from swiftkv_jax.infer.commands.jsonl import lines_of, parse, survey
 from swiftkv_jax.infer.commands.prompts import Reader
 from swiftkv_jax.infer.commands.results import Completions
-from swiftkv_jax.infer.commands.resume import Output, checkpoint_digest
 from swiftkv_jax.infer.commands.text import encode
-from swiftkv_jax.infer.engine import Engine
-from swiftkv_jax.infer.requests import Request
+from swiftkv_jax.infer.requests import NOT_FINITE, Request
 from swiftkv_jax.infer.sampling import SamplingParams
 from tests.infer.mock_device import continuation, mock_engine
 
@@ -59,7 +54,7 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         {"id": "k", "prompt": "print", "max_tokens": 2},
     )
     out = tmp_path / "out.jsonl"
-    assert run("-m", checkpoint, "-i", rows, "-o", out, "-n", 8, "--max-num-seqs", 2) == 3
+    assert run("-m", checkpoint, "-i", rows, "-o", out, "--max-tokens", 8, "--max-num-seqs", 2) == 3
     found = written(out)
     first, second = (greedy(encode(tokenizer, text), 8) for text in ("def x", "print"))
     timing = found[0].pop("timing")
@@ -100,7 +95,7 @@ def test_rows_have_samples_logprobs_and_stop_strings(checkpoint, tokenizer, gree
     stop = text[len(text) // 2 :][:3]
     first = {"prompt": "def x", "n": 2, "logprobs": 2, "stop": stop}
     rows = rows_file(tmp_path, first, {"prompt_token_ids": ids, "logprobs": 0, "max_tokens": 3})
-    assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / "out.jsonl", "-n", 8, "--max-num-seqs", 2) == 0
+    assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / "out.jsonl", "--max-tokens", 8, "--max-num-seqs", 2) == 0
     several, one = written(tmp_path / "out.jsonl")
     assert [choice.pop("index") for choice in several["choices"]] == [0, 1] and "text" not in several
     assert several["choices"][0] == several["choices"][1]
@@ -151,7 +146,7 @@ def test_chat_requests_say_logprobs_in_their_own_way(tokenizer):
 
 def test_rows_share_the_commands_seed_and_differ(checkpoint, run, tmp_path):
     rows = rows_file(tmp_path, *[{"prompt": "x"}] * 3, *[{"prompt": "x", "seed": 5}] * 2)
-    flags = ("-n", 8, "--max-num-seqs", 2, "--temperature", 5, "--seed", 5)
+    flags = ("--max-tokens", 8, "--max-num-seqs", 2, "--temperature", 5, "--seed", 5)
     for name in ("one", "two"):
         assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / name, *flags) == 0
     texts = [row["token_ids"] for row in written(tmp_path / "one")]
@@ -211,140 +206,30 @@ def test_rows_are_read_as_room_appears_and_written_in_order(monkeypatch):
         assert row.result.to_json()["token_ids"] == expected
 
 
-# Resuming -----------------------------------------------------------------------------------------------------------
-
-SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
+# What breaks down -----------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, *rows: dict, resume: bool = True, settings: dict = SETTINGS, end: bool = True) -> list[dict]:
-    """Adds rows; returns those that were there. Without `end`, something happens before it."""
-    old: list[dict] = []
-    try:
-        with Output(path, resume=resume).open(settings, old.append) as file:
-            for row in rows:
-                file.write(json.dumps(row).encode() + b"\n")
-            if not end:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
-    return old
+@pytest.fixture(scope="module")
+def broken(checkpoint, tmp_path_factory) -> Path:
+    """A checkpoint in which token 5 is not a number."""
+    path = tmp_path_factory.mktemp("broken") / "model"
+    model = skv.load(checkpoint)
+    model = dataclasses.replace(model, llama=dataclasses.replace(model.llama, embed=model.llama.embed.at[5].set(float("nan"))))
+    skv.save_hf(model, path)
+    model.tokenizer.save_pretrained(path)
+    return path
 
 
-def test_output_takes_its_name_at_the_end(tmp_path):
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    assert write(out, {"id": 0}, {"id": 1}, resume=False, end=False) == []
-    assert not out.exists() and written(partial) == [{"id": 0}, {"id": 1}]
-    with pytest.raises(UsageError, match="is of an interrupted run; go on with --resume, or remove it"):
-        Output(out, resume=False)
-    with partial.open("ab") as file:
-        file.write(b'{"id": 2, "te')
-    assert write(out, {"id": 2}, end=False) == [{"id": 0}, {"id": 1}]
-    assert write(out, {"id": 3}) == [{"id": 0}, {"id": 1}, {"id": 2}]
-    assert written(out) == [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3}]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(UsageError, match="exists already"):
-        Output(out, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"input": "xyz"}, "was written with another input; use the same"),
-        ({"sampling": {"seed": 2}}, "was written with another sampling: "),
-        ({"more": 1}, "was written with another more: None then, 1 now"),
-    ],
-)
-def test_other_settings_do_not_go_on(tmp_path, change, message):
-    write(tmp_path / "out", {"id": 0}, end=False)
-    with pytest.raises(UsageError, match=message):
-        write(tmp_path / "out", {"id": 1}, settings=SETTINGS | change)
-    assert written(tmp_path / "out.partial") == [{"id": 0}]
-
-
-def test_damaged_and_busy_outputs(tmp_path):
-    out = tmp_path / "out"
-    write(out, {"id": 0}, end=False)
-    with Output(out, resume=True).open(SETTINGS, lambda row: None) as file:
-        with pytest.raises(UsageError, match="another process is writing"):
-            write(out, {"id": 1})
-        file.write(b"\0\0\n")
-        file.flush()
-        (tmp_path / "copy.partial").write_bytes((tmp_path / "out.partial").read_bytes())
-        (tmp_path / "copy.partial.json").write_bytes((tmp_path / "out.partial.json").read_bytes())
-    with pytest.raises(DataError, match="copy.partial:2: not valid JSON"):
-        write(tmp_path / "copy")
-    (tmp_path / "copy.partial.json").write_text("{")
-    with pytest.raises(DataError, match="missing or damaged, so nobody knows"):
-        write(tmp_path / "copy")
-
-
-def test_a_digest_of_a_checkpoint_sees_other_weights(tmp_path):
-    file = tmp_path / "model.safetensors"
-    content = bytearray(os.urandom(3 << 20))
-    file.write_bytes(content)
-    before = checkpoint_digest(tmp_path)
-    assert checkpoint_digest(tmp_path) == before
-    file.write_bytes(os.urandom(len(content)))
-    other = checkpoint_digest(tmp_path)
-    file.write_bytes(content)
-    assert checkpoint_digest(tmp_path) == before != other
-    (tmp_path / "config.json").write_text("{}")
-    assert checkpoint_digest(tmp_path) != before
-
-
-def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys, monkeypatch):
-    rows, out = rows_file(tmp_path, *({"prompt": f"x{number}"} for number in range(6))), tmp_path / "out.jsonl"
-    flags = ("-m", checkpoint, "-i", rows, "-n", 8, "--max-num-seqs", 2)
-    assert run(*flags, "-o", tmp_path / "whole.jsonl") == 0
-    step = Engine.step
-
-    def interrupted(engine):
-        if (tmp_path / "out.jsonl.partial").read_bytes():
-            raise KeyboardInterrupt
-        return step(engine)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", interrupted)
-        assert run(*flags, "-o", out) == 130
-    done = len(written(tmp_path / "out.jsonl.partial"))
-    assert 0 < done < 6
-    assert f"out.jsonl.partial has {done} of 6 rows; the same command with --resume goes on" in capsys.readouterr().err
-    assert run(*flags, "-o", out) == 2
-    assert run(*flags, "-o", out, "--resume", "--temperature", 1) == 2
-    assert "another sampling" in capsys.readouterr().err
-    assert run(*flags, "-o", out, "--resume") == 0
-    assert without_timing(out) == without_timing(tmp_path / "whole.jsonl")
-
-
-def without_timing(path: Path) -> list[str]:
-    """Lines, byte for byte but for the times."""
-    return [json.dumps({name: value for name, value in row.items() if name != "timing"}, ensure_ascii=False) for row in written(path)]
-
-
-def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
-    """SIGKILL while rows are being written, and again; then the whole is as if nothing had happened."""
-    rows = rows_file(tmp_path, *({"id": f"r{number}", "prompt": f"x{number}"} if number % 7 else "broken" for number in range(400)))
-    flags = f"-m {checkpoint} -i {rows} -n 8 --temperature 2 --max-num-seqs 2"
-    flags += " -c 128 --max-num-batched-tokens 16 --decode-steps 3 --page-size 8"
-    assert run(*flags.split(), "-o", tmp_path / "whole.jsonl") == 3
-
-    def start() -> subprocess.Popen:
-        command = [sys.executable, "-m", "swiftkv_jax.infer", *flags.split(), "--compile-cache", str(tmp_path / "compiled")]
-        command += ["-o", str(tmp_path / "out.jsonl"), "--resume"]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
-
-    partial, done = tmp_path / "out.jsonl.partial", 0
-    for more in (60, 100):
-        process = start()
-        deadline = time.monotonic() + 300
-        while not partial.exists() or partial.read_bytes().count(b"\n") < done + more:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert done + more <= (done := partial.read_bytes().count(b"\n")) < 400
-    last = start()
-    errors = last.communicate(timeout=300)[1]
-    assert last.returncode == 3 and "error: 48 more rows failed" in errors, errors
-    assert without_timing(tmp_path / "out.jsonl") == without_timing(tmp_path / "whole.jsonl")
-    assert not partial.exists() and not (tmp_path / "out.jsonl.partial.json").exists()
+def test_a_row_that_breaks_down_is_an_error(broken, greedy, run, tmp_path, capsys):
+    rows = rows_file(tmp_path, {"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [7, 5, 8], "n": 2}, {"prompt_token_ids": [9]})
+    assert run("-m", broken, "-i", rows, "-o", tmp_path / "out", "--max-tokens", 8) == 3
+    first, second, third = written(tmp_path / "out")
+    assert [first["token_ids"], third["token_ids"]] == [greedy([7, 8], 8), greedy([9], 8)]
+    assert second == {"id": 1, "error": f"{rows}:2: {NOT_FINITE} (id 1)"}
+    assert f"error: {second['error']}\n" in capsys.readouterr().err
+    rows_file(tmp_path, {"token_ids": [5, 8, 9]}, {"token_ids": [7, 8]})
+    assert run("score", "-m", broken, "-i", rows, "-o", tmp_path / "scores") == 3
+    bad, good = written(tmp_path / "scores")
+    assert bad["error"] == f"{rows}:1: {NOT_FINITE} (id 0)" and good["logprob"] < 0
+    with pytest.raises(DataError, match=f"prompt 1: {NOT_FINITE}"):
+        skv.generate(skv.load(broken), [[7], [5]], max_tokens=2)

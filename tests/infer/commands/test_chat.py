@@ -27,7 +27,7 @@ def chat_model(checkpoint, tmp_path_factory) -> Path:
 def chat(chat_model, run, capsys, monkeypatch):
     """What a session with these lines writes: (stdout, stderr)."""
 
-    def session(*lines: str, flags: tuple = ("-n", 6)) -> tuple[str, str]:
+    def session(*lines: str, flags: tuple = ("--max-tokens", 6)) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         assert run("chat", "-m", chat_model, *flags) == 0
         return capsys.readouterr()
@@ -50,7 +50,8 @@ HELLO, MORE = ("user", "hello"), ("user", "more")
 
 
 def test_a_conversation(chat, reply):
-    out, err = chat("hello", "", "more", "/reset", "hello", "x" * 300, "/exit", "unread", flags=("-n", 6, "--system-prompt", "be brief"))
+    flags = ("--max-tokens", 6, "--system-prompt", "be brief")
+    out, err = chat("hello", "", "more", "/reset", "hello", "x" * 300, "/exit", "unread", flags=flags)
     system = ("system", "be brief")
     first = reply(system, HELLO)
     second = reply(system, HELLO, ("assistant", first), MORE)
@@ -108,14 +109,14 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_session(chat, reply, monkeypatch):
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(Engine, "step", interrupted)
-    out, err = chat("hello", "/reset", "hello", flags=("-n", 20))
+    out, err = chat("hello", "/reset", "hello", flags=("--max-tokens", 20))
     stopped, whole = out.splitlines()
     assert whole == reply(HELLO, count=20) and whole.startswith(stopped.rstrip("�")) and len(stopped) < len(whole)
     assert err.count("(stopped)") == 1 and signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_conversation_that_fills_the_window(chat):
-    out, err = chat("hello", "more", flags=("-n", 500))
+    out, err = chat("hello", "more", flags=("--max-tokens", 500))
     assert "(the conversation has reached the limit of 128 tokens: /undo or /reset)" in err
     assert len(out.splitlines()) >= 1 and "error: the conversation would have" in err
 

@@ -98,7 +98,7 @@ def test_help_lists_the_commands(capsys):
 def test_a_prompt_becomes_its_completion_and_nothing_else(checkpoint, tokenizer, greedy, run, capsys):
     text = tokenizer.decode(greedy(encode(tokenizer, "def x"), 8))
     for stream in ("--stream", "--no-stream"):
-        assert run("-m", checkpoint, "-p", "def x", "-n", 8, stream) == 0
+        assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8, stream) == 0
         out, err = capsys.readouterr()
         assert out == text + "\n"
         assert "SwiftKV, prompts run 1 of 2 layers, 2 layers of KV" in err
@@ -110,7 +110,7 @@ def test_text_appears_as_it_comes(checkpoint, run, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys.stdout, "write", written.append)
-    assert run("-m", checkpoint, "-p", "def x", "-n", 8) == 0
+    assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8) == 0
     assert len([text for text in written if text.strip()]) >= 3  # three tokens at a time
 
 
@@ -124,7 +124,7 @@ def test_the_teacher_is_the_control(checkpoint, tokenizer, greedy, run, capsys):
 def test_several_prompts_and_samples_come_in_order(checkpoint, tokenizer, greedy, run, capsys):
     prompts = ("def x", "print", "if")
     flags = [part for text in prompts for part in ("-p", text)]
-    assert run("-m", checkpoint, *flags, "-n", 8, "--n", 2, "--max-num-seqs", 2) == 0
+    assert run("-m", checkpoint, *flags, "--max-tokens", 8, "--n", 2, "--max-num-seqs", 2) == 0
     texts = [tokenizer.decode(greedy(encode(tokenizer, text), 8)) for text in prompts]
     assert capsys.readouterr().out == "".join(f"{text}\n{text}\n" for text in texts)
 
@@ -132,14 +132,14 @@ def test_several_prompts_and_samples_come_in_order(checkpoint, tokenizer, greedy
 def test_prompt_from_a_file_and_from_standard_input(checkpoint, tokenizer, greedy, run, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompt.py").write_text("def naïve\n", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("def naïve\n"))
-    assert run("-m", checkpoint, "-f", tmp_path / "prompt.py", "-n", 8) == 0
-    assert run("-m", checkpoint, "-", "-n", 8) == 0
+    assert run("-m", checkpoint, "-f", tmp_path / "prompt.py", "--max-tokens", 8) == 0
+    assert run("-m", checkpoint, "-", "--max-tokens", 8) == 0
     assert capsys.readouterr().out == 2 * (tokenizer.decode(greedy(encode(tokenizer, "def naïve\n"), 8)) + "\n")
 
 
 def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
     before = set(devices)
-    args = parsed("--max-num-seqs", "9", "-n", "20")
+    args = parsed("--max-num-seqs", "9", "--max-tokens", "20")
     from swiftkv_jax.infer.commands.complete import _fitted
     from swiftkv_jax.infer.requests import Request
 
@@ -158,27 +158,27 @@ MISTAKES = [
     (["-p", "x", "--temperature", "nan"], 2, "temperature=nan must be"),
     (["-p", "x", "--top-p", "0"], 2, "top_p=0.0 must be"),
     (["-p", "x", "--top-k", "-2"], 2, "top_k=-2 must be"),
-    (["-p", "x", "-n", "0"], 2, "max_tokens=0 must be"),
-    (["-p", "x", "-n", "127"], 2, "above the limit of 128"),
+    (["-p", "x", "--max-tokens", "0"], 2, "max_tokens=0 must be"),
+    (["-p", "x", "--max-tokens", "127"], 2, "above the limit of 128"),
     (["-p", "x", "--n", "17"], 2, "n=17 must be"),
-    (["-p", "x", "--n", "5", "-n", "4", "--max-num-seqs", "4"], 2, "n=5 samples do not fit into --max-num-seqs 4"),
+    (["-p", "x", "--n", "5", "--max-tokens", "4", "--max-num-seqs", "4"], 2, "n=5 samples do not fit into --max-num-seqs 4"),
     (["-p", "x", "--seed", "-1"], 2, "seed=-1 must be"),
     (["-p", "x", "--stop", ""], 2, "stop='' must be"),
-    (["-p", "x", "--logit-bias", "999=1", "-n", "4"], 2, "logit_bias: token 999 is outside the vocabulary"),
+    (["-p", "x", "--logit-bias", "999=1", "--max-tokens", "4"], 2, "logit_bias: token 999 is outside the vocabulary"),
     (["-p", "x", "--logit-bias", "9=inf"], 2, "logit_bias[9]=inf must be"),
     (["-p", "x", "-i", "y"], 2, "give one of"),
     ([], 2, "nothing to generate from"),
     (["-p", "x", "--max-num-seqs", "0"], 2, "--max-num-seqs 0"),
     (["-p", "x", "--memory-utilization", "2"], 2, "--memory-utilization 2.0"),
     (["-p", "x", "--max-model-len", "1k"], 2, "--max-model-len 1024 must be from 2 to the model's 256"),
-    (["-p", "x", "--kv-cache-memory", "20k", "-n", "8"], 2, "raise --kv-cache-memory"),
+    (["-p", "x", "--kv-cache-memory", "20k", "--max-tokens", "8"], 2, "raise --kv-cache-memory"),
     (["-p", "x" * 300], 2, "above the limit of 128"),
-    (["-p", "x" * 30, "-n", "8", "-c", "16"], 2, "above the limit of 16"),
-    (["-p", "ok", "-p", "x" * 300, "-n", "8"], 2, "prompt 1: the prompt has"),
+    (["-p", "x" * 30, "--max-tokens", "8", "-c", "16"], 2, "above the limit of 16"),
+    (["-p", "ok", "-p", "x" * 300, "--max-tokens", "8"], 2, "prompt 1: the prompt has"),
     (["-p", "x", "--mesh", "2by2"], 2, "--mesh '2by2'"),
     (["-p", "x", "--mesh", "data=1,fsdp=2"], 2, "fsdp is for training"),
     (["-p", "x", "--num-processes", "2"], 2, "--coordinator-address, --num-processes and --process-id go together"),
-    (["-p", "x", "-n", "8", "--attention", "tpu"], 2, "tpu"),
+    (["-p", "x", "--max-tokens", "8", "--attention", "tpu"], 2, "tpu"),
     (["-f", "/nowhere/prompt"], 1, "/nowhere/prompt"),
     (["-i", "/nowhere/rows"], 1, "/nowhere/rows"),
     (["-i", "/dev/null"], 1, "not a regular file"),
@@ -225,9 +225,9 @@ def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(chec
     larger = type(tokenizer).from_pretrained(checkpoint)
     larger.add_special_tokens({"additional_special_tokens": extra})
     larger.save_pretrained(path)
-    assert run("-m", path, "-p", "x", "-n", 4) == 0
+    assert run("-m", path, "-p", "x", "--max-tokens", 4) == 0
     assert "the tokenizer adds 1 tokens that the model does not have" in capsys.readouterr().err
-    assert run("-m", path, "-p", f"x{extra[-1]}", "-n", 4) == 2
+    assert run("-m", path, "-p", f"x{extra[-1]}", "--max-tokens", 4) == 2
     assert "token id 320 is outside the vocabulary of 320" in capsys.readouterr().err
 
 
@@ -239,16 +239,16 @@ def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):
 
 
 def test_the_first_special_token_is_not_doubled(checkpoint, run, capsys):
-    assert run("-m", checkpoint, "-p", "<s>def x", "-n", 8) == 0
+    assert run("-m", checkpoint, "-p", "<s>def x", "--max-tokens", 8) == 0
     with_token, err = capsys.readouterr()
     assert "a prompt begins with <s>; it is taken as that token" in err
-    assert run("-m", checkpoint, "-p", "def x", "-n", 8) == 0
+    assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8) == 0
     assert capsys.readouterr().out == with_token
 
 
 def test_no_arguments_run_the_demo(checkpoint, tokenizer, greedy, run, capsys, monkeypatch):
     monkeypatch.setattr(demo, "SWIFTKV", checkpoint)
-    assert run("-n", 8) == 0
+    assert run("--max-tokens", 8) == 0
     out, err = capsys.readouterr()
     assert out == DEMO_PROMPT + tokenizer.decode(greedy(encode(tokenizer, DEMO_PROMPT), 8)) + "\n"
     assert str(checkpoint) in err
@@ -257,13 +257,13 @@ def test_no_arguments_run_the_demo(checkpoint, tokenizer, greedy, run, capsys, m
 
 
 def test_a_mesh_gives_the_same_text(checkpoint, tokenizer, greedy, run, capsys):
-    assert run("-m", checkpoint, "-p", "def x", "-n", 8, "--mesh", "2x2") == 0
+    assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8, "--mesh", "2x2") == 0
     assert capsys.readouterr().out == tokenizer.decode(greedy(encode(tokenizer, "def x"), 8)) + "\n"
 
 
 def test_as_a_process(checkpoint, tokenizer, greedy, tmp_path):
     """Also what a reader of its output may do: go away."""
-    flags = f"-p print -n 8 -c 128 --max-num-batched-tokens 16 --compile-cache {tmp_path / 'compiled'}".split()
+    flags = f"-p print --max-tokens 8 -c 128 --max-num-batched-tokens 16 --compile-cache {tmp_path / 'compiled'}".split()
     command = [sys.executable, "-m", "swiftkv_jax.infer", "-m", str(checkpoint), *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import UsageError
 from swiftkv_jax.infer.commands.text import Detokenizer, StopStrings, TextStream, encode, encode_chat
@@ -58,6 +60,39 @@ def test_a_character_appears_when_its_last_byte_does(tokenizer):
     assert len(ids) > 1
     assert streamed(tokenizer, ids) == [""] * (len(ids) - 1) + ["\U0001f9ed", ""]
     assert streamed(tokenizer, ids[:-1])[-1] == "�"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """As Llama 2's and Mistral's: a word's first token begins with its space, which is dropped from the first word of a text."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "▁the": 2, "▁cat": 3, "s": 4, "▁sat": 5} | {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    llama = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    llama.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=llama, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], [1, *[2] * 20], [2]])
+def test_a_continuation_keeps_its_first_space(sentencepiece, prompt):
+    stream = TextStream(sentencepiece, prompt=prompt)
+    assert [stream.push([token]) for token in (3, 4, 5)] == [" cat", "s", " sat"]
+
+
+def test_a_continuation_of_half_a_character(sentencepiece, tokenizer):
+    """The half that the prompt has is not shown again, and what follows it is not lost."""
+    first, *rest = (6 + byte for byte in "é".encode())
+    stream = TextStream(sentencepiece, prompt=[2, first])
+    assert stream.push([*rest, 3]) + stream.finish() == "� cat"
+    ids = tokenizer("naïve café", add_special_tokens=False)["input_ids"]
+    for at in range(len(ids)):
+        stream = TextStream(tokenizer, prompt=ids[:at])
+        assert (stream.push(ids[at:]) + stream.finish()).endswith(tokenizer.decode(ids[at:]))
+
+
+def test_stop_strings_count_after_the_first_tokens(sentencepiece):
+    for min_tokens, text in ((0, " "), (1, " cats "), (2, " cats "), (3, " cats sat")):
+        stream = TextStream(sentencepiece, ["cat", "sat"], prompt=[1, 2], min_tokens=min_tokens)
+        assert stream.push([3, 4, 5]) + stream.finish() == text
 
 
 def test_stop_strings_split_anywhere():

@@ -1,0 +1,203 @@
+"""Outputs that survive their process: nothing is lost, nothing comes twice, nothing is overwritten."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.infer.commands.batch import Row
+from swiftkv_jax.infer.commands.output import Monitor
+from swiftkv_jax.infer.commands.resume import Output, checkpoint_digest
+from swiftkv_jax.infer.engine import Engine
+from tests.infer.commands.test_batch import rows_file, written
+
+SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
+
+
+def write(path: Path, *rows: dict, resume: bool = True, settings: dict = SETTINGS, end: bool = True) -> list[dict]:
+    """Adds rows; returns those that were there. Without `end`, something happens before it."""
+    old: list[dict] = []
+    try:
+        with Output(path, resume=resume).open(settings, old.append) as file:
+            for row in rows:
+                file.write(json.dumps(row).encode() + b"\n")
+            if not end:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    return old
+
+
+def test_output_takes_its_name_at_the_end(tmp_path):
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    assert write(out, {"id": 0}, {"id": 1}, resume=False, end=False) == []
+    assert not out.exists() and written(partial) == [{"id": 0}, {"id": 1}]
+    with pytest.raises(UsageError, match="is of an interrupted run; go on with --resume, or remove it"):
+        Output(out, resume=False)
+    with partial.open("ab") as file:
+        file.write(b'{"id": 2, "te')
+    assert write(out, {"id": 2}, end=False) == [{"id": 0}, {"id": 1}]
+    assert write(out, {"id": 3}) == [{"id": 0}, {"id": 1}, {"id": 2}]
+    assert written(out) == [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3}]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(UsageError, match="exists already"):
+        Output(out, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": "xyz"}, "was written with another input; use the same"),
+        ({"sampling": {"seed": 2}}, "was written with another sampling: "),
+        ({"more": 1}, "was written with another more: None then, 1 now"),
+    ],
+)
+def test_other_settings_do_not_go_on(tmp_path, change, message):
+    write(tmp_path / "out", {"id": 0}, end=False)
+    with pytest.raises(UsageError, match=message):
+        write(tmp_path / "out", {"id": 1}, settings=SETTINGS | change)
+    assert written(tmp_path / "out.partial") == [{"id": 0}]
+
+
+def test_damaged_and_busy_outputs(tmp_path):
+    out = tmp_path / "out"
+    write(out, {"id": 0}, end=False)
+    with Output(out, resume=True).open(SETTINGS, lambda row: None) as file:
+        with pytest.raises(UsageError, match="another process is writing"):
+            write(out, {"id": 1})
+        file.write(b"\0\0\n")
+        file.flush()
+        (tmp_path / "copy.partial").write_bytes((tmp_path / "out.partial").read_bytes())
+        (tmp_path / "copy.partial.json").write_bytes((tmp_path / "out.partial.json").read_bytes())
+    with pytest.raises(DataError, match="copy.partial:2: not valid JSON"):
+        write(tmp_path / "copy")
+    (tmp_path / "copy.partial.json").write_text("{")
+    with pytest.raises(DataError, match="missing or damaged, so nobody knows"):
+        write(tmp_path / "copy")
+
+
+def test_a_digest_of_a_checkpoint_sees_other_weights(tmp_path):
+    file = tmp_path / "model.safetensors"
+    content = bytearray(os.urandom(3 << 20))
+    file.write_bytes(content)
+    before = checkpoint_digest(tmp_path)
+    assert checkpoint_digest(tmp_path) == before
+    file.write_bytes(os.urandom(len(content)))
+    other = checkpoint_digest(tmp_path)
+    file.write_bytes(content)
+    assert checkpoint_digest(tmp_path) == before != other
+    (tmp_path / "config.json").write_text("{}")
+    assert checkpoint_digest(tmp_path) != before
+
+
+def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys, monkeypatch):
+    rows, out = rows_file(tmp_path, *({"prompt": f"x{number}"} for number in range(6))), tmp_path / "out.jsonl"
+    flags = ("-m", checkpoint, "-i", rows, "--max-tokens", 8, "--max-num-seqs", 2)
+    assert run(*flags, "-o", tmp_path / "whole.jsonl") == 0
+    step = Engine.step
+
+    def interrupted(engine):
+        if (tmp_path / "out.jsonl.partial").read_bytes():
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        assert run(*flags, "-o", out) == 130
+    done = len(written(tmp_path / "out.jsonl.partial"))
+    assert 0 < done < 6
+    assert f"out.jsonl.partial has {done} of 6 rows; the same command with --resume goes on" in capsys.readouterr().err
+    assert run(*flags, "-o", out) == 2
+    assert run(*flags, "-o", out, "--resume", "--temperature", 1) == 2
+    assert "another sampling" in capsys.readouterr().err
+    assert run(*flags, "-o", out, "--resume") == 0
+    assert without_timing(out) == without_timing(tmp_path / "whole.jsonl")
+    (tmp_path / "out.jsonl.partial.json").write_text("{}")  # as a kill at the very end leaves it
+    content = out.read_bytes()
+    assert run(*flags, "-o", out, "--resume") == 0
+    assert capsys.readouterr().err.endswith("out.jsonl is complete: 6 rows\n")
+    assert out.read_bytes() == content and not (tmp_path / "out.jsonl.partial.json").exists()
+
+
+def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
+    """The exit code is that of the run which wrote it, and a file of another input is not taken for it."""
+    rows, out = rows_file(tmp_path, {"prompt": "a"}, {"prompt": ""}), tmp_path / "out.jsonl"
+    flags = ("-m", checkpoint, "-i", rows, "--max-tokens", 2, "-o", out)
+    assert run(*flags) == 3
+    assert run(*flags, "--resume") == 3
+    assert "is complete: 2 rows, 1 failed" in capsys.readouterr().err
+    with rows.open("a") as file:
+        file.write('\n{"prompt": "b"}\n')
+    assert run(*flags, "--resume") == 2
+    assert "exists already, with 2 rows, and the input has 3" in capsys.readouterr().err
+    out.write_text("something else")
+    assert run(*flags, "--resume") == 1
+    assert "out.jsonl:1: not valid JSON" in capsys.readouterr().err
+
+
+
+def without_timing(path: Path) -> list[str]:
+    """Lines, byte for byte but for the times."""
+    return [json.dumps({name: value for name, value in row.items() if name != "timing"}, ensure_ascii=False) for row in written(path)]
+
+
+def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
+    """SIGKILL while rows are being written, and again; then the whole is as if nothing had happened."""
+    rows = rows_file(tmp_path, *({"id": f"r{number}", "prompt": f"x{number}"} if number % 7 else "broken" for number in range(400)))
+    flags = f"-m {checkpoint} -i {rows} --max-tokens 8 --temperature 2 --max-num-seqs 2"
+    flags += " -c 128 --max-num-batched-tokens 16 --decode-steps 3 --page-size 8"
+    assert run(*flags.split(), "-o", tmp_path / "whole.jsonl") == 3
+
+    def start() -> subprocess.Popen:
+        command = [sys.executable, "-m", "swiftkv_jax.infer", *flags.split(), "--compile-cache", str(tmp_path / "compiled")]
+        command += ["-o", str(tmp_path / "out.jsonl"), "--resume"]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+
+    partial, done = tmp_path / "out.jsonl.partial", 0
+    for more in (60, 100):
+        process = start()
+        deadline = time.monotonic() + 300
+        while not partial.exists() or partial.read_bytes().count(b"\n") < done + more:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert done + more <= (done := partial.read_bytes().count(b"\n")) < 400
+    last = start()
+    errors = last.communicate(timeout=300)[1]
+    assert last.returncode == 3 and "error: 48 more rows failed" in errors, errors
+    assert without_timing(tmp_path / "out.jsonl") == without_timing(tmp_path / "whole.jsonl")
+    assert not partial.exists() and not (tmp_path / "out.jsonl.partial.json").exists()
+
+
+class Counted:
+    """A result of so many tokens."""
+
+    done, timing = True, None
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    def to_json(self) -> dict:
+        return {"text": "x" * self.tokens}
+
+
+def test_progress_is_that_of_this_run(monkeypatch):
+    """Rows of an earlier run are done, but neither the rate of rows nor that of tokens counts them."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monitor = Monitor(total=10, progress=True, add=lambda row: None)
+    for _ in range(6):
+        monitor.old({"text": "x" * 50})
+    now = 2.0
+    monitor.write(Row(6, result=Counted(30)))
+    facts = monitor._bar.format_dict
+    assert (facts["n"], facts["initial"], facts["total"]) == (7, 6, 10) and facts["postfix"] == "15 tokens/s"
+    monitor.close()
