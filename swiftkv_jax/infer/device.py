@@ -27,8 +27,9 @@ from .programs import State
 from .requests import Request
 from .rows import Rows, idle, make_rows
 from .sampler import Sampled, Sampling, sampling_row, seen_in_prompt
-from .scheduler import Chunk, Limits, Sample, Span
+from .scheduler import Limits
 from .shapes import COPY_PAGES, ENTER_ROWS, Key, Shapes, lower_all
+from .tasks import Chunk, Sample, Span
 from .weights import place, served_config, serving_weights
 
 

@@ -29,7 +29,8 @@ from .options import EngineOptions
 from .pages import PagePool, PrefixStats
 from .requests import Event, Logprob, Request, ScoreRequest
 from .sampler import BROKEN, Sampled
-from .scheduler import Chunk, Sample, Scheduler, Task, spans_of
+from .scheduler import Scheduler
+from .tasks import Chunk, Sample, Task, spans_of
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from ..params import Leaf
 from .requests import ScoreRequest
-from .scheduler import Span
+from .tasks import Span
 
 NOWHERE = 2**30
 """A page number that is in no pool: nothing is written there."""

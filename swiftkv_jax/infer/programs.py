@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -26,9 +25,10 @@ from ..layers import embed, rope_table, unembed
 from ..model import DEFAULT, cross_layer, head_major, project_fused_kv, self_layer
 from ..params import Leaf
 from ..sharding import replicated
+from .logprobs import report
 from .packed import NOWHERE, Packed, Pieces, Scored, pack, unpack
 from .rows import Rows
-from .sampler import Sampled, count, report, sample
+from .sampler import Sampled, count, sample
 from .weights import Weights
 
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
@@ -107,9 +107,18 @@ def score_chunk(
         logits = unembed(config, weights, x[None])[0]
         return Sampled(jnp.argmax(logits, axis=-1).astype(jnp.int32), *report(logits, target, asked))
 
-    rows = math.gcd(scored.target.size, HEAD_ROWS)
-    blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, rows, *leaf.shape[2:]), (x, scored.target, scored.asked))
-    result = jax.tree.map(lambda leaf: leaf.reshape(*scored.target.shape, *leaf.shape[2:]), jax.lax.map(head, blocks))
+    size = scored.target.size
+    rows = min(size, HEAD_ROWS)
+
+    def in_blocks(leaf):
+        leaf = leaf.reshape(size, *leaf.shape[2:])
+        padded = jnp.pad(leaf, ((0, -size % rows), *((0, 0),) * (leaf.ndim - 1)))
+        return padded.reshape(-1, rows, *leaf.shape[1:])
+
+    def whole(leaf):
+        return leaf.reshape(-1, *leaf.shape[2:])[:size].reshape(*scored.target.shape, *leaf.shape[2:])
+
+    result = jax.tree.map(whole, jax.lax.map(head, jax.tree.map(in_blocks, (x, scored.target, scored.asked))))
     return _keep_cache_sharding(config, cache, attention), _whole(result, attention)
 
 

@@ -12,15 +12,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
 
 from ..errors import UsageError
 from ..params import Leaf
-from .sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams
+from .logprobs import no_report, report
+from .sampling import MAX_BIASES, SamplingParams
 
 MAX_END_IDS = 24
 IN_PROMPT = 1 << 15  # of an entry of `seen`; the bits below count
 _COUNT = IN_PROMPT - 1
 _NONE = -1
-BROKEN = -2
-"""In the place of a token: the logits are not finite numbers, so nothing follows."""
-_BLOCK = 32  # tokens; small, so that the vocabulary over several devices is still whole blocks
+BROKEN = -2  # in the place of a token: the logits are not finite numbers, so nothing follows
 _DIGIT = 4  # bits found by one pass over the vocabulary
 
 
@@ -121,14 +120,14 @@ def sample(logits: Float[Array, "B V"], sampling: Sampling, seen: UInt16[Array, 
 
     def plain():
         greedy = _greedy(logits)
-        return _unless_broken(greedy, greedy, logits), *_no_report(len(position))
+        return _unless_broken(greedy, greedy, logits), *no_report(len(position))
 
     def full():
         edited = jax.lax.cond(edits, lambda: edit(logits, sampling, seen, position), lambda: logits)
         greedy = _greedy(edited)
         drawn = jax.lax.cond(draws, lambda: _draw(edited, sampling, position), lambda: greedy)
         token = _unless_broken(jnp.where(sampling.temperature > 0, drawn, greedy), greedy, edited)
-        return token, *jax.lax.cond(reports, lambda: report(logits, token, sampling.logprobs), lambda: _no_report(len(token)))
+        return token, *jax.lax.cond(reports, lambda: report(logits, token, sampling.logprobs), lambda: no_report(len(token)))
 
     # One branch around all: on a GPU the host waits for the predicate of each.
     return Sampled(*jax.lax.cond(edits | draws | reports, full, plain))
@@ -265,40 +264,3 @@ def _reach(key: UInt32[Array, "B V"], weight: Int[Array, "B V"], enough: Int[Arr
 
     passes = -(-bits // _DIGIT)
     return jax.lax.fori_loop(0, passes, narrow, jnp.zeros(enough.shape, jnp.uint32))
-
-
-def report(
-    logits: Float[Array, "B V"], token: Int[Array, " B"], asked: Int[Array, " B"]
-) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """(log-probability of the token, likeliest ids, their log-probabilities), each row's as far as it asks."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    _, no_ids, no_values = _no_report(len(token))
-
-    def likeliest():
-        values, ids = _largest(logits, MAX_LOGPROBS)
-        shown = jnp.arange(MAX_LOGPROBS) < jnp.minimum(asked, logits.shape[-1])[:, None]
-        return jnp.where(shown, ids, _NONE), jnp.where(shown, values - total[:, None], -jnp.inf)
-
-    return jnp.where(asked >= 0, chosen, 0), *jax.lax.cond(jnp.any(asked > 0), likeliest, lambda: (no_ids, no_values))
-
-
-def _largest(logits: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
-    """`lax.top_k` of the vocabulary, which on a GPU would sort all of it: here of the k blocks with the largest maxima.
-
-    Each of those has a token at least as large as any outside them, and of blocks with equal maxima the first are taken: so the k
-    largest, of equals the lower ids, are in them. Past the vocabulary there are minus infinities.
-    """
-    batch, vocab_size = logits.shape
-    num_blocks = max(-(-vocab_size // _BLOCK), k)
-    blocks = jnp.pad(logits, ((0, 0), (0, num_blocks * _BLOCK - vocab_size)), constant_values=-jnp.inf).reshape(batch, num_blocks, _BLOCK)
-    chosen = jnp.sort(jax.lax.top_k(blocks.max(axis=-1), k)[1], axis=-1)
-    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(batch, k * _BLOCK)
-    ids = (chosen[:, :, None] * _BLOCK + jnp.arange(_BLOCK)).reshape(batch, k * _BLOCK)
-    values, at = jax.lax.top_k(candidates, k)
-    return values, jnp.take_along_axis(ids, at, axis=-1)
-
-
-def _no_report(batch: int) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    shape = batch, MAX_LOGPROBS
-    return jnp.zeros(batch, jnp.float32), jnp.full(shape, _NONE, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)

@@ -1,8 +1,9 @@
 """What the engine runs next: which tokens go into the next chunk of prefill, which rows decode, who gets which pages.
 
-Plain bookkeeping without JAX. Requests wait in one queue, first come, first served. One is admitted when all it can ever
-need is there, slots for its samples and pages for its prompt and every token it may generate, so nothing is ever taken back
-from a running request. Pages serve long and short requests alike: a request takes what its own length needs.
+Plain bookkeeping without JAX. Requests wait in one queue. One is admitted when all it can ever need is there, slots for its
+samples and pages for its prompt and every token it may generate, so nothing is ever taken back from a running request. Pages
+serve long and short requests alike: a request takes what its own length needs. They begin in the order in which they came,
+but for this: while one has no room, later ones that do may go before it, `PATIENCE` of them and no more.
 
 With rows split over devices there is a *lane* a device: its own pages and slots, and its own part of each chunk. A request
 lives on one lane.
@@ -11,13 +12,17 @@ lives on one lane.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from .pages import Chained, PagePool
-from .requests import Request, ScoreRequest, Timing
-from .sampling import SamplingParams
+from .pages import PagePool
+from .requests import Request
+from .tasks import Chunk, Sample, Span, Task, spans_of
+
+PATIENCE = 32
+"""Requests that may overtake one which has no room yet, and how far down the queue they are looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,96 +39,6 @@ class Limits:
     """Pages that one chunk can read; None for all of them."""
     scored_tokens: int = 0
     """Tokens of a chunk that can be scored."""
-
-
-class Task:
-    """A request on its way: its prompt is being cached; then its samples run."""
-
-    def __init__(self, id: int, request: Request | ScoreRequest):
-        self.id, self.request = id, request
-        self.timing = Timing()
-        self.tokens: Sequence[int] = request.prompt if isinstance(request, Request) else request.tokens
-        # The last token goes into the first decode step; and nothing is predicted after the last one that is scored.
-        self.target = len(self.tokens) - 1
-        """Positions to cache."""
-        self.scored = range(0) if isinstance(request, Request) else range(request.start - 1, self.target)
-        """Positions whose predictions are scored."""
-        self.done = 0
-        """Positions that are cached, or will be by the time anything else runs."""
-        self.cached = 0
-        """Of these, found in the cache."""
-        self.lane = -1
-        self.keys: list[Chained] = []
-        self.pages: list[int] = []
-        self.samples: list[Sample] = []
-        self.cancelled: set[int] = set()
-        """Samples that nobody waits for any more."""
-
-    @property
-    def wanted(self) -> set[int]:
-        """Samples that somebody waits for."""
-        samples = {sample.index for sample in self.samples} if self.samples else set(range(self.num_samples))
-        return samples - self.cancelled
-
-    @property
-    def num_samples(self) -> int:
-        return self.request.params.n if isinstance(self.request, Request) else 0
-
-    def row_pages(self, page_size: int) -> int:
-        """Pages that one sample can ever fill: the last token it generates is never cached."""
-        new = self.request.params.max_tokens if isinstance(self.request, Request) else 0
-        return -(-(self.target + new) // page_size)
-
-    def other_pages(self, page_size: int) -> int:
-        """Pages that the other samples need besides those full of the prompt, which all share."""
-        return max(self.num_samples - 1, 0) * (self.row_pages(page_size) - self.target // page_size)
-
-
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """One continuation of a request's prompt, in a slot."""
-
-    task: Task
-    index: int
-    slot: int
-    pages: list[int]
-    left: int
-    """Tokens it may still emit."""
-    unseen: int = 0
-    """Of these, how many calls on their way may emit."""
-    tokens: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def params(self) -> SamplingParams:
-        assert isinstance(self.task.request, Request)
-        return self.task.request.params
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Consecutive tokens of one request in a chunk: positions `start .. stop-1`."""
-
-    task: Task
-    start: int
-    stop: int
-
-    @property
-    def scored(self) -> range:
-        """Positions of this span whose predictions are scored."""
-        wanted = self.task.scored
-        return range(max(self.start, wanted.start), max(self.start, wanted.start, min(self.stop, wanted.stop)))
-
-
-@dataclasses.dataclass
-class Chunk:
-    """One step of prefill."""
-
-    spans: list[list[Span]]
-    """For each lane."""
-    ready: list[Sample]
-    """Samples that can decode once this has run."""
-    copies: list[list[tuple[int, int]]]
-    """For each lane: after this has run, pages to copy (from, to), so that samples part where their prompt ends."""
 
 
 class Scheduler:
@@ -161,10 +76,7 @@ class Scheduler:
         chunk = Chunk([lane.spans for lane in packing], [], [[] for _ in packing])
         for task in list(self.prefilling):
             self._extend(task, packing[task.lane], chunk)
-        while self.waiting and (lane := self._admit(self.waiting[0], packing)) is not None:
-            task = self.waiting.popleft()
-            self.prefilling.append(task)
-            self._extend(task, packing[lane], chunk)
+        self._begin(packing, chunk)
         for _, span in spans_of(chunk):
             if span.stop == span.task.target and not span.task.samples:  # a score ends here; its pages are others' from the next chunk on
                 self.pools[span.task.lane].release(span.task.pages)
@@ -172,6 +84,22 @@ class Scheduler:
             for sample in [sample for sample in task.samples if sample.index in task.cancelled]:
                 self.finish(sample)  # cancelled before it could begin; only now are its pages not read any more
         return chunk if chunk.ready or any(chunk.spans) else None
+
+    def _begin(self, packing: list[_Packing], chunk: Chunk) -> None:
+        """Admit what waits, as long as there is room in the chunk."""
+        passed = 0
+        while passed < min(len(self.waiting), PATIENCE) and any(lane.has_room() for lane in packing):
+            if passed and self.waiting[0].overtaken >= PATIENCE:  # the first is overtaken most
+                return
+            task = self.waiting[passed]
+            if (lane := self._admit(task, packing)) is not None:
+                del self.waiting[passed]
+                for ahead in itertools.islice(self.waiting, passed):
+                    ahead.overtaken += 1
+                self.prefilling.append(task)
+                self._extend(task, packing[lane], chunk)
+            else:
+                passed += 1
 
     def _extend(self, task: Task, packing: _Packing, chunk: Chunk) -> None:
         """As much of a task as the chunk has room for; when that was the rest of it, its samples are ready."""
@@ -192,19 +120,19 @@ class Scheduler:
     def _admit(self, task: Task, packing: list[_Packing]) -> int | None:
         """Give a task slots and pages on the lane with most of its prefix, or most room; None if no lane has enough, or room
         in its chunk."""
+        lanes = [lane for lane, slots in enumerate(self._slots) if task.num_samples <= len(slots) and packing[lane].has_room_for(task)]
         # What is scored must run through the layers, so at most what comes before it is reused.
         usable = min(task.target, task.scored.start if task.scored else task.target) // self.page_size
-        matches = [pool.match(task.keys[:usable]) for pool in self.pools]
-        by_preference = sorted(range(len(self.pools)), key=lambda lane: (-len(matches[lane]), -self.pools[lane].available))
-        for lane in by_preference:
-            if packing[lane].has_room(task) and self._take(task, lane, matches[lane]):
+        matches = {lane: self.pools[lane].match(task.keys[:usable]) for lane in lanes}
+        for lane in sorted(lanes, key=lambda lane: (-len(matches[lane]), -self.pools[lane].available)):
+            if self._take(task, lane, matches[lane]):
                 return lane
         return None
 
     def _take(self, task: Task, lane: int, shared: list[int]) -> bool:
         pool, slots, samples = self.pools[lane], self._slots[lane], task.num_samples
         whole, common, others = task.row_pages(self.page_size), task.target // self.page_size, task.other_pages(self.page_size)
-        if samples > len(slots) or (pages := pool.reserve(shared, whole - len(shared) + others)) is None:
+        if (pages := pool.reserve(shared, whole - len(shared) + others)) is None:
             return False
         task.lane, task.pages, spare = lane, pages[:whole], iter(pages[whole:])
         task.cached = task.done = len(shared) * self.page_size
@@ -262,9 +190,12 @@ class _Packing:
         self._context: set[int] = set()
         self.spans: list[Span] = []
 
-    def has_room(self, task: Task) -> bool:
+    def has_room(self) -> bool:
+        return self._tokens > 0 and self._pieces > 0
+
+    def has_room_for(self, task: Task) -> bool:
         """Whether anything of a task that is not begun may fit."""
-        return self._tokens > 0 and self._pieces > 0 and (not task.scored or self._scored > 0)
+        return self.has_room() and (not task.scored or self._scored > 0)
 
     def add(self, task: Task) -> int:
         """Plan what fits of the rest of `task`. Returns up to which position it is planned now."""
@@ -291,10 +222,3 @@ class _Packing:
             return False
         self._context = context
         return True
-
-
-def spans_of(chunk: Chunk) -> Iterator[tuple[int, Span]]:
-    """(lane, span) of all spans."""
-    for lane, spans in enumerate(chunk.spans):
-        for span in spans:
-            yield lane, span

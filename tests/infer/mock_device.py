@@ -13,8 +13,9 @@ from swiftkv_jax.infer.options import EngineOptions
 from swiftkv_jax.infer.packed import chunk_needs
 from swiftkv_jax.infer.requests import ScoreRequest
 from swiftkv_jax.infer.sampler import Sampled
-from swiftkv_jax.infer.scheduler import Chunk, Limits, Sample
+from swiftkv_jax.infer.scheduler import Limits
 from swiftkv_jax.infer.shapes import Shapes
+from swiftkv_jax.infer.tasks import Chunk, Sample
 
 VOCAB, END = 97, 0
 CONFIG = Config(

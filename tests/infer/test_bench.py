@@ -23,8 +23,8 @@ from swiftkv_jax.infer.bench.roofline import Roofline, measure_roofline
 from swiftkv_jax.infer.bench.summary import SWIFTKV, TEACHER, Variant
 from swiftkv_jax.infer.engine import engine_for
 from swiftkv_jax.infer.options import EngineOptions
-from swiftkv_jax.infer.scheduler import spans_of
 from swiftkv_jax.infer.shapes import lower_program
+from swiftkv_jax.infer.tasks import spans_of
 from swiftkv_jax.quantization import Scheme, dequantize
 from swiftkv_jax.sharding import make_mesh
 

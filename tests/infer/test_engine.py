@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cache import bytes_per_token, cache_dtype
+from swiftkv_jax.cache import Format, bytes_per_token, cache_dtype
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.device import Device
 from swiftkv_jax.infer.engine import Engine, engine_for
@@ -93,6 +93,8 @@ def test_soak(format, swiftkv, compilations):
         if rng.random() < 0.15:
             engine.cancel(gone := rng.choice(list(live)))
             live.pop(gone)
+        if rng.random() < 0.15:  # as a stop string does: one sample ends, its siblings go on
+            engine.cancel(rng.choice(list(live)), 0)
         if rng.random() < 0.2:
             engine.submit(ScoreRequest(prompt * 2, len(prompt)))
         for event in engine.step() if rng.random() < 0.6 else ():
@@ -100,6 +102,7 @@ def test_soak(format, swiftkv, compilations):
     while engine.has_work:
         for event in engine.step():
             note(event, live, outputs, finished)
+    assert any(id in live and (id, 0) not in finished for id, sample in finished if sample)
     assert compilations == [] and engine.stats.compilations == 0
     assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
     assert len(finished) > 50
@@ -173,7 +176,7 @@ def test_a_broken_row_ends_alone(format, params):
 
 
 @functools.cache
-def broken_engine(format: str) -> Engine[Device]:
+def broken_engine(format: Format) -> Engine[Device]:
     """Of few pages, so that all are used again."""
     base = model()
     embed = base.llama.embed.at[60].set(jnp.nan)

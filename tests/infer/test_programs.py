@@ -1,6 +1,7 @@
 """Prefill-skip, scoring and decoding are the full forward pass, cost what they should, and keep no second cache."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -11,14 +12,15 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import Config
 from swiftkv_jax.cache import KVCache, bytes_per_token, init_cache
+from swiftkv_jax.infer import programs
 from swiftkv_jax.infer.packed import chunk_needs, pack_scored, pack_spans
 from swiftkv_jax.infer.programs import State, copy_pages, decode, prefill_chunk, score_chunk
 from swiftkv_jax.infer.requests import ScoreRequest
 from swiftkv_jax.infer.rows import Rows, idle, make_rows
 from swiftkv_jax.infer.sampler import sampling_row
 from swiftkv_jax.infer.sampling import SamplingParams
-from swiftkv_jax.infer.scheduler import Span, Task
 from swiftkv_jax.infer.shapes import lower_program
+from swiftkv_jax.infer.tasks import Span, Task
 from swiftkv_jax.infer.weights import served_config, serving_weights
 from swiftkv_jax.presets import LLAMA_8B
 from tests import tiny
@@ -112,6 +114,15 @@ def test_scores_are_those_of_the_full_forward(cut):
 def test_biases():
     for swiftkv in (True, False):
         check_scores(model_of("g=2", bias=True), swiftkv)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_logits_of_few_scored_tokens_at_a_time(rows, monkeypatch):
+    """12 tokens in blocks that divide them or not."""
+    fresh = jax.jit(inspect.unwrap(score_chunk), static_argnames=("config", "attention"))
+    monkeypatch.setattr(programs, "HEAD_ROWS", rows)
+    monkeypatch.setitem(globals(), "score_chunk", fresh)
+    check_scores(model_of("g=2"), True)
 
 
 # Decoding -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from swiftkv_jax import UsageError
+from swiftkv_jax.infer.logprobs import report
 from swiftkv_jax.infer.sampler import (
+    BROKEN,
     IN_PROMPT,
     Sampling,
     count,
@@ -15,7 +17,6 @@ from swiftkv_jax.infer.sampler import (
     filtered,
     gumbel_noise,
     idle_rows,
-    report,
     sample,
     sampling_row,
     seen_in_prompt,
@@ -244,6 +245,18 @@ def test_rows_that_ask_for_nothing_take_the_largest_logit():
     found = jitted_sample(logits, idle_rows(8), seen, position)
     assert_equal(found.token, logits.argmax(axis=-1))
     assert not np.asarray(found.logprob).any() and np.all(np.asarray(found.top_ids) == -1)
+
+
+EVERY_WAY = [{}, {"temperature": 1.0, "top_p": 0.9}, {"presence_penalty": 1.0, "logprobs": 2}, {"min_tokens": 5}]
+
+
+@pytest.mark.parametrize("params", EVERY_WAY, ids=str)
+def test_logits_that_are_no_numbers_give_no_token(params):
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(5, V)).astype(np.float32)
+    logits[1, 3], logits[2, 3], logits[3], logits[4, 3] = np.nan, np.inf, -np.inf, -np.inf
+    found = jitted_sample(logits, rows(*[SamplingParams(**params)] * 5), np.zeros((5, V), np.uint16), positions(5))
+    assert [token == BROKEN for token in found.token.tolist()] == [False, True, True, True, False]
 
 
 def test_tokens_are_counted():

@@ -1,13 +1,16 @@
 """Scheduling, on a device without a model that notices every page that is not its reader's."""
 
 import random
+import statistics
 
 import pytest
 
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer import scheduler
 from swiftkv_jax.infer.engine import Engine
 from swiftkv_jax.infer.requests import Event, Request, ScoreRequest
 from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.scheduler import PATIENCE
 from tests.infer.mock_device import VOCAB, continuation, mock_engine, next_token
 
 
@@ -72,14 +75,47 @@ def test_a_long_prompt_runs_in_chunks_while_others_decode():
     assert device.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
 
 
-def test_first_come_first_served():
-    """A long request at the head of the queue is not overtaken for ever by short ones."""
-    engine, _ = mock_engine(slots=2, num_pages=16)
+def test_short_requests_overtake_a_long_one_that_has_no_room_but_not_for_ever():
+    engine, _ = mock_engine(slots=4, num_pages=16)
     first = engine.submit(ask(prompt_of(0, 20), 12, ignore_eos=True))
     big = engine.submit(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
-    small = [engine.submit(ask(prompt_of(2 + i, 3), 2, ignore_eos=True)) for i in range(5)]
+    small = [engine.submit(ask(prompt_of(2 + i, 3), 2, ignore_eos=True)) for i in range(PATIENCE + 20)]
     ends = [event.request for event in drain(engine) if event.finish_reason]
-    assert ends[:2] == [first, big] and sorted(ends[2:]) == small
+    before = ends[: ends.index(big)]
+    assert set(before) == {first, *small[:PATIENCE]} and before.index(first) > 3
+    assert set(ends[len(before) + 1 :]) == set(small[PATIENCE:])
+
+
+def test_requests_begin_in_their_order_while_there_is_room():
+    engine, _ = mock_engine(slots=2)
+    numbers = [engine.submit(ask(prompt_of(seed, length), 2, ignore_eos=True)) for seed, length in enumerate((30, 3, 20, 5, 40, 3))]
+    starts = {event.request: event.timing.started or 0.0 for event in drain(engine)}
+    assert sorted(numbers, key=starts.__getitem__) == numbers
+
+
+def first_events(patience: int, lengths, monkeypatch) -> dict[int, list[int]]:
+    """Length -> the step of each request's first event, if `patience` requests may overtake one."""
+    monkeypatch.setattr(scheduler, "PATIENCE", patience)
+    engine, _ = mock_engine(slots=16, num_pages=520, chunk=256, max_model_len=2048, page_size=4, steps=8)
+    ids = [engine.submit(ask(prompt_of(seed, length - 40), 40, ignore_eos=True)) for seed, length in enumerate(lengths)]
+    found: dict[int, int] = {}
+    step = 0
+    while engine.has_work:
+        found |= {event.request: step for event in engine.step() if event.request not in found}
+        step += 1
+    check_empty(engine)
+    return {length: [found[id] for id, own in zip(ids, lengths, strict=True) if own == length] for length in set(lengths)}
+
+
+def test_long_and_short_requests_share_memory(monkeypatch):
+    """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less, and long ones no longer, than
+    if each waited for all before it."""
+    lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
+    strict, fair = (first_events(patience, lengths, monkeypatch) for patience in (1, PATIENCE))
+    assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])
+    assert statistics.mean(fair[512]) < 0.8 * statistics.mean(strict[512])
+    assert statistics.mean(fair[2048]) < statistics.mean(strict[2048])
+    assert max(fair[2048]) < max(strict[2048])
 
 
 def test_prefixes_are_shared_with_what_runs_and_what_ran():

@@ -23,7 +23,8 @@ from ..engine import Engine
 from ..pages import PagePool
 from ..requests import Event, Request
 from ..sampling import SamplingParams
-from ..scheduler import Sample, Scheduler, Task
+from ..scheduler import Scheduler
+from ..tasks import Sample, Task
 from .cells import Cell, Mode
 
 Raw = dict[str, Any]

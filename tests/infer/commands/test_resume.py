@@ -15,6 +15,7 @@ from swiftkv_jax.infer.commands.batch import Row
 from swiftkv_jax.infer.commands.output import Monitor
 from swiftkv_jax.infer.commands.resume import Output, checkpoint_digest
 from swiftkv_jax.infer.engine import Engine
+from swiftkv_jax.infer.requests import Event
 from tests.infer.commands.test_batch import rows_file, written
 
 SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
@@ -183,6 +184,9 @@ class Counted:
 
     def __init__(self, tokens: int):
         self.tokens = tokens
+
+    def take(self, event: Event) -> bool:
+        return False
 
     def to_json(self) -> dict:
         return {"text": "x" * self.tokens}
