@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
-import importlib.metadata
-import json
 import math
 import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from swiftkv_jax import environment as measured
+from swiftkv_jax import files
 from swiftkv_jax.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin libtpu nvidia-cudnn-cu13 nvidia-cudnn-cu12 torch triton".split()
 
 
 def add_flags(parser: argparse.ArgumentParser, *, tables: tuple[str, ...], seconds: float, rows: bool = True) -> None:
@@ -52,60 +45,7 @@ def new_seed(seed: int | None) -> int:
 
 def environment(seed: int) -> dict[str, Any]:
     """When, where and with what."""
-    device = jax.devices()[0]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
-        "seed": seed,
-        "device": {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "count": jax.device_count(),
-            "runtime": " ".join(device.client.platform_version.split()),
-            "driver": _driver(),
-        },
-        "versions": {"python": sys.version.split()[0]} | {name: version for name in _PACKAGES if (version := _version(name))},
-        "commit": _commit(),
-        "sources_sha256": _sources(),
-    }
-
-
-def _module() -> str:
-    """The command's module, as `python -m` was given it."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else Path(sys.argv[0]).name
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    """NVIDIA's driver, if there is one."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0].strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _commit() -> str | None:
-    """The commit that is checked out, read without git: a copied checkout belongs to another user, which git refuses."""
-    git = ROOT / ".git"
-    try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        if (git / name).exists():
-            return (git / name).read_text().strip()
-        packed = [line.split() for line in (git / "packed-refs").read_text().splitlines()]
-        return next((line[0] for line in packed if line[1:] == [name]), None)
-    except OSError:
-        return None
+    return measured.environment() | {"seed": seed, "sources_sha256": _sources()}
 
 
 def _sources() -> str:
@@ -141,22 +81,9 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"--output {path}: cannot be written")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` in one step."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with open(partial, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def write_json(path: Path | None, document: dict[str, Any]) -> None:
     if path is not None:
-        write_text(path, json.dumps(document, indent=1) + "\n")
+        files.write_json(path, document)
 
 
 def reason(error: BaseException) -> str:

@@ -33,6 +33,7 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.files import write_whole
 from swiftkv_jax.pallas_kernels import ops, tuning
 from swiftkv_jax.pallas_kernels.device import current_device
 
@@ -122,7 +123,7 @@ def _main(args: argparse.Namespace) -> int:
         if not args.dry_run:
             entry = {"kernel": job.kernel, "device": current_device()[1], "head_dim": job.head_dim, "dtype": job.dtype}
             entry |= {"tuning": result["best"], "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: {result['basis']}"}
-            report.write_text(args.table, table_text(with_entry(json.loads(args.table.read_text()), entry)))
+            write_whole(args.table, table_text(with_entry(json.loads(args.table.read_text()), entry)).encode())
     document["seconds"] = time.monotonic() - start
     report.write_json(path, document)
     if path is not None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from jax.sharding import Mesh
 
 from .. import cli, demo
 from ..bundle import Model
+from ..environment import environment
 from ..errors import UsageError
-from ..infer.bench.record import check_free, environment, write_json
+from ..files import check_absent, write_json
 from ..infer.commands.flags import SWIFTKV, add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine, writes
 from ..infer.engine import Engine
 from .comparison import Report, difference, scores, table
@@ -101,7 +101,7 @@ def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
 def run(args: argparse.Namespace) -> int:
     sets = task_sets(args)
     engine_options(args)  # mistakes in flags are told before tasks and weights are read
-    check_free("--output", args.output)
+    check_absent("--output", args.output)
     tasks = Tasks(sets, include_path=args.include_path, limit=args.limit)
     sides = SIDES if args.swiftkv == "both" else {"score": args.swiftkv}
     reports: dict[str, Report] = {}
@@ -146,9 +146,8 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
 
 def document(args: argparse.Namespace, reports: dict[str, Report]) -> dict[str, Any]:
     """What --output holds."""
-    facts = environment() | {"command": shlex.join(["python", "-m", "swiftkv_jax.eval", *sys.argv[1:]])}
     first = next(iter(reports.values()))
-    facts |= {"lm_eval": first.get("lm_eval_version"), "model": str(args.model or demo.SWIFTKV)}
+    facts = environment() | {"lm_eval": first.get("lm_eval_version"), "model": str(args.model or demo.SWIFTKV)}
     facts |= {name: getattr(args, name) for name in ("swiftkv", "limit", "dtype", "quantization", "kv_cache_dtype", "max_model_len")}
     facts["reports"] = {name: {part: report[part] for part in KEPT if part in report} for name, report in reports.items()}
     if len(reports) == 2:

@@ -88,8 +88,8 @@ def weight_shapes(config: Config, swiftkv: bool, dtype, quantization: Scheme | N
     return jax.eval_shape(serving_weights, llama, delta)
 
 
-def num_bytes(weights: Weights) -> int:
-    """What the weights occupy, over all devices together; of arrays or of their shapes."""
+def num_bytes(weights: Any) -> int:
+    """What `Weights` or a part of them occupy, over all devices together; of arrays or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ..errors import UsageError
+from ..files import write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -98,9 +99,7 @@ class _JsonLines:
         kept = []
         if path.exists():
             kept = [line for line, row in _whole_rows(path) if _stays(row, first_step)]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(path)
+        write_whole(path, "".join(kept).encode())
         self._file = path.open("a")
 
     def write(self, row: dict[str, Any]) -> None:

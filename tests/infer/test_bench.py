@@ -16,7 +16,7 @@ from swiftkv_jax.cost import decode_flops, prefill_flops
 from swiftkv_jax.infer import bench
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.bench import summary, timing
-from swiftkv_jax.infer.bench.cells import Cell, check_lengths, make_cells, num_pages
+from swiftkv_jax.infer.bench.cells import MODES, Cell, check_lengths, make_cells, num_pages
 from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
 from swiftkv_jax.infer.bench.plot import draw
 from swiftkv_jax.infer.bench.roofline import Roofline, measure_roofline
@@ -34,6 +34,7 @@ CONFIG = Config(
 )  # fmt: skip
 ROOFLINE = Roofline(flops=1e12, bandwidth=1e9, devices=1, dtype="float32", tried={}, published=None)
 CELL = Cell(input_len=21, output_len=8, prompts=2)
+BYTES = {"prefill_bytes": 70, "weight_bytes": 100, "kv_bytes": 10, "written_bytes": 6}
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +154,16 @@ def test_flops_are_those_that_xla_counts(swiftkv):
 
 
 def test_prefill_figures():
-    variant = Variant(SWIFTKV, CONFIG, weight_bytes=100, kv_bytes=10, decode_steps=2)
-    raws = [{"seconds": s, "cpu_seconds": s, "ttft": 3.0, "compilations": 0} for s in (4.0, 2.0, 8.0)]
+    variant = Variant(SWIFTKV, CONFIG, **BYTES, decode_steps=2)
+    raws = [{"seconds": s, "cpu_seconds": s, "ttft": 3.0, "chunks": 3, "compilations": 0} for s in (4.0, 2.0, 8.0)]
     row = summary.derive("prefill", CELL, raws, variant, ROOFLINE)
     assert row["tokens_per_s"] == 40 / 4
     assert row["flops"] == 2 * prefill_flops(CONFIG, 20, swiftkv=True)
     assert row["flops_share"] == row["flops"] / 4 / 1e12
     teacher = 2 * 64 * 32 + 32 + 2 * (2 * 32 + 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64)  # by hand, from the shapes
     assert row["normalised_flops_per_s"] == 2 * teacher * 40 / 4
+    assert row["normalised_flops_share"] == row["normalised_flops_per_s"] / 1e12
+    assert row["bytes_per_s"] == (3 * 70 + 40 * 6) / 4
     slower = [raw | {"seconds": 1.5 * raw["seconds"], "cpu_seconds": 3 * raw["seconds"], "ttft": 6.0} for raw in raws]
     found = summary.compare("prefill", raws, slower)
     assert found == {"speed_up": 1.5, "speed_up_of_best": 1.5, "speed_up_in_cpu_time": 3, "ttft_speed_up": 2}
@@ -168,7 +171,7 @@ def test_prefill_figures():
 
 def test_decode_figures():
     """Steps 3 to 8 of rows of 21 tokens: the first of them attends to 23 positions, the last to 28."""
-    variant = Variant(TEACHER, CONFIG, weight_bytes=100, kv_bytes=10, decode_steps=2)
+    variant = Variant(TEACHER, CONFIG, **BYTES, decode_steps=2)
     row = summary.derive("decode", CELL, [{"seconds": 3.0, "wait": 2.7, "steps": 6, "compilations": 0}], variant, ROOFLINE)
     assert row["context"] == statistics.mean(range(23, 29))
     assert row["seconds_per_output_token"] == 0.5
@@ -178,12 +181,14 @@ def test_decode_figures():
 
 
 def test_latency_figures():
-    variant = Variant(SWIFTKV, CONFIG, weight_bytes=100, kv_bytes=10, decode_steps=2)
+    variant = Variant(SWIFTKV, CONFIG, **BYTES, decode_steps=2)
     lists = {"ttft": [1.0, 3.0], "tpot": [0.5, None], "e2e": [2.0, 4.0], "itl": []}
-    raws = [lists | {"seconds": 10.0, "host": 1.0, "compilations": 0}] * 2
+    raws = [lists | {"seconds": 10.0, "host": 1.0, "chunks": 2, "decode_calls": 4, "compilations": 0}] * 2
     row = summary.derive("latency", Cell(9, 6, 2, request_rate=1.0), raws, variant, ROOFLINE)
     assert (row["ttft_mean"], row["ttft_p50"], row["tpot_mean"], row["output_tokens_per_s"]) == (2, 2, 0.5, 1.2)
     assert "itl_mean" not in row
+    decoding = 4 * 2 * 100 + 12 * statistics.mean((9, 14)) * 10  # steps, and the positions that 12 tokens attend to
+    assert row["bytes_per_s"] == (2 * 70 + 30 * 6 + decoding) / 10
     twice = [raw | {"e2e": [4.0, 8.0]} for raw in raws]
     assert summary.compare("latency", raws, twice)["speed_up"] == 2
 
@@ -194,6 +199,19 @@ def test_weights_read_by_a_step(engine):
     student = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.device.weights))
     assert variant.weight_bytes == student - 64 * 32 * 4
     assert variant.kv_bytes == 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_bytes_of_prefill_are_what_its_program_takes(swiftkv):
+    """XLA drops the arguments that a program does not read."""
+    engine = engine_for(dummy_model(CONFIG, jnp.float32), EngineOptions(max_model_len=32, max_num_seqs=1, chunks=(16,)), swiftkv=swiftkv)
+    variant = summary.variant_of(SWIFTKV if swiftkv else TEACHER, CONFIG, engine)
+    program = engine.device._compiled["prefill", 16, None].memory_analysis()
+    cache = jax.tree.leaves(engine.device._state.cache)
+    rest = program.argument_size_in_bytes - sum(leaf.nbytes for leaf in cache) - variant.prefill_bytes
+    embedding = 64 * 32 * 4  # of which rows are read
+    assert 0 < rest - embedding < 2000, "more than the chunk"
+    assert variant.written_bytes == 2 * 2 * 2 * 8 * 4
 
 
 def test_roofline_stops_at_a_size_that_is_long_enough():
@@ -251,7 +269,8 @@ def test_cells():
         ("offline --batch 2", "--batch is for prefill and decode"),
         ("decode --max-num-seqs 2", "--max-num-seqs is for offline and latency"),
         ("decode --request-rate 2", "are for latency, not for decode"),
-        ("offline --plot {tmp}/a.png", "only prefill and decode are drawn"),
+        ("prefill --output-len 8", "--output-len is not for prefill"),
+        ("decode --num-prompts 8", "--num-prompts is for offline and latency"),
         ("prefill -o {tmp}/there.json", "exists already"),
         ("prefill -o {tmp}/no/where.json", "its folder does not exist"),
         ("prefill --input-len 256k --config llama-3.1-8b --load-format dummy", "above the limit of 131072"),
@@ -265,7 +284,7 @@ def test_mistakes_are_one_line(flags, message, tmp_path, capsys):
     assert message in error and error.count("\n") == 1
 
 
-NONSENSE = ["prefill --swiftkv on,on", "prefill --input-len 1", "decode --batch 0", "latency --request-rate 0", "fly"]
+NONSENSE = ["prefill --swiftkv on,on", "prefill --input-len 1", "decode --batch 0", "latency --request-rate 0", "decode --seed -1", "fly"]
 
 
 @pytest.mark.parametrize("flags", NONSENSE)
@@ -290,14 +309,18 @@ def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
     assert student["speed_up"] > 0 and student["compilations"] == teacher["compilations"] == 0
     assert document["engines"][SWIFTKV]["plan"]["weights"] != document["engines"][TEACHER]["plan"]["weights"]
     assert document["config"]["num_key_value_layers"] == 1 and "jax" in document["versions"]
-    assert not list(tmp_path.glob("*.partial"))
+    assert "commit" in document and not list(tmp_path.glob("*partial*"))
 
 
-def test_plot(tmp_path):
+@pytest.mark.parametrize("mode", MODES)
+def test_plot(tmp_path, mode):
     pytest.importorskip("matplotlib")
+    figures = ("tokens_per_s", "ttft", "seconds_per_output_token", "output_tokens_per_s", "ttft_p50", "e2e_p50")
+    cell = {"prompts": 1, "request_rate": "inf" if mode == "latency" else None}
+    shares = {"flops_share": 0.5, "bandwidth_share": 0.5}
     rows = [
-        {"variant": name, "cell": {"input_len": length, "prompts": 1}, "tokens_per_s": 5.0, "ttft": 0.1, "flops_share": 0.5}
+        {"variant": name, "cell": cell | {"input_len": length}} | shares | dict.fromkeys(figures, 5.0)
         for name in (SWIFTKV, TEACHER) for length in (16, 32)
     ]  # fmt: skip
-    draw("prefill", rows, tmp_path / "a.png")
+    draw(mode, rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

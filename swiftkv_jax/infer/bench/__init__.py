@@ -30,14 +30,15 @@ from typing import Any
 import jax
 
 from ...cli import OK
+from ...environment import environment
 from ...errors import UsageError
+from ...files import check_absent, write_json
 from ...sharding import parse_mesh
 from ..commands.flags import add_engine_flags, add_model_flags, engine_options, length, log, writes
 from ..engine import Engine
 from ..options import EngineOptions
 from .cells import MODES, Cell, check_lengths, make_cells
 from .plot import check_plot, draw
-from .record import check_free, environment, write_json
 from .roofline import Roofline, measure_roofline
 from .summary import SWIFTKV, TEACHER, Variant, compare, derive, parameters, table, variant_of
 from .timing import Raw, measure
@@ -57,22 +58,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--num-key-value-layers", type=int, metavar="K", help="cut the model here (default: its own cut, or half of its layers)")
     flag("--key-value-group-size", type=int, metavar="G", help="upper layers that share keys and values (default: the model's, or 1)")
     flag("--input-len", type=_lengths, default=[512, 2048], metavar="N,...", help="tokens of a prompt (default: 512,2k)")
-    flag("--output-len", type=length, default=128, metavar="N", help="new tokens of each; not in prefill (default: 128)")
+    flag("--output-len", type=length, metavar="N", help="new tokens of each; not in prefill (default: 128)")
     flag("--batch", type=_counts, metavar="N,...", help="prefill: prompts; decode: rows (default: 1)")
-    flag("--num-prompts", type=_count, default=64, metavar="N", help="offline and latency: requests (default: 64)")
+    flag("--num-prompts", type=_count, metavar="N", help="offline and latency: requests (default: 64)")
     flag("--request-rate", type=_rates, metavar="R,...", help="latency: requests a second, or inf (default: 1)")
     flag("--max-concurrency", type=_count, metavar="N", help="latency: most requests inside at a time")
     flag("--repetitions", "-r", type=_count, default=5, metavar="N", help="of every measurement (default: 5)")
-    flag("--seed", type=int, default=0, help="of the prompts and arrivals (default: 0)")
+    flag("--seed", type=_seed, default=0, help="of the prompts and arrivals (default: 0)")
     flag("--output", "-o", type=Path, metavar="JSON", help="every raw number, and what was measured where")
-    flag("--plot", type=Path, metavar="PNG", help="of prefill and decode; needs matplotlib")
+    flag("--plot", type=Path, metavar="PNG", help="of the table; needs matplotlib")
     add_engine_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    check_free("--output", args.output)
-    check_free("--plot", args.plot)
-    check_plot(args.mode, args.plot)
+    check_absent("--output", args.output)
+    check_absent("--plot", args.plot)
+    check_plot(args.plot)
     options, cells = _plan(args)
     names = args.swiftkv or [SWIFTKV, TEACHER]
     source = open_source(args, names)
@@ -82,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     devices = 1 if source.mesh is None else source.mesh.size
     roofline = measure_roofline(source.dtype, devices)
     log(f"{source.description}; {source.dtype}; {devices} x {jax.devices()[0].device_kind}: {roofline}")
-    alone = len(names) == 1 or not together(source, args.mode, cells, options)
+    alone = len(names) == 1 or not together(source, cells, options)
     order = "one after the other" if alone else "in turns"
     log(f"{' and '.join(names)}, {order}; {args.repetitions} repetitions of {len(cells)} measurements")
     found = [_measure_group(args, source, group, cells, options) for group in ([[name] for name in names] if alone else [names])]
@@ -114,14 +115,18 @@ def _plan(args: argparse.Namespace) -> tuple[EngineOptions, list[Cell]]:
         raise UsageError(f"--max-num-seqs is for offline and latency: in {args.mode} --batch says how many rows run together")
     if args.mode != "latency" and (args.request_rate or args.max_concurrency):
         raise UsageError(f"--request-rate and --max-concurrency are for latency, not for {args.mode}")
+    if args.num_prompts and direct:
+        raise UsageError(f"--num-prompts is for offline and latency: in {args.mode} --batch says how many there are")
+    if args.output_len and args.mode == "prefill":
+        raise UsageError("--output-len is not for prefill, which ends where the first token begins")
     batches = args.batch or [1]
     steps = engine_options(args, **({"decode_steps": 1} if args.mode == "prefill" else {})).decode_steps
     cells = make_cells(
         args.mode,
         input_lens=args.input_len,
-        output_len=args.output_len,
+        output_len=args.output_len or 128,
         batches=batches,
-        num_prompts=args.num_prompts,
+        num_prompts=args.num_prompts or 64,
         request_rates=args.request_rate or [1.0],
         max_concurrency=args.max_concurrency,
         decode_steps=steps,
@@ -220,6 +225,12 @@ def _lengths(text: str) -> list[int]:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
     return int(text)
 
 

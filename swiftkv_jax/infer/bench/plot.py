@@ -18,36 +18,41 @@ _PANELS: dict[Mode, tuple[tuple[str, str, float, str | None], ...]] = {
         ("Decoding, tokens/s", "tokens_per_s", 1, "bandwidth_share"),
         ("Time per output token, ms", "seconds_per_output_token", 1e3, None),
     ),
+    "offline": (("All tokens/s", "tokens_per_s", 1, None), ("Output tokens/s", "output_tokens_per_s", 1, None)),
+    "latency": (("Time to first token, median ms", "ttft_p50", 1e3, None), ("End to end, median ms", "e2e_p50", 1e3, None)),
+}
+# What the points of a line differ in, and what the lines differ in, with the words for both.
+_AXES: dict[Mode, tuple[str, str, str, str]] = {
+    "prefill": ("input_len", "tokens of the prompt", "prompts", "{} prompts"),
+    "decode": ("prompts", "rows", "input_len", "{} tokens of context"),
+    "offline": ("input_len", "tokens of the prompt", "prompts", "{} prompts"),
+    "latency": ("input_len", "tokens of the prompt", "request_rate", "{} a second"),
 }
 
 
-def check_plot(mode: Mode, path: Path | None) -> None:
+def check_plot(path: Path | None) -> None:
     """Raise `UsageError` if `--plot` cannot be honoured, before anything is measured."""
-    if path is None:
-        return
-    if mode not in _PANELS:
-        raise UsageError(f"--plot {path}: only prefill and decode are drawn; {mode} is a table")
-    if missing := matplotlib_missing():
+    if path is not None and (missing := matplotlib_missing()):
         raise UsageError(f"--plot {path}: {missing}")
 
 
 def draw(mode: Mode, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Prefill over the input length, a line for each number of prompts; decoding over the rows, a line for each context."""
-    over, each, unit = ("input_len", "prompts", "prompts") if mode == "prefill" else ("prompts", "input_len", "tokens of context")
+    """Decoding over the rows, everything else over the input length; a line for each variant and each other setting."""
+    over, xlabel, each, what = _AXES[mode]
     with figure(9, 3.6, 1, 2) as (picture, panels):
         for axes, (title, key, scale, share) in zip(panels, _PANELS[mode], strict=True):
-            for index, kind in enumerate(sorted({row["cell"][each] for row in rows})):
+            for index, kind in enumerate(dict.fromkeys(row["cell"][each] for row in rows)):
                 for name, color in zip((SWIFTKV, TEACHER), COLORS, strict=False):
                     points = [row for row in rows if row["variant"] == name and row["cell"][each] == kind]
                     if not points:
                         continue
                     x, y = [row["cell"][over] for row in points], [scale * row[key] for row in points]
                     style = {"color": color, "linestyle": ("-", "--", "-.")[index % 3]}
-                    axes.plot(x, y, marker="o", markersize=4, label=f"{name}, {kind} {unit}", **style)
+                    axes.plot(x, y, marker="o", markersize=4, label=f"{name}, {what.format(kind)}", **style)
                     if share is not None:  # at all of the roofline instead of a share
                         limit = [value / row[share] for value, row in zip(y, points, strict=True)]
                         axes.plot(x, limit, color=color, alpha=0.35, linewidth=1, label=f"{name}, measured roofline" if not index else None)
-            axes.set(title=title, xlabel="tokens of the prompt" if mode == "prefill" else "rows")
+            axes.set(title=title, xlabel=xlabel)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.set_ylim(bottom=0)

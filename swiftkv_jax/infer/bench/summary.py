@@ -2,7 +2,9 @@
 
 Rates are those of the median repetition. Executed FLOPs are what each variant needs (`cost`): in prefill the teacher needs
 only the keys and values of its last layer, and the engine runs no more, so the student's gain is a little less than that of
-half the layers. Normalised FLOPs are the paper's yardstick: 2 x the teacher's parameters x tokens, for both alike.
+half the layers. Normalised FLOPs are the paper's yardstick: 2 x the teacher's parameters x tokens, for both alike. Bytes are
+what must move at least: weights once a call, keys and values once when they are written and once for each decode step that
+attends to them.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ class Variant:
     name: str
     config: Config
     """The model's, with its cut, whether it is used or not."""
+    prefill_bytes: int
+    """Of weights, read by each chunk of prefill on every lane."""
     weight_bytes: int
     """Read in each decode step, by every lane: all but an embedding that is not the output matrix too, of which only rows are
     read."""
     kv_bytes: int
     """Read in each decode step for each position of each row: by every layer, whether it shares them or not."""
+    written_bytes: int
+    """Of keys and values, for each token."""
     decode_steps: int
 
     @property
@@ -51,11 +57,22 @@ class Variant:
 
 
 def variant_of(name: str, config: Config, engine: Engine) -> Variant:
-    device = engine.device
+    device, weights = engine.device, engine.device.weights
+    filling = num_bytes((weights.lower, weights.lower_qkv, weights.boundary_norm, weights.kv, weights.kv_bias))
+    if not weights.upper:  # of the last layer only the keys and values are needed
+        filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(weights.lower_qkv[-1].q)
     unread = 0 if device.weights.lm_head is None else device.weights.embed.nbytes
     kv_bytes = bytes_per_token(config, device.cache_dtype, swiftkv=False)
-    weight_bytes = device.shapes.lanes * (num_bytes(device.weights) - unread)
-    return Variant(name, config, weight_bytes, kv_bytes, device.shapes.decode_steps)
+    lanes = device.shapes.lanes
+    return Variant(
+        name=name,
+        config=config,
+        prefill_bytes=lanes * filling,
+        weight_bytes=lanes * (num_bytes(weights) - unread),
+        kv_bytes=kv_bytes,
+        written_bytes=device.kv_bytes_per_token,
+        decode_steps=device.shapes.decode_steps,
+    )
 
 
 def derive(mode: Mode, cell: Cell, raws: Sequence[Raw], variant: Variant, roofline: Roofline) -> dict[str, Any]:
@@ -63,10 +80,9 @@ def derive(mode: Mode, cell: Cell, raws: Sequence[Raw], variant: Variant, roofli
     seconds = statistics.median(raw["seconds"] for raw in raws)
     row: dict[str, Any] = {"compilations": sum(raw["compilations"] for raw in raws), "seconds": seconds}
     row |= {"prefill": _prefill, "decode": _decode, "offline": _offline, "latency": _latency}[mode](cell, raws, variant, seconds)
-    row["flops_share"] = row["flops_per_s"] / roofline.flops
-    if "bytes_per_s" in row:
-        row["bandwidth_share"] = row["bytes_per_s"] / roofline.bandwidth
-    return row
+    shares = {"flops_share": "flops_per_s", "normalised_flops_share": "normalised_flops_per_s"}
+    row |= {share: row[rate] / roofline.flops for share, rate in shares.items()}
+    return row | {"bandwidth_share": row["bytes_per_s"] / roofline.bandwidth}
 
 
 def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[str, float]:
@@ -104,7 +120,8 @@ def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
     length = cell.input_len - 1
     tokens, executed = cell.prompts * length, cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv)
     ttft = statistics.median(raw["ttft"] for raw in raws)
-    return {"tokens_per_s": tokens / seconds, "ttft": ttft} | _rates(variant, executed, tokens, seconds)
+    moved = raws[0]["chunks"] * variant.prefill_bytes + tokens * variant.written_bytes
+    return {"tokens_per_s": tokens / seconds, "ttft": ttft, "bytes_per_s": moved / seconds} | _rates(variant, executed, tokens, seconds)
 
 
 def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
@@ -126,10 +143,14 @@ def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
     first, last = cell.input_len, cell.length - 1  # positions that the first and the last decode step attend to
     decoding = cell.output_len * decode_flops(variant.config, (first + last) / 2, swiftkv=variant.swiftkv)
     executed = cell.prompts * (prefill_flops(variant.config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding)
+    calls = [statistics.median(raw[kind] for raw in raws) for kind in ("chunks", "decode_calls")]
+    moved = calls[0] * variant.prefill_bytes + calls[1] * variant.decode_steps * variant.weight_bytes
+    moved += total * variant.written_bytes + new * (first + last) / 2 * variant.kv_bytes
     return {
         "tokens_per_s": total / seconds,
         "output_tokens_per_s": new / seconds,
         "requests_per_s": cell.prompts / seconds,
+        "bytes_per_s": moved / seconds,
         "host_share": statistics.median(raw["host"] / raw["seconds"] for raw in raws),
     } | _rates(variant, executed, total, seconds)
 
@@ -150,33 +171,36 @@ def _pooled(raws: Sequence[Raw], name: str) -> list[float]:
 
 # The table ------------------------------------------------------------------------------------------------------
 
-_COLUMNS: dict[Mode, tuple[tuple[str, str, str, float], ...]] = {  # heading, key, format, scale
-    "prefill": (
-        ("tokens/s", "tokens_per_s", ".0f", 1),
-        ("TTFT ms", "ttft", ".1f", 1e3),
-        ("TFLOP/s", "flops_per_s", ".4g", 1e-12),
-        ("% of roofline", "flops_share", ".1f", 100),
-        ("normalised TFLOP/s", "normalised_flops_per_s", ".4g", 1e-12),
-    ),
+Column = tuple[str, str, str, float]
+"""Heading, key, format, scale."""
+_FLOPS: tuple[Column, ...] = (
+    ("TFLOP/s", "flops_per_s", ".4g", 1e-12),
+    ("% of FLOP/s", "flops_share", ".1f", 100),
+    ("normalised TFLOP/s", "normalised_flops_per_s", ".4g", 1e-12),
+    ("% of FLOP/s, normalised", "normalised_flops_share", ".1f", 100),
+)
+_BYTES: tuple[Column, ...] = (("GB/s", "bytes_per_s", ".1f", 1e-9), ("% of bandwidth", "bandwidth_share", ".1f", 100))
+_HOST: tuple[Column, ...] = (("host %", "host_share", ".1f", 100),)
+_COLUMNS: dict[Mode, tuple[Column, ...]] = {
+    "prefill": (("tokens/s", "tokens_per_s", ".0f", 1), ("TTFT ms", "ttft", ".1f", 1e3), *_FLOPS, *_BYTES),
     "decode": (
         ("ms/token", "seconds_per_output_token", ".3f", 1e3),
         ("tokens/s", "tokens_per_s", ".0f", 1),
-        ("GB/s", "bytes_per_s", ".1f", 1e-9),
-        ("% of bandwidth", "bandwidth_share", ".1f", 100),
+        *_BYTES,
         ("% of FLOP/s", "flops_share", ".1f", 100),
-        ("host %", "host_share", ".1f", 100),
+        *_HOST,
     ),
     "offline": (
         ("tokens/s", "tokens_per_s", ".0f", 1),
         ("output tokens/s", "output_tokens_per_s", ".1f", 1),
-        ("TFLOP/s", "flops_per_s", ".4g", 1e-12),
-        ("% of roofline", "flops_share", ".1f", 100),
-        ("host %", "host_share", ".1f", 100),
+        *_FLOPS,
+        *_BYTES,
+        *_HOST,
     ),
     "latency": (
         ("output tokens/s", "output_tokens_per_s", ".1f", 1),
         *((f"{name.upper()} {part} ms", f"{name}_{part}", ".1f", 1e3) for name in TIMES for part in ("mean", "p50", "p90", "p99")),
-        ("host %", "host_share", ".1f", 100),
+        *_HOST,
     ),
 }
 

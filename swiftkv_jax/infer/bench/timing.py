@@ -45,19 +45,19 @@ def prefill(engine: Engine, cell: Cell, seed: int) -> Raw:
     """
     *requests, alone = _requests(engine, cell, seed, cell.prompts + 1)
     with _clock() as raw:
-        _fill(engine, requests)
+        _, chunks = _fill(engine, requests)
     start = time.perf_counter()
     first = None
     for _ in engine.run([alone]):
         first = first or time.perf_counter()
     assert first is not None
-    return raw | {"ttft": first - start}
+    return raw | {"ttft": first - start, "chunks": chunks}
 
 
 def decode(engine: Engine, cell: Cell, seed: int) -> Raw:
     """`seconds` for `steps` tokens of every row, after a first call; `wait` is the part in which the host had nothing to do."""
     device, calls = engine.device, cell.output_len // engine.device.shapes.decode_steps
-    samples = _fill(engine, _requests(engine, cell, seed, cell.prompts))
+    samples, _ = _fill(engine, _requests(engine, cell, seed, cell.prompts))
     device.enter(samples)
     queued = device.run_decode(samples)
     queued, done = device.run_decode(samples), queued
@@ -154,8 +154,8 @@ def _requests(engine: Engine, cell: Cell, seed: int, count: int) -> list[Request
     return [Request(prompt, params) for prompt in tokens.tolist()]
 
 
-def _fill(engine: Engine, requests: Sequence[Request]) -> list[Sample]:
-    """Run the prompts through prefill, and wait: rows that can enter. The engine must be idle.
+def _fill(engine: Engine, requests: Sequence[Request]) -> tuple[list[Sample], int]:
+    """Run the prompts through prefill, and wait: (rows that can enter, chunks). The engine must be idle.
 
     The pages are planned apart from the engine's. What it remembers of earlier prompts is overwritten, which nobody will
     notice, since prompts never come again. Raises `UsageError` if the cache cannot hold all at once.
@@ -164,10 +164,11 @@ def _fill(engine: Engine, requests: Sequence[Request]) -> list[Sample]:
     scheduler = Scheduler([PagePool(shapes.num_pages, shapes.page_size) for _ in range(shapes.lanes)], device.limits)
     for number, request in enumerate(requests):
         scheduler.add(Task(number, request))
-    samples, queued = [], None
+    samples, chunks, queued = [], 0, None
     while (chunk := scheduler.next_chunk()) is not None:
         done, queued = queued, device.run_chunk(chunk)
         samples += chunk.ready
+        chunks += 1
         if done is not None:
             device.read(done)
     if queued is not None:
@@ -175,7 +176,7 @@ def _fill(engine: Engine, requests: Sequence[Request]) -> list[Sample]:
     if len(samples) < len(requests):
         room = f"the KV cache holds {len(samples)} of {len(requests)} rows"
         raise UsageError(f"{room}: lower --batch or --input-len, or raise --kv-cache-memory")
-    return samples
+    return samples, chunks
 
 
 @contextlib.contextmanager
@@ -194,5 +195,6 @@ def _seconds_to_read(engine: Engine, handle) -> float:
 
 
 def _engine_seconds(engine: Engine, before) -> Raw:
-    """What the engine's clocks say since `before`."""
-    return {"host": engine.stats.host_seconds - before.host_seconds, "wait": engine.stats.wait_seconds - before.wait_seconds}
+    """What the engine's clocks say since `before`, and its counters of calls."""
+    names = {"host": "host_seconds", "wait": "wait_seconds", "chunks": "chunks", "decode_calls": "decode_calls"}
+    return {name: getattr(engine.stats, field) - getattr(before, field) for name, field in names.items()}

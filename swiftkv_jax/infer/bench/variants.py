@@ -106,15 +106,15 @@ def _cut(args: argparse.Namespace, config: Config, names: Sequence[str]) -> Conf
 # Engines ----------------------------------------------------------------------------------------------------------
 
 
-def together(source: Source, mode: Mode, cells: Sequence[Cell], options: EngineOptions) -> bool:
+def together(source: Source, cells: Sequence[Cell], options: EngineOptions) -> bool:
     """Whether both engines fit beside each other, and the weights they are made of."""
-    each = [_needs(source, name, mode, cells, options) for name in (SWIFTKV, TEACHER)]
+    each = [_needs(source, name, cells, options) for name in (SWIFTKV, TEACHER)]
     total = sum(weights + cache for weights, cache in each) + max(weights for weights, _ in each)
     device = jax.local_devices()[0]
     return total <= ROOM * (memory_limit(device, 1.0) or host_memory())
 
 
-def _needs(source: Source, name: str, mode: Mode, cells: Sequence[Cell], options: EngineOptions) -> tuple[int, int]:
+def _needs(source: Source, name: str, cells: Sequence[Cell], options: EngineOptions) -> tuple[int, int]:
     """Bytes of weights and of cache on one device."""
     weights = num_bytes(weight_shapes(source.config, name == SWIFTKV, source.dtype, source.quantization))
     split = 1 if source.mesh is None else source.mesh.shape[MODEL]

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ import jax
 
 from ...cli import OK, log
 from ...errors import DataError, UsageError
+from ...files import write_json
 from ..engine import Engine
 from ..requests import NOT_FINITE, Event, Request
 from ..sampling import SamplingParams
@@ -169,9 +168,7 @@ class Chat:
         path = _path("/save", name)
         if path.exists() and not replace:
             raise UsageError(f"/save {path}: exists already; /save! {path} replaces it")
-        fresh = path.with_name(path.name + ".tmp")
-        fresh.write_text(json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-        os.replace(fresh, path)
+        write_json(path, {"messages": self.messages})
         log(f"saved {len(self.messages)} messages in {path}")
 
     def _load(self, name: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import DataError, UsageError
+from ...files import check_absent, write_whole
 from .jsonl import parse
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -61,10 +62,7 @@ class Output:
     def __init__(self, path: Path, *, resume: bool):
         """Raises `UsageError` if something is in the way: nothing is overwritten."""
         self.path, self.partial, self._settings_file = path, _partial(path), _settings_file(path)
-        if path.exists():
-            raise UsageError(f"--output {path}: exists already; nothing is overwritten, so remove it or choose another path")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"--output {path}: its folder does not exist")
+        check_absent("--output", path)
         if self.partial.exists() and not resume:
             raise UsageError(f"--output {path}: {self.partial} is of an interrupted run; go on with --resume, or remove it")
 
@@ -78,7 +76,7 @@ class Output:
         if self.partial.exists():
             self._check(settings)
         else:
-            _write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
+            write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
         with self.partial.open("a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,13 +122,3 @@ def _partial(path: Path) -> Path:
 
 def _settings_file(path: Path) -> Path:
     return path.with_name(path.name + ".partial.json")
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Nobody ever sees half of it."""
-    fresh = path.with_name(path.name + ".tmp")
-    with fresh.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
