@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from ..errors import DataError, UsageError
-from ..infer.commands.text import TextStream, check_unicode
+from ..infer.commands.text import TextStream, brings_first_token, check_unicode, encode_pair, first_token
 from ..infer.engine import Engine
 from ..infer.requests import NOT_FINITE, Event, Request, ScoreRequest
 from .generation import Generation, generation
@@ -34,13 +34,9 @@ class TextModel:
         """`log` is told of texts that were cut. Raises `UsageError` if the tokenizer has no token to put before a text."""
         if tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: tasks are text")
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if first is None:
-            raise UsageError("the tokenizer has no token that begins or ends texts: nothing predicts the first token of a text")
         self.engine, self.tokenizer = engine, tokenizer
-        self.prefix_token_id: int = first
+        self.prefix_token_id = first_token(tokenizer)
         """Stands before a text that has no context."""
-        self._prefix = tokenizer.decode([first])
         self._special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._log, self._progress = log, progress
         # Twice what decodes together, so that a row that ends is followed by one that waits; scores want full chunks.
@@ -130,24 +126,14 @@ class TextModel:
     def tok_encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids; None adds the tokenizer's special tokens unless the text brings its own first one."""
         check_unicode(text)
-        add = not text.startswith(self._prefix) if add_special_tokens is None else add_special_tokens
+        add = not brings_first_token(self.tokenizer, text) if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(text, add_special_tokens=add)["input_ids"])
 
     def _pair(self, number: int, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both, as `lm_eval.api.model.TemplateLM` splits them: spaces that end the context go to the continuation, and
-        the continuation is what both together have after as many tokens as the context has alone."""
-        if context:
-            kept = context.rstrip()
-            before = self.tok_encode(kept)
-            after = self.tok_encode(kept + context[len(kept) :] + continuation)[len(before) :]
-            before = before or [self.prefix_token_id]
-        else:
-            before, after = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
-            if after[:1] == before:
-                after = after[1:]
-        if not after:
-            raise DataError(f"request {number}: the continuation {continuation[:40]!r} adds no token to its context")
-        return before, after
+        try:
+            return encode_pair(self.tokenizer, context, continuation)
+        except UsageError as error:
+            raise DataError(f"request {number}: {error}") from None
 
     @property
     def _window(self) -> int:

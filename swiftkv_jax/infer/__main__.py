@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in ("--help", "-h"):
         print(overview())
         return cli.OK
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        cli.log(f"error: {argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a prompt with --prompt")
+        return cli.USAGE
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("generate", argv)
     args = parser(command).parse_args(argv)
     return cli.run(lambda: args.main(args))

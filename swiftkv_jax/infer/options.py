@@ -33,7 +33,8 @@ class EngineOptions:
     """Bytes on each device. None is what is left of `memory_utilization`; on a CPU, what `max_num_seqs` rows of
     `max_model_len` can fill, at most a quarter of the machine's memory."""
     memory_utilization: float = 0.9
-    """Share of a device's memory for weights, cache and temporaries together."""
+    """Share of what JAX may use of a device's memory, for weights, cache and temporaries together. On a GPU that is three quarters
+    unless the environment's XLA_CLIENT_MEM_FRACTION says otherwise; the commands make it 0.95."""
     page_size: int = 128
     """Positions of a page: what is shared of a prefix is whole pages. The device kernels take multiples of 128."""
     enable_prefix_caching: bool = True

@@ -37,7 +37,7 @@ Message = dict[str, str]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
+    add_model_flags(parser, demo=False)  # which continues Python, and knows no turns
     parser.add_argument("--system-prompt", metavar="TEXT", help="first message of every conversation")
     add_sampling_flags(parser, max_tokens=512)
     add_engine_flags(parser)

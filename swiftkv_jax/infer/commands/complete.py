@@ -1,7 +1,7 @@
 """`python -m swiftkv_jax.infer generate`: prompts in, completions out.
 
 Input: `-p`, `-f`, `-`, or with `-i` a file of JSON lines, whose rows are described in `prompts`. Output: text on standard
-output, or with `-o` one line of JSON per row, in the order of the input:
+output, or with `-i` or `-o` one line of JSON per row, in the order of the input:
 
     {"id": "a", "text": " upon a time", "token_ids": [5304, 264, 892], "finish_reason": "stop", "stop_reason": "\\n",
      "logprobs": [{"token_id": 5304, "logprob": -0.1, "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
@@ -49,7 +49,7 @@ from .flags import (
     start_engine,
 )
 from .jsonl import survey
-from .output import TextWriter, add_output_flags, finished_before, monitored, open_output, settings_json
+from .output import JsonWriter, TextWriter, add_output_flags, finished_before, monitored, open_output, settings_json
 from .prompts import Reader, read_text
 from .results import Completions
 
@@ -59,11 +59,11 @@ DEMO_PROMPT = "def read_lines(path):"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     flag = parser.add_argument
-    flag("stdin", nargs="?", choices=["-"], help="- reads one prompt from standard input")
+    flag("stdin", nargs="?", choices=["-"], metavar="-", help="- reads one prompt from standard input")
     flag("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat to add more")
     flag("--prompt-file", "-f", type=Path, metavar="FILE", help="a file as one prompt")
     flag("--input", "-i", type=Path, metavar="JSONL", help='rows {"id"?, "prompt" | "prompt_token_ids" | "messages", ...}')
-    add_output_flags(parser, "text on standard output")
+    add_output_flags(parser, "standard output, as text unless there is --input")
     flag("--stream", action=argparse.BooleanOptionalAction, default=True, help="print text as it comes (default: yes)")
     add_sampling_flags(parser, max_tokens=128)
     add_result_flags(parser)
@@ -93,15 +93,16 @@ def main(args: argparse.Namespace) -> int:
 
     model, mesh = load_model(args)
     params = sampling_params(args, model)
-    if model.tokenizer is None and (params.stop or not args.output):
-        raise UsageError("this checkpoint has no tokenizer: write tokens with --output, and leave out --stop")
+    if model.tokenizer is None and (params.stop or args.input is None):
+        raise UsageError("this checkpoint has no tokenizer: give prompt_token_ids with --input, and leave out --stop")
     reader = Reader(model.tokenizer, params, warn=log)
     job = _prompts_job(args, reader, model) if surveyed is None else _file_job(args, reader, model, *surveyed)
     settings = settings_json(args, model, job.digest, sampling=dataclasses.asdict(params)) if output else {}
     engine = start_engine(args, model, mesh, job.options)
     del model  # the engine has its own copy of the layers: memory for one, not two
 
-    writer = TextWriter(sys.stdout, _texts, live=job.live, prefix=DEMO_PROMPT if demo_prompt else "")
+    texts = TextWriter(sys.stdout, _texts, live=job.live, prefix=DEMO_PROMPT if demo_prompt else "")
+    writer = texts if surveyed is None else JsonWriter(sys.stdout.buffer)
     with monitored(writer, output, settings, total=job.total, progress=args.input is not None) as monitor:
         run_rows(engine, job.rows(monitor.done), monitor, in_flight=2 * job.options.max_num_seqs)
     if summary := monitor.speed.summary(engine):
@@ -175,5 +176,6 @@ def _fitted(args: argparse.Namespace, requests: list[Request], model: Model, *, 
     """An engine for a few known prompts. Lengths in powers of two: fewer shapes to compile, and to keep compiled."""
     longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
     fitting = min(1 << (longest - 1).bit_length(), model.config.max_position_embeddings)
-    options = engine_options(args, max_model_len=fitting, decode_steps=1 if live else EngineOptions.decode_steps)
+    steps = 1 if live else EngineOptions.decode_steps
+    options = engine_options(args, max_model_len=fitting, decode_steps=steps, one_size=True)
     return dataclasses.replace(options, max_num_seqs=min(options.max_num_seqs, sum(request.params.n for request in requests)))

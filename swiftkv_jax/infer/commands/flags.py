@@ -26,7 +26,7 @@ from ...pallas_kernels import IMPLEMENTATIONS
 from ...sharding import emulate_cpu_devices, make_mesh, parse_mesh
 from ..compiling import DEFAULT_CACHE, keep_compiled
 from ..engine import Engine, engine_for
-from ..memory import parse_size
+from ..memory import allow_most_of_a_gpu, parse_size
 from ..options import EngineOptions
 from ..sampling import SamplingParams
 
@@ -36,10 +36,10 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 """What generation_config.json may say of sampling."""
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The checkpoint, the devices, and how many processes share them."""
-    flag = parser.add_argument
-    flag("--model", "-m", type=Path, metavar="DIR", help="checkpoint, Hugging Face or Orbax (default: the demo model)")
+def add_model_flags(parser: argparse.ArgumentParser, *, demo: bool = True) -> None:
+    """The checkpoint, the devices, and how many processes share them. `demo`: the demo model will do."""
+    flag, default = parser.add_argument, " (default: the demo model)" if demo else ""
+    flag("--model", "-m", type=Path, metavar="DIR", required=not demo, help=f"checkpoint, Hugging Face or Orbax{default}")
     flag("--swiftkv", choices=SWIFTKV, default="auto", help="off runs the unmodified teacher (default: on if the checkpoint has it)")
     flag("--dtype", choices=("float32", "bfloat16"), help="of weights and cache (default: bfloat16 on accelerators, float32 on a CPU)")
     flag("--quantization", choices=("none", "fp8", "int8"), help="of the layers' matrices, while they are read (default: as stored)")
@@ -60,7 +60,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     flag("--kv-cache-dtype", choices=FORMATS, help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)")
     flag("--kv-cache-memory", type=_size, metavar="SIZE", help="of the KV cache on each device, such as 24g (default: what is left)")
     names = ("--memory-utilization", "--gpu-memory-utilization")
-    flag(*names, type=float, metavar="SHARE", help="share of a device's memory to use (default: 0.9)")
+    flag(*names, type=float, metavar="SHARE", help="share of the memory JAX may use, on a GPU 95 %% of it (default: 0.9)")
     flag("--page-size", type=int, metavar="N", help="positions in a page of the KV cache (default: 128)")
     action = argparse.BooleanOptionalAction
     flag("--enable-prefix-caching", action=action, help="reuse what is cached of prompts that begin alike (default: yes)")
@@ -180,6 +180,7 @@ def settle_devices(args: argparse.Namespace) -> jax.sharding.Mesh | None:
     shape = parse_mesh(args.mesh)
     if shape.fsdp != 1:
         raise UsageError(f"--mesh {args.mesh}: fsdp is for training; inference keeps its weights whole, or splits them over model")
+    allow_most_of_a_gpu()
     processes = join_processes(args.coordinator_address, args.num_processes, args.process_id)
     emulate_cpu_devices(math.prod(shape) // processes)
     if args.compile_cache != "none":

@@ -6,9 +6,8 @@ Rows of input, each with an optional `id`:
     {"token_ids": [1, 450, 14744], "start": 2}            scores token_ids[start:]; start is 1 if left out
     {"prompt": "The sky is blue"}                         scores everything after the first token
 
-A pair is split as lm-evaluation-harness does (`lm_eval/api/model.py`, `_encode_pair`): spaces that end the context go to the
-continuation, both together become tokens, and the continuation is what follows as many as the context has alone. An empty
-context is the token that begins texts. Texts get the tokenizer's special tokens, as prompts do.
+A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token that begins texts. Texts get
+the tokenizer's special tokens, as prompts do.
 
 Rows of output, in the order of the input, natural logarithms:
 
@@ -32,7 +31,7 @@ from .batch import read_rows, run_rows
 from .flags import add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine
 from .jsonl import survey
 from .output import JsonWriter, add_output_flags, finished_before, monitored, open_output, settings_json
-from .text import check_unicode, encode
+from .text import encode, encode_pair
 
 IN_FLIGHT = 64
 """Rows known to the engine at once: enough to fill its chunks with short ones."""
@@ -108,28 +107,8 @@ class Reader:
             if len(tokens) < 2:
                 raise UsageError("prompt is a single token: nothing predicts it")
             return ScoreRequest(tokens, 1)
-        return ScoreRequest(*self._of_pair(row["context"], row["continuation"]))
-
-    def _of_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """All tokens, and where those of the continuation begin."""
-        kept = context.rstrip()
-        continuation = context[len(kept) :] + continuation
-        if not continuation:
-            raise UsageError("continuation is empty: there is nothing to score")
-        if not kept:
-            return self._of_start(continuation)
-        whole, before = encode(self._tokenizer, kept + continuation), encode(self._tokenizer, kept)
-        if len(whole) <= len(before):
-            raise UsageError("continuation adds no token to context: there is nothing to score")
-        return whole, len(before)
-
-    def _of_start(self, continuation: str) -> tuple[list[int], int]:
-        tokenizer = self._tokenizer
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if first is None:
-            raise UsageError("context is empty, and the tokenizer has no token that begins or ends texts: nothing predicts the first one")
-        check_unicode(continuation)
-        return [first, *tokenizer(continuation, add_special_tokens=False)["input_ids"]], 1
+        before, after = encode_pair(self._tokenizer, row["context"], row["continuation"])
+        return ScoreRequest([*before, *after], len(before))
 
 
 def _of_tokens(tokens: Any, start: Any) -> ScoreRequest:

@@ -20,7 +20,41 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     if not text:
         raise UsageError("the prompt is empty")
     check_unicode(text)
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not brings_first_token(tokenizer, text))["input_ids"])
+
+
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Token ids of a context, at least one, and of what follows it.
+
+    Split as lm-evaluation-harness does (`lm_eval/api/model.py`, `TemplateLM`): spaces that end the context go to the continuation,
+    and the continuation is what both together have after as many tokens as the context has alone. An empty context is the token
+    that begins texts. Raises `UsageError` if the continuation adds no token, or nothing could stand before it.
+    """
+    check_unicode(context + continuation)
+    if context:
+        kept = context.rstrip()
+        before = _encode(tokenizer, kept)
+        after = _encode(tokenizer, kept + context[len(kept) :] + continuation)[len(before) :]
+        before = before or [first_token(tokenizer)]
+    else:
+        before, after = [first_token(tokenizer)], list(tokenizer(continuation, add_special_tokens=False)["input_ids"])
+        if after[:1] == before:
+            after = after[1:]
+    if not after:
+        raise UsageError(f"the continuation {continuation[:40]!r} adds no token to its context: there is nothing to score")
+    return before, after
+
+
+def first_token(tokenizer: Any) -> int:
+    """What stands before a text without context. Raises `UsageError` if the tokenizer has no such token."""
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if first is None:
+        raise UsageError("the tokenizer has no token that begins or ends texts: nothing predicts the first token of a text")
+    return first
 
 
 def brings_first_token(tokenizer: Any, text: str) -> bool:

@@ -142,6 +142,8 @@ def test_chat_requests_say_logprobs_in_their_own_way(tokenizer):
 
     assert [logprobs(logprobs=True), logprobs(logprobs=True, top_logprobs=4)] == [0, 4]
     assert [logprobs(logprobs=False), logprobs(logprobs=2)] == [None, 2]
+    with pytest.raises(UsageError, match="top_logprobs=5 goes with logprobs true"):
+        logprobs(logprobs=False, top_logprobs=5)
 
 
 def test_rows_share_the_commands_seed_and_differ(checkpoint, run, tmp_path):

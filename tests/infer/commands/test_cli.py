@@ -17,6 +17,7 @@ from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
 from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
 from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
 from swiftkv_jax.infer.commands.text import encode
+from swiftkv_jax.infer.memory import allow_most_of_a_gpu
 from tests.infer.conftest import LIMIT
 
 MODEL = "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address --num-processes --process-id".split()
@@ -229,6 +230,37 @@ def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(chec
     assert "the tokenizer adds 1 tokens that the model does not have" in capsys.readouterr().err
     assert run("-m", path, "-p", f"x{extra[-1]}", "--max-tokens", 4) == 2
     assert "token id 320 is outside the vocabulary of 320" in capsys.readouterr().err
+
+
+NO_COMMANDS = [("serve", "'serve' is no command: choose from generate, chat,"), ("generate x", "argument -"), ("chat", "--model")]
+
+
+@pytest.mark.parametrize(("argv", "message"), NO_COMMANDS)
+def test_commands_that_are_none(argv, message, capsys):
+    try:
+        code = main(argv.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_rows_without_an_output_file_are_json_lines(checkpoint, run, tmp_path, capsys):
+    (tmp_path / "rows").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": ""}\n')
+    assert run("-m", checkpoint, "-i", tmp_path / "rows", "--max-tokens", 3) == 3
+    good, bad = map(json.loads, capsys.readouterr().out.splitlines())
+    assert good["id"] == "a" and len(good["token_ids"]) == 3 and bad["id"] == "b" and "is empty" in bad["error"]
+
+
+@pytest.mark.parametrize("given", [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}], ids=str)
+def test_jax_may_use_most_of_a_gpu(given, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    allow_most_of_a_gpu()
+    assert {name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")} == (
+        given or {"XLA_CLIENT_MEM_FRACTION": "0.95"}
+    )
 
 
 def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):

@@ -76,7 +76,7 @@ def test_rows_fail_alone_and_go_to_standard_output(checkpoint, run, tmp_path, ca
     out, err = capsys.readouterr()
     found = [json.loads(line) for line in out.splitlines()]
     messages = ["start=3 must be from 1 to 2", "start=0 must be", "token id 999 is outside", "got begin, token_ids"]
-    messages += ["prompt must be a string", "continuation is empty", "above the limit of 128"]
+    messages += ["prompt must be a string", "adds no token", "above the limit of 128"]
     assert all(message in row["error"] for message, row in zip(messages, found, strict=False))
     assert found[0]["id"] == 7 and found[7]["tokens"] == [6] and err.count("error: ") == 7
 
@@ -113,9 +113,11 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer):
         return reader.request({"context": context, "continuation": continuation})
 
     assert request("for word", " in") == request("for word ", "in") == ScoreRequest(encode("for word in"), len(encode("for word")))
-    # Tokens that the two would share: the context's tokens are counted, not matched.
-    assert len(encode("wor")) < len(encode("word in")) and request("wor", "d in") == ScoreRequest(encode("word in"), len(encode("wor")))
-    with pytest.raises(UsageError, match="continuation adds no token to context"):
+    # A token that the two would share: the context keeps its own, and the continuation is what both have after as many.
+    context, both = encode("wor"), encode("word in")
+    assert context != both[: len(context)]
+    assert request("wor", "d in") == ScoreRequest([*context, *both[len(context) :]], len(context))
+    with pytest.raises(UsageError, match="the continuation 'd' adds no token to its context"):
         request("wor", "d")
     assert request("", "for") == ScoreRequest([0, *tokenizer("for", add_special_tokens=False)["input_ids"]], 1)
     assert request("  ", "for") == ScoreRequest([0, *tokenizer("  for", add_special_tokens=False)["input_ids"]], 1)
