@@ -2,43 +2,18 @@
 
 Plain bookkeeping without JAX. Under SwiftKV, as in a plain Llama, every entry of the cache depends on the tokens up to its
 own and on nothing else, not even on whether its token went through the upper layers: so a full page may be shared by all
-rows that begin with the same tokens, whoever wrote it, prefill, decoding or scoring. A page's key is the key of the page
-before it and its own tokens; the pool belongs to one engine, so model, weights, cut and format are the same for all keys.
+rows that begin with the same tokens, whoever wrote it, prefill, decoding or scoring. A page's key is a BLAKE2b digest, 256
+bits, of the key of the page before it and its own tokens: equal for equal tokens up to its end, and for no others that anybody
+could find (RFC 7693). The pool belongs to one engine, so model, weights, cut and format are the same for all keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-
-
-class Chained:
-    """The key of a page: its tokens, after those of the page before. Equal only if all the tokens up to its end are.
-
-    The hash is made once, of the parent's and these tokens, so making a key costs one page however long the chain is.
-    """
-
-    __slots__ = ("_hash", "_parent", "_tokens")
-
-    def __init__(self, parent: Chained | str, tokens: tuple[int, ...]):
-        """`parent` is the key of the page before, or the salt of the first page."""
-        self._parent, self._tokens = parent, tokens
-        self._hash = hash((parent, tokens))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        a: object = self
-        b: object = other
-        while isinstance(a, Chained) and isinstance(b, Chained):
-            if a is b:
-                return True
-            if a._hash != b._hash or a._tokens != b._tokens:
-                return False
-            a, b = a._parent, b._parent
-        return a == b
 
 
 @dataclasses.dataclass
@@ -62,8 +37,8 @@ class PagePool:
         self.stats = PrefixStats()
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
-        self._page_of: dict[Chained, int] = {}
-        self._key_of: dict[int, Chained] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # remembered pages without users, the longest unused first
 
     @property
@@ -77,15 +52,17 @@ class PagePool:
 
     # Prefixes -----------------------------------------------------------------------------------------------------
 
-    def keys(self, tokens: Sequence[int], salt: str = "", known: Sequence[Chained] = ()) -> list[Chained]:
+    def keys(self, tokens: Sequence[int], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
         """The key of each full page of `tokens`; `known` are those of its first pages. None at all if nothing is shared."""
         keys = list(known)
         if self.share:
+            key = keys[-1] if keys else _digest(salt.encode())
             for start in range(len(keys) * self.page_size, len(tokens) - self.page_size + 1, self.page_size):
-                keys.append(Chained(keys[-1] if keys else salt, tuple(tokens[start : start + self.page_size])))
+                key = _digest(key + array("i", tokens[start : start + self.page_size]).tobytes())
+                keys.append(key)
         return keys
 
-    def match(self, keys: Sequence[Chained]) -> list[int]:
+    def match(self, keys: Sequence[bytes]) -> list[int]:
         """The remembered pages of the longest chain that `keys` begin with. Takes none of them: see `reserve`."""
         pages = []
         for key in keys:
@@ -94,7 +71,7 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def remember(self, keys: Sequence[Chained], pages: Sequence[int]) -> None:
+    def remember(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """`pages` hold the tokens of `keys`, one each: they can be shared from now on. Of two equal pages the first is remembered."""
         for key, page in zip(keys, pages, strict=False):
             if key not in self._page_of and page not in self._key_of:
@@ -137,3 +114,7 @@ class PagePool:
             self.stats.evictions += 1
         self._users[page] = 1
         return page
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=32).digest()

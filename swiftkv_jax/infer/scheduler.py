@@ -105,9 +105,9 @@ class Scheduler:
         """As much of a task as the chunk has room for; when that was the rest of it, its samples are ready."""
         if task.timing.started is None:
             task.timing.started = time.perf_counter()
-        stop = packing.add(task)
-        full = stop // self.page_size
-        self.pools[task.lane].remember(task.keys[:full], task.pages[:full])
+        begun = task.done // self.page_size
+        full = packing.add(task) // self.page_size
+        self.pools[task.lane].remember(task.keys[begun:full], task.pages[begun:full])
         if task.done == task.target:
             self.prefilling.remove(task)
             for sample in task.samples:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from .pages import Chained
 from .requests import Request, ScoreRequest, Timing
 from .sampling import SamplingParams
 
@@ -27,7 +26,7 @@ class Task:
         self.cached = 0
         """Of these, found in the cache."""
         self.lane = -1
-        self.keys: list[Chained] = []
+        self.keys: list[bytes] = []
         self.pages: list[int] = []
         self.samples: list[Sample] = []
         self.cancelled: set[int] = set()

@@ -21,7 +21,7 @@ class Completion:
             self._stream = TextStream(tokenizer, params.stop, prompt=request.prompt, min_tokens=params.min_tokens)
         self._stop_reason: str | int | None = None
         self._token_ids: list[int] = [] if self._stream is None else self._stream.token_ids
-        self._logprobs: list[Logprob] | None = None
+        self._logprobs: list[Logprob] | None = None if params.logprobs is None else []
         self.text = ""
         self.finish_reason: str | None = None
 
@@ -32,8 +32,8 @@ class Completion:
         self.finish_reason = event.finish_reason
         if event.stop_token in self._params.stop_token_ids:
             self._stop_reason = event.stop_token
-        if event.logprobs is not None:
-            self._logprobs = [*(self._logprobs or []), *event.logprobs]
+        if self._logprobs is not None:
+            self._logprobs += event.logprobs or ()
         if self._stream is None:
             self._token_ids += event.tokens
             return
