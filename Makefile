@@ -45,7 +45,8 @@ test-eval:
 	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval]'
 	.venv-eval/bin/python -m pytest -q tests/test_eval.py
 
-# Training runs killed twenty times at random moments, which must end like one that never was. Some minutes.
+# Training runs killed twenty times at random moments, which must end like one that never was; and bugs planted in the kernels,
+# which the interpreters must notice. Some minutes.
 test-soak: $(VENV)/installed
 	$(RUN) -m pytest -q -s tests/soak
 

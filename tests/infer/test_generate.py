@@ -21,7 +21,7 @@ PROMPTS = [tiny.tokens_for(tiny.hf_config(), 1, length, length)[0].tolist() for 
 
 @functools.cache
 def model(group: int = 2) -> skv.Model:
-    hf = tiny.hf_config(key_value_group_size=group)
+    hf = tiny.hf_config(num_hidden_layers=3, num_key_value_layers=1, key_value_group_size=group)
     return tiny.model_of(hf, tiny.tensors_for(hf))
 
 

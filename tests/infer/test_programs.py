@@ -25,14 +25,14 @@ from swiftkv_jax.infer.weights import served_config, serving_weights
 from swiftkv_jax.presets import LLAMA_8B
 from tests import tiny
 
-CUTS = {"g=2": (2, 2), "K=1 g=5": (1, 5), "K=L": (6, 1)}
+CUTS = {"g=2": (2, 2), "K=1 g=3": (1, 3), "K=L": (4, 1)}
 PAGE, PAGES, TABLE = 4, 16, 5
 
 
 @functools.cache
 def model_of(cut: str, bias: bool = False) -> skv.Model:
     lower, group = CUTS[cut]
-    hf = tiny.hf_config(num_key_value_layers=lower, key_value_group_size=group, attention_bias=bias)
+    hf = tiny.hf_config(num_hidden_layers=4, num_key_value_layers=lower, key_value_group_size=group, attention_bias=bias)
     return tiny.model_of(hf, tiny.tensors_for(hf))
 
 

@@ -1,6 +1,6 @@
 """One table of shapes for every implementation: small enough to interpret, otherwise as they come.
 
-Heads are those of Llama-3.1-8B (32 and 8), of Llama-3.1-70B (64 and 8) and of what is left of it on one of 8 devices.
+Heads are those of Llama-3.1-8B and 70B, as many as one of 4 devices has, or one of 8.
 """
 
 from typing import NamedTuple
@@ -44,19 +44,19 @@ class Decode(NamedTuple):
 
 
 PREFILL = {
-    "8B": Prefill(1, 70, 32, 8, 70, 128),
+    "8B": Prefill(1, 70, 8, 2, 70, 128),
     "70B on one of 8 devices, chunk": Prefill(1, 66, 8, 1, 200, 128, 134),
     "one token": Prefill(1, 1, 4, 4, 1, 64),
     "square, several blocks": Prefill(2, 256, 2, 2, 256, 64),
-    "4 queries a head, odd": Prefill(1, 133, 8, 2, 133, 80),
+    "4 queries a head, odd": Prefill(1, 133, 4, 1, 133, 80),
     "8 queries a head, odd": Prefill(1, 129, 8, 1, 129, 96),
     "one key/value head, wide": Prefill(2, 67, 4, 1, 67, 256),
     "chunk up to the end of the cache": Prefill(1, 9, 4, 4, 130, 256, 121),
     "chunk of one": Prefill(2, 1, 4, 1, 19, 128, 6),
     "first chunk of a long cache": Prefill(1, 64, 4, 2, 500, 64),
-    "rows at different offsets": Prefill(3, 40, 4, 2, 300, 128, (0, 260, 100)),
-    "ragged rows": Prefill(4, 140, 4, 1, 140, 64, 0, (140, 1, 0, 77)),
-    "ragged rows at different offsets": Prefill(3, 70, 4, 2, 290, 96, (130, 0, 220), (70, 0, 33)),
+    "rows at different offsets": Prefill(3, 40, 2, 1, 300, 128, (0, 260, 100)),
+    "ragged rows": Prefill(4, 140, 2, 1, 140, 64, 0, (140, 1, 0, 77)),
+    "ragged rows at different offsets": Prefill(3, 70, 2, 1, 290, 96, (130, 0, 220), (70, 0, 33)),
 }
 PIECES = {  # of prompts in a pool of blocks
     "of one prompt": Pieces(3, 128, 2, 1, 384, 128, (0, 128, 256), (128, 128, 70), 128, (0, 0, 0)),
@@ -70,8 +70,8 @@ PIECES = {  # of prompts in a pool of blocks
     "pages of 16, in one block": Pieces(3, 33, 4, 4, 96, 64, (0, 33, 66), (33, 33, 1), 16, (0, 0, 0)),
 }
 DECODE = {
-    "8B": Decode(2, 1, 32, 8, 200, 128, (200, 77)),
-    "70B": Decode(1, 1, 64, 8, 130, 128, (99,)),
+    "8B": Decode(2, 1, 8, 2, 200, 128, (200, 77)),
+    "70B": Decode(1, 1, 16, 2, 130, 128, (99,)),
     "long row, few slots": Decode(1, 1, 8, 1, 1100, 128, (1050,)),
     "one query a head": Decode(3, 1, 4, 4, 70, 64, (1, 70, 33)),
     "4 queries a head": Decode(2, 1, 8, 2, 137, 80, (137, 2)),
@@ -86,7 +86,7 @@ DECODE = {
 SEGMENTS = {  # lengths of the documents of each row, in order; what is left is padding (id 0)
     "short documents": (Prefill(2, 140, 4, 2, 140, 64), ((30, 60, 20), (140,))),
     "8B, one block a document": (Prefill(1, 256, 8, 2, 256, 128), ((128, 64, 64),)),
-    "documents across blocks": (Prefill(1, 333, 4, 1, 333, 96), ((100, 200),)),
+    "documents across blocks": (Prefill(1, 333, 2, 1, 333, 96), ((100, 200),)),
     "wide": (Prefill(1, 90, 2, 1, 90, 256), ((17, 73),)),
     "odd head dim": (Prefill(1, 150, 2, 2, 150, 80), ((1, 1, 140),)),
 }

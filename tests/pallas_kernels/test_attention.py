@@ -223,7 +223,8 @@ def piece_inputs(shape: Pieces, cache_format: str, dtype="bfloat16"):
     return (q, k, v), options, (q, k_values, v_values, mask)
 
 
-PAGED = [("xla", cache_format, name) for cache_format in ("float32", "bfloat16", "float8_e4m3fn", "int8") for name in PIECES]
+PAGED = [("xla", "float32", name) for name in PIECES]
+PAGED += [("xla", dtype, name) for dtype in ("bfloat16", "float8_e4m3fn", "int8") for name in ("of one prompt", "pages of 7")]
 PAGED += [("hopper", "bfloat16", name) for name, shape in PIECES.items() if shape.page % 64 == 0]
 PAGED += [("tpu", "bfloat16", name) for name, shape in PIECES.items() if shape.page % 128 == 0]
 PAGED += [("hopper", "int8", "pages of 256"), ("tpu", "float8_e4m3fn", "pages of 256")]
@@ -245,7 +246,8 @@ FORMATS = {
     "int8": ["8B", "4 queries a head", "wide", "several tokens", "block table, several tokens"],
 }
 CACHES = [("xla", "float32", name) for name in DECODE]
-CACHES += [(implementation, dtype, name) for implementation in ("xla", "hopper", "tpu") for dtype in FORMATS for name in FORMATS[dtype]]
+CACHES += [(implementation, dtype, name) for implementation in ("hopper", "tpu") for dtype in FORMATS for name in FORMATS[dtype]]
+CACHES += [("xla", dtype, name) for dtype in FORMATS for name in ("8B", "several tokens", "block table, several tokens")]
 
 
 @parametrize(("implementation", "cache_format", "name"), CACHES)

@@ -1,4 +1,7 @@
-"""The interpreter is worth something: with one wait or fence left out, a kernel races, stops or goes wrong, and it is noticed."""
+"""The interpreter is worth something: with one wait or fence left out, a kernel races, stops or goes wrong, and it is noticed.
+
+That is a property of the kernels and of JAX's interpreters, to be looked at again when either changes: two minutes.
+"""
 
 import subprocess
 import sys
