@@ -20,7 +20,7 @@ from ..errors import OutOfMemoryError
 from ..pallas_kernels import Implementation
 from ..sharding import mesh_of, replicated
 from .compiling import compile_all
-from .memory import MemoryPlan, bytes_per_device, memory_limit, memory_plan
+from .memory import MemoryPlan, bytes_per_device, host_memory, memory_limit, memory_plan
 from .options import EngineOptions, check_pages, choose_shapes
 from .packed import NOWHERE, chunk_needs, pack_scored, pack_spans, scored_places
 from .programs import State
@@ -166,7 +166,10 @@ class Device:
             self._compiled = compile_all(lowered, progress.update)
         slots = self.shapes.lanes * self.shapes.slots
         rows = idle(slots, self.shapes.table_pages), jax.ShapeDtypeStruct((slots, self.config.vocab_size), jnp.uint16)
-        return memory_plan(self.weights, self._cache(), rows, self._compiled, self._memory_limit)
+        limit = self._memory_limit
+        if limit is None and self._first.platform == "cpu":
+            limit = host_memory() // (1 if self._attention.mesh is None else self._attention.mesh.size)
+        return memory_plan(self.weights, self._cache(), rows, self._compiled, limit)
 
     def _make_state(self) -> State:
         slots = self.shapes.lanes * self.shapes.slots

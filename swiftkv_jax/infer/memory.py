@@ -30,7 +30,7 @@ class MemoryPlan:
     program: str
     """That program."""
     limit: int | None
-    """What may be used; None where the device does not say what it has."""
+    """What may be used, on a CPU what the machine has; None where a device does not say."""
 
     @property
     def total(self) -> int:
@@ -42,10 +42,10 @@ class MemoryPlan:
         return max(0, self.total - self.limit) if self.limit is not None else 0
 
     def __str__(self) -> str:
-        of = "" if self.limit is None else f" of {self.limit / GIB:.2f}"
+        of = "" if self.limit is None else f" of {_size(self.limit)}"
         return (
             f"memory per device: weights {_size(self.weights)} + KV cache {_size(self.cache)} + rows {_size(self.rows)} + "
-            f"temporaries {_size(self.temporaries)} ({self.program}) = {self.total / GIB:.2f}{of} GiB"
+            f"temporaries {_size(self.temporaries)} ({self.program}) = {_size(self.total)}{of}"
         )
 
 
@@ -104,4 +104,4 @@ def _temporaries(program: jax.stages.Compiled) -> int:
 
 
 def _size(count: int) -> str:
-    return f"{count / GIB:.2f}" if count >= GIB / 100 else f"{count / 2**20:.1f} MiB"
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

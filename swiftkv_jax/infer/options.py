@@ -11,6 +11,7 @@ from ..hardware import GIB
 from .memory import host_memory
 from .shapes import Shapes, buckets
 
+MAX_DECODE_STEPS = 128
 CPU_CACHE_SHARE = 0.25
 """Of a machine's memory, for the cache, where the device does not say what it has."""
 
@@ -52,6 +53,8 @@ class EngineOptions:
             value, least = getattr(self, name), 2 if name == "max_model_len" else 1
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"--{name.replace('_', '-')} {value!r} must be a whole number from {least} up")
+        if self.decode_steps > MAX_DECODE_STEPS:
+            raise UsageError(f"--decode-steps {self.decode_steps} must be at most {MAX_DECODE_STEPS}: a call runs them all, whoever ends")
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(f"--memory-utilization {self.memory_utilization} must be above 0 and at most 1")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from .pages import PagePool
@@ -47,7 +46,8 @@ class Scheduler:
     def __init__(self, pools: Sequence[PagePool], limits: Limits):
         self.pools, self.limits = list(pools), limits
         self.page_size = pools[0].page_size
-        self.waiting: deque[Task] = deque()
+        self.waiting: dict[Task, None] = {}
+        """In the order in which they came."""
         self.prefilling: list[Task] = []
         self.running: dict[int, Sample] = {}
         """Slot -> who decodes in it. Slots of lane i are numbered from i * max_num_seqs."""
@@ -62,7 +62,7 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         task.keys = self.pools[0].keys(task.tokens, task.request.salt)
-        self.waiting.append(task)
+        self.waiting[task] = None
 
     # Prefill ------------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Scheduler:
         for _, span in spans_of(chunk):
             if span.stop == span.task.target and not span.task.samples:  # a score ends here; its pages are others' from the next chunk on
                 self.pools[span.task.lane].release(span.task.pages)
-        for task in {sample.task for sample in chunk.ready}:
+        for task in dict.fromkeys(sample.task for sample in chunk.ready):  # not a set: every process must free in the same order
             for sample in [sample for sample in task.samples if sample.index in task.cancelled]:
                 self.finish(sample)  # cancelled before it could begin; only now are its pages not read any more
         return chunk if chunk.ready or any(chunk.spans) else None
@@ -89,11 +89,11 @@ class Scheduler:
         """Admit what waits, as long as there is room in the chunk."""
         passed = 0
         while passed < min(len(self.waiting), PATIENCE) and any(lane.has_room() for lane in packing):
-            if passed and self.waiting[0].overtaken >= PATIENCE:  # the first is overtaken most
+            if passed and next(iter(self.waiting)).overtaken >= PATIENCE:  # the first is overtaken most
                 return
-            task = self.waiting[passed]
+            task = next(itertools.islice(self.waiting, passed, None))
             if (lane := self._admit(task, packing)) is not None:
-                del self.waiting[passed]
+                del self.waiting[task]
                 for ahead in itertools.islice(self.waiting, passed):
                     ahead.overtaken += 1
                 self.prefilling.append(task)
@@ -171,7 +171,7 @@ class Scheduler:
     def cancel(self, task: Task) -> None:
         """Whatever has become of it, it ends here. What runs on the device still sees its pages; what runs later may not."""
         if task in self.waiting:
-            self.waiting.remove(task)
+            del self.waiting[task]
             return
         if task in self.prefilling:
             self.prefilling.remove(task)

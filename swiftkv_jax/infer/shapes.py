@@ -56,7 +56,8 @@ class Shapes:
 
     def scored(self, tokens: int) -> tuple[int, ...]:
         """How many tokens can be scored in a chunk of so many: the smallest that is enough. Ascending; the last is all."""
-        return buckets(tokens, smallest=16, count=3) if self.scoring else ()
+        sizes = (max(16, tokens // part) for part in (64, 8, 4, 2, 1))  # upper layers run for all of a size
+        return tuple(sorted({min(size, tokens) for size in sizes})) if self.scoring else ()
 
 
 def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:

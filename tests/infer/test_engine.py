@@ -279,10 +279,19 @@ def test_what_does_not_fit_is_not_taken(monkeypatch):
     monkeypatch.setattr(device, "memory_limit", lambda device, share: int(share * 12_000_000))
     engine = engine_for(model(), small())
     assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
-    with pytest.raises(OutOfMemoryError, match="= 0.01 of 0.01 GiB: lower --kv-cache-memory"):
+    with pytest.raises(OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower --kv-cache-memory"):
         engine_for(model(), small(kv_cache_memory=10_650_000))
     monkeypatch.setattr(device, "memory_limit", lambda device, share: 100_000)
     with pytest.raises(UsageError, match="the KV cache has room for"):
+        engine_for(model(), small())
+
+
+def test_a_plan_larger_than_the_machine(monkeypatch):
+    """A CPU does not say what it has; the machine does."""
+    from swiftkv_jax.infer import device
+
+    monkeypatch.setattr(device, "host_memory", lambda: 150_000)
+    with pytest.raises(UsageError, match="the KV cache has room for 0 tokens, too little for one row of --max-model-len 80"):
         engine_for(model(), small())
 
 

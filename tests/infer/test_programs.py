@@ -19,7 +19,7 @@ from swiftkv_jax.infer.requests import ScoreRequest
 from swiftkv_jax.infer.rows import Rows, idle, make_rows
 from swiftkv_jax.infer.sampler import sampling_row
 from swiftkv_jax.infer.sampling import SamplingParams
-from swiftkv_jax.infer.shapes import lower_program
+from swiftkv_jax.infer.shapes import Shapes, lower_program
 from swiftkv_jax.infer.tasks import Span, Task
 from swiftkv_jax.infer.weights import served_config, serving_weights
 from swiftkv_jax.presets import LLAMA_8B
@@ -228,6 +228,15 @@ def test_a_score_of_a_short_continuation_costs_little_more_than_half():
     ratio = flops(("score", 2048, 32, None), True, 2048) / flops(("score", 2048, 2048, None), False, 2048)
     print(f"operations of a score, student to full forward pass: {ratio:.4f}")
     assert ratio <= 0.6
+
+
+def test_a_score_costs_what_is_scored_and_little_more():
+    """257 of 2,048 tokens run through the upper layers with at most as many others."""
+    shapes = Shapes(1, 128, 16, 16, 1, (1,), 1, (2048,), 4, (None,), True)
+    for scored in (1, 32, 33, 257, 700, 2048):
+        assert next(size for size in shapes.scored(2048) if size >= scored) <= max(32, 8 * scored if scored < 256 else 2 * scored)
+    whole = flops(("score", 2048, 2048, None), False, 2048)
+    assert flops(("score", 2048, 512, None), True, 2048) / whole <= 0.66
 
 
 def test_prefill_reads_no_upper_layer_and_no_head():

@@ -118,6 +118,20 @@ def test_long_and_short_requests_share_memory(monkeypatch):
     assert max(fair[2048]) < max(strict[2048])
 
 
+def test_the_same_requests_leave_the_same_slots_and_pages():
+    """In every process of several: whatever else lies in its memory."""
+    left, junk = [], []
+    for attempt in range(8):
+        junk.append([object() for _ in range(1000 * attempt)])
+        engine, _ = mock_engine(slots=12, num_pages=64)
+        for seed in range(4):
+            engine.cancel(engine.submit(ask(prompt_of(seed, 6), 4, n=3)), 1)
+            junk.append([object() for _ in range(attempt * seed)])
+        drain(engine)
+        left.append((engine._scheduler._slots, engine._pools[0]._free, list(engine._pools[0]._unused)))
+    assert all(one == left[0] for one in left)
+
+
 def test_prefixes_are_shared_with_what_runs_and_what_ran():
     engine, _ = mock_engine(chunk=32)
     prefix = prompt_of(5, 16)

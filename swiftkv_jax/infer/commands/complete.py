@@ -49,7 +49,7 @@ from .flags import (
     start_engine,
 )
 from .jsonl import survey
-from .output import JsonWriter, TextWriter, add_output_flags, finished_before, monitored, open_output, settings_json
+from .output import JsonWriter, TextWriter, add_output_flags, monitored, open_output, settings_json, tell_complete
 from .prompts import Reader, read_text
 from .results import Completions
 
@@ -87,8 +87,6 @@ class Job(NamedTuple):
 def main(args: argparse.Namespace) -> int:
     demo_prompt = _check_flags(args)
     surveyed = survey(args.input) if args.input is not None else None
-    if (code := finished_before(args, surveyed[0] if surveyed else len(args.prompt or [""]))) is not None:
-        return code
     output = open_output(args)
 
     model, mesh = load_model(args)
@@ -98,6 +96,8 @@ def main(args: argparse.Namespace) -> int:
     reader = Reader(model.tokenizer, params, warn=log)
     job = _prompts_job(args, reader, model) if surveyed is None else _file_job(args, reader, model, *surveyed)
     settings = settings_json(args, model, job.digest, sampling=dataclasses.asdict(params)) if output else {}
+    if output and output.complete:
+        return tell_complete(output, settings)
     engine = start_engine(args, model, mesh, job.options)
     del model  # the engine has its own copy of the layers: memory for one, not two
 
@@ -120,6 +120,8 @@ def _check_flags(args: argparse.Namespace) -> bool:
         raise UsageError("give one of --prompt, --prompt-file, --input and -")
     if not sources and args.model is not None:
         raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
+    if args.logprobs is not None and args.input is None and args.output is None:
+        raise UsageError("--logprobs goes with --output or --input: text has no place for them")
     return not sources
 
 

@@ -19,7 +19,7 @@ from ...bundle import Model
 from ...errors import DataError, UsageError
 from .batch import Row, Speed, Writer
 from .flags import SWIFTKV, log, writes
-from .resume import Output, checkpoint_digest, finished
+from .resume import Output, checkpoint_digest
 
 MAX_ERRORS_SHOWN = 10
 
@@ -38,17 +38,10 @@ def open_output(args: argparse.Namespace) -> Output | None:
     return Output(args.output, resume=args.resume) if args.output else None
 
 
-def finished_before(args: argparse.Namespace, total: int) -> int | None:
-    """With --resume: the exit code of a run that has written all of --output, which it tells; None if there is something to do.
-
-    Raises `UsageError` if the file has another number of rows than the `total` of the input.
-    """
-    if not (args.resume and args.output and (counts := finished(args.output))):
-        return None
-    rows, failed = counts
-    if rows != total:
-        raise UsageError(f"--output {args.output}: exists already, with {rows} rows, and the input has {total}; choose another path")
-    log(f"{args.output} is complete: {rows} rows" + (f", {failed} failed; their lines say why" if failed else ""))
+def tell_complete(output: Output, settings: dict[str, Any]) -> int:
+    """The exit code of the run that has written all of an output that is `complete`, told. Raises `UsageError` if it was another run."""
+    rows, failed = output.count(settings)
+    log(f"{output.path} is complete: {rows} rows" + (f", {failed} failed; their lines say why" if failed else ""))
     return cli.SOME_ROWS_FAILED if failed else cli.OK
 
 

@@ -1,8 +1,8 @@
 """Output that survives its process: `OUT.partial` grows by whole lines, and becomes `OUT` when all are there.
 
-Beside it, `OUT.partial.json` says what the lines come from: the input's digest, the model's, and what else decides what a
+Beside it, `OUT.settings.json` says what the lines come from: the input's digest, the model's, and what else decides what a
 row becomes. `--resume` goes on only if all of that is the same. A kill at any moment leaves whole lines and at most one
-torn one, which is dropped: no row is lost, none comes twice. Of an `OUT` that is complete, `--resume` leaves everything as it is.
+torn one, which is dropped: no row is lost, none comes twice. An `OUT` that is complete is left as it is.
 """
 
 from __future__ import annotations
@@ -37,34 +37,26 @@ def checkpoint_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def finished(path: Path) -> tuple[int, int] | None:
-    """(rows, how many of them failed) of an output that is complete; None if it is not there. Raises `DataError` if it is no such file.
-
-    Removes what a kill at the very end may have left beside it.
-    """
-    if not path.exists():
-        return None
-    rows = failed = 0
-    with path.open("rb") as file:
-        for rows, line in enumerate(file, start=1):
-            try:
-                failed += "error" in parse(line)
-            except DataError as error:
-                raise DataError(f"{path}:{rows}: {error}: not an output of this command") from None
-    if not _partial(path).exists():
-        _settings_file(path).unlink(missing_ok=True)
-    return rows, failed
-
-
 class Output:
     """The file that `--output` names."""
 
     def __init__(self, path: Path, *, resume: bool):
         """Raises `UsageError` if something is in the way: nothing is overwritten."""
-        self.path, self.partial, self._settings_file = path, _partial(path), _settings_file(path)
-        check_absent("--output", path)
+        self.path, self.partial = path, path.with_name(path.name + ".partial")
+        self._settings_file = path.with_name(path.name + ".settings.json")
+        self.complete = resume and path.exists()
+        """An earlier run has written all of it."""
+        if not self.complete:
+            check_absent("--output", path)
         if self.partial.exists() and not resume:
             raise UsageError(f"--output {path}: {self.partial} is of an interrupted run; go on with --resume, or remove it")
+
+    def count(self, settings: dict[str, Any]) -> tuple[int, int]:
+        """(rows, how many of them failed) of an output that is complete. Raises `UsageError` if it was made with other settings."""
+        self._check(self.path, settings)
+        with self.path.open("rb") as file:
+            failed = ["error" in parse(line) for line in file]
+        return len(failed), sum(failed)
 
     @contextlib.contextmanager
     def open(self, settings: dict[str, Any], old: Callable[[dict[str, Any]], None]) -> Iterator[BinaryIO]:
@@ -73,32 +65,37 @@ class Output:
         `old` hears of each row that is there already. Raises `UsageError` if these were made with other settings, or are
         being written at this moment, and `DataError` if they are damaged.
         """
-        if self.partial.exists():
-            self._check(settings)
-        else:
-            write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
         with self.partial.open("a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(f"--output {self.path}: another process is writing {self.partial}") from None
+            # Another process may have ended since this one began, and have taken the file from under its name.
+            if self.path.exists() or not (self.partial.exists() and os.path.samestat(os.fstat(file.fileno()), self.partial.stat())):
+                if not os.fstat(file.fileno()).st_size:
+                    self.partial.unlink(missing_ok=True)
+                raise UsageError(f"--output {self.path}: another process has just written it; nothing is overwritten")
+            if os.fstat(file.fileno()).st_size:
+                self._check(self.partial, settings)
+            else:
+                write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
             self._read(file, old)
             yield file
             file.flush()
             os.fsync(file.fileno())
             self.partial.rename(self.path)
-        self._settings_file.unlink(missing_ok=True)
 
-    def _check(self, settings: dict[str, Any]) -> None:
+    def _check(self, path: Path, settings: dict[str, Any]) -> None:
+        """Raises `UsageError` unless `path` was written with these settings."""
         try:
             written = parse(self._settings_file.read_bytes())
         except (DataError, OSError):
-            raise DataError(f"{self._settings_file}: missing or damaged, so nobody knows what {self.partial} holds; remove both") from None
+            raise DataError(f"{self._settings_file}: missing or damaged, so nobody knows what {path} holds; remove both") from None
         now = parse(json.dumps(settings).encode())  # with the types that JSON has
         for name in [*written, *now]:
             if written.get(name) != now.get(name):
                 values = "" if name in ("input", "model") else f": {written.get(name)!r} then, {now.get(name)!r} now"
-                raise UsageError(f"--resume: {self.partial} was written with another {name}{values}; use the same, or remove it")
+                raise UsageError(f"--resume: {path} was written with another {name}{values}; use the same, or remove it")
 
     def _read(self, file: BinaryIO, old: Callable[[dict[str, Any]], None]) -> None:
         """Every whole line to `old`; a torn last one is cut off."""
@@ -115,10 +112,3 @@ class Output:
         file.truncate(end)
         file.seek(end)
 
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _settings_file(path: Path) -> Path:
-    return path.with_name(path.name + ".partial.json")

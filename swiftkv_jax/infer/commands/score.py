@@ -30,7 +30,7 @@ from ..requests import NOT_FINITE, Event, ScoreRequest, Timing
 from .batch import read_rows, run_rows
 from .flags import add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine
 from .jsonl import survey
-from .output import JsonWriter, add_output_flags, finished_before, monitored, open_output, settings_json
+from .output import JsonWriter, add_output_flags, monitored, open_output, settings_json, tell_complete
 from .text import encode, encode_pair
 
 IN_FLIGHT = 64
@@ -140,11 +140,11 @@ def main(args: argparse.Namespace) -> int:
     # Decoding is compiled as well, and not used: for one row that is quick.
     options = engine_options(args, max_num_seqs=1, scoring=True)
     rows, digest = survey(args.input)
-    if (code := finished_before(args, rows)) is not None:
-        return code
     output = open_output(args)
     model, mesh = load_model(args)
     settings = settings_json(args, model, digest) if output else {}
+    if output and output.complete:
+        return tell_complete(output, settings)
     reader = Reader(model.tokenizer)
     engine = start_engine(args, model, mesh, options)
     del model  # the engine has its own copy of the layers: memory for one, not two

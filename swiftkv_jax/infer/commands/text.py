@@ -10,6 +10,8 @@ from ...errors import UsageError
 REPLACEMENT = "\ufffd"
 PROMPT_TOKENS = 6
 """Of a prompt, what its continuation's text can depend on."""
+HELD_TOKENS = 8
+"""Bytes that are no character yet are held back for so many tokens; after that, the last four."""
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -92,32 +94,43 @@ class Detokenizer:
     """Text of a growing row of tokens, in pieces that add up to the text of the whole.
 
     A character may take several tokens. Text that ends in a replacement character is held back: its last bytes may be
-    the beginning of a character.
+    the beginning of a character. Of bytes that become none, only the last few are: a character has at most four.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
         """The text is what follows that of `prompt`."""
-        self._tokenizer = tokenizer
-        # Decoding starts a few tokens back, because some tokenizers treat the first token of a text specially: Llama 2's drops
-        # its space.
-        self._ids = list(prompt[-PROMPT_TOKENS:])
-        if self._decode(self._ids).endswith(REPLACEMENT):
-            self._ids = []  # half a character, which the text begins with the other half of
-        self._context, self._done = 0, len(self._ids)
+        self._tokenizer, self._prompt = tokenizer, list(prompt[-PROMPT_TOKENS:])
+        self._ids: list[int] = []
+        self._context, self._done = 0, 0
 
     def push(self, token: int) -> str:
         """The text that has become certain."""
+        if not self._ids:
+            self._begin()
         self._ids.append(token)
         text = self._pending()
-        if not text or text.endswith(REPLACEMENT):
+        if not text.endswith(REPLACEMENT):
+            return self._release(len(self._ids), text)
+        if len(self._ids) - self._done <= HELD_TOKENS:
             return ""
-        self._context, self._done = self._done, len(self._ids)
-        return text
+        certain = len(self._ids) - 4
+        before = self._decode(self._ids[self._context : self._done])
+        whole, part = self._decode(self._ids[self._context :]), self._decode(self._ids[self._context : certain])
+        return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
 
     def finish(self) -> str:
         """What was held back, incomplete bytes as replacement characters."""
-        text = self._pending()
-        self._context, self._done = self._done, len(self._ids)
+        return self._release(len(self._ids), self._pending())
+
+    def _begin(self) -> None:
+        """Decoding starts a few tokens back, because some tokenizers treat the first token of a text specially: Llama 2's drops
+        its space."""
+        if not self._decode(self._prompt).endswith(REPLACEMENT):  # half a character, which the text has the other half of
+            self._ids, self._done = self._prompt, len(self._prompt)
+
+    def _release(self, upto: int, text: str) -> str:
+        if text:
+            self._context, self._done = self._done, upto
         return text
 
     def _pending(self) -> str:
@@ -196,4 +209,5 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back. No token may follow."""
-        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+        text = self._detokenizer.finish()
+        return (text if len(self.token_ids) <= self._min_tokens else self._stops.push(text)) + self._stops.finish()

@@ -48,6 +48,8 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         {"id": "f", "prompt": "x", "temperature": "hot"},
         '{"id": "g", "prompt": "x", "temperature": NaN}',
         {"id": "h", "prompt_token_ids": [5, 320]},
+        {"id": "l", "prompt_token_ids": [5, -1]},
+        {"id": "m", "prompt_token_ids": [5, 10**23]},
         {"id": "i", "prompt": "x", "prompt_token_ids": [5]},
         {"id": {}, "prompt": "x"},
         {"id": "j", "prompt": "x", "n": 3},
@@ -68,7 +70,7 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
     assert 0 <= timing["queue_s"] <= timing["ttft_s"] <= timing["total_s"]
     assert found[3]["id"] == 3 and found[3]["token_ids"] == second and found[-1]["token_ids"] == second[:2]
     errors = {row["id"]: row["error"] for row in found if "error" in row}
-    assert list(errors) == [1, "long", "b", "c", "d", 7, "e", "f", 10, "h", "i", 13, "j"]
+    assert list(errors) == [1, "long", "b", "c", "d", 7, "e", "f", 10, "h", "l", "m", "i", 15, "j"]
     assert errors[1].startswith(f"{rows}:2: not valid JSON")
     assert errors["long"].startswith(f"{rows}:3: the prompt has 200 tokens, with 8 new ones that is 208, above the limit of 128")
     assert errors["long"].endswith("(id 'long')")
@@ -80,11 +82,12 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
     assert "temperature='hot' must be a number" in errors["f"]
     assert "NaN is not a number" in errors[10]
     assert "token id 320 is outside the vocabulary of 320" in errors["h"]
+    assert "token id -1 is outside the vocabulary of 320" in errors["l"] and "a list of token ids" in errors["m"]
     assert "expected one of prompt, prompt_token_ids, messages; got prompt, prompt_token_ids" in errors["i"]
-    assert "id, or custom_id, must be a string or a whole number" in errors[13]
+    assert "id, or custom_id, must be a string or a whole number" in errors[15]
     assert "n=3 samples do not fit into --max-num-seqs 2" in errors["j"]
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("error: ") == 11 and "error: 3 more rows failed" in captured.err
+    assert captured.out == "" and captured.err.count("error: ") == 11 and "error: 5 more rows failed" in captured.err
     assert not list(tmp_path.glob("*.partial*"))
 
 

@@ -170,6 +170,8 @@ MISTAKES = [
     (["-p", "x", "-i", "y"], 2, "give one of"),
     ([], 2, "nothing to generate from"),
     (["-p", "x", "--max-num-seqs", "0"], 2, "--max-num-seqs 0"),
+    (["-p", "x", "--decode-steps", "1000"], 2, "--decode-steps 1000 must be at most 128"),
+    (["-p", "x", "--logprobs", "2"], 2, "--logprobs goes with --output or --input"),
     (["-p", "x", "--memory-utilization", "2"], 2, "--memory-utilization 2.0"),
     (["-p", "x", "--max-model-len", "1k"], 2, "--max-model-len 1024 must be from 2 to the model's 256"),
     (["-p", "x", "--kv-cache-memory", "20k", "--max-tokens", "8"], 2, "raise --kv-cache-memory"),

@@ -46,9 +46,26 @@ def test_output_takes_its_name_at_the_end(tmp_path):
     assert write(out, {"id": 2}, end=False) == [{"id": 0}, {"id": 1}]
     assert write(out, {"id": 3}) == [{"id": 0}, {"id": 1}, {"id": 2}]
     assert written(out) == [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3}]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.settings.json"]
     with pytest.raises(UsageError, match="exists already"):
-        Output(out, resume=True)
+        Output(out, resume=False)
+    assert Output(out, resume=True).count(SETTINGS) == (4, 0)
+    with pytest.raises(UsageError, match="out was written with another command: 'generate' then, 'score' now"):
+        Output(out, resume=True).count(SETTINGS | {"command": "score"})
+
+
+def test_two_that_began_together_do_not_overwrite_each_other(tmp_path):
+    out = tmp_path / "out"
+    first, second, third = (Output(out, resume=resume) for resume in (False, False, True))
+    with first.open(SETTINGS, lambda row: None) as file:
+        file.write(b'{"id": 0}\n')
+        file.flush()
+        late = third.partial.open("a+b")
+    for other in (second, third):
+        with pytest.raises(UsageError, match="another process has just written it"), other.open(SETTINGS, lambda row: None):
+            pass
+    late.close()
+    assert written(out) == [{"id": 0}] and not second.partial.exists()
 
 
 @pytest.mark.parametrize(
@@ -75,10 +92,10 @@ def test_damaged_and_busy_outputs(tmp_path):
         file.write(b"\0\0\n")
         file.flush()
         (tmp_path / "copy.partial").write_bytes((tmp_path / "out.partial").read_bytes())
-        (tmp_path / "copy.partial.json").write_bytes((tmp_path / "out.partial.json").read_bytes())
+        (tmp_path / "copy.settings.json").write_bytes((tmp_path / "out.settings.json").read_bytes())
     with pytest.raises(DataError, match="copy.partial:2: not valid JSON"):
         write(tmp_path / "copy")
-    (tmp_path / "copy.partial.json").write_text("{")
+    (tmp_path / "copy.settings.json").write_text("{")
     with pytest.raises(DataError, match="missing or damaged, so nobody knows"):
         write(tmp_path / "copy")
 
@@ -119,11 +136,10 @@ def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys,
     assert "another sampling" in capsys.readouterr().err
     assert run(*flags, "-o", out, "--resume") == 0
     assert without_timing(out) == without_timing(tmp_path / "whole.jsonl")
-    (tmp_path / "out.jsonl.partial.json").write_text("{}")  # as a kill at the very end leaves it
     content = out.read_bytes()
     assert run(*flags, "-o", out, "--resume") == 0
     assert capsys.readouterr().err.endswith("out.jsonl is complete: 6 rows\n")
-    assert out.read_bytes() == content and not (tmp_path / "out.jsonl.partial.json").exists()
+    assert out.read_bytes() == content
 
 
 def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
@@ -133,14 +149,16 @@ def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
     assert run(*flags) == 3
     assert run(*flags, "--resume") == 3
     assert "is complete: 2 rows, 1 failed" in capsys.readouterr().err
+    assert run(*flags, "--resume", "--seed", 4) == 2
+    assert "out.jsonl was written with another sampling" in capsys.readouterr().err
+    assert run("score", "-m", checkpoint, "-i", rows, "-o", out, "--resume") == 2
     with rows.open("a") as file:
         file.write('\n{"prompt": "b"}\n')
     assert run(*flags, "--resume") == 2
-    assert "exists already, with 2 rows, and the input has 3" in capsys.readouterr().err
-    out.write_text("something else")
+    assert "was written with another input" in capsys.readouterr().err
+    (tmp_path / "out.jsonl.settings.json").unlink()
     assert run(*flags, "--resume") == 1
-    assert "out.jsonl:1: not valid JSON" in capsys.readouterr().err
-
+    assert "missing or damaged, so nobody knows what" in capsys.readouterr().err
 
 
 def without_timing(path: Path) -> list[str]:
@@ -174,7 +192,7 @@ def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
     errors = last.communicate(timeout=300)[1]
     assert last.returncode == 3 and "error: 48 more rows failed" in errors, errors
     assert without_timing(tmp_path / "out.jsonl") == without_timing(tmp_path / "whole.jsonl")
-    assert not partial.exists() and not (tmp_path / "out.jsonl.partial.json").exists()
+    assert not partial.exists()
 
 
 class Counted:

@@ -7,9 +7,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.commands.text import Detokenizer, StopStrings, TextStream, encode, encode_chat
+from swiftkv_jax.infer.commands.text import HELD_TOKENS, Detokenizer, StopStrings, TextStream, encode, encode_chat
 from tests.infer.conftest import CHAT_TEMPLATE, TEXT
 
+# Byte -> how ByteLevel writes it: printable ones as themselves, the others from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = [chr(byte if byte in _PRINTABLE else 256 + sum(other not in _PRINTABLE for other in range(byte))) for byte in range(256)]
 ALPHABET = "ab \nßé東京🙂👩‍👩‍👧\u0301�"
 
 
@@ -93,6 +96,30 @@ def test_stop_strings_count_after_the_first_tokens(sentencepiece):
     for min_tokens, text in ((0, " "), (1, " cats "), (2, " cats "), (3, " cats sat")):
         stream = TextStream(sentencepiece, ["cat", "sat"], prompt=[1, 2], min_tokens=min_tokens)
         assert stream.push([3, 4, 5]) + stream.finish() == text
+
+
+def test_bytes_that_become_no_character_are_not_held_for_ever(tokenizer, sentencepiece):
+    """Nor decoded again and again: the last few are held, a character among them appears whole."""
+    rng = random.Random(5)
+
+    def check(used, garbage, between, byte) -> None:
+        ids = [byte(value) for value in [*garbage, *between, *garbage]]
+        stream, shown, most = Detokenizer(used), "", 0
+        for number, token in enumerate(ids, start=1):
+            shown += stream.push(token)
+            most = max(most, number - stream._done)
+        whole = used.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert shown + stream.finish() == whole and most <= HELD_TOKENS + 4
+
+    for _ in range(20):
+        garbage = rng.choices((0x80, 0xBF, 0xE2, 0xF0, 0xFF), k=60)
+        check(tokenizer, garbage, "é🙂".encode(), lambda value: tokenizer.convert_tokens_to_ids(BYTES[value]))
+        check(sentencepiece, rng.choices((0x80, 0xBF, 0xFF), k=60), b"", lambda value: 6 + value)  # where no character can be
+
+
+def test_min_tokens_guards_what_was_held_back(sentencepiece):
+    stream = TextStream(sentencepiece, ["\ufffd"], min_tokens=2)
+    assert stream.push([6 + 0xE2]) + stream.finish() == "\ufffd" and not stream.stopped
 
 
 def test_stop_strings_split_anywhere():
