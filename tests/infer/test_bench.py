@@ -220,6 +220,12 @@ def test_roofline_stops_at_a_size_that_is_long_enough():
     assert found.flops == 3 * found.tried["product of 512"] and found.bandwidth == 3 * found.tried[f"copy of {2**24}"]
 
 
+def test_the_better_of_two_rooflines():
+    low = dataclasses.replace(ROOFLINE, flops=1.0, bandwidth=5.0, tried={"a": 1.0, "b": 5.0})
+    high = dataclasses.replace(ROOFLINE, flops=2.0, bandwidth=4.0, tried={"a": 2.0, "c": 4.0})
+    assert low.best(high) == dataclasses.replace(ROOFLINE, flops=2.0, bandwidth=5.0, tried={"a": 2.0, "b": 5.0, "c": 4.0})
+
+
 # Weights ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@
     offline   --num-prompts requests at once, continuous batching
     latency   requests that arrive at --request-rate: TTFT, TPOT, inter-token and end-to-end times
 
-Every figure stands beside what the same devices reach in a large matrix product and a large copy, measured first. A model
+Every figure stands beside what the same devices reach in a large matrix product and a large copy, measured before and after. A model
 without weights will do:
 
     python -m swiftkv_jax.infer bench prefill --config llama-3.1-8b --load-format dummy --input-len 512,2k,8k -o result.json
@@ -89,6 +89,7 @@ def main(args: argparse.Namespace) -> int:
     found = [_measure_group(args, source, group, cells, options) for group in ([[name] for name in names] if alone else [names])]
     variants = {name: facts for group in found for name, (facts, _, _) in group.items()}
     raws = {name: raw for group in found for name, (_, raw, _) in group.items()}
+    roofline = roofline.best(measure_roofline(source.dtype, devices))  # what else ran on the machine may have ended meanwhile
     rows = _rows(args.mode, cells, variants, raws, roofline)
     document = environment() | {
         "mode": args.mode,

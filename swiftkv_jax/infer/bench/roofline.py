@@ -34,6 +34,12 @@ class Roofline:
     published: Hardware | None
     """One device's peaks, where they are known."""
 
+    def best(self, other: Roofline) -> Roofline:
+        """The higher rates of two measurements of the same devices."""
+        tried = {name: max(rate, other.tried.get(name, rate)) for name, rate in (other.tried | self.tried).items()}
+        flops, bandwidth = max(self.flops, other.flops), max(self.bandwidth, other.bandwidth)
+        return dataclasses.replace(self, flops=flops, bandwidth=bandwidth, tried=tried)
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
