@@ -1,5 +1,5 @@
 # make demo   converts, distils and runs the demo model, and prints what SwiftKV saves
-# make test   lint, types and tests; make test-compile, test-gpu and test-tpu go further
+# make test   lint, types and tests; make test-kernels, test-compile, test-gpu and test-tpu go further
 # Both set everything up first, in .venv, from the pinned versions in requirements.lock.
 
 VENV := .venv
@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test lint test-compile test-newest test-soak test-eval test-gpu test-tpu lock clean
+.PHONY: demo test lint test-compile test-newest test-kernels test-soak test-eval test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -30,7 +30,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 
 # The same code on the newest releases that install: results, not every corner; of the interpreted kernels, one shape of each.
 NEWEST_TESTS := tests/test_public_api.py tests/test_rope.py tests/pallas_kernels/test_attention.py
-NEWEST_CASES := not test_attention or 8B or picture
+NEWEST_CASES := not test_attention or picture or test_decode and 8B and bfloat16
 test-newest:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
@@ -44,6 +44,11 @@ test-eval:
 	test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
 	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval]'
 	.venv-eval/bin/python -m pytest -q tests/test_eval.py
+
+# Every shape of every kernel, interpreted; `make test` has the most telling ones.
+EVERY_SHAPE := -m "long or not long"
+test-kernels: $(VENV)/installed
+	$(QUICKLY) $(RUN) -m pytest -q --numprocesses auto --maxprocesses 8 $(EVERY_SHAPE) tests/pallas_kernels
 
 # Training runs killed twenty times at random moments, which must end like one that never was; and bugs planted in the kernels,
 # which the interpreters must notice. Some minutes.
@@ -69,10 +74,10 @@ $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 DEVICE_PYTHON ?= python3
 test-gpu:
 	JAX_PLATFORMS=cuda $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	JAX_PLATFORMS=cuda,cpu $(DEVICE_PYTHON) -m pytest -q tests/pallas_kernels/test_attention.py -k "not tpu"
+	JAX_PLATFORMS=cuda,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py -k "not tpu"
 test-tpu:
 	JAX_PLATFORMS=tpu $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	JAX_PLATFORMS=tpu,cpu $(DEVICE_PYTHON) -m pytest -q tests/pallas_kernels/test_attention.py -k "not hopper"
+	JAX_PLATFORMS=tpu,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py -k "not hopper"
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:

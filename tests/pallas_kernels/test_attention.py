@@ -20,6 +20,22 @@ UNSEEN_KEY, UNSEEN_VALUE = jnp.nan, 1e3
 
 parametrize = pytest.mark.parametrize
 
+# What is interpreted in every run of the tests, the most telling shapes; the others are `long` (make test-kernels). XLA, and kernels
+# on their own hardware, go through all of them.
+SHORT = {
+    *("8B", "4 queries a head, odd", "chunk up to the end of the cache", "rows at different offsets", "ragged rows at different offsets"),
+    *("short documents", "documents across blocks", "of two prompts, an idle row first", "pages of 256"),
+    *("8 queries a head", "wide", "idle rows", "block table, several tokens", "odd head dim", None),
+}
+
+
+def cases(runs, names) -> list:
+    """(implementation, format, name) of each combination, those marked that are `long`."""
+    long = [pytest.mark.long]
+    every = [(implementation, form, name) for implementation, form in runs for name in names]
+    return [pytest.param(*case, marks=long if case[0] != "xla" and case[2] not in SHORT else []) for case in every]
+
+
 
 def inputs(shape: Prefill | Pieces | Decode, dtype: str, keys: int | None = None):
     """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to bfloat16 would show."""
@@ -96,8 +112,7 @@ def test_reference():
     np.testing.assert_allclose(reference.attention(q, k, v, jnp.asarray(mask)), expected, atol=1e-6)
 
 
-@parametrize("name", PREFILL)
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype", "name"), cases(RUNS, PREFILL))
 def test_prefill(implementation, dtype, name):
     shape = PREFILL[name]
     q, k, v = inputs(shape, dtype)
@@ -112,8 +127,7 @@ def test_prefill(implementation, dtype, name):
         check(run(implementation, lambda q, k, v, offset: op(q, k, v, q_offset=offset), q, k, v, offset), q, k, v, mask)
 
 
-@parametrize("name", SEGMENTS)
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype", "name"), cases(RUNS, SEGMENTS))
 def test_segments(implementation, dtype, name):
     shape, documents = SEGMENTS[name]
     q, k, v = inputs(shape, dtype)
@@ -145,8 +159,7 @@ def test_packed_picture(implementation, dtype):
     check(run(implementation, op, q, k, v), q, k, v, mask)
 
 
-@parametrize("name", [None, "documents across blocks", "odd head dim", "wide"])
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype", "name"), cases(RUNS, [None, "documents across blocks", "odd head dim", "wide"]))
 def test_gradient(implementation, dtype, name):
     shape, documents = SEGMENTS[name] if name else (Prefill(1, 200, 4, 1, 200, 128), None)
     q, k, v = inputs(shape, dtype)
@@ -223,11 +236,11 @@ def piece_inputs(shape: Pieces, cache_format: str, dtype="bfloat16"):
     return (q, k, v), options, (q, k_values, v_values, mask)
 
 
-PAGED = [("xla", "float32", name) for name in PIECES]
-PAGED += [("xla", dtype, name) for dtype in ("bfloat16", "float8_e4m3fn", "int8") for name in ("of one prompt", "pages of 7")]
-PAGED += [("hopper", "bfloat16", name) for name, shape in PIECES.items() if shape.page % 64 == 0]
-PAGED += [("tpu", "bfloat16", name) for name, shape in PIECES.items() if shape.page % 128 == 0]
-PAGED += [("hopper", "int8", "pages of 256"), ("tpu", "float8_e4m3fn", "pages of 256")]
+PAGED = cases([("xla", "float32")], PIECES)
+PAGED += cases([("xla", "bfloat16"), ("xla", "float8_e4m3fn"), ("xla", "int8")], ["of one prompt", "pages of 7"])
+PAGED += cases([("hopper", "bfloat16")], [name for name, shape in PIECES.items() if shape.page % 64 == 0])
+PAGED += cases([("tpu", "bfloat16")], [name for name, shape in PIECES.items() if shape.page % 128 == 0])
+PAGED += cases([("hopper", "int8"), ("tpu", "float8_e4m3fn")], ["pages of 256"])
 
 
 @parametrize(("implementation", "cache_format", "name"), PAGED)
@@ -245,9 +258,10 @@ FORMATS = {
     "float8_e4m3fn": ["8B", "long row, few slots", "4 queries a head", "8 queries a head", "wide", "idle rows", "block table"],
     "int8": ["8B", "4 queries a head", "wide", "several tokens", "block table, several tokens"],
 }
-CACHES = [("xla", "float32", name) for name in DECODE]
-CACHES += [(implementation, dtype, name) for implementation in ("hopper", "tpu") for dtype in FORMATS for name in FORMATS[dtype]]
-CACHES += [("xla", dtype, name) for dtype in FORMATS for name in ("8B", "several tokens", "block table, several tokens")]
+CACHES = cases([("xla", "float32")], DECODE)
+for cache_format, names in FORMATS.items():
+    CACHES += cases([("hopper", cache_format), ("tpu", cache_format)], names)
+    CACHES += cases([("xla", cache_format)], ["8B", "several tokens", "block table, several tokens"])
 
 
 @parametrize(("implementation", "cache_format", "name"), CACHES)
