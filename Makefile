@@ -43,7 +43,7 @@ test-eval:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
 	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval]'
-	.venv-eval/bin/python -m pytest -q tests/test_eval.py
+	.venv-eval/bin/python -m pytest -q tests/test_eval.py tests/harness
 
 # Every shape of every kernel, interpreted; `make test` has the most telling ones.
 EVERY_SHAPE := -m "long or not long"

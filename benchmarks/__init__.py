@@ -1,4 +1,5 @@
-"""Measurements, each one command that checks, times, prints a table and writes JSON into `benchmarks/results/`.
+"""Measurements, each one command that checks, times, prints a table and writes JSON into
+`benchmarks/results/`.
 
     python -m benchmarks.kernels     the attention ops: right, how fast, against other libraries and the device's limits
     python -m benchmarks.tune        the best block sizes for the device at hand, into `pallas_kernels/tuning.json`
@@ -10,8 +11,9 @@
     python -m benchmarks.hf_rival    the same weights in Hugging Face transformers on the same machine
     python -m benchmarks.kv_formats  what caches and weights of 8 bits cost in perplexity, on the demo model
 
-`medium/` is a Llama of 16 layers and the proportions of Llama-3.1-8B, for `infer bench --config` on a CPU.
+`medium/` is a Llama of 16 layers and the proportions of Llama-3.1-8B, for `infer bench --config` on
+a CPU.
 
-With `--shapes smoke` they run on a CPU too, to prove that they work, and write JSON only to `--output`; `tune --dry-run`
-lists what it would try. Times mean something on a GPU or a TPU.
+With `--shapes smoke` they run on a CPU too, to prove that they work, and write JSON only to
+`--output`; `tune --dry-run` lists what it would try. Times mean something on a GPU or a TPU.
 """

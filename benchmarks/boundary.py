@@ -6,11 +6,12 @@
     PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.boundary
                                                       without a GPU: compiles it for an H200 and counts
 
-A prompt token ends with one product `[T, D] x [D, 2 J K H]`, rotary embedding of the keys, and the write into J layers of
-cache. A kernel that did all of it at once would read activations and weights and write the cache, once each. For chunks of
-several lengths this command lists what XLA's optimised program reads and writes instead, and says how much of a prefill
-chunk's time such a kernel could save at most. With a device it also times the program and the bare product.
-The table goes to stdout, JSON to `benchmarks/results/` (of a smoke run only to `--output`).
+A prompt token ends with one product `[T, D] x [D, 2 J K H]`, rotary embedding of the keys, and the
+write into J layers of cache. A kernel that did all of it at once would read activations and weights
+and write the cache, once each. For chunks of several lengths this command lists what XLA's
+optimised program reads and writes instead, and says how much of a prefill chunk's time such a
+kernel could save at most. With a device it also times the program and the bare product. The table
+goes to stdout, JSON to `benchmarks/results/` (of a smoke run only to `--output`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from swiftkv_jax.cache import Pool, write_pages
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.layers import rope_table
-from swiftkv_jax.model import project_fused_kv
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.transformer import project_fused_kv
 
 from . import hlo, report
 from .floors import floors_for
@@ -41,36 +42,70 @@ from .timing import SMOKE_PLAN, Plan, Program, Run, Timing, jax_program, measure
 
 TOPOLOGY = "h200:1"
 MATMUL, COPY = 790e12, 4.3e12
-"""FLOP/s and bytes/s that an H200 reaches on large products and copies: for shares where nothing is measured."""
+"""FLOP/s and bytes/s that an H200 reaches on large products and copies: for shares where nothing is
+measured."""
 KERNEL = 3e-6
-"""Seconds that a kernel takes at least, launch included: an assumption, for the pessimistic of the two estimates."""
+"""Seconds that a kernel takes at least, launch included: an assumption, for the pessimistic of the
+two estimates."""
 PAGE = 16
 """Positions of a page of the cache: what the smallest case has."""
 
-TINY = Config(vocab_size=64, embed_dim=64, mlp_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_key_value_layers=2)
-CASES = {"full": (LLAMA_8B, (512, 2048, 8192), 8192), "smoke": (TINY, (16,), 32)}  # architecture, chunks, positions of the cache
+TINY = Config(
+    vocab_size=64,
+    embed_dim=64,
+    mlp_dim=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_key_value_layers=2,
+)
+CASES = {
+    "full": (LLAMA_8B, (512, 2048, 8192), 8192),
+    "smoke": (TINY, (16,), 32),
+}  # architecture, chunks, positions of the cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.boundary", description="What a fused boundary projection could save.")
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.boundary",
+        description="What a fused boundary projection could save.",
+    )
     report.add_flags(parser, tables=tuple(CASES), seconds=300, rows=False)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
 
 def _main(args: argparse.Namespace) -> int:
-    start, seed, (config, chunks, length) = time.monotonic(), report.new_seed(args.seed), CASES[args.shapes]
-    here = jax.default_backend() != "cpu" or args.shapes == "smoke"  # else the device is described, not there
+    start, seed, (config, chunks, length) = (
+        time.monotonic(),
+        report.new_seed(args.seed),
+        CASES[args.shapes],
+    )
+    here = (
+        jax.default_backend() != "cpu" or args.shapes == "smoke"
+    )  # else the device is described, not there
     sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
-    document = {"benchmark": "boundary", **report.environment(seed), "compiled_for": "this device" if here else TOPOLOGY}
+    document = {
+        "benchmark": "boundary",
+        **report.environment(seed),
+        "compiled_for": "this device" if here else TOPOLOGY,
+    }
     document["assumed"] = {"matmul_flops": MATMUL, "copy_bytes": COPY, "kernel_seconds": KERNEL}
-    path = report.output_path(args, "boundary", document["device"]["kind"] if here else TOPOLOGY.split(":")[0], document["date"])
+    path = report.output_path(
+        args,
+        "boundary",
+        document["device"]["kind"] if here else TOPOLOGY.split(":")[0],
+        document["date"],
+    )
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     floors = floors_for(args.shapes, key, plan) if here else None
     if floors is not None:
         document["floors"] = dataclasses.asdict(floors)
-        print(f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s")
+        print(
+            f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s"
+        )
     rows: list[dict[str, Any]] = []
     document["rows"] = rows
     for chunk in chunks:
@@ -82,23 +117,35 @@ def _main(args: argparse.Namespace) -> int:
         _print_counts(rows[-1])
         if floors is not None:
             timings = timed(config, chunk, length, key, plan)
-            rows[-1]["timings"] = {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+            rows[-1]["timings"] = {
+                name: dataclasses.asdict(timing) for name, timing in timings.items()
+            }
             whole, product = timings["boundary"].seconds, timings["product"].seconds
-            floor = max(rows[-1]["flops"] / floors.matmul_tflops / 1e12, rows[-1]["least_bytes"] / floors.copy_gbps / 1e9)
-            share = max(0.0, whole - product) / (rows[-1]["chunk_seconds"] + whole - rows[-1]["floor_seconds"])
+            floor = max(
+                rows[-1]["flops"] / floors.matmul_tflops / 1e12,
+                rows[-1]["least_bytes"] / floors.copy_gbps / 1e9,
+            )
+            share = max(0.0, whole - product) / (
+                rows[-1]["chunk_seconds"] + whole - rows[-1]["floor_seconds"]
+            )
             rows[-1]["measured"] = {"floor_seconds": floor, "above_product": share}
             print(
-                f"  measured {report.duration(whole)}; the bare product {report.duration(product)}; floor {report.duration(floor)}; "
+                f"  measured {report.duration(whole)}; the bare product "
+                f"{report.duration(product)}; floor {report.duration(floor)}; "
                 f"what is above the product is {share:.2%} of the chunk"
             )
         report.write_json(path, document)
     counted = [row for row in rows if "largest_saving" in row]
     if counted:
         document["largest_saving"] = max(row["largest_saving"]["by_bytes"] for row in counted)
-        document["largest_saving_with_launches"] = max(row["largest_saving"]["with_launches"] for row in counted)
+        document["largest_saving_with_launches"] = max(
+            row["largest_saving"]["with_launches"] for row in counted
+        )
         print(
-            f"A fused kernel could save at most {document['largest_saving']:.2%} of a prefill chunk's time by bytes, "
-            f"{document['largest_saving_with_launches']:.2%} if every kernel also took {KERNEL * 1e6:g} us at least."
+            f"A fused kernel could save at most {document['largest_saving']:.2%} of a prefill "
+            f"chunk's time by bytes, "
+            f"{document['largest_saving_with_launches']:.2%} if every kernel also took "
+            f"{KERNEL * 1e6:g} us at least."
         )
     report.write_json(path, document)
     if path is not None:
@@ -108,11 +155,12 @@ def _main(args: argparse.Namespace) -> int:
     return cli.OK if counted else cli.ERROR
 
 
-# The program ----------------------------------------------------------------------------------------------------
+# The program ------------------------------------------------------------------
 
 
 def boundary(config: Config):
-    """(norm, weights, hidden states, rotary table, pages, caches) -> caches, as `infer.programs.fill` does it."""
+    """(norm, weights, hidden states, rotary table, pages, caches) -> caches, as
+    `infer.programs.fill` does it."""
 
     def run(norm, kv, x, rope, pages, caches):
         k, v = project_fused_kv(config, norm, kv, None, x, rope)
@@ -141,23 +189,39 @@ def operands(config: Config, chunk: int, length: int) -> tuple[Any, ...]:
     return shape(config.embed_dim), weights, x, rope, pages, [(cache, cache)] * groups
 
 
-# Counting -------------------------------------------------------------------------------------------------------
+# Counting ---------------------------------------------------------------------
 
 
-def count(config: Config, chunk: int, length: int, sharding: NamedSharding | None) -> dict[str, Any]:
-    """What the optimised program reads and writes, what it would have to, and the share of a chunk in between."""
+def count(
+    config: Config, chunk: int, length: int, sharding: NamedSharding | None
+) -> dict[str, Any]:
+    """What the optimised program reads and writes, what it would have to, and the share of a chunk
+    in between."""
     shapes = operands(config, chunk, length)
     if sharding is not None:
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+        )
     text = jax.jit(boundary(config), donate_argnums=5).lower(*shapes).compile().as_text()
     kernels = hlo.kernels(text or "")
     norm, weights, x, rope, _, _ = shapes
     outputs = 2 * config.num_kv_groups * config.num_kv_heads * config.head_dim
     flops = 2 * chunk * config.embed_dim * outputs
-    least = sum(leaf.size * leaf.dtype.itemsize for leaf in (norm, weights, x, rope)) + chunk * outputs * 2
-    seconds = [max((kernel.read_bytes + kernel.written_bytes) / COPY, flops / MATMUL if kernel.is_product else 0.0) for kernel in kernels]
+    least = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in (norm, weights, x, rope))
+        + chunk * outputs * 2
+    )
+    seconds = [
+        max(
+            (kernel.read_bytes + kernel.written_bytes) / COPY,
+            flops / MATMUL if kernel.is_product else 0.0,
+        )
+        for kernel in kernels
+    ]
     floor = max(flops / MATMUL, least / COPY)
-    ideal_chunk = prefill_flops(config, chunk, swiftkv=True) / MATMUL  # all of it at the rate of a large product
+    ideal_chunk = (
+        prefill_flops(config, chunk, swiftkv=True) / MATMUL
+    )  # all of it at the rate of a large product
 
     def saving(program: float) -> float:
         above = max(0.0, program - floor)
@@ -170,29 +234,49 @@ def count(config: Config, chunk: int, length: int, sharding: NamedSharding | Non
         "chunk_seconds": ideal_chunk,
         "floor_seconds": floor,
         "kernel_seconds": sum(seconds),
-        "kernels": [dataclasses.asdict(kernel) | {"seconds": time} for kernel, time in zip(kernels, seconds, strict=True)],
-        "largest_saving": {"by_bytes": saving(sum(seconds)), "with_launches": saving(sum(max(KERNEL, time) for time in seconds))},
+        "kernels": [
+            dataclasses.asdict(kernel) | {"seconds": time}
+            for kernel, time in zip(kernels, seconds, strict=True)
+        ],
+        "largest_saving": {
+            "by_bytes": saving(sum(seconds)),
+            "with_launches": saving(sum(max(KERNEL, time) for time in seconds)),
+        },
     }
 
 
 def _print_counts(row: dict[str, Any]) -> None:
     """One line per kind of kernel: those that differ only in their number are alike."""
-    print(f"chunk of {row['chunk']}: {row['flops'] / 1e9:.4g} GFLOP, at least {row['least_bytes'] / 1e6:.4g} MB")
+    print(
+        f"chunk of {row['chunk']}: {row['flops'] / 1e9:.4g} GFLOP, at least "
+        f"{row['least_bytes'] / 1e6:.4g} MB"
+    )
     kinds: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for kernel in row["kernels"]:
-        kinds.setdefault((kernel["name"].rstrip("0123456789."), kernel["read_bytes"], kernel["written_bytes"]), []).append(kernel)
+        kinds.setdefault(
+            (kernel["name"].rstrip("0123456789."), kernel["read_bytes"], kernel["written_bytes"]),
+            [],
+        ).append(kernel)
     for (name, read, written), group in kinds.items():
-        each, mark = report.duration(group[0]["seconds"]), " (the product)" if group[0]["is_product"] else ""
-        print(f"  {name:40} {len(group):3} x reads {read / 1e6:8.4g} MB, writes {written / 1e6:8.4g} MB, at least {each}{mark}")
+        each, mark = (
+            report.duration(group[0]["seconds"]),
+            " (the product)" if group[0]["is_product"] else "",
+        )
+        print(
+            f"  {name:40} {len(group):3} x reads {read / 1e6:8.4g} MB, writes "
+            f"{written / 1e6:8.4g} MB, at least {each}{mark}"
+        )
     saving = row["largest_saving"]
     print(
-        f"  at least {report.duration(row['kernel_seconds'])} as it is, {report.duration(row['floor_seconds'])} fused, of a chunk's "
-        f"{report.duration(row['chunk_seconds'])}: {saving['by_bytes']:.2%} to save, {saving['with_launches']:.2%} with launches",
+        f"  at least {report.duration(row['kernel_seconds'])} as it is, "
+        f"{report.duration(row['floor_seconds'])} fused, of a chunk's "
+        f"{report.duration(row['chunk_seconds'])}: {saving['by_bytes']:.2%} to save, "
+        f"{saving['with_launches']:.2%} with launches",
         flush=True,
     )
 
 
-# Timing ---------------------------------------------------------------------------------------------------------
+# Timing -----------------------------------------------------------------------
 
 
 def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -> dict[str, Timing]:
@@ -201,7 +285,11 @@ def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -
     draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     kv = draw(jax.random.fold_in(key, 1), weights.shape) * jnp.bfloat16(0.02)
     chunks = [draw(jax.random.fold_in(key, 2 + i), x.shape) for i in range(4)]
-    scale, rope, pages = jnp.ones(norm.shape, norm.dtype), rope_table(config, jnp.arange(chunk)[None]), jnp.arange(chunk // PAGE)
+    scale, rope, pages = (
+        jnp.ones(norm.shape, norm.dtype),
+        rope_table(config, jnp.arange(chunk)[None]),
+        jnp.arange(chunk // PAGE),
+    )
     state = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)]
     step = jax.jit(boundary(config), donate_argnums=5)
 
@@ -215,7 +303,9 @@ def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -
 
     run(1)  # compiles
     flat = kv.reshape(-1, config.embed_dim)
-    product = jax_program(lambda pair: jnp.einsum("TD,FD->TF", pair[0][0], pair[1]), [(x, flat) for x in chunks])
+    product = jax_program(
+        lambda pair: jnp.einsum("TD,FD->TF", pair[0][0], pair[1]), [(x, flat) for x in chunks]
+    )
     timings, failed = measure({"boundary": Program(run, 1, None), "product": product}, plan)
     for error in failed.values():
         raise error

@@ -63,17 +63,20 @@ class Candidate:
 
 
 def ours(name: str, shape: Shape) -> Candidate:
-    """The op run by implementation `name`. Raises `NotImplementedError` for what would not fit in memory."""
+    """The op run by implementation `name`. Raises `NotImplementedError` for what would not fit in
+    memory."""
     if name == "xla" and score_bytes(shape) > 0.6 * _memory():
         raise NotImplementedError(f"its scores are about {score_bytes(shape) / 1e9:.0f} GB")
-    calls = 1 if name == "xla" and not isinstance(shape, Decode) else None  # slow and large: once is enough
+    calls = (
+        1 if name == "xla" and not isinstance(shape, Decode) else None
+    )  # slow and large: once is enough
     return Candidate(name, op(shape, name), calls=calls)
 
 
 def op(shape: Shape, implementation: str | None) -> Callable[[Set], Any]:
     """The op of `shape` as a function of one set; with gradients, (out, dq, dk, dv)."""
     if isinstance(shape, Decode):
-        names = ("k_scale", "v_scale", "block_table")
+        names = ("k_scale", "v_scale", "page_table")
         return lambda s: decode_attention(
             s["q"],
             s["k"],
@@ -85,7 +88,14 @@ def op(shape: Shape, implementation: str | None) -> Callable[[Set], Any]:
 
     def prefill(s, q, k, v):
         offset = s.get("offset", 0)
-        return prefill_attention(q, k, v, q_offset=offset, segment_ids=s.get("segment_ids"), implementation=implementation)  # pyright: ignore
+        return prefill_attention(
+            q,
+            k,
+            v,
+            q_offset=offset,
+            segment_ids=s.get("segment_ids"),
+            implementation=implementation,  # pyright: ignore
+        )
 
     if not shape.gradient:
         return lambda s: prefill(s, s["q"], s["k"], s["v"])

@@ -1,14 +1,16 @@
-"""The same weights in Hugging Face transformers on the same CPU, in turns with SwiftKV and its teacher here.
+"""The same weights in Hugging Face transformers on the same CPU, in turns with SwiftKV and its
+teacher here.
 
     python3.11 -m venv .venv-torch
     .venv-torch/bin/pip install torch==2.13.0 transformers
     JAX_PLATFORMS=cpu python -m benchmarks.hf_rival --python .venv-torch/bin/python
 
-Random float32 weights, written by `save_hf` as a plain Llama and read by both. Every repetition gives all three the same new
-prompt, one after the other, in an order that rotates, and times the first token and every further one; the table shows
-medians, JSON goes to `benchmarks/results/`. The teacher's greedy tokens must be those of transformers: that the weights and
-the arithmetic are the same is part of the comparison. On a busy machine the processor times are the steadier figures.
-Exit code 1 if the tokens differ.
+Random float32 weights, written by `save_hf` as a plain Llama and read by both. Every repetition
+gives all three the same new prompt, one after the other, in an order that rotates, and times the
+first token and every further one; the table shows medians, JSON goes to `benchmarks/results/`. The
+teacher's greedy tokens must be those of transformers: that the weights and the arithmetic are the
+same is part of the comparison. On a busy machine the processor times are the steadier figures. Exit
+code 1 if the tokens differ.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ import numpy as np
 
 import swiftkv_jax as skv
 from swiftkv_jax import cli
-from swiftkv_jax.bundle import Model, add_swiftkv
+from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.infer.engine import Engine, engine_for
-from swiftkv_jax.infer.options import EngineOptions
-from swiftkv_jax.infer.requests import Request
-from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.engine.engine import Engine, engine_for
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.requests import Request
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.model import Model, add_swiftkv
 
 from . import report
 
@@ -48,7 +51,14 @@ CONFIG = Config(
 )  # fmt: skip
 """That of `medium/`: the proportions of Llama-3.1-8B."""
 TINY = Config(
-    vocab_size=128, embed_dim=32, mlp_dim=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_key_value_layers=2
+    vocab_size=128,
+    embed_dim=32,
+    mlp_dim=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    num_key_value_layers=2,
 )
 SIZES = {"full": (CONFIG, 2048, 32), "smoke": (TINY, 64, 4)}
 TIMES = ("ttft", "tpot", "ttft_cpu", "tpot_cpu")
@@ -56,10 +66,17 @@ RIVAL, TEACHER, STUDENT = "transformers", "teacher", "swiftkv"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hf_rival", description="transformers, teacher and SwiftKV on a CPU.")
-    parser.add_argument("--python", type=Path, required=True, help="an interpreter with torch and transformers")
-    parser.add_argument("--repetitions", "-r", type=int, default=5, metavar="N", help="of each (default: 5)")
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hf_rival",
+        description="transformers, teacher and SwiftKV on a CPU.",
+    )
+    parser.add_argument(
+        "--python", type=Path, required=True, help="an interpreter with torch and transformers"
+    )
+    parser.add_argument(
+        "--repetitions", "-r", type=int, default=5, metavar="N", help="of each (default: 5)"
+    )
     report.add_flags(parser, tables=tuple(SIZES), seconds=1200, rows=False)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
@@ -88,12 +105,15 @@ def _main(args: argparse.Namespace) -> int:
         names = [*found, *found][(shift := repetition % 3) : shift + 3]
         for name in names:
             result = rival.run(prompt) if name == RIVAL else _run(engines[name], prompt, output_len)
-            cli.log(f"{repetition + 1} {name}: " + ", ".join(f"{key} {result[key]:.4g} s" for key in TIMES))
+            cli.log(
+                f"{repetition + 1} {name}: "
+                + ", ".join(f"{key} {result[key]:.4g} s" for key in TIMES)
+            )
             if repetition >= 0:
                 found[name].append(result)
     rival.close()
     return _report(found, path, environment | {
-        "config": config.to_hf(), "input_len": input_len, "output_len": output_len, "rival": rival.versions,
+        "config": config_to_hf(config), "input_len": input_len, "output_len": output_len, "rival": rival.versions,
         "threads": threads, "load": os.getloadavg(), "weights": "random, float32",
     })  # fmt: skip
 
@@ -103,11 +123,24 @@ class _Rival:
 
     def __init__(self, python: Path, model: Path, output_len: int, threads: int):
         script = Path(__file__).with_name("hf_transformers.py")
-        # -P: the script's folder is not on its path, where transformers would find our `kernels` for a library of that name.
-        command = [str(python), "-P", str(script), "--model", str(model), "--output-len", str(output_len), "--threads", str(threads)]
+        # -P: the script's folder is not on its path, where transformers would find our `kernels`
+        # for a library of that name.
+        command = [
+            str(python),
+            "-P",
+            str(script),
+            "--model",
+            str(model),
+            "--output-len",
+            str(output_len),
+            "--threads",
+            str(threads),
+        ]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
         except OSError as error:
             raise UsageError(f"--python {python}: cannot be run ({error.strerror})") from error
         self.versions = self._answer()
@@ -134,13 +167,17 @@ class _Rival:
 def _engines(model: Model, length: int) -> dict[str, Engine]:
     """One token a call, as transformers does it; otherwise as the engine chooses for a CPU."""
     options = EngineOptions(max_model_len=length, max_num_seqs=1, decode_steps=1)
-    return {name: engine_for(model, options, swiftkv=name == STUDENT) for name in (TEACHER, STUDENT)}
+    return {
+        name: engine_for(model, options, swiftkv=name == STUDENT) for name in (TEACHER, STUDENT)
+    }
 
 
 def _run(engine: Engine, prompt: list[int], output_len: int) -> dict[str, Any]:
     start, cpu = time.perf_counter(), time.process_time()
     tokens, first = [], (start, cpu)
-    for event in engine.run([Request(prompt, SamplingParams(max_tokens=output_len, ignore_eos=True))]):
+    for event in engine.run(
+        [Request(prompt, SamplingParams(max_tokens=output_len, ignore_eos=True))]
+    ):
         if not tokens:
             first = time.perf_counter(), time.process_time()
         tokens += event.tokens
@@ -150,17 +187,39 @@ def _run(engine: Engine, prompt: list[int], output_len: int) -> dict[str, Any]:
     return {"ttft": first[0] - start, "tpot": (end - first[0]) / more, "tokens": tokens} | cpu_times
 
 
-def _report(found: dict[str, list[dict[str, Any]]], path: Path | None, document: dict[str, Any]) -> int:
-    medians = {name: {key: statistics.median(result[key] for result in results) for key in TIMES} for name, results in found.items()}
-    ratios = {name: {key: medians[RIVAL][key] / medians[name][key] for key in TIMES} for name in (TEACHER, STUDENT)}
-    same = sum(a["tokens"] == b["tokens"] for a, b in zip(found[RIVAL], found[TEACHER], strict=True))
-    print("| | first token s | each further ms | processor s, first | processor ms, further |\n|---|---:|---:|---:|---:|")
+def _report(
+    found: dict[str, list[dict[str, Any]]], path: Path | None, document: dict[str, Any]
+) -> int:
+    medians = {
+        name: {key: statistics.median(result[key] for result in results) for key in TIMES}
+        for name, results in found.items()
+    }
+    ratios = {
+        name: {key: medians[RIVAL][key] / medians[name][key] for key in TIMES}
+        for name in (TEACHER, STUDENT)
+    }
+    same = sum(
+        a["tokens"] == b["tokens"] for a, b in zip(found[RIVAL], found[TEACHER], strict=True)
+    )
+    print(
+        "| | first token s | each further ms | processor s, first | processor ms, further "
+        "|\n|---|---:|---:|---:|---:|"
+    )
     for name, row in medians.items():
-        print(f"| {name} | {row['ttft']:.3f} | {1e3 * row['tpot']:.2f} | {row['ttft_cpu']:.3f} | {1e3 * row['tpot_cpu']:.2f} |")
+        print(
+            f"| {name} | {row['ttft']:.3f} | {1e3 * row['tpot']:.2f} | {row['ttft_cpu']:.3f} | "
+            f"{1e3 * row['tpot_cpu']:.2f} |"
+        )
     for name, row in ratios.items():
-        print(f"| {name}, times as fast as transformers |" + "".join(f" {row[key]:.2f} |" for key in TIMES))
+        print(
+            f"| {name}, times as fast as transformers |"
+            + "".join(f" {row[key]:.2f} |" for key in TIMES)
+        )
     count = len(found[RIVAL])
-    print(f"\nthe teacher's tokens are those of transformers in {same} of {count} repetitions; {json.dumps(document['rival'])}")
+    print(
+        f"\nthe teacher's tokens are those of transformers in {same} of {count} repetitions; "
+        f"{json.dumps(document['rival'])}"
+    )
     rows = {"medians": medians, "times_as_fast": ratios, "same_tokens": same, "repetitions": found}
     report.write_json(path, document | rows)
     return cli.OK if same == count else cli.ERROR

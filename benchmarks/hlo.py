@@ -1,7 +1,9 @@
-"""Reads optimised HLO: which kernels a program runs, and how many bytes each must at least read and write.
+"""Reads optimised HLO: which kernels a program runs, and how many bytes each must at least read and
+write.
 
-Every instruction of the entry computation that is not bookkeeping is a kernel. Of what a fusion is given, only the elements
-that its result needs count: a fusion that updates a slice in place reads and writes the slice, not the buffer.
+Every instruction of the entry computation that is not bookkeeping is a kernel. Of what a fusion is
+given, only the elements that its result needs count: a fusion that updates a slice in place reads
+and writes the slice, not the buffer.
 """
 
 from __future__ import annotations
@@ -11,11 +13,39 @@ import math
 import re
 from typing import NamedTuple
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128}  # others say it in their name: f8e4m3fn, bf16, s32
-_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "copy-done", "partition-id", "replica-id"}
-_WHOLE = {"dot", "fusion", "call", "custom-call", "while", "gather", "scatter", "sort", "convolution"}
+_BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "c64": 64,
+    "c128": 128,
+}  # others say it in their name: f8e4m3fn, bf16, s32
+_FREE = {
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "after-all",
+    "copy-done",
+    "partition-id",
+    "replica-id",
+}
+_WHOLE = {
+    "dot",
+    "fusion",
+    "call",
+    "custom-call",
+    "while",
+    "gather",
+    "scatter",
+    "sort",
+    "convolution",
+}
 
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*)$")
+_INSTRUCTION = re.compile(
+    r"^\s*(ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\((.*)$"
+)
 
 
 class Instruction(NamedTuple):
@@ -42,7 +72,8 @@ def elements(shape: str) -> int:
 
 
 def bytes_of(shape: str, *, workspaces: bool = True) -> int:
-    """Of an array or of all arrays of a tuple; `workspaces=False` leaves out s8 vectors, a library's scratch."""
+    """Of an array or of all arrays of a tuple; `workspaces=False` leaves out s8 vectors, a
+    library's scratch."""
     return sum(count * bits // 8 for count, bits in _arrays(shape, workspaces))
 
 
@@ -68,7 +99,9 @@ def computations(text: str) -> dict[str, list[Instruction]]:
         elif match := _INSTRUCTION.match(line):
             arguments, attributes = _split(match[5])
             operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
-            current.append(Instruction(match[2], match[3], match[4], operands, attributes, bool(match[1])))
+            current.append(
+                Instruction(match[2], match[3], match[4], operands, attributes, bool(match[1]))
+            )
     if "" not in found:
         raise ValueError("no ENTRY computation: not an HLO module")
     return found
@@ -99,7 +132,11 @@ def kernels(text: str) -> list[Kernel]:
             written = bytes_of(instruction.shape, workspaces=False)
         else:
             read, written = _fusion_bytes(body)
-        found.append(Kernel(instruction.name, instruction.op, read, written, _is_product(instruction, modules)))
+        found.append(
+            Kernel(
+                instruction.name, instruction.op, read, written, _is_product(instruction, modules)
+            )
+        )
     return found
 
 
@@ -113,9 +150,12 @@ def _is_product(instruction: Instruction, modules: dict[str, list[Instruction]])
 
 
 def _fusion_bytes(body: list[Instruction]) -> tuple[int, int]:
-    """(read, written): how many elements of each parameter the result needs, found from the root upwards."""
+    """(read, written): how many elements of each parameter the result needs, found from the root
+    upwards."""
     by_name = {instruction.name: instruction for instruction in body}
-    sliced: dict[str, dict[str, float]] = {name: {} for name in by_name}  # distinct slices of a value add up
+    sliced: dict[str, dict[str, float]] = {
+        name: {} for name in by_name
+    }  # distinct slices of a value add up
     needed = dict.fromkeys(by_name, 0.0)  # any other two uses may want the same elements
     written = 0
 
@@ -126,7 +166,10 @@ def _fusion_bytes(body: list[Instruction]) -> tuple[int, int]:
             needed[operand] = max(needed[operand], count)
 
     def demand(instruction: Instruction) -> float:
-        return min(elements(instruction.shape), needed[instruction.name] + sum(sliced[instruction.name].values()))
+        return min(
+            elements(instruction.shape),
+            needed[instruction.name] + sum(sliced[instruction.name].values()),
+        )
 
     root = next(instruction for instruction in body if instruction.root)
     results = [by_name[name] for name in root.operands] if root.op == "tuple" else [root]
@@ -134,7 +177,9 @@ def _fusion_bytes(body: list[Instruction]) -> tuple[int, int]:
         source = result
         while source.op in ("bitcast", "copy", "reshape") and source.operands:
             source = by_name[source.operands[0]]
-        if source.op == "dynamic-update-slice":  # in place: the buffer is neither read nor written elsewhere
+        if (
+            source.op == "dynamic-update-slice"
+        ):  # in place: the buffer is neither read nor written elsewhere
             written += bytes_of(by_name[source.operands[1]].shape)
             needed[source.name] = 0.0
             use(source.operands[1], elements(by_name[source.operands[1]].shape))
@@ -160,4 +205,6 @@ def _fusion_bytes(body: list[Instruction]) -> tuple[int, int]:
             else:  # elementwise, or as many elements in another place
                 use(operand, min(size, count))
     parameters = [instruction for instruction in body if instruction.op == "parameter"]
-    return round(sum(demand(one) * bytes_of(one.shape) / max(1, elements(one.shape)) for one in parameters)), written
+    return round(
+        sum(demand(one) * bytes_of(one.shape) / max(1, elements(one.shape)) for one in parameters)
+    ), written

@@ -11,18 +11,25 @@ import numpy as np
 from .shapes import Decode, Prefill, Shape
 
 Set = dict[str, jax.Array]
-"""q `B T N H`; k, v `B K S H`, or a pool `X K page H`; and what the shape has of d_out, segment_ids, offset, length,
-k_scale, v_scale, block_table."""
+"""q `B T N H`; k, v `B K S H`, or a pool `X K page H`; and what the shape has of d_out,
+segment_ids, offset, length, k_scale, v_scale, page_table."""
 
 ROTATED_BYTES = 8e9
-"""Room for the sets of one row. Together they are far larger than any cache: reading one evicts the others."""
+"""Room for the sets of one row. Together they are far larger than any cache: reading one evicts the
+others."""
 
 
 def draw(shape: Shape, key: jax.Array, count: int | None = None) -> list[Set]:
     """Independent sets: two of prefill, two to eight of decode, whose single call is short."""
     if count is None:
-        count = 2 if isinstance(shape, Prefill) else int(min(8, max(2, ROTATED_BYTES // shape.input_bytes)))
-    return [jax.block_until_ready(draw_one(shape, jax.random.fold_in(key, i))) for i in range(count)]
+        count = (
+            2
+            if isinstance(shape, Prefill)
+            else int(min(8, max(2, ROTATED_BYTES // shape.input_bytes)))
+        )
+    return [
+        jax.block_until_ready(draw_one(shape, jax.random.fold_in(key, i))) for i in range(count)
+    ]
 
 
 def draw_one(shape: Shape, key: jax.Array) -> Set:
@@ -51,10 +58,12 @@ def _decode(shape: Decode, key) -> Set:
             arrays[name], arrays[f"{name}_scale"] = quantise(arrays[name], shape.cache)
     if shape.page is not None:
         blocks = shape.keys // shape.page
-        table = jax.random.permutation(jax.random.fold_in(key, 4), shape.batch * blocks).astype(jnp.int32)
+        table = jax.random.permutation(jax.random.fold_in(key, 4), shape.batch * blocks).astype(
+            jnp.int32
+        )
         for name in {"k", "v", "k_scale", "v_scale"} & arrays.keys():
             arrays[name] = _pool(arrays[name], blocks, shape.page, table)
-        arrays["block_table"] = table.reshape(shape.batch, blocks)
+        arrays["page_table"] = table.reshape(shape.batch, blocks)
     return arrays
 
 
@@ -62,7 +71,10 @@ def _q_k_v(shape: Shape, key) -> Set:
     q_shape = (shape.batch, shape.queries, shape.heads, shape.head_dim)
     kv_shape = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
     sizes = {"q": q_shape, "k": kv_shape, "v": kv_shape}
-    return {name: _normal(jax.random.fold_in(key, i), size) for i, (name, size) in enumerate(sizes.items())}
+    return {
+        name: _normal(jax.random.fold_in(key, i), size)
+        for i, (name, size) in enumerate(sizes.items())
+    }
 
 
 def _normal(key, size):
@@ -70,7 +82,8 @@ def _normal(key, size):
 
 
 def quantise(x, dtype: str):
-    """(stored, float32 scale per position and head): what is stored times its scale is about `x`."""
+    """(stored, float32 scale per position and head): what is stored times its scale is about
+    `x`."""
     x, largest = x.astype(jnp.float32), 448 if dtype == "float8_e4m3fn" else 127
     scale = jnp.abs(x).max(axis=-1) / largest
     x = x / scale[..., None]

@@ -4,12 +4,13 @@
     python -m benchmarks.kernels --only 'decode.*fp8'     some rows
     python -m benchmarks.kernels --shapes smoke           tiny shapes, to see that everything runs; also on a CPU
 
-A line per row and implementation goes to stdout: time per call on the device, rate, share of the device's measured limit
-(matrix product for prefill, copy bandwidth for decode), speed relative to cuDNN, error. Then which targets are met.
-`~` marks a time that does not scale with the number of calls, and `host-bound` one that is the host's, not the device's.
-JSON with everything, raw times included, goes to `benchmarks/results/` (of a smoke run only to `--output`), rewritten after
-every row. Exit code 1 if a result is wrong, one of our implementations broke or nothing was measured; the other rows are
-measured all the same.
+A line per row and implementation goes to stdout: time per call on the device, rate, share of the
+device's measured limit (matrix product for prefill, copy bandwidth for decode), speed relative to
+cuDNN, error. Then which targets are met. `~` marks a time that does not scale with the number of
+calls, and `host-bound` one that is the host's, not the device's. JSON with everything, raw times
+included, goes to `benchmarks/results/` (of a smoke run only to `--output`), rewritten after every
+row. Exit code 1 if a result is wrong, one of our implementations broke or nothing was measured; the
+other rows are measured all the same.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ from .floors import Floors, floors_for
 from .shapes import TABLES, TARGETS, Shape, rate
 from .timing import SMOKE_PLAN, Plan, Program, measure
 
-CONVENTIONS = "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of valid positions and their scales"
+CONVENTIONS = (
+    "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of "
+    "valid positions and their scales"
+)
 MARKS = {
-    "~": "three times as many calls did not take about three times as long, so the time is not to be trusted",
+    "~": "three times as many calls did not take about three times as long, so the time is not to "
+    "be trusted",
     "host-bound": "the host was busy handing over the calls: the time is its own, not the device's",
 }
 """What stands behind a time, and what it means: the table's footer."""
@@ -43,17 +48,26 @@ Builders = dict[str, Callable[[Shape], Candidate]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Check and time the attention ops.")
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels", description="Check and time the attention ops."
+    )
     report.add_flags(parser, tables=tuple(TABLES), seconds=540)
-    parser.add_argument("--implementation", action="append", metavar="NAME", help="only this one, ours or another's; repeat to add more")
+    parser.add_argument(
+        "--implementation",
+        action="append",
+        metavar="NAME",
+        help="only this one, ours or another's; repeat to add more",
+    )
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
 
 def builders() -> Builders:
     """Everything that can be asked to compute a shape on this platform, ours first."""
-    return {name: lambda shape, name=name: ours(name, shape) for name in ours_here()} | rivals.builders()
+    return {
+        name: lambda shape, name=name: ours(name, shape) for name in ours_here()
+    } | rivals.builders()
 
 
 def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
@@ -63,7 +77,9 @@ def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
     except re.error as error:
         raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
     if not chosen:
-        raise UsageError(f"--only {pattern!r}: no such row; rows: {', '.join(shape.name for shape in table)}")
+        raise UsageError(
+            f"--only {pattern!r}: no such row; rows: {', '.join(shape.name for shape in table)}"
+        )
     return chosen
 
 
@@ -74,23 +90,42 @@ def _main(args: argparse.Namespace) -> int:
         name = min(unknown)
         reason = (why_not(name) if name in OURS else None) or "not here"
         raise UsageError(f"--implementation {name}: {reason}; here are {', '.join(available)}")
-    available = {name: build for name, build in available.items() if not args.implementation or name in args.implementation}
+    available = {
+        name: build
+        for name, build in available.items()
+        if not args.implementation or name in args.implementation
+    }
     seed = report.new_seed(args.seed)
-    document = {"benchmark": "kernels", **report.environment(seed), "conventions": CONVENTIONS, "shapes": args.shapes}
+    document = {
+        "benchmark": "kernels",
+        **report.environment(seed),
+        "conventions": CONVENTIONS,
+        "shapes": args.shapes,
+    }
     path = report.output_path(args, "kernels", document["device"]["kind"], document["date"])
     cli.log(f"{document['device']['kind']}, seed {seed}, writing {path or 'nothing'}")
 
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     floors = floors_for(args.shapes, key, plan)
     document["floors"] = dataclasses.asdict(floors)
-    print(f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s; {CONVENTIONS}")
-    print(f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} {'of floor':>8} {'of cuDNN':>8} {'error':>8}", flush=True)
+    print(
+        f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s; "
+        f"{CONVENTIONS}"
+    )
+    print(
+        f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} {'of floor':>8} "
+        f"{'of cuDNN':>8} {'error':>8}",
+        flush=True,
+    )
     rows: list[dict[str, Any]] = []
     document["rows"] = rows
     for number, shape in enumerate(chosen):
         spent = time.monotonic() - start
         if spent > args.seconds:
-            rows.append(_described(shape) | {"skipped": f"the budget of {args.seconds:g} s was spent", "results": []})
+            rows.append(
+                _described(shape)
+                | {"skipped": f"the budget of {args.seconds:g} s was spent", "results": []}
+            )
             continue
         cli.log(f"{shape.name} ({number + 1} of {len(chosen)}, {spent:.0f} s)")
         rows.append(measure_row(shape, available, jax.random.fold_in(key, number), floors, plan))
@@ -106,9 +141,17 @@ def _main(args: argparse.Namespace) -> int:
     document["targets"] = judge(rows, args.shapes)
     document["seconds"] = time.monotonic() - start
     for target in document["targets"]:
-        print(f"target {target['row']}: {target['measure']} at least {target['at_least']:g}: {target['verdict']}")
+        print(
+            f"target {target['row']}: {target['measure']} at least {target['at_least']:g}: "
+            f"{target['verdict']}"
+        )
     report.write_json(path, document)
-    bad = [f"{row['name']}/{result['implementation']}" for row in rows for result in row["results"] if _is_bad(result)]
+    bad = [
+        f"{row['name']}/{result['implementation']}"
+        for row in rows
+        for result in row["results"]
+        if _is_bad(result)
+    ]
     if bad:
         cli.log(f"error: wrong or broken: {', '.join(bad)}")
     if not timed:
@@ -116,14 +159,21 @@ def _main(args: argparse.Namespace) -> int:
     return cli.ERROR if bad or not timed else cli.OK
 
 
-def measure_row(shape: Shape, available: Builders, key: jax.Array, floors: Floors, plan: Plan) -> dict[str, Any]:
-    """Check and time every implementation of one row. What goes wrong with one is recorded in its place."""
+def measure_row(
+    shape: Shape, available: Builders, key: jax.Array, floors: Floors, plan: Plan
+) -> dict[str, Any]:
+    """Check and time every implementation of one row. What goes wrong with one is recorded in its
+    place."""
     row = _described(shape)
     try:
         sets = inputs.draw(shape, key)
         wanted = oracle.expected(shape, sets[-1])
     except Exception as error:
-        return row | {"results": [{"implementation": "oracle", "status": "error", "reason": report.reason(error)}]}
+        return row | {
+            "results": [
+                {"implementation": "oracle", "status": "error", "reason": report.reason(error)}
+            ]
+        }
     results: dict[str, dict[str, Any]] = {}
     programs: dict[str, Program] = {}
     for name, build in available.items():
@@ -135,14 +185,20 @@ def measure_row(shape: Shape, available: Builders, key: jax.Array, floors: Floor
         results[name] |= {"status": "error", "reason": report.reason(error)}
     for name, timing in timings.items():
         speed = rate(shape, timing.seconds)
-        results[name] |= {"seconds": timing.seconds, "rate": speed, "share_of_floor": speed / floors.of(shape.unit)}
+        results[name] |= {
+            "seconds": timing.seconds,
+            "rate": speed,
+            "share_of_floor": speed / floors.of(shape.unit),
+        }
         if rivals.CUDNN in timings and results[rivals.CUDNN]["status"] == "ok":
             results[name]["ratio_to_cudnn"] = timings[rivals.CUDNN].seconds / timing.seconds
         results[name]["timing"] = dataclasses.asdict(timing)
     return row | {"results": list(results.values())}
 
 
-def _start(name: str, build: Callable[[Shape], Candidate], shape: Shape, sets, wanted) -> tuple[dict[str, Any], Program | None]:
+def _start(
+    name: str, build: Callable[[Shape], Candidate], shape: Shape, sets, wanted
+) -> tuple[dict[str, Any], Program | None]:
     """(what is known of the result, the program to time unless there is none)."""
     result: dict[str, Any] = {"implementation": name}
     try:
@@ -150,7 +206,10 @@ def _start(name: str, build: Callable[[Shape], Candidate], shape: Shape, sets, w
         program = candidate.start(sets)
         errors, wrong = oracle.check(shape, candidate.canonical(program.result), wanted)
     except NotImplementedError as error:
-        return result | {"status": "unsupported", "reason": " ".join(str(error).split())[:300]}, None
+        return result | {
+            "status": "unsupported",
+            "reason": " ".join(str(error).split())[:300],
+        }, None
     except Exception as error:  # one that raises must not lose the rest
         return result | {"status": "error", "reason": report.reason(error)}, None
     result |= {"status": "wrong", "reason": wrong} if wrong else {"status": "ok"}
@@ -160,12 +219,19 @@ def _start(name: str, build: Callable[[Shape], Candidate], shape: Shape, sets, w
 
 
 def _described(shape: Shape) -> dict[str, Any]:
-    return {"name": shape.name, "shape": dataclasses.asdict(shape), "work": shape.work, "unit": shape.unit}
+    return {
+        "name": shape.name,
+        "shape": dataclasses.asdict(shape),
+        "work": shape.work,
+        "unit": shape.unit,
+    }
 
 
 def _is_bad(result: dict[str, Any]) -> bool:
     """Wrong, whoever it is, or broken and ours."""
-    return result["status"] == "wrong" or (result["status"] == "error" and result["implementation"] in (*OURS, "oracle"))
+    return result["status"] == "wrong" or (
+        result["status"] == "error" and result["implementation"] in (*OURS, "oracle")
+    )
 
 
 def _marks(result: dict[str, Any]) -> list[str]:
@@ -179,8 +245,13 @@ def _print_row(row: dict[str, Any]) -> None:
     for result in row["results"]:
         line = f"{row['name']:22} {result['implementation']:14} "
         if "seconds" in result:
-            line += f"{report.duration(result['seconds']):>10} {result['rate']:>6.4g} {row['unit']:7} {result['share_of_floor']:8.1%} "
-            line += f"{result['ratio_to_cudnn']:8.3f} " if "ratio_to_cudnn" in result else f"{'-':>8} "
+            line += (
+                f"{report.duration(result['seconds']):>10} {result['rate']:>6.4g} "
+                f"{row['unit']:7} {result['share_of_floor']:8.1%} "
+            )
+            line += (
+                f"{result['ratio_to_cudnn']:8.3f} " if "ratio_to_cudnn" in result else f"{'-':>8} "
+            )
             line += f"{max(error['relative'] for error in result['errors'].values()):8.1e}"
             line += "".join(f" {mark}" for mark in _marks(result))
         if "reason" in result:
@@ -195,12 +266,23 @@ def judge(rows: Sequence[dict[str, Any]], table: str) -> list[dict[str, Any]]:
     by_name, verdicts = {row["name"]: row for row in rows}, []
     for target in TARGETS:
         row = by_name.get(target.row, {"results": []})
-        right = [result for result in row["results"] if result["implementation"] in ("hopper", "tpu") and result["status"] == "ok"]
+        right = [
+            result
+            for result in row["results"]
+            if result["implementation"] in ("hopper", "tpu") and result["status"] == "ok"
+        ]
         values = [result[target.measure] for result in right if target.measure in result]
         verdict = "not measured"
         if values:
             verdict = f"{'met' if max(values) >= target.value else 'MISSED'}, {max(values):.4g}"
-        verdicts.append({"row": target.row, "measure": target.measure, "at_least": target.value, "verdict": verdict})
+        verdicts.append(
+            {
+                "row": target.row,
+                "measure": target.measure,
+                "at_least": target.value,
+                "verdict": verdict,
+            }
+        )
     return verdicts
 
 

@@ -1,4 +1,5 @@
-"""Is a result right? Compared with the reference formula in float32, computed in slices that fit in memory."""
+"""Is a result right? Compared with the reference formula in float32, computed in slices that fit in
+memory."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from .shapes import Decode, Prefill, Shape
 SCORES = 2**27
 """Most scores of a slice: half a gigabyte in float32."""
 
-# Operands of 8 significant bits leave about 3e-3. A norm over millions of entries hides one wrong tile; the worst vector
-# of H entries, relative to its own norm, does not.
+# Operands of 8 significant bits leave about 3e-3. A norm over millions of entries hides one wrong
+# tile; the worst vector of H entries, relative to its own norm, does not.
 RELATIVE, WORST = 1e-2, 5e-2
 GRADIENT_RELATIVE, GRADIENT_WORST = 2e-2, 1e-1
 
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """Of one output: ||out - ref|| / ||ref||, the same of its worst vector, the largest difference."""
+    """Of one output: ||out - ref|| / ||ref||, the same of its worst vector, the largest
+    difference."""
 
     relative: float
     worst_vector: float
@@ -40,12 +42,19 @@ def expected(shape: Shape, arrays: Set) -> tuple[jax.Array, ...]:
 
 
 def _run(formula, shape: Shape, arrays: Set):
-    # A formula runs once: cuBLAS, without a search for its fastest products, which would take longer than they do.
-    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+    # A formula runs once: cuBLAS, without a search for its fastest products, which would take
+    # longer than they do.
+    options = (
+        {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+        if jax.default_backend() == "gpu"
+        else None
+    )
     return formula.lower(shape, arrays).compile(compiler_options=options)(arrays)
 
 
-def check(shape: Shape, outputs: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> tuple[dict[str, Error], str | None]:
+def check(
+    shape: Shape, outputs: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]
+) -> tuple[dict[str, Error], str | None]:
     """(error of each output, what is wrong or None)."""
     names = ("out", "dq", "dk", "dv")[: len(wanted)]
     errors, wrong = {}, None
@@ -53,9 +62,16 @@ def check(shape: Shape, outputs: tuple[jax.Array, ...], wanted: tuple[jax.Array,
         if out.shape != ref.shape:
             raise ValueError(f"{name} is {out.shape}, expected {ref.shape}")
         error = errors[name] = Error(*(float(x) for x in _error(out, ref)))
-        relative, worst = (RELATIVE, WORST) if name == "out" else (GRADIENT_RELATIVE, GRADIENT_WORST)
-        if not (error.relative <= relative and error.worst_vector <= worst) and wrong is None:  # NaN is wrong
-            wrong = f"{name}: error {error.relative:.2g} (at most {relative:g}), worst vector {error.worst_vector:.2g} (at most {worst:g})"
+        relative, worst = (
+            (RELATIVE, WORST) if name == "out" else (GRADIENT_RELATIVE, GRADIENT_WORST)
+        )
+        if (
+            not (error.relative <= relative and error.worst_vector <= worst) and wrong is None
+        ):  # NaN is wrong
+            wrong = (
+                f"{name}: error {error.relative:.2g} (at most {relative:g}), worst vector "
+                f"{error.worst_vector:.2g} (at most {worst:g})"
+            )
     return errors, wrong
 
 
@@ -71,11 +87,22 @@ def _error(out, ref):
 
 
 def _slices(shape: Prefill, arrays: Set, names: tuple[str, ...]):
-    """(query-like arrays as B*K I c G H, key-like as B*K S H, mask of slice i of row b as 1 c S)."""
+    """(query-like arrays as B*K I c G H, key-like as B*K S H, mask of slice i of row b as 1 c
+    S)."""
     groups = shape.heads // shape.kv_heads
-    chunk = next(c for c in range(shape.queries, 0, -1) if shape.queries % c == 0 and (c * groups * shape.keys <= SCORES or c == 1))
+    chunk = next(
+        c
+        for c in range(shape.queries, 0, -1)
+        if shape.queries % c == 0 and (c * groups * shape.keys <= SCORES or c == 1)
+    )
     split = (shape.batch, shape.queries // chunk, chunk, shape.kv_heads, groups, shape.head_dim)
-    q_like = [arrays[name].reshape(split).transpose(0, 3, 1, 2, 4, 5).reshape(-1, split[1], chunk, *split[4:]) for name in names]
+    q_like = [
+        arrays[name]
+        .reshape(split)
+        .transpose(0, 3, 1, 2, 4, 5)
+        .reshape(-1, split[1], chunk, *split[4:])
+        for name in names
+    ]
     kv_like = [arrays[name].reshape(-1, shape.keys, shape.head_dim) for name in ("k", "v")]
 
     def mask(row, i):
@@ -93,7 +120,9 @@ def _joined(shape: Prefill, slices):
     """B*K I c G H -> B T N H."""
     _, count, chunk, groups, head_dim = slices.shape
     split = slices.reshape(shape.batch, shape.kv_heads, count, chunk, groups, head_dim)
-    return split.transpose(0, 2, 3, 1, 4, 5).reshape(shape.batch, shape.queries, shape.heads, head_dim)
+    return split.transpose(0, 2, 3, 1, 4, 5).reshape(
+        shape.batch, shape.queries, shape.heads, head_dim
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -120,7 +149,11 @@ def _gradient(shape: Prefill, arrays: Set):
 
         def part(totals, i):
             seen = mask(index // shape.kv_heads, i)
-            out, pull = jax.vjp(functools.partial(reference.attention, mask=seen), q[index, i][None].astype(jnp.float32), *kv)
+            out, pull = jax.vjp(
+                functools.partial(reference.attention, mask=seen),
+                q[index, i][None].astype(jnp.float32),
+                *kv,
+            )
             dq, *d_kv = pull(d_out[index, i][None].astype(jnp.float32))
             return tuple(total + d for total, d in zip(totals, d_kv, strict=True)), (out[0], dq[0])
 
@@ -137,7 +170,7 @@ def _gradient(shape: Prefill, arrays: Set):
 def _decode(shape: Decode, arrays: Set):
     def row(b):
         one = {name: x for name, x in arrays.items() if name in ("k", "v", "k_scale", "v_scale")}
-        blocks = arrays["block_table"][b] if "block_table" in arrays else b[None]
+        blocks = arrays["page_table"][b] if "page_table" in arrays else b[None]
         one = {name: x[blocks] for name, x in one.items()}  # P K page ..., or 1 K S ...
         k, v = (jnp.moveaxis(dequantised(one, name), 0, 1) for name in ("k", "v"))
         k, v = (x.reshape(1, shape.kv_heads, shape.keys, shape.head_dim) for x in (k, v))

@@ -1,7 +1,8 @@
 """Counts the matrix products of an optimised program, each as often as it runs.
 
-XLA's own cost analysis counts the body of a loop once, however long the loop, and says nothing for a GPU that is only
-described. A loop whose length is known says so in its program, so its products can be counted as often as they run.
+XLA's own cost analysis counts the body of a loop once, however long the loop, and says nothing for
+a GPU that is only described. A loop whose length is known says so in its program, so its products
+can be counted as often as they run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import NamedTuple
 from . import hlo
 
 _CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+))")
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{([^}]*)\}|true_computation=%?([\w.\-]+), "
+    r"false_computation=%?([\w.\-]+))"
+)
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 
 
@@ -33,7 +37,8 @@ class Products(NamedTuple):
 
 
 def count_products(text: str) -> Products:
-    """All products of an optimised module. Raises `ValueError` for a loop of unknown length that contains some."""
+    """All products of an optimised module. Raises `ValueError` for a loop of unknown length that
+    contains some."""
     modules = hlo.computations(text)
 
     @functools.cache
@@ -47,7 +52,10 @@ def count_products(text: str) -> Products:
         if instruction.op == "conditional":
             found = _BRANCHES.search(instruction.attributes)
             assert found, instruction.name
-            return max(map(total, re.findall(r"[\w.\-]+", " ".join(filter(None, found.groups())))), key=lambda branch: branch.all)
+            return max(
+                map(total, re.findall(r"[\w.\-]+", " ".join(filter(None, found.groups())))),
+                key=lambda branch: branch.all,
+            )
         inside = _sum(total(name) for name in _CALLED.findall(instruction.attributes))
         if instruction.op != "while" or not inside.all:
             return inside
@@ -65,8 +73,15 @@ def _sum(parts: Iterable[Products]) -> Products:
 
 def _dot(instruction: hlo.Instruction, shapes: dict[str, str]) -> Products:
     """Twice the entries of the result times the length of the sums."""
-    left = [int(size) for size in re.findall(r"\[([\d,]*)\]", shapes[instruction.operands[0]])[0].split(",")]
+    left = [
+        int(size)
+        for size in re.findall(r"\[([\d,]*)\]", shapes[instruction.operands[0]])[0].split(",")
+    ]
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
     assert contracted, instruction.name
-    flops = 2 * hlo.elements(instruction.shape) * math.prod(left[int(axis)] for axis in contracted[1].split(",") if axis)
+    flops = (
+        2
+        * hlo.elements(instruction.shape)
+        * math.prod(left[int(axis)] for axis in contracted[1].split(",") if axis)
+    )
     return Products(0, flops) if "lhs_batch_dims" in instruction.attributes else Products(flops, 0)

@@ -1,4 +1,5 @@
-"""What is written down with every measurement, and how: JSON that appears complete or not at all."""
+"""What is written down with every measurement, and how: JSON that appears complete or not at
+all."""
 
 from __future__ import annotations
 
@@ -9,23 +10,45 @@ import os
 from pathlib import Path
 from typing import Any
 
-from swiftkv_jax import environment as measured
-from swiftkv_jax import files
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.io import files
+from swiftkv_jax.io import provenance as measured
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 
-def add_flags(parser: argparse.ArgumentParser, *, tables: tuple[str, ...], seconds: float, rows: bool = True) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, *, tables: tuple[str, ...], seconds: float, rows: bool = True
+) -> None:
     """The flags that every benchmark has; `rows` for one whose rows have names."""
     flag = parser.add_argument
-    flag("--shapes", choices=tables, default="full", help="smoke: tiny ones, to see that everything runs, on a CPU too (default: full)")
+    flag(
+        "--shapes",
+        choices=tables,
+        default="full",
+        help="smoke: tiny ones, to see that everything runs, on a CPU too (default: full)",
+    )
     if rows:
-        flag("--only", metavar="PATTERN", help="only rows whose name has a match of this regular expression")
-    flag("--seconds", type=_seconds, default=seconds, metavar="S", help=f"start nothing new after S seconds (default: {seconds:g})")
+        flag(
+            "--only",
+            metavar="PATTERN",
+            help="only rows whose name has a match of this regular expression",
+        )
+    flag(
+        "--seconds",
+        type=_seconds,
+        default=seconds,
+        metavar="S",
+        help=f"start nothing new after S seconds (default: {seconds:g})",
+    )
     flag("--seed", type=int, help="of the random inputs (default: a fresh one)")
-    flag("--output", type=Path, metavar="FILE", help="JSON file (default: a new one in benchmarks/results; none with smoke)")
+    flag(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="JSON file (default: a new one in benchmarks/results; none with smoke)",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -35,7 +58,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive, finite number of seconds, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a positive, finite number of seconds, got {text!r}"
+        )
     return seconds
 
 
@@ -51,13 +76,16 @@ def environment(seed: int) -> dict[str, Any]:
 def _sources() -> str:
     """Of the package's Python and JSON files: tells uncommitted versions apart."""
     digest = hashlib.sha256()
-    for path in sorted(path for ending in ("py", "json") for path in (ROOT / "swiftkv_jax").rglob(f"*.{ending}")):
+    for path in sorted(
+        path for ending in ("py", "json") for path in (ROOT / "swiftkv_jax").rglob(f"*.{ending}")
+    ):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
 def output_path(args: argparse.Namespace, name: str, kind: str, date: str) -> Path | None:
-    """Where the JSON goes; None for a smoke run that was not told, whose times mean nothing. Raises `UsageError`."""
+    """Where the JSON goes; None for a smoke run that was not told, whose times mean nothing. Raises
+    `UsageError`."""
     if args.output is None and args.shapes == "smoke":
         return None
     path = args.output or default_path(name, kind, date)
@@ -76,7 +104,9 @@ def check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {path}: its directory cannot be made ({error.strerror})") from error
+        raise UsageError(
+            f"--output {path}: its directory cannot be made ({error.strerror})"
+        ) from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"--output {path}: cannot be written")
 

@@ -1,5 +1,5 @@
-"""Attention by others, each in the layout it likes best, to compare with. Each builder returns a `Candidate` or raises
-`NotImplementedError` with the reason why that library cannot do the shape."""
+"""Attention by others, each in the layout it likes best, to compare with. Each builder returns a
+`Candidate` or raises `NotImplementedError` with the reason why that library cannot do the shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .inputs import Set
 from .shapes import Decode, Prefill, Shape
 
 CUDNN = "cudnn-btnh"
-"""The baseline of the ratios. (`cudnn` is the op of this package, which transposes keys and values first.)"""
+"""The baseline of the ratios. (`cudnn` is the op of this package, which transposes keys and values
+first.)"""
 
 
 def builders() -> dict[str, Callable[[Shape], Candidate]]:
@@ -56,30 +57,46 @@ def cudnn(shape: Shape) -> Candidate:
     attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     if isinstance(shape, Decode):
         if shape.cache != "bfloat16" or shape.page is not None:
-            raise NotImplementedError("takes neither 8-bit caches nor block tables through JAX's public API")
-        return Candidate(CUDNN, lambda s: attend(s["q"], s["k"], s["v"], key_value_seq_lengths=s["length"]), _position_major)
+            raise NotImplementedError(
+                "takes neither 8-bit caches nor block tables through JAX's public API"
+            )
+        return Candidate(
+            CUDNN,
+            lambda s: attend(s["q"], s["k"], s["v"], key_value_seq_lengths=s["length"]),
+            _position_major,
+        )
     causal = functools.partial(attend, is_causal=True)
     if require_plain(shape).gradient:
-        return Candidate(CUDNN, lambda s: with_gradient(causal, s), _position_major, _head_major_gradients)
+        return Candidate(
+            CUDNN, lambda s: with_gradient(causal, s), _position_major, _head_major_gradients
+        )
     return Candidate(CUDNN, lambda s: causal(s["q"], s["k"], s["v"]), _position_major)
 
 
 def jax_mgpu(shape: Shape) -> Candidate:
-    """The Hopper kernel that JAX ships. It runs in float16 and does not scale, so the queries come scaled."""
+    """The Hopper kernel that JAX ships. It runs in float16 and does not scale, so the queries come
+    scaled."""
     if require_plain(shape).gradient:
         raise NotImplementedError("has no causal backward pass")
     if shape.head_dim % 64:
         raise NotImplementedError("takes head dims that are multiples of 64")
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    tuning = attention_mgpu.TuningConfig(block_q=64, block_kv=128 if shape.head_dim <= 128 else 64, max_concurrent_steps=2, causal=True)
+    tuning = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=128 if shape.head_dim <= 128 else 64,
+        max_concurrent_steps=2,
+        causal=True,
+    )
 
     @jax.jit
     def prepare(s: Set) -> Set:
         scaled = _position_major(s) | {"q": s["q"].astype(jnp.float32) * shape.head_dim**-0.5}
         return {name: x.astype(jnp.float16) for name, x in scaled.items()}
 
-    return Candidate("jax-mgpu", lambda s: attention_mgpu.attention(s["q"], s["k"], s["v"], tuning), prepare)
+    return Candidate(
+        "jax-mgpu", lambda s: attention_mgpu.attention(s["q"], s["k"], s["v"], tuning), prepare
+    )
 
 
 def jax_splash(shape: Shape) -> Candidate:
@@ -108,7 +125,15 @@ def jax_splash(shape: Shape) -> Candidate:
 
     def prepare(s: Set) -> Set:
         head_major = {name: s[name].transpose(0, 2, 1, 3) for name in ("q", "d_out") if name in s}
-        return s | head_major | {"q": (head_major["q"].astype(jnp.float32) * shape.head_dim**-0.5).astype(jnp.bfloat16)}
+        return (
+            s
+            | head_major
+            | {
+                "q": (head_major["q"].astype(jnp.float32) * shape.head_dim**-0.5).astype(
+                    jnp.bfloat16
+                )
+            }
+        )
 
     def call(s: Set):
         ids = s.get("segment_ids")
@@ -120,7 +145,9 @@ def jax_splash(shape: Shape) -> Candidate:
     def canonical(outputs) -> tuple:
         out, *gradients = outputs if isinstance(outputs, tuple) else (outputs,)
         if gradients:  # with respect to the scaled queries
-            gradients[0] = gradients[0].transpose(0, 2, 1, 3).astype(jnp.float32) * shape.head_dim**-0.5
+            gradients[0] = (
+                gradients[0].transpose(0, 2, 1, 3).astype(jnp.float32) * shape.head_dim**-0.5
+            )
         return out.transpose(0, 2, 1, 3), *gradients
 
     return Candidate("jax-splash", call, jax.jit(prepare), canonical)
@@ -139,16 +166,26 @@ def jax_paged(shape: Shape) -> Candidate:
 
     def prepare(s: Set) -> Set:
         if shape.page is None:
-            kv = {name: s[name].transpose(1, 0, 2, 3).reshape(shape.kv_heads, -1, page, shape.head_dim) for name in ("k", "v")}
+            kv = {
+                name: s[name]
+                .transpose(1, 0, 2, 3)
+                .reshape(shape.kv_heads, -1, page, shape.head_dim)
+                for name in ("k", "v")
+            }
             table = jnp.arange(shape.batch * pages, dtype=jnp.int32).reshape(shape.batch, pages)
         else:
-            kv, table = {name: s[name].transpose(1, 0, 2, 3) for name in ("k", "v")}, s["block_table"]
+            kv, table = (
+                {name: s[name].transpose(1, 0, 2, 3) for name in ("k", "v")},
+                s["page_table"],
+            )
         q = (s["q"][:, 0].astype(jnp.float32) * shape.head_dim**-0.5).astype(jnp.bfloat16)
-        return kv | {"q": q, "length": s["length"], "block_table": table}
+        return kv | {"q": q, "length": s["length"], "page_table": table}
 
-    attend = functools.partial(paged_attention, pages_per_compute_block=min(pages, max(1, 512 // page)))
+    attend = functools.partial(
+        paged_attention, pages_per_compute_block=min(pages, max(1, 512 // page))
+    )
 
     def call(s: Set):
-        return attend(s["q"], s["k"], s["v"], s["length"], s["block_table"])
+        return attend(s["q"], s["k"], s["v"], s["length"], s["page_table"])
 
     return Candidate("jax-paged", call, jax.jit(prepare), lambda out: (out[:, None],))

@@ -1,11 +1,13 @@
-"""Serving Llama-3.1-8B with random weights on one GPU or TPU: SwiftKV and its teacher, bfloat16 and 8-bit KV.
+"""Serving Llama-3.1-8B with random weights on one GPU or TPU: SwiftKV and its teacher, bfloat16 and
+8-bit KV.
 
     python -m benchmarks.serve                  about eight minutes on an H200; JSON into benchmarks/results/
     python -m benchmarks.serve --shapes smoke   a tiny model, also on a CPU, to see that everything runs
 
-Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a part that fails loses
-nothing of the others: prefill over the prompt length, decoding over rows and context, offline throughput, latency of requests
-that arrive. No part begins after --seconds; the document says which were left out. Exit code 1 if a part failed.
+Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a part
+that fails loses nothing of the others: prefill over the prompt length, decoding over rows and
+context, offline throughput, latency of requests that arrive. No part begins after --seconds; the
+document says which were left out. Exit code 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -23,34 +25,49 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_jax import cli
+from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.config import Config
 
 from . import report
 
 TINY = Config(
-    vocab_size=256, embed_dim=64, mlp_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_key_value_layers=2
+    vocab_size=256,
+    embed_dim=64,
+    mlp_dim=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_key_value_layers=2,
 )
-# The most telling first, should time run out. Names are those of the rows of the targets for one H200.
+# The most telling first, should time run out. Names are those of the rows of the targets for one
+# H200.
 FULL = {
     "prefill": "prefill --input-len 2k,8k,32k -r 5",
     "decode": "decode --input-len 1k --batch 1,64,256 --output-len 64 -r 3",
     "decode-2k": "decode --input-len 2k --batch 64 --output-len 64 -r 3",
     "decode-2k-fp8": "decode --input-len 2k --batch 64 --output-len 64 -r 3 --kv-cache-dtype fp8",
-    "offline": "offline --input-len 2000 --output-len 250 --num-prompts 512 --max-num-seqs 256 -r 1",
-    "offline-fp8": "offline --input-len 2000 --output-len 250 --num-prompts 512 --max-num-seqs 256 -r 1 --kv-cache-dtype fp8",
+    "offline": "offline --input-len 2000 --output-len 250 --num-prompts 512 --max-num-seqs 256 -r "
+    "1",
+    "offline-fp8": "offline --input-len 2000 --output-len 250 --num-prompts 512 --max-num-seqs "
+    "256 -r 1 --kv-cache-dtype fp8",
     "prefill-fp8": "prefill --input-len 8k -r 3 --kv-cache-dtype fp8",
-    "latency": "latency --input-len 2k --output-len 128 --request-rate 8 --num-prompts 128 --max-num-seqs 64 -r 1",
+    "latency": "latency --input-len 2k --output-len 128 --request-rate 8 --num-prompts 128 "
+    "--max-num-seqs 64 -r 1",
 }
 SMOKE = {
     "prefill": "prefill --input-len 32,64 -r 1",
     "decode-fp8": "decode --input-len 32 --batch 2 --output-len 16 -r 1 --kv-cache-dtype fp8",
-    "latency": "latency --input-len 16 --output-len 4 --request-rate inf --num-prompts 4 --max-num-seqs 2 -r 1",
+    "latency": "latency --input-len 16 --output-len 4 --request-rate inf --num-prompts 4 "
+    "--max-num-seqs 2 -r 1",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description="Prefill, decoding, throughput and latency.")
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve", description="Prefill, decoding, throughput and latency."
+    )
     report.add_flags(parser, tables=("full", "smoke"), seconds=540, rows=False)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
@@ -61,7 +78,7 @@ def _main(args: argparse.Namespace) -> int:
     start, seed = time.monotonic(), report.new_seed(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(TINY.to_hf()))
+        (folder / "config.json").write_text(json.dumps(config_to_hf(TINY)))
         model = str(folder) if args.shapes == "smoke" else "llama-3.1-8b"
         parts, status = {}, {}
         for part, flags in (SMOKE if args.shapes == "smoke" else FULL).items():
@@ -73,20 +90,37 @@ def _main(args: argparse.Namespace) -> int:
             status[part], document = _run(part, shlex.split(command), folder / f"{part}.json", left)
             if document is not None:
                 parts[part] = document
-    device = next((document["device"] for document in parts.values()), {"kind": "no-device", "platform": "none"})
+    device = next(
+        (document["device"] for document in parts.values()),
+        {"kind": "no-device", "platform": "none"},
+    )
     date = next((document["date"] for document in parts.values()), "0000-00-00T00:00:00")
     path = report.output_path(args, "serve", device["kind"], date)
-    report.write_json(path, {"date": date, "device": device, "seed": seed, "model": model, "status": status, "parts": parts})
+    report.write_json(
+        path,
+        {
+            "date": date,
+            "device": device,
+            "seed": seed,
+            "model": model,
+            "status": status,
+            "parts": parts,
+        },
+    )
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK
 
 
-def _run(part: str, flags: list[str], path: Path, seconds: float) -> tuple[str, dict[str, Any] | None]:
+def _run(
+    part: str, flags: list[str], path: Path, seconds: float
+) -> tuple[str, dict[str, Any] | None]:
     """(what became of it, its document). Its tables go to standard output as they come."""
     print(f"\n## {part}\n", flush=True)
     command = [sys.executable, "-m", "swiftkv_jax.infer", "bench", *flags, "-o", str(path)]
     try:
-        code = subprocess.run(command, env=os.environ, cwd=report.ROOT, timeout=seconds + 60).returncode
+        code = subprocess.run(
+            command, env=os.environ, cwd=report.ROOT, timeout=seconds + 60
+        ).returncode
     except subprocess.TimeoutExpired:
         return f"failed: not done {seconds + 60:.0f} s after it began", None
     if code != 0:

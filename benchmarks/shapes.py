@@ -1,9 +1,11 @@
-"""What is measured: one named table of shapes, in order of importance, with exact counts of their work.
+"""What is measured: one named table of shapes, in order of importance, with exact counts of their
+work.
 
-Conventions. FLOPs: a multiply-add is two; only the (query, key) pairs that the mask lets through count, so a causal
-square counts as half; a pair costs 4 H N forward (scores and weighted values) and 3.5 times that forward and backward
-(two products forward, five backward, the scores computed again included). Bytes of decoding: keys and values of the
-valid positions and their scales, each once; queries, results and block tables are left out.
+Conventions. FLOPs: a multiply-add is two; only the (query, key) pairs that the mask lets through
+count, so a causal square counts as half; a pair costs 4 H N forward (scores and weighted values)
+and 3.5 times that forward and backward (two products forward, five backward, the scores computed
+again included). Bytes of decoding: keys and values of the valid positions and their scales, each
+once; queries, results and block tables are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ BACKWARD = 3.5
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """Causal attention of whole rows, of a chunk at `offset` in a longer cache, or of packed documents."""
+    """Causal attention of whole rows, of a chunk at `offset` in a longer cache, or of packed
+    documents."""
 
     name: str
     batch: int
@@ -38,7 +41,8 @@ class Prefill:
 
     @property
     def documents(self) -> list[int]:
-        """Lengths of the documents of every row: one, or many between a 64th and half of the row."""
+        """Lengths of the documents of every row: one, or many between a 64th and half of the
+        row."""
         if not self.packed:
             return [self.queries]
         rng, lengths, left = np.random.default_rng(self.queries), [], self.queries
@@ -60,7 +64,15 @@ class Prefill:
     @property
     def input_bytes(self) -> int:
         """Queries, keys and values in bfloat16."""
-        return 2 * self.batch * self.head_dim * (self.queries * self.heads * (2 if self.gradient else 1) + 2 * self.keys * self.kv_heads)
+        return (
+            2
+            * self.batch
+            * self.head_dim
+            * (
+                self.queries * self.heads * (2 if self.gradient else 1)
+                + 2 * self.keys * self.kv_heads
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +98,12 @@ class Decode:
     def lengths(self) -> list[int]:
         if not self.ragged:
             return [self.keys] * self.batch
-        return [int(n) for n in np.random.default_rng(self.keys).integers(1, self.keys, self.batch, endpoint=True)]
+        return [
+            int(n)
+            for n in np.random.default_rng(self.keys).integers(
+                1, self.keys, self.batch, endpoint=True
+            )
+        ]
 
     @property
     def work(self) -> float:
@@ -139,7 +156,10 @@ FULL: tuple[Shape, ...] = (
     Decode("decode 64x2k ragged", 64, 2048, ragged=True),
     _causal("train 8B 32k", 32768, 1, gradient=True),
     _causal("train 8B 32k packed", 32768, 1, packed=True, gradient=True),
-    *(_causal(f"prefill H{head_dim} 4k", 4096, 4, head_dim=head_dim) for head_dim in (64, 256, 80, 96)),
+    *(
+        _causal(f"prefill H{head_dim} 4k", 4096, 4, head_dim=head_dim)
+        for head_dim in (64, 256, 80, 96)
+    ),
     Decode("decode 16x8k fp8", 16, 8192, _FP8),
     Decode("decode 256x1k fp8", 256, 1024, _FP8),
     Decode("decode 1x32k int8", 1, 32768, _INT8),
@@ -157,7 +177,10 @@ SMOKE: tuple[Shape, ...] = (
     _causal("packed", 128, 1, heads=4, kv_heads=2, head_dim=64, packed=True),
     _causal("train", 128, 1, heads=4, kv_heads=2, head_dim=64, gradient=True),
     _causal("train packed", 128, 1, heads=4, kv_heads=2, head_dim=64, packed=True, gradient=True),
-    *(Decode(f"decode {cache}", 2, 256, cache, heads=4, kv_heads=2, head_dim=64) for cache in ("bfloat16", _FP8, _INT8)),
+    *(
+        Decode(f"decode {cache}", 2, 256, cache, heads=4, kv_heads=2, head_dim=64)
+        for cache in ("bfloat16", _FP8, _INT8)
+    ),
     Decode("decode paged", 2, 512, page=256, heads=4, kv_heads=2, head_dim=64),
     Decode("decode ragged", 3, 256, ragged=True, heads=4, kv_heads=2, head_dim=64),
 )
@@ -170,17 +193,31 @@ class Target:
     """What the release asks of one row: at least `value` of `measure`."""
 
     row: str
-    measure: str  # a field of a result: `ratio_to_cudnn`, `rate` (in the row's unit) or `share_of_floor`
+    measure: (
+        str  # a field of a result: `ratio_to_cudnn`, `rate` (in the row's unit) or `share_of_floor`
+    )
     value: float
 
 
 TARGETS = (
-    *(Target(f"prefill 8B {size}", "ratio_to_cudnn", ratio) for size, ratio in {"2k": 0.92, "4k": 0.95, "8k": 0.99}.items()),
+    *(
+        Target(f"prefill 8B {size}", "ratio_to_cudnn", ratio)
+        for size, ratio in {"2k": 0.92, "4k": 0.95, "8k": 0.99}.items()
+    ),
     *(Target(f"prefill 8B {size}", "rate", 600.0) for size in ("8k", "16k", "32k")),
-    *(Target(f"decode {slots} {cache}", "share_of_floor", 0.85) for slots in ("64x2k", "1x32k") for cache in ("bf16", "fp8")),
+    *(
+        Target(f"decode {slots} {cache}", "share_of_floor", 0.85)
+        for slots in ("64x2k", "1x32k")
+        for cache in ("bf16", "fp8")
+    ),
 )
 
 
 def score_bytes(shape: Shape) -> float:
-    """What plain XLA needs for its float32 scores: about two copies forward, four with the backward pass."""
-    return (4 if shape.gradient else 2) * 4 * math.prod((shape.batch, shape.heads, shape.queries, shape.keys))
+    """What plain XLA needs for its float32 scores: about two copies forward, four with the backward
+    pass."""
+    return (
+        (4 if shape.gradient else 2)
+        * 4
+        * math.prod((shape.batch, shape.heads, shape.queries, shape.keys))
+    )

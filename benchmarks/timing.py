@@ -1,17 +1,21 @@
 """How long a call takes on the device.
 
-A *program* is one compiled function that makes several calls in a row, each on input sets of its own: what a call reads is
-not in a cache, and neither XLA's common-subexpression elimination nor its dead-code elimination has anything to remove,
-since inputs differ and all outputs are returned. Programs are enqueued without waiting, and a run of them ends with one
-`block_until_ready`. Each sample is two such runs, of n and of 3n programs, and the time per call is their difference over
-the 2n programs: what a run costs once (waking up the device, the last synchronisation, the host noticing) cancels.
+A *program* is one compiled function that makes several calls in a row, each on input sets of its
+own: what a call reads is not in a cache, and neither XLA's common-subexpression elimination nor its
+dead-code elimination has anything to remove, since inputs differ and all outputs are returned.
+Programs are enqueued without waiting, and a run of them ends with one `block_until_ready`. Each
+sample is two such runs, of n and of 3n programs, and the time per call is their difference over the
+2n programs: what a run costs once (waking up the device, the last synchronisation, the host
+noticing) cancels.
 
-Why not a `lax.scan`? Choosing the input set of a step would copy it, as many bytes as decoding reads; and feeding each
-result to the next call would time attention to averages of averages, on which the chip runs faster than on random data.
+Why not a `lax.scan`? Choosing the input set of a step would copy it, as many bytes as decoding
+reads; and feeding each result to the next call would time attention to averages of averages, on
+which the chip runs faster than on random data.
 
-Checks of the method, recorded with every timing: `scaling` is the time of 3n programs over that of n, which must be about
-three; `host_share` is how much of the long run the host spent enqueueing. Near one with a short queue, what was timed is
-the host. Implementations of a row are sampled in turn, so that a drift of the clocks meets all of them.
+Checks of the method, recorded with every timing: `scaling` is the time of 3n programs over that of
+n, which must be about three; `host_share` is how much of the long run the host spent enqueueing.
+Near one with a short queue, what was timed is the host. Implementations of a row are sampled in
+turn, so that a drift of the clocks meets all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from typing import Any, NamedTuple
 import jax
 
 ENQUEUED_BYTES = 16e9
-"""Most bytes of outputs in the queue. JAX may hold the memory of every program that has not run yet."""
+"""Most bytes of outputs in the queue. JAX may hold the memory of every program that has not run
+yet."""
 
 
 class Run(NamedTuple):
@@ -56,7 +61,8 @@ class Plan:
     min_rounds: int = 5
     max_rounds: int = 40
     max_repeats: int = 10
-    """Three times this many programs stay below JAX's limit of 32 in flight: enqueueing never waits for the device."""
+    """Three times this many programs stay below JAX's limit of 32 in flight: enqueueing never waits
+    for the device."""
     warm_up: float = 0.15
 
 
@@ -83,8 +89,8 @@ def jax_program(call: Callable, sets: Sequence, *, platform: str | None = None) 
     """`call` of each of `sets`, in one compiled program."""
     options = None
     if (platform or jax.default_backend()) in ("gpu", "cuda"):
-        # As plain launches on one stream, calls run one after the other. A CUDA graph could overlap them, and would
-        # have to be updated on every run, whose outputs lie elsewhere.
+        # As plain launches on one stream, calls run one after the other. A CUDA graph could overlap
+        # them, and would have to be updated on every run, whose outputs lie elsewhere.
         options = {"xla_gpu_enable_command_buffer": ""}
     program = jax.jit(lambda sets: [call(one) for one in sets], compiler_options=options)
     start = time.perf_counter()
@@ -106,7 +112,9 @@ def jax_program(call: Callable, sets: Sequence, *, platform: str | None = None) 
     return Program(run, len(sets), last, output_bytes, compile_seconds)
 
 
-def measure(programs: Mapping[str, Program], plan: Plan) -> tuple[dict[str, Timing], dict[str, Exception]]:
+def measure(
+    programs: Mapping[str, Program], plan: Plan
+) -> tuple[dict[str, Timing], dict[str, Exception]]:
     """(timing of each, what went wrong with the others): all programs in turn, round by round."""
     samplers, failed = {}, {}
     for name, program in programs.items():
@@ -135,9 +143,15 @@ class _Sampler:
             if time.perf_counter() - start >= plan.warm_up:
                 break
         single = max(single, 1e-7)
-        repeats = min(plan.max_repeats, plan.short_run / single, ENQUEUED_BYTES / (3 * max(1, program.output_bytes)))
+        repeats = min(
+            plan.max_repeats,
+            plan.short_run / single,
+            ENQUEUED_BYTES / (3 * max(1, program.output_bytes)),
+        )
         self.repeats = max(1, round(repeats))
-        self.rounds = int(min(plan.max_rounds, max(plan.min_rounds, plan.seconds / (4 * self.repeats * single))))
+        self.rounds = int(
+            min(plan.max_rounds, max(plan.min_rounds, plan.seconds / (4 * self.repeats * single)))
+        )
         self.short: list[Run] = []
         self.long: list[Run] = []
 
@@ -151,9 +165,13 @@ class _Sampler:
         samples = sorted((b - a) / (2 * calls) for a, b in zip(short, long, strict=True))
         scaling = statistics.median(long) / statistics.median(short)
         seconds = statistics.median(samples)
-        if seconds <= 0:  # noise beyond all measure, as on a busy host: then the long runs as they are
+        if (
+            seconds <= 0
+        ):  # noise beyond all measure, as on a busy host: then the long runs as they are
             seconds = statistics.median(long) / (3 * calls)
-        first, _, third = statistics.quantiles(samples, n=4) if len(samples) > 1 else (seconds, seconds, seconds)
+        first, _, third = (
+            statistics.quantiles(samples, n=4) if len(samples) > 1 else (seconds, seconds, seconds)
+        )
         return Timing(
             seconds=seconds,
             spread=(third - first) / seconds,

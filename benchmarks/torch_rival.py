@@ -1,4 +1,5 @@
-"""PyTorch's flash attention, where a PyTorch with CUDA is installed. Arrays are shared with JAX, not copied."""
+"""PyTorch's flash attention, where a PyTorch with CUDA is installed. Arrays are shared with JAX,
+not copied."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .timing import Program, Run
 
 
 def torch_flash(shape: Shape) -> Candidate:
-    """`scaled_dot_product_attention` with the flash backend and no other; torch's own B N T H over B T N H memory."""
+    """`scaled_dot_product_attention` with the flash backend and no other; torch's own B N T H over
+    B T N H memory."""
     if isinstance(shape, Decode):
         raise NotImplementedError("was not asked to decode: it takes no lengths")
     if shape.packed:
@@ -36,7 +38,11 @@ def torch_flash(shape: Shape) -> Candidate:
 
     def call(s):
         out = attend(s["q"], s["k"], s["v"])
-        return (out, *torch.autograd.grad(out, (s["q"], s["k"], s["v"]), s["d_out"])) if shape.gradient else (out,)
+        return (
+            (out, *torch.autograd.grad(out, (s["q"], s["k"], s["v"]), s["d_out"]))
+            if shape.gradient
+            else (out,)
+        )
 
     def canonical(outputs) -> tuple:
         out, *gradients = outputs
@@ -44,7 +50,9 @@ def torch_flash(shape: Shape) -> Candidate:
         torch.cuda.synchronize()
         return tuple(jnp.from_dlpack(x.detach().contiguous()) for x in swapped)
 
-    return Candidate("torch-flash", call, prepare, canonical, lambda call, sets: _program(torch, call, sets))
+    return Candidate(
+        "torch-flash", call, prepare, canonical, lambda call, sets: _program(torch, call, sets)
+    )
 
 
 def _torch() -> Any:
@@ -58,18 +66,23 @@ def _torch() -> Any:
 
 
 def _attend(torch: Any, shape) -> Callable:
-    """With an offset the mask is causal from the lower right corner, which the flash backend knows."""
+    """With an offset the mask is causal from the lower right corner, which the flash backend
+    knows."""
     attention = importlib.import_module("torch.nn.attention")
     bias = None
     if shape.offset:
         if shape.offset + shape.queries != shape.keys:
             raise NotImplementedError("takes a chunk at the end of the cache only")
-        bias = importlib.import_module("torch.nn.attention.bias").causal_lower_right(shape.queries, shape.keys)
+        bias = importlib.import_module("torch.nn.attention.bias").causal_lower_right(
+            shape.queries, shape.keys
+        )
     mask = {"is_causal": True} if bias is None else {"attn_mask": bias}
 
     def attend(q, k, v):
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **mask, enable_gqa=q.shape[1] != k.shape[1])
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, **mask, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
     return attend
 
@@ -94,6 +107,8 @@ def _program(torch: Any, call: Callable, sets: Sequence) -> Program:
         end.record()
         queued = time.perf_counter()
         torch.cuda.synchronize()
-        return Run(first.elapsed_time(end) / 1e3, min(queued - start, first.elapsed_time(end) / 1e3))
+        return Run(
+            first.elapsed_time(end) / 1e3, min(queued - start, first.elapsed_time(end) / 1e3)
+        )
 
     return Program(run, len(sets), last, output_bytes, first_seconds)

@@ -6,13 +6,15 @@
     PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.train_step
                                                         without a GPU: counts, and compiles the steps for an H200
 
-Without a device the FLOPs of the step are counted at the shape of Llama-3.1-8B against those of two whole models (see
-`two_models`), and every variant of the step is compiled for an H200: its compiler's memory against the planned. With a
-device every variant runs in a process of its own, so that its peak of memory is its own and a failure leaves the others
-alone: the step of `python -m swiftkv_jax.train` with random bfloat16 weights on packed rows of 8,192 tokens. MFU counts the
-model's FLOPs and `busy` also those that are computed again, both of the published peak where it is known and of what a
-large product reaches here. The table goes to stdout, JSON to `benchmarks/results/` (of a smoke run only to `--output`),
-rewritten after every row. Exit code 1 if a variant fails or nothing was measured.
+Without a device the FLOPs of the step are counted at the shape of Llama-3.1-8B against those of two
+whole models (see `two_models`), and every variant of the step is compiled for an H200: its
+compiler's memory against the planned. With a device every variant runs in a process of its own, so
+that its peak of memory is its own and a failure leaves the others alone: the step of `python -m
+swiftkv_jax.train` with random bfloat16 weights on packed rows of 8,192 tokens. MFU counts the
+model's FLOPs and `busy` also those that are computed again, both of the published peak where it is
+known and of what a large product reaches here. The table goes to stdout, JSON to
+`benchmarks/results/` (of a smoke run only to `--output`), rewritten after every row. Exit code 1 if
+a variant fails or nothing was measured.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.hardware import GIB, hardware_of
-from swiftkv_jax.model import Remat
 from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.transformer import Remat
 
 from . import report
 from .boundary import TOPOLOGY
@@ -42,25 +44,45 @@ from .train_variants import SIZES, Size, Variant, compile_step, described, docum
 from .two_models import saving
 
 LEAST_SAVED, MEMORY_ERROR = 0.16, 0.10
-"""Targets: the share of FLOPs that the shared prefix saves with remat, and how far off the planned memory may be."""
+"""Targets: the share of FLOPs that the shared prefix saves with remat, and how far off the planned
+memory may be."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description="FLOPs, speed and memory of the training step.")
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step",
+        description="FLOPs, speed and memory of the training step.",
+    )
     report.add_flags(parser, tables=tuple(SIZES), seconds=420, rows=False)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
 
 def _main(args: argparse.Namespace) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the device's memory to the processes of the variants
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # leaves the device's memory to the processes of the variants
     start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
     device = jax.default_backend() != "cpu"
     here = device or args.shapes == "smoke"  # else the device is described, not there
-    document = {"benchmark": "train_step", **report.environment(seed), "compiled_for": "this device" if here else TOPOLOGY}
-    path = report.output_path(args, "train-step", document["device"]["kind"] if here else TOPOLOGY.split(":")[0], document["date"])
-    document |= {"length": size.length, "documents": documents(size.length), "savings": [], "rows": []}
+    document = {
+        "benchmark": "train_step",
+        **report.environment(seed),
+        "compiled_for": "this device" if here else TOPOLOGY,
+    }
+    path = report.output_path(
+        args,
+        "train-step",
+        document["device"]["kind"] if here else TOPOLOGY.split(":")[0],
+        document["date"],
+    )
+    document |= {
+        "length": size.length,
+        "documents": documents(size.length),
+        "savings": [],
+        "rows": [],
+    }
     cli.log(f"{document['compiled_for']}, seed {seed}, writing {path or 'nothing'}")
     if not device:
         for row in savings(size):
@@ -92,7 +114,7 @@ def _main(args: argparse.Namespace) -> int:
     return cli.OK if measured and not failed else cli.ERROR
 
 
-# Rows -----------------------------------------------------------------------------------------------------------------
+# Rows -------------------------------------------------------------------------
 
 
 def savings(size: Size) -> Iterator[dict[str, Any]]:
@@ -103,10 +125,13 @@ def savings(size: Size) -> Iterator[dict[str, Any]]:
 
 
 def measure_row(shapes: str, variant: Variant, seed: int, floors: Floors | None) -> dict[str, Any]:
-    """The compiler's figures, and with `floors` the device's. What goes wrong is recorded in their place."""
+    """The compiler's figures, and with `floors` the device's. What goes wrong is recorded in their
+    place."""
     try:
         if floors is None:
-            return _with_error(compile_step(SIZES[shapes], variant, topology_mesh(TOPOLOGY, (1, 1))))
+            return _with_error(
+                compile_step(SIZES[shapes], variant, topology_mesh(TOPOLOGY, (1, 1)))
+            )
         row = alone(_run, shapes, variant, seed)
     except Exception as error:  # also a process that died
         return {"error": report.reason(error)}
@@ -126,7 +151,9 @@ def _floors(shapes: str, seed: int) -> Floors:
 def _run(shapes: str, variant: Variant, seed: int) -> dict[str, Any]:
     try:
         return run_step(SIZES[shapes], variant, seed, _plan(shapes))
-    except Exception as error:  # in one line: not every error of a compiler can be sent to another process
+    except (
+        Exception
+    ) as error:  # in one line: not every error of a compiler can be sent to another process
         return {"error": report.reason(error)}
 
 
@@ -135,24 +162,29 @@ def _plan(shapes: str) -> Plan:
 
 
 def utilisation(row: dict[str, Any], floors: Floors) -> dict[str, float]:
-    """Shares of the published peak, where it is known, and of the measured rate of a large product."""
+    """Shares of the published peak, where it is known, and of the measured rate of a large
+    product."""
     shares = {
         "mfu_of_product": row["model_tflops"] / floors.matmul_tflops,
         "busy_of_product": row["computed_tflops"] / floors.matmul_tflops,
     }
     if hardware := hardware_of(jax.devices()[0].device_kind):
         peak = hardware.flops / 1e12
-        shares |= {"mfu_of_peak": row["model_tflops"] / peak, "busy_of_peak": row["computed_tflops"] / peak}
+        shares |= {
+            "mfu_of_peak": row["model_tflops"] / peak,
+            "busy_of_peak": row["computed_tflops"] / peak,
+        }
     return shares
 
 
 def _with_error(row: dict[str, Any]) -> dict[str, Any]:
-    """With the distance of the planned memory from the device's, or where there is none from the compiler's."""
+    """With the distance of the planned memory from the device's, or where there is none from the
+    compiler's."""
     peak = row.get("peak_bytes") or row["compiled_peak_bytes"]
     return row | {"plan_error": row["planned_bytes"] / peak - 1} if "planned_bytes" in row else row
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
+# Tables -----------------------------------------------------------------------
 
 
 def judge(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,21 +192,39 @@ def judge(document: dict[str, Any]) -> list[dict[str, Any]]:
     verdicts = []
     for row in document["savings"]:
         if row["remat"] != "none":
-            what = f"at least {LEAST_SAVED:.0%} saved with remat {row['remat']}, documents of {row['document']}"
+            what = (
+                f"at least {LEAST_SAVED:.0%} saved with remat {row['remat']}, documents of "
+                f"{row['document']}"
+            )
             found = row["counted"]["saved"]
-            verdicts.append({"measure": what, "verdict": f"{'met' if found >= LEAST_SAVED else 'MISSED'}, {found:.2%}"})
+            verdicts.append(
+                {
+                    "measure": what,
+                    "verdict": f"{'met' if found >= LEAST_SAVED else 'MISSED'}, {found:.2%}",
+                }
+            )
     for row in document["rows"]:
         if "plan_error" in row:
-            found, what = row["plan_error"], f"memory planned within {MEMORY_ERROR:.0%}, {row['name']}"
-            verdicts.append({"measure": what, "verdict": f"{'met' if abs(found) <= MEMORY_ERROR else 'MISSED'}, {found:+.1%}"})
+            found, what = (
+                row["plan_error"],
+                f"memory planned within {MEMORY_ERROR:.0%}, {row['name']}",
+            )
+            verdicts.append(
+                {
+                    "measure": what,
+                    "verdict": f"{'met' if abs(found) <= MEMORY_ERROR else 'MISSED'}, {found:+.1%}",
+                }
+            )
     return verdicts
 
 
 def _saving_line(row: dict[str, Any]) -> str:
     counted, formula = row["counted"], row["formula"]
     return (
-        f"documents of {row['document']:5}, remat {row['remat']:5}: {counted['shared'] / 1e12:.4g} TFLOP a row, as two models "
-        f"{counted['two_models'] / 1e12:.4g}: {counted['saved']:.2%} saved; {formula['saved']:.2%} by the formula"
+        f"documents of {row['document']:5}, remat {row['remat']:5}: "
+        f"{counted['shared'] / 1e12:.4g} TFLOP a row, as two models "
+        f"{counted['two_models'] / 1e12:.4g}: {counted['saved']:.2%} saved; "
+        f"{formula['saved']:.2%} by the formula"
     )
 
 
@@ -185,10 +235,21 @@ def _line(row: dict[str, Any]) -> str:
     if "seconds" in row:
         line += f"{report.duration(row['seconds']):>9} {row['tokens_per_second']:9,.0f} tokens/s, "
         line += "".join(
-            f"{name.replace('_', ' ')} {row[name]:.1%}, " for name in ("mfu_of_peak", "mfu_of_product", "busy_of_product") if name in row
+            f"{name.replace('_', ' ')} {row[name]:.1%}, "
+            for name in ("mfu_of_peak", "mfu_of_product", "busy_of_product")
+            if name in row
         )
-    memory = {"peak": row.get("peak_bytes"), "compiled": row["compiled_peak_bytes"], "planned": row.get("planned_bytes")}
-    line += ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory.items() if value is not None) + " GiB"
+    memory = {
+        "peak": row.get("peak_bytes"),
+        "compiled": row["compiled_peak_bytes"],
+        "planned": row.get("planned_bytes"),
+    }
+    line += (
+        ", ".join(
+            f"{name} {value / GIB:.2f}" for name, value in memory.items() if value is not None
+        )
+        + " GiB"
+    )
     return line + (f" ({row['plan_error']:+.1%})" if "plan_error" in row else "")
 
 

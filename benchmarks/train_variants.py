@@ -1,4 +1,5 @@
-"""Variants of the training step: each compiled for a device that is only described, or run on one that is here."""
+"""Variants of the training step: each compiled for a device that is only described, or run on one
+that is here."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_per_token
-from swiftkv_jax.model import Batch, Remat
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.pallas_kernels import Implementation
 from swiftkv_jax.params import Llama, init_llama, init_swiftkv, llama_shapes
-from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
+from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.train.memory import memory_per_device
 from swiftkv_jax.train.recipe import Recipe
-from swiftkv_jax.train.step import TrainState, init_state, make_optimizer, make_train_step, micro_batch_sharding, state_shapes
+from swiftkv_jax.train.step import (
+    TrainState,
+    init_state,
+    make_optimizer,
+    make_train_step,
+    micro_batch_sharding,
+    state_shapes,
+)
+from swiftkv_jax.transformer import Batch, Remat
 
 from .boundary import LLAMA_8B, TINY
 from .timing import Plan, Program, Run, measure
@@ -44,7 +53,10 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"{self.layers} layers, {self.rows} x row, remat {self.remat}, attention {self.attention or 'default'}"
+        return (
+            f"{self.layers} layers, {self.rows} x row, remat {self.remat}, attention "
+            f"{self.attention or 'default'}"
+        )
 
 
 class Size(NamedTuple):
@@ -84,7 +96,9 @@ def documents(length: int) -> list[int]:
 
 def step_of(size: Size, variant: Variant, mesh: Mesh) -> tuple[Config, Recipe, Any, Any]:
     """(architecture, recipe, optimizer, the jitted step of `swiftkv_jax.train.step`)."""
-    config = dataclasses.replace(size.config, num_layers=variant.layers, num_key_value_layers=variant.layers // 2)
+    config = dataclasses.replace(
+        size.config, num_layers=variant.layers, num_key_value_layers=variant.layers // 2
+    )
     recipe = Recipe(
         model="random weights",
         data=(),
@@ -99,23 +113,32 @@ def step_of(size: Size, variant: Variant, mesh: Mesh) -> tuple[Config, Recipe, A
 
 
 def described(size: Size, variant: Variant) -> dict[str, Any]:
-    return {"name": variant.name} | dataclasses.asdict(variant) | {"tokens": variant.rows * size.length}
+    return (
+        {"name": variant.name}
+        | dataclasses.asdict(variant)
+        | {"tokens": variant.rows * size.length}
+    )
 
 
-# The compiler's figures ---------------------------------------------------------------------------------------------
+# The compiler's figures -------------------------------------------------------
 
 
 def compile_step(size: Size, variant: Variant, mesh: Mesh) -> dict[str, Any]:
-    """Memory as the compiler of `mesh`'s devices reports it, and as the plan of a run foresees it."""
+    """Memory as the compiler of `mesh`'s devices reports it, and as the plan of a run foresees
+    it."""
     config, recipe, optimizer, step = step_of(size, variant, mesh)
     shape = (1, variant.rows, size.length)
     integers, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(integers, integers, integers, floats)
-    compiled = step.lower(state_shapes(config, optimizer), llama_shapes(config, jnp.bfloat16), batch)
+    compiled = step.lower(
+        state_shapes(config, optimizer), llama_shapes(config, jnp.bfloat16), batch
+    )
     return memory_of(compiled, planned_bytes(recipe, config, mesh))[1]
 
 
-def memory_of(lowered: jax.stages.Lowered, planned: float | None) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+def memory_of(
+    lowered: jax.stages.Lowered, planned: float | None
+) -> tuple[jax.stages.Compiled, dict[str, Any]]:
     """(the compiled step, its memory in bytes beside the planned)."""
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -135,29 +158,39 @@ def planned_bytes(recipe: Recipe, config: Config, mesh: Mesh) -> float:
     return sum(memory_per_device(recipe, config, mesh, jnp.dtype(jnp.bfloat16)).values())
 
 
-# On a device --------------------------------------------------------------------------------------------------------
+# On a device ------------------------------------------------------------------
 
 
 def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, Any]:
-    """Time a step and read the device's peak of memory, which counts from the start of this process."""
+    """Time a step and read the device's peak of memory, which counts from the start of this
+    process."""
     mesh = make_mesh((1, 1))
     config, recipe, optimizer, step = step_of(size, variant, mesh)
     llama, state = random_weights(config, optimizer, mesh, jax.random.key(seed))
-    batches = [packed_batch(config, size.length, variant.rows, mesh, seed + number) for number in range(2)]
+    batches = [
+        packed_batch(config, size.length, variant.rows, mesh, seed + number) for number in range(2)
+    ]
     before = peak_bytes()
-    compiled, found = memory_of(step.lower(state, llama, batches[0]), planned_bytes(recipe, config, mesh))
+    compiled, found = memory_of(
+        step.lower(state, llama, batches[0]), planned_bytes(recipe, config, mesh)
+    )
     program, losses = chained(compiled, state, llama, batches)
     del state
     program.run(1)
     peak = peak_bytes()  # of making the weights rather than of the step, if it has not risen
-    found["peak_bytes"] = peak if peak is not None and before is not None and peak > before else None
+    found["peak_bytes"] = (
+        peak if peak is not None and before is not None and peak > before else None
+    )
     timings, failed = measure({"step": program}, plan)
     for error in failed.values():
         raise error
     timing, loss = timings["step"], float(losses[-1])
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
-    flops = {remat: step_flops(config, size.length, variant.rows, remat) for remat in ("none", variant.remat)}
+    flops = {
+        remat: step_flops(config, size.length, variant.rows, remat)
+        for remat in ("none", variant.remat)
+    }
     return found | {
         "seconds": timing.seconds,
         "tokens_per_second": variant.rows * size.length / timing.seconds,
@@ -168,8 +201,11 @@ def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, A
     }
 
 
-def chained(compiled: jax.stages.Compiled, state: TrainState, llama: Llama, batches: list[Batch]) -> tuple[Program, list[jax.Array]]:
-    """(steps one after another, each on the state that the last one left; a list whose last entry is the newest loss)."""
+def chained(
+    compiled: jax.stages.Compiled, state: TrainState, llama: Llama, batches: list[Batch]
+) -> tuple[Program, list[jax.Array]]:
+    """(steps one after another, each on the state that the last one left; a list whose last entry
+    is the newest loss)."""
     states, losses = [state], [jnp.zeros(())]
 
     def run(repeats: int) -> Run:
@@ -184,21 +220,28 @@ def chained(compiled: jax.stages.Compiled, state: TrainState, llama: Llama, batc
     return Program(run, 1, None), losses
 
 
-def random_weights(config: Config, optimizer: Any, mesh: Mesh, key: jax.Array) -> tuple[Llama, TrainState]:
+def random_weights(
+    config: Config, optimizer: Any, mesh: Mesh, key: jax.Array
+) -> tuple[Llama, TrainState]:
     """Frozen weights in bfloat16 and a fresh delta, made on the device."""
     make = functools.partial(init_llama, config, dtype=jnp.bfloat16)
     llama = jax.jit(make, out_shardings=llama_shardings(config, mesh))(key)
-    delta = jax.jit(init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh))(config, llama)
+    delta = jax.jit(init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh))(
+        config, llama
+    )
     return llama, jax.block_until_ready(init_state(config, optimizer, mesh, delta))
 
 
 def packed_batch(config: Config, length: int, rows: int, mesh: Mesh, seed: int) -> Batch:
-    """Random tokens in rows of several documents; every token but a document's last predicts the next one."""
+    """Random tokens in rows of several documents; every token but a document's last predicts the
+    next one."""
     lengths = documents(length)
     ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
     mask = np.append(ids[1:] == ids[:-1], False).astype(np.float32)
-    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (1, rows, length), dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(
+        0, config.vocab_size, (1, rows, length), dtype=np.int32
+    )
     fields = (tokens, *(np.broadcast_to(field, tokens.shape) for field in (positions, ids, mask)))
     return jax.device_put(Batch(*fields), micro_batch_sharding(mesh))
 
@@ -209,5 +252,6 @@ def step_flops(config: Config, length: int, rows: int, remat: Remat) -> float:
 
 
 def peak_bytes() -> int | None:
-    """Most memory that was in use on the device since this process began; None where the device does not say."""
+    """Most memory that was in use on the device since this process began; None where the device
+    does not say."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,4 +1,5 @@
-"""Find the best block sizes for the device at hand and put them into `swiftkv_jax/pallas_kernels/tuning.json`.
+"""Find the best block sizes for the device at hand and put them into
+`swiftkv_jax/pallas_kernels/tuning.json`.
 
     python -m benchmarks.tune                               every kernel, head dim and cache format of this device
     python -m benchmarks.tune --only 'prefill H128'         some: names are like `hopper.decode H128 float8_e4m3fn`
@@ -7,10 +8,11 @@
 
 On a CPU nothing can be timed: `--dry-run` lists what would be tried.
 
-Candidates that their class refuses, that do not compile or whose results are wrong are skipped, with the reason. The best
-goes to the top of the table for this kind of device as soon as it is known; the entry there is now competes, and stays
-unless another is at least 1 % faster. Everything that was tried goes to `benchmarks/results/` (of a smoke run only to
-`--output`). Exit code 1 if no candidate of any kernel ran.
+Candidates that their class refuses, that do not compile or whose results are wrong are skipped,
+with the reason. The best goes to the top of the table for this kind of device as soon as it is
+known; the entry there is now competes, and stays unless another is at least 1 % faster. Everything
+that was tried goes to `benchmarks/results/` (of a smoke run only to `--output`). Exit code 1 if no
+candidate of any kernel ran.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.files import write_whole
+from swiftkv_jax.io.files import write_whole
 from swiftkv_jax.pallas_kernels import ops, tuning
 from swiftkv_jax.pallas_kernels.device import current_device
 
@@ -42,7 +44,8 @@ from .candidates import Candidate, op
 from .timing import SMOKE_PLAN, Plan, measure
 
 KEEP = 0.99
-"""A candidate replaces the best so far if it takes less than this share of its time: differences below are noise."""
+"""A candidate replaces the best so far if it takes less than this share of its time: differences
+below are noise."""
 CACHES = ("bfloat16", "float8_e4m3fn", "int8")
 PLAN = Plan(short_run=0.01, seconds=0.25, warm_up=0.05)
 
@@ -58,21 +61,32 @@ class Job(NamedTuple):
 
     @property
     def tuning_class(self) -> type:
-        return importlib.import_module(f"{ops.__package__}.{self.kernel.removesuffix('.packed')}").Tuning
+        return importlib.import_module(
+            f"{ops.__package__}.{self.kernel.removesuffix('.packed')}"
+        ).Tuning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code is that of `swiftkv_jax.cli`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description="Find the best block sizes for this device.")
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description="Find the best block sizes for this device."
+    )
     report.add_flags(parser, tables=("full", "smoke"), seconds=540)
     parser.add_argument("--dry-run", action="store_true", help="print the best, change nothing")
-    parser.add_argument("--table", type=Path, default=tuning.TABLE, metavar="FILE", help="the table to change (default: the package's)")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        default=tuning.TABLE,
+        metavar="FILE",
+        help="the table to change (default: the package's)",
+    )
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
 
 def jobs(platform: str, pattern: str | None) -> list[Job]:
-    """What there is to tune, most used first: all devices' kernels on a CPU. Raises `UsageError` that names the flag."""
+    """What there is to tune, most used first: all devices' kernels on a CPU. Raises `UsageError`
+    that names the flag."""
     prefixes = {"gpu": ("hopper",), "tpu": ("tpu",)}.get(platform, ("hopper", "tpu"))
     head_dims = sorted(ops.HEAD_DIMS, key=lambda head_dim: head_dim != 128)
     found = [
@@ -87,7 +101,9 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
     except re.error as error:
         raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
     if not chosen:
-        raise UsageError(f"--only {pattern!r}: nothing has such a name; names are like {found[0].name!r}")
+        raise UsageError(
+            f"--only {pattern!r}: nothing has such a name; names are like {found[0].name!r}"
+        )
     return chosen
 
 
@@ -96,14 +112,20 @@ def _main(args: argparse.Namespace) -> int:
     chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
     if platform not in ("gpu", "tpu"):
         if not args.dry_run:
-            raise UsageError("there is nothing to tune on a CPU; --dry-run lists what would be tried")
+            raise UsageError(
+                "there is nothing to tune on a CPU; --dry-run lists what would be tried"
+            )
         for job in chosen:
             print(f"{job.name}: {listed(job)}")
         print("Nothing can be timed on a CPU: these are the candidates for a device.")
         return cli.OK
     seed = report.new_seed(args.seed)
     document = {"benchmark": "tune", **report.environment(seed), "shapes": args.shapes, "jobs": []}
-    path = None if args.dry_run else report.output_path(args, "tune", document["device"]["kind"], document["date"])
+    path = (
+        None
+        if args.dry_run
+        else report.output_path(args, "tune", document["device"]["kind"], document["date"])
+    )
     if not args.dry_run:
         report.check_writable(args.table)
     cli.log(f"{document['device']['kind']}, seed {seed}")
@@ -113,17 +135,36 @@ def _main(args: argparse.Namespace) -> int:
             document["jobs"].append({"name": job.name, "skipped": "budget"})
             continue
         key = jax.random.fold_in(jax.random.key(seed), number)
-        result = tune(job, args.shapes, key, SMOKE_PLAN if smoke else PLAN, deadline=start + args.seconds)
+        result = tune(
+            job, args.shapes, key, SMOKE_PLAN if smoke else PLAN, deadline=start + args.seconds
+        )
         document["jobs"].append(result)
         if result["best"] is None:
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in Counter(t["reason"] for t in result["tried"]).most_common(3))
-            print(f"{job.name}: none of {len(result['tried'])} candidates ran: {reasons}", flush=True)
+            reasons = "; ".join(
+                f"{count} x {reason}"
+                for reason, count in Counter(t["reason"] for t in result["tried"]).most_common(3)
+            )
+            print(
+                f"{job.name}: none of {len(result['tried'])} candidates ran: {reasons}", flush=True
+            )
             continue
         print(f"{job.name}: {json.dumps(result['best'])}: {result['basis']}", flush=True)
         if not args.dry_run:
-            entry = {"kernel": job.kernel, "device": current_device()[1], "head_dim": job.head_dim, "dtype": job.dtype}
-            entry |= {"tuning": result["best"], "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: {result['basis']}"}
-            write_whole(args.table, table_text(with_entry(json.loads(args.table.read_text()), entry)).encode())
+            entry = {
+                "kernel": job.kernel,
+                "device": current_device()[1],
+                "head_dim": job.head_dim,
+                "dtype": job.dtype,
+            }
+            entry |= {
+                "tuning": result["best"],
+                "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: "
+                f"{result['basis']}",
+            }
+            write_whole(
+                args.table,
+                table_text(with_entry(json.loads(args.table.read_text()), entry)).encode(),
+            )
     document["seconds"] = time.monotonic() - start
     report.write_json(path, document)
     if path is not None:
@@ -135,13 +176,19 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def listed(job: Job) -> str:
-    """The candidates in one line: the entry there is now, then the grid, a group after the other."""
+    """The candidates in one line: the entry there is now, then the grid, a group after the
+    other."""
     start = _current(job) or {}
     groups = []
     for number, group in enumerate(grid.GRIDS[job.kernel]):
         candidates = list(grid.combinations(job.kernel, number, job.tuning_class, start))
-        values = ", ".join(f"{name} {'|'.join(map(str, choices))}" for name, choices in group.items())
-        groups.append(f"{values} ({sum(_accepted(job, values) for values in candidates)} of {len(candidates)} allowed)")
+        values = ", ".join(
+            f"{name} {'|'.join(map(str, choices))}" for name, choices in group.items()
+        )
+        groups.append(
+            f"{values} ({sum(_accepted(job, values) for values in candidates)} of "
+            f"{len(candidates)} allowed)"
+        )
     return f"{json.dumps(start)}; {'; then '.join(groups)}"
 
 
@@ -153,8 +200,11 @@ def _accepted(job: Job, values: dict[str, Any]) -> bool:
     return True
 
 
-def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf) -> dict[str, Any]:
-    """All candidates of one kernel, head dim and cache format; the best of those that are right, or None."""
+def tune(
+    job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf
+) -> dict[str, Any]:
+    """All candidates of one kernel, head dim and cache format; the best of those that are right, or
+    None."""
     cli.log(job.name)
     implementation = job.kernel.split(".")[0]
     tuning_class = job.tuning_class
@@ -177,8 +227,13 @@ def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = mat
         tried.append(record)
         try:
             candidate = tuning_class(**values)
-            record |= {"tuning": grid.fields(candidate), "seconds": _times(job, candidate, implementation, cases, plan, best)}
-            record["mean"] = math.exp(sum(map(math.log, record["seconds"].values())) / len(record["seconds"]))
+            record |= {
+                "tuning": grid.fields(candidate),
+                "seconds": _times(job, candidate, implementation, cases, plan, best),
+            }
+            record["mean"] = math.exp(
+                sum(map(math.log, record["seconds"].values())) / len(record["seconds"])
+            )
         except Exception as error:  # refused, does not compile, or wrong: the others go on
             record["reason"] = report.reason(error)
             cli.log(f"  {json.dumps(values, default=str)}: {record['reason']}")
@@ -189,7 +244,11 @@ def tune(job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = mat
 
     attempt(start)
     for group in range(len(grid.GRIDS[job.kernel])):
-        for values in list(grid.combinations(job.kernel, group, tuning_class, start if best is None else best["tuning"])):
+        for values in list(
+            grid.combinations(
+                job.kernel, group, tuning_class, start if best is None else best["tuning"]
+            )
+        ):
             if time.monotonic() < deadline:
                 attempt(values)
     result: dict[str, Any] = {"name": job.name, "tried": tried, "best": None}
@@ -212,8 +271,11 @@ def _current(job: Job) -> dict[str, Any] | None:
         return None
 
 
-def _times(job: Job, candidate: Any, implementation: str, cases, plan: Plan, best: dict[str, Any] | None) -> dict[str, float]:
-    """Seconds per call on every shape. Raises for a wrong result, and for one that is far behind on the first shape."""
+def _times(
+    job: Job, candidate: Any, implementation: str, cases, plan: Plan, best: dict[str, Any] | None
+) -> dict[str, float]:
+    """Seconds per call on every shape. Raises for a wrong result, and for one that is far behind on
+    the first shape."""
     seconds: dict[str, float] = {}
     for shape, sets, wanted in cases:
         with using(job.kernel, candidate):
@@ -225,14 +287,22 @@ def _times(job: Job, candidate: Any, implementation: str, cases, plan: Plan, bes
         for error in failed.values():
             raise error
         seconds[shape.name] = timings[""].seconds
-        if best is not None and len(cases) > 1 and len(seconds) == 1 and seconds[shape.name] > 2 * best["seconds"][shape.name]:
-            raise TimeoutError(f"{report.duration(seconds[shape.name])} on {shape.name} is over twice the best")
+        if (
+            best is not None
+            and len(cases) > 1
+            and len(seconds) == 1
+            and seconds[shape.name] > 2 * best["seconds"][shape.name]
+        ):
+            raise TimeoutError(
+                f"{report.duration(seconds[shape.name])} on {shape.name} is over twice the best"
+            )
     return seconds
 
 
 @contextlib.contextmanager
 def using(kernel: str, candidate: Any) -> Iterator[None]:
-    """The ops as they are, but for one kernel's tuning: what is traced in here runs with `candidate`."""
+    """The ops as they are, but for one kernel's tuning: what is traced in here runs with
+    `candidate`."""
     usual = ops.tuning_for
 
     def chosen(tuning_class, name, head_dim, dtype):
@@ -246,13 +316,16 @@ def _told(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {report.duration(value)}" for name, value in seconds.items())
 
 
-# The table ------------------------------------------------------------------------------------------------------
+# The table --------------------------------------------------------------------
 
 
 def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
     """`entry` on top; one for the same kernel, device, head dim and dtype goes."""
     same = ("kernel", "device", "head_dim", "dtype")
-    return [entry, *(other for other in entries if any(other[field] != entry[field] for field in same))]
+    return [
+        entry,
+        *(other for other in entries if any(other[field] != entry[field] for field in same)),
+    ]
 
 
 def table_text(entries: list[dict[str, Any]]) -> str:

@@ -1,9 +1,12 @@
-"""What the shared prefix of the distillation step saves: its products against those of two whole models.
+"""What the shared prefix of the distillation step saves: its products against those of two whole
+models.
 
-Distillation is usually written with a teacher and a student that are two models, each run from the embedding on. Here the
-student's lower layers are the teacher's, so they run once. Both forms are differentiated and compiled for a CPU at full
-size, which allocates nothing, and their matrix products are counted as `products` does. Attention is one dense product
-over all T x T pairs, because loops over blocks end where documents do; of it, only the pairs count that a document's tokens see.
+Distillation is usually written with a teacher and a student that are two models, each run from the
+embedding on. Here the student's lower layers are the teacher's, so they run once. Both forms are
+differentiated and compiled for a CPU at full size, which allocates nothing, and their matrix
+products are counted as `products` does. Attention is one dense product over all T x T pairs,
+because loops over blocks end where documents do; of it, only the pairs count that a document's
+tokens see.
 """
 
 from __future__ import annotations
@@ -20,10 +23,16 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_by_part
 from swiftkv_jax.layers import head_weights, rms_norm
-from swiftkv_jax.model import Batch, Remat, run_lower, run_upper_student, run_upper_teacher
-from swiftkv_jax.pallas_kernels.kept import keep
+from swiftkv_jax.pallas_kernels.remat import keep
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import AUTHORS, distill_loss, linear_kl
+from swiftkv_jax.transformer import (
+    Batch,
+    Remat,
+    run_lower_layers,
+    run_upper_layers_student,
+    run_upper_layers_teacher,
+)
 
 from .products import count_products
 
@@ -55,8 +64,15 @@ def _dense_forward(q, k, v, visible):
 def _dense_backward(residuals, d_out):
     q, k, v, weights = residuals
     d_weights = jnp.einsum("BTNH,BNSH->BNTS", d_out, v)
-    d_scores = weights * (d_weights - (d_weights * weights).sum(axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
-    d_q, d_k = jnp.einsum("BNTS,BNSH->BTNH", d_scores, k), jnp.einsum("BNTS,BTNH->BNSH", d_scores, q)
+    d_scores = (
+        weights
+        * (d_weights - (d_weights * weights).sum(axis=-1, keepdims=True))
+        * q.shape[-1] ** -0.5
+    )
+    d_q, d_k = (
+        jnp.einsum("BNTS,BNSH->BTNH", d_scores, k),
+        jnp.einsum("BNTS,BTNH->BNSH", d_scores, q),
+    )
     return d_q, d_k, jnp.einsum("BNTS,BTNH->BNSH", weights, d_out), None
 
 
@@ -64,7 +80,14 @@ _dense.defvjp(_dense_forward, _dense_backward)
 
 
 def two_model_loss(
-    config: Config, delta: SwiftKV, student: Llama, teacher: Llama, batch: Batch, *, remat: Remat, attention: Attention
+    config: Config,
+    delta: SwiftKV,
+    student: Llama,
+    teacher: Llama,
+    batch: Batch,
+    *,
+    remat: Remat,
+    attention: Attention,
 ) -> jax.Array:
     """`distill_loss` of the authors' objective, by two models with weights of their own."""
     tapped, ids = AUTHORS.tapped(config.num_layers), batch.segment_ids
@@ -77,29 +100,60 @@ def two_model_loss(
         difference = jnp.where(index == tapped, (x - wanted).astype(jnp.float32), 0)
         return (jnp.square(difference).mean(axis=-1) * (ids > 0)).sum()
 
-    boundary, rope = run_lower(config, teacher, batch, attention=attention)
-    teacher_x, wanted = run_upper_teacher(config, teacher, boundary, rope, ids, probe=tap, attention=attention)
-    boundary, rope = run_lower(config, student, batch, attention=attention)
-    student_x, hidden = run_upper_student(
-        config, student, delta, boundary, rope, ids, probe=squared_error, remat=remat, attention=attention
+    boundary, rope = run_lower_layers(config, teacher, batch, attention=attention)
+    teacher_x, wanted = run_upper_layers_teacher(
+        config, teacher, boundary, rope, ids, layer_hook=tap, attention=attention
     )
-    student_x, teacher_x = (rms_norm(x, model.final_norm, config.norm_eps) for x, model in ((student_x, student), (teacher_x, teacher)))
+    boundary, rope = run_lower_layers(config, student, batch, attention=attention)
+    student_x, hidden = run_upper_layers_student(
+        config,
+        student,
+        delta,
+        boundary,
+        rope,
+        ids,
+        layer_hook=squared_error,
+        remat=remat,
+        attention=attention,
+    )
+    student_x, teacher_x = (
+        rms_norm(x, model.final_norm, config.norm_eps)
+        for x, model in ((student_x, student), (teacher_x, teacher))
+    )
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
-    kl, *_ = linear_kl(AUTHORS.temperature, student_x, teacher_x, head_weights(teacher), next_tokens, batch.loss_mask)
+    kl, *_ = linear_kl(
+        AUTHORS.temperature,
+        student_x,
+        teacher_x,
+        head_weights(teacher),
+        next_tokens,
+        batch.loss_mask,
+    )
     return kl / batch.loss_mask.sum() + AUTHORS.hidden_weight * hidden / (ids > 0).sum()
 
 
-def shared_loss(config: Config, delta: SwiftKV, llama: Llama, batch: Batch, *, remat: Remat, attention: Attention) -> jax.Array:
+def shared_loss(
+    config: Config,
+    delta: SwiftKV,
+    llama: Llama,
+    batch: Batch,
+    *,
+    remat: Remat,
+    attention: Attention,
+) -> jax.Array:
     """`distill_loss` without its metrics."""
     return distill_loss(config, delta, llama, batch, remat=remat, attention=attention)[0]
 
 
 def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str, Any]:
-    """FLOPs of both forms for one row of `length` tokens in documents of `document`, and the share that the shared prefix saves.
+    """FLOPs of both forms for one row of `length` tokens in documents of `document`, and the share
+    that the shared prefix saves.
 
     Counted in the compiled programs, and by the formula of `cost`.
     """
-    integers, floats = (jax.ShapeDtypeStruct((1, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    integers, floats = (
+        jax.ShapeDtypeStruct((1, length), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
     batch = Batch(integers, integers, integers, floats)
     delta, llama, attention = swiftkv_shapes(config), llama_shapes(config), DenseAttention()
 
@@ -108,7 +162,10 @@ def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str
         products = count_products(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
         return products.plain + products.batched * (document + 1) / (2 * length)
 
-    shared, two = count(shared_loss, delta, llama, batch), count(two_model_loss, delta, llama, llama, batch)
+    shared, two = (
+        count(shared_loss, delta, llama, batch),
+        count(two_model_loss, delta, llama, llama, batch),
+    )
     parts = train_flops_by_part(config, document, remat=remat)
     formula, again = length * sum(parts.values()), length * parts["lower layers, once for both"]
     return {
@@ -116,5 +173,9 @@ def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str
         "length": length,
         "document": document,
         "counted": {"shared": shared, "two_models": two, "saved": 1 - shared / two},
-        "formula": {"shared": formula, "two_models": formula + again, "saved": again / (formula + again)},
+        "formula": {
+            "shared": formula,
+            "two_models": formula + again,
+            "saved": again / (formula + again),
+        },
     }

@@ -1,6 +1,7 @@
-"""The whole path on the demo model: convert, distil, generate, compare. `make demo` runs it, in under three minutes on two cores.
+"""The whole path on the demo model: convert, distil, generate, compare. `make demo` runs it, in
+under three minutes on two cores.
 
-    python examples/demo.py [FOLDER]        FOLDER must be new; the default, runs/make-demo, is emptied first
+python examples/demo.py [FOLDER]        FOLDER must be new; the default, runs/make-demo, is emptied first
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from swiftkv_jax import demo
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.infer.engine import Engine, engine_for
-from swiftkv_jax.infer.options import EngineOptions
-from swiftkv_jax.infer.requests import Request
-from swiftkv_jax.infer.sampling import SamplingParams
-from swiftkv_jax.sharding import emulate_cpu_devices
+from swiftkv_jax.infer.engine.engine import Engine, engine_for
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.requests import Request
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.mesh import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
 
 DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does
 STEPS = {1: 16, 2: 32}  # by group size: sharing a cache is the larger change
 PROMPT = "def read_lines(path):"
-ROWS, PROMPT_TOKENS = 4, 897  # seven pages of 128 and the token that goes into the first decode step
+ROWS, PROMPT_TOKENS = (
+    4,
+    897,
+)  # seven pages of 128 and the token that goes into the first decode step
 NEW_TOKENS = 64
 
 
@@ -56,28 +60,48 @@ def run(name: str, main: Callable[[list[str]], int], *arguments: str) -> None:
 
 
 def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
-    """A fresh delta for half the layers: the exported model, and its held-out quality before and after."""
+    """A fresh delta for half the layers: the exported model, and its held-out quality before and
+    after."""
     output = folder / f"group-{group}"
-    flags = ["--mesh", "x".join(map(str, MESH)), "--key-value-group-size", str(group), "--max-steps", str(STEPS[group])]
+    flags = [
+        "--mesh",
+        "x".join(map(str, MESH)),
+        "--key-value-group-size",
+        str(group),
+        "--max-steps",
+        str(STEPS[group]),
+    ]
     run("train", train, *flags, "--logging-steps", "4", "--output-dir", str(output))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     before, after = (row for row in rows if "eval_agreement" in row)
-    return skv.load(output / "model"), after | {"initial_perplexity": before["eval_student_perplexity"]}
+    return skv.load(output / "model"), after | {
+        "initial_perplexity": before["eval_student_perplexity"]
+    }
 
 
 def measure(column: Column) -> tuple[float, float, str]:
-    """(prefill seconds of ROWS prompts, seconds per decode step of ROWS tokens, a greedy completion)."""
-    options = EngineOptions(max_model_len=PROMPT_TOKENS + NEW_TOKENS, max_num_seqs=ROWS, chunks=(512,), decode_rows=(ROWS,))
+    """(prefill seconds of ROWS prompts, seconds per decode step of ROWS tokens, a greedy
+    completion)."""
+    options = EngineOptions(
+        max_model_len=PROMPT_TOKENS + NEW_TOKENS,
+        max_num_seqs=ROWS,
+        chunks=(512,),
+        decode_rows=(ROWS,),
+    )
     engine = engine_for(column.model, options, swiftkv=column.swiftkv)
     random = np.random.default_rng(0)
     prefill, decode = [], []
     for _ in range(3):
         prompts = random.integers(2, column.model.config.vocab_size, (ROWS, PROMPT_TOKENS)).tolist()
         first = seconds(engine, prompts, 1)
-        decode.append(seconds(engine, prompts, NEW_TOKENS) / NEW_TOKENS)  # now the prompts are cached
+        decode.append(
+            seconds(engine, prompts, NEW_TOKENS) / NEW_TOKENS
+        )  # now the prompts are cached
         prefill.append(first - decode[-1])
     tokens = column.model.tokenizer(PROMPT)["input_ids"]
-    text = column.model.tokenizer.decode([token for event in engine.run([request(tokens, NEW_TOKENS)]) for token in event.tokens])
+    text = column.model.tokenizer.decode(
+        [token for event in engine.run([request(tokens, NEW_TOKENS)]) for token in event.tokens]
+    )
     return min(prefill), min(decode), text
 
 
@@ -103,26 +127,59 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
     def share(values, number):
         return [f"{number(value)}  ({value / values[0]:.0%})" for value in values]
 
-    rows.append((f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G")))
-    rows.append((f"prefill time, {ROWS} x {PROMPT_TOKENS - 1} tokens", *share(seconds, lambda v: f"{v:.2f} s")))
-    rows.append((f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms")))
+    rows.append(
+        (f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G"))
+    )
+    rows.append(
+        (
+            f"prefill time, {ROWS} x {PROMPT_TOKENS - 1} tokens",
+            *share(seconds, lambda v: f"{v:.2f} s"),
+        )
+    )
+    rows.append(
+        (f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms"))
+    )
     rows.append((f"KV cache bytes per token, {teacher.dtype}", *share(bytes_, lambda v: f"{v:,}")))
     quality = [column.quality for column in columns[1:]]
-    perplexity = [quality[0]["eval_teacher_perplexity"], *(q["eval_student_perplexity"] for q in quality)]
-    rows.append(("held-out perplexity before distilling", f"{perplexity[0]:.3f}", *(f"{q['initial_perplexity']:.3f}" for q in quality)))
+    perplexity = [
+        quality[0]["eval_teacher_perplexity"],
+        *(q["eval_student_perplexity"] for q in quality),
+    ]
+    rows.append(
+        (
+            "held-out perplexity before distilling",
+            f"{perplexity[0]:.3f}",
+            *(f"{q['initial_perplexity']:.3f}" for q in quality),
+        )
+    )
     cells = [f"{value:.3f}  ({value / perplexity[0] - 1:+.2%})" for value in perplexity]
-    rows.append((f"held-out perplexity after {' and '.join(map(str, STEPS.values()))} steps", *cells))
-    rows.append(("next token agrees with the teacher", "100.0%", *(f"{q['eval_agreement']:.1%}" for q in quality)))
+    rows.append(
+        (f"held-out perplexity after {' and '.join(map(str, STEPS.values()))} steps", *cells)
+    )
+    rows.append(
+        (
+            "next token agrees with the teacher",
+            "100.0%",
+            *(f"{q['eval_agreement']:.1%}" for q in quality),
+        )
+    )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def main() -> None:
     started = time.time()
     emulate_cpu_devices(math.prod(MESH))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, help=f"where everything goes (default: {DEFAULT_FOLDER})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help=f"where everything goes (default: {DEFAULT_FOLDER})"
+    )
     folder = parser.parse_args().folder or DEFAULT_FOLDER
     if folder == DEFAULT_FOLDER:
         shutil.rmtree(folder, ignore_errors=True)
@@ -142,7 +199,10 @@ def main() -> None:
     for column, (_, _, text) in zip(columns, measured, strict=True):
         print(f"\n--- {column.title}, greedy " + "-" * (90 - len(column.title)))
         print(PROMPT + text)
-    print(f"\n{table(columns, measured)}\n\n{time.time() - started:.0f} s in all; everything is in {folder}")
+    print(
+        f"\n{table(columns, measured)}\n\n{time.time() - started:.0f} s in all; everything is in "
+        f"{folder}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Make the demo model that ships inside the package: a small Llama trained from scratch on the standard library's source.
+"""Make the demo model that ships inside the package: a small Llama trained from scratch on the
+standard library's source.
 
     python examples/make_demo_model.py build/demo              # about an hour on two CPU cores
     rm -r swiftkv_jax/demo/llama swiftkv_jax/demo/swiftkv
@@ -6,9 +7,9 @@
     python -m swiftkv_jax.train --mesh 4x1                     # about five minutes
     cp -r runs/demo/model swiftkv_jax/demo/swiftkv
 
-The corpus is the standard library of the interpreter that runs this: the shipped model saw that of Python 3.12.1. Restarting
-continues from the last saved step. The learning rate is constant until the last 30 % of the steps, which fall linearly to zero
-on rows twice as long.
+The corpus is the standard library of the interpreter that runs this: the shipped model saw that of
+Python 3.12.1. Restarting continues from the last saved step. The learning rate is constant until
+the last 30 % of the steps, which fall linearly to zero on rows twice as long.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import Config, Model, save_hf
-from swiftkv_jax.bundle import SideFiles
 from swiftkv_jax.layers import unembed
-from swiftkv_jax.model import Batch, teacher
+from swiftkv_jax.model import AuxiliaryFiles
 from swiftkv_jax.params import cast, init_llama
 from swiftkv_jax.train.data.loader import RowMixture, batches, first_batches
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
+from swiftkv_jax.transformer import Batch, teacher
 
 CONFIG = Config(
     vocab_size=2048,
@@ -64,9 +65,15 @@ def train_tokenizer(path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((file.read_text(encoding="utf-8") for file in find_files(DataSource(STDLIB))), trainer)
-    bpe.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, bpe.token_to_id(BEGIN))])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BEGIN, eos_token=END, clean_up_tokenization_spaces=False)
+    bpe.train_from_iterator(
+        (file.read_text(encoding="utf-8") for file in find_files(DataSource(STDLIB))), trainer
+    )
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, bpe.token_to_id(BEGIN))]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=BEGIN, eos_token=END, clean_up_tokenization_spaces=False
+    )
     wrapped.save_pretrained(path)
 
 
@@ -91,13 +98,24 @@ def schedule(steps: int) -> optax.Schedule:
 
 
 def held_out_loss(loss, llama, rows: RowMixture, limit: int = 32) -> float:
-    return float(np.mean([loss(llama, local.batch) for local in first_batches(rows, 8, positions=range(8), limit=limit)]))
+    return float(
+        np.mean(
+            [
+                loss(llama, local.batch)
+                for local in first_batches(rows, 8, positions=range(8), limit=limit)
+            ]
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path, help="folder to make")
-    parser.add_argument("--steps", type=int, default=1900, help=f"optimiser steps of {TOKENS_PER_STEP} tokens")
+    parser.add_argument(
+        "--steps", type=int, default=1900, help=f"optimiser steps of {TOKENS_PER_STEP} tokens"
+    )
     args = parser.parse_args()
     tokenizer_folder = args.output / "tokenizer"
     if not (tokenizer_folder / "tokenizer.json").exists():
@@ -105,7 +123,9 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
     def packed(length: int, held_out: bool = False) -> RowMixture:
-        store = prepare(DataSource(STDLIB), tokenizer, length, args.output / "data", held_out=held_out)
+        store = prepare(
+            DataSource(STDLIB), tokenizer, length, args.output / "data", held_out=held_out
+        )
         return RowMixture((store,), (1.0,))
 
     short, long, held_out = packed(256), packed(512), packed(512, held_out=True)
@@ -114,7 +134,13 @@ def main() -> None:
     rate = schedule(args.steps)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 2, tree)),
+        optax.adamw(
+            rate,
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.1,
+            mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 2, tree),
+        ),
     )
     llama: Any = init_llama(CONFIG, jax.random.key(0), scale=0.04)
     state = (llama, optimizer.init(llama))
@@ -139,18 +165,27 @@ def main() -> None:
     step = first
     for rows, stop, seed in ((short, decay_start, SEEDS[0]), (long, args.steps, SEEDS[1])):
         size = TOKENS_PER_STEP // rows.length
-        for local in batches(rows, size, positions=range(size), seed=seed, start=step, stop=max(stop, step)):
+        for local in batches(
+            rows, size, positions=range(size), seed=seed, start=step, stop=max(stop, step)
+        ):
             state, value = train_step(state, local.batch)
             step += 1
             if step % 50 == 0 or step == args.steps:
                 speed = (step - first) * TOKENS_PER_STEP / (time.time() - started)
                 now = float(np.asarray(rate(step)))
-                line = {"step": step, "loss": round(float(value), 4), "rate": now, "tokens_per_second": round(speed)}
+                line = {
+                    "step": step,
+                    "loss": round(float(value), 4),
+                    "rate": now,
+                    "tokens_per_second": round(speed),
+                }
                 if step % 250 == 0 or step == args.steps:
                     line["held_out_loss"] = round(held_out_loss(loss, state[0], held_out), 4)
                 print(json.dumps(line), flush=True)
             if step % 100 == 0 or step == args.steps:
-                arrays: dict[str, Any] = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+                arrays: dict[str, Any] = {
+                    f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))
+                }
                 partial = saved.with_suffix(".partial.npz")
                 np.savez(partial, step=step, **arrays)
                 partial.replace(saved)
@@ -163,7 +198,12 @@ def export(llama, tokenizer_folder: Path, folder: Path) -> None:
     contents = {file.name: file.read_bytes() for file in tokenizer_folder.iterdir()}
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     contents["generation_config.json"] = (json.dumps(ends, indent=2) + "\n").encode()
-    model = Model(cast(llama, jnp.bfloat16), None, config=CONFIG, side_files=SideFiles(contents, ends))
+    model = Model(
+        cast(llama, jnp.bfloat16),
+        None,
+        config=CONFIG,
+        auxiliary_files=AuxiliaryFiles(contents, ends),
+    )
     save_hf(model, folder)
 
 

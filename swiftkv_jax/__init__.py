@@ -1,9 +1,10 @@
-"""SwiftKV for JAX: Llama-family models whose prompt tokens skip the upper layers, and whose KV cache is smaller for it."""
+"""SwiftKV for JAX: Llama-family models whose prompt tokens skip the upper layers, and whose KV
+cache is smaller for it."""
 
 from .api import distill_loss, generate, load, logits, save, save_hf
-from .bundle import Model, add_swiftkv
 from .config import Config, RopeScaling
 from .errors import CheckpointError, ConfigError, DataError, UsageError
+from .model import Model, add_swiftkv
 
 __version__ = "0.1.0"
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from . import model as forward
+from . import transformer as forward
 from .attention import Attention
-from .bundle import Model
 from .config import Config
 from .layers import unembed
+from .mesh import mesh_of
+from .model import Model
 from .params import Llama, SwiftKV
 from .quantization import refuse_quantized
-from .sharding import mesh_of
 from .train.distill import Objective, distill_sums
 
 
@@ -29,13 +29,15 @@ def load(
     mesh: Mesh | None = None,
     quantization: Literal["none", "fp8", "int8"] | None = None,
 ) -> Model:
-    """Load a Hugging Face directory (Llama, or SwiftKV as the authors publish it) or one written by `save`.
+    """Load a Hugging Face directory (Llama, or SwiftKV as the authors publish it) or one written by
+    `save`.
 
-    `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and `model`) each weight is
-    read straight into its shards. `quantization` fp8 or int8 quantises the layers' matrices per output channel while they
-    are read, `"none"` dequantises those of a quantised checkpoint, and None takes them as they are; see `quantization.Scheme`
-    for how products then run. A quantised model is for inference. Raises `CheckpointError` for anything missing, damaged or
-    unsupported.
+    `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and
+    `model`) each weight is read straight into its shards. `quantization` fp8 or int8 quantises the
+    layers' matrices per output channel while they are read, `"none"` dequantises those of a
+    quantised checkpoint, and None takes them as they are; see `quantization.Scheme` for how
+    products then run. A quantised model is for inference. Raises `CheckpointError` for anything
+    missing, damaged or unsupported.
     """
     from . import checkpoints
 
@@ -43,7 +45,8 @@ def load(
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
-    """Write a model with Orbax, leaf by leaf, with a digest for each. Nothing appears at `path` until all is written.
+    """Write a model with Orbax, leaf by leaf, with a digest for each. Nothing appears at `path`
+    until all is written.
 
     Raises `UsageError` if `path` exists.
     """
@@ -52,29 +55,41 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
     checkpoints.save(model, path)
 
 
-def save_hf(model: Model, path: str | os.PathLike[str], *, format: Literal["full", "delta", "expanded"] = "full") -> None:
-    """Write safetensors and a config.json that the authors' stack loads. Nothing appears at `path` until all is written.
+def save_hf(
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    format: Literal["full", "delta", "expanded"] = "full",
+) -> None:
+    """Write safetensors and a config.json that the authors' stack loads. Nothing appears at `path`
+    until all is written.
 
-    `full` holds teacher and delta; `delta` only what was trained; `expanded` repeats each group's keys and values per
-    layer, for loaders without groups. Raises `UsageError` if `path` exists.
+    `full` holds teacher and delta; `delta` only what was trained; `expanded` repeats each group's
+    keys and values per layer, for loaders without groups. Raises `UsageError` if `path` exists.
     """
     from . import checkpoints
 
     checkpoints.save_hf(model, path, format=format)
 
 
-def generate(model: Model, prompts: list[list[int]], *, max_tokens: int, **options) -> list[list[int]]:
-    """The new tokens of each prompt, without the end token. `options` are those of `infer.generate.generate`."""
+def generate(
+    model: Model, prompts: list[list[int]], *, max_tokens: int, **options
+) -> list[list[int]]:
+    """The new tokens of each prompt, without the end token. `options` are those of
+    `infer.generate.generate`."""
     from .infer.generate import generate
 
     return generate(model, prompts, max_tokens=max_tokens, **options)
 
 
-def logits(model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = None) -> Float[Array, "B T V"]:
+def logits(
+    model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = None
+) -> Float[Array, "B T V"]:
     """Logits of every position of whole rows, float32, all layers for all tokens.
 
-    `swiftkv` False is the teacher, True the student, None the student if there is a delta. Raises `ValueError` for the
-    student of a model without a delta, and for the teacher of one whose upper projections were dropped.
+    `swiftkv` False is the teacher, True the student, None the student if there is a delta. Raises
+    `ValueError` for the student of a model without a delta, and for the teacher of one whose upper
+    projections were dropped.
     """
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
     return _logits(model.config, Attention(mesh_of(model.llama.embed)), model.llama, delta, tokens)
@@ -82,7 +97,7 @@ def logits(model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = No
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _logits(config: Config, attention: Attention, llama: Llama, delta: SwiftKV | None, tokens):
-    batch = forward.whole_rows(tokens)
+    batch = forward.unpacked_batch(tokens)
     if delta is None:
         hidden = forward.teacher(config, llama, batch, attention=attention)
     else:
@@ -99,17 +114,19 @@ def distill_loss(
     hidden_weight: float = 1.0,
     hidden_layer: int = -2,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """The loss of the authors' trainer (ArcticTraining `projects/swiftkv/train.py`), and its two parts.
+    """The loss of the authors' trainer (ArcticTraining `projects/swiftkv/train.py`), and its two
+    parts.
 
-    logits_loss is the mean over all B T positions of loss_mask * temperature^2 * KL(teacher || student), hidden_loss the
-    mean squared difference of `hidden_states[hidden_layer]` over all positions and dimensions, loss their sum with
-    `hidden_weight`. `loss_mask[b, t]` weighs the prediction made at position t. Differentiable in `model.swiftkv`; the
-    frozen weights get no gradient.
+    logits_loss is the mean over all B T positions of loss_mask * temperature^2 * KL(teacher ||
+    student), hidden_loss the mean squared difference of `hidden_states[hidden_layer]` over all
+    positions and dimensions, loss their sum with `hidden_weight`. `loss_mask[b, t]` weighs the
+    prediction made at position t. Differentiable in `model.swiftkv`; the frozen weights get no
+    gradient.
     """
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")
-    batch = forward.whole_rows(tokens, loss_mask)
+    batch = forward.unpacked_batch(tokens, loss_mask)
     sums = _distill_sums(
         model.config,
         model.swiftkv,

@@ -1,7 +1,7 @@
 """Attention as the model calls it: the kernels' two ops, each device on its own rows and heads.
 
-A kernel is opaque to XLA's partitioner, which would gather its operands on every device. So on a mesh the ops run
-under `shard_map`: rows over `data` and `fsdp`, heads over `model`.
+A kernel is opaque to XLA's partitioner, which would gather its operands on every device. So on a
+mesh the ops run under `shard_map`: rows over `data` and `fsdp`, heads over `model`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from . import pallas_kernels
-from .pallas_kernels import KEPT, Implementation
-from .sharding import MODEL, num_row_devices, row_axes
+from .mesh import MODEL, dp_size, row_axes
+from .pallas_kernels import ATTENTION_OUTPUT, Implementation
 
-__all__ = ["KEPT", "Attention"]
+__all__ = ["ATTENTION_OUTPUT", "Attention"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Where and by what attention runs. Hashable: a static argument of every compiled function that attends."""
+    """Where and by what attention runs. Hashable: a static argument of every compiled function that
+    attends."""
 
     mesh: Mesh | None = None
     """None is the default device, and whatever sharding XLA finds for plain XLA attention."""
     implementation: Implementation | None = None
     """None chooses for the platform of `mesh`."""
     shard_sequence: bool = False
-    """Keep the hidden states between layers split along the sequence, over `model`. Attention itself sees whole rows."""
+    """Keep the hidden states between layers split along the sequence, over `model`. Attention
+    itself sees whole rows."""
 
     def prefill(
         self,
@@ -44,25 +46,28 @@ class Attention:
         segment_ids: Int[Array, "B T"] | None = None,
         k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-        block_table: Int[Array, "B P"] | None = None,
+        page_table: Int[Array, "B P"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        """`pallas_kernels.prefill_attention` on this mesh. With a `block_table` the pool is in lanes: see `decode`."""
+        """`pallas_kernels.prefill_attention` on this mesh. With a `page_table` the pool is in
+        lanes: see `decode`."""
         op = functools.partial(pallas_kernels.prefill_attention, implementation=self.implementation)
         options: dict[str, Any] = {
             "lengths": lengths,
             "segment_ids": segment_ids,
             "k_scale": k_scale,
             "v_scale": v_scale,
-            "block_table": block_table,
+            "page_table": page_table,
         }
         if self.mesh is None:
             return op(q, k, v, q_offset=q_offset, **options)
-        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, block_table = pallas_kernels.check_prefill(
-            q, k, v, q_offset=q_offset, **options
+        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = (
+            pallas_kernels.check_prefill(q, k, v, q_offset=q_offset, **options)
         )
         kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        rows = {"lengths": lengths, "segment_ids": segment_ids, "block_table": block_table}
-        if isinstance(q_offset, int):  # static: only then do the kernels know that rows begin where their keys begin
+        rows = {"lengths": lengths, "segment_ids": segment_ids, "page_table": page_table}
+        if isinstance(
+            q_offset, int
+        ):  # static: only then do the kernels know that rows begin where their keys begin
             op = functools.partial(op, q_offset=q_offset)
         else:
             rows["q_offset"] = q_offset
@@ -77,43 +82,63 @@ class Attention:
         *,
         k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-        block_table: Int[Array, "B P"] | None = None,
+        page_table: Int[Array, "B P"] | None = None,
     ) -> Float[Array, "B T N H"]:
         """`pallas_kernels.decode_attention` on this mesh.
 
-        With a `block_table` the pool is in lanes, one for each of the D devices that rows are split over: rows
-        `d * B / D` on use blocks `d * X / D` on, and an entry counts from the first block of its row's lane. B and X must
-        be multiples of D: `ValueError`.
+        With a `page_table` the pool is in lanes, one for each of the D devices that rows are split
+        over: rows `d * B / D` on use blocks `d * X / D` on, and an entry counts from the first
+        block of its row's lane. B and X must be multiples of D: `ValueError`.
         """
         op = functools.partial(pallas_kernels.decode_attention, implementation=self.implementation)
         if self.mesh is None:
-            return op(q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table)
-        q, k, v, length, k_scale, v_scale, block_table = pallas_kernels.check_decode(
-            q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table
+            return op(q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table)
+        q, k, v, length, k_scale, v_scale, page_table = pallas_kernels.check_decode(
+            q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
         )
-        kv, rows = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}, {"length": length, "block_table": block_table}
+        kv, rows = (
+            {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale},
+            {"length": length, "page_table": page_table},
+        )
         return self._per_device(self.mesh, op, q, kv, rows)
 
     @staticmethod
     def _per_device(mesh, op, q, kv, per_row):
-        """Run `op` on each device's part. `kv` arrays are B K ..., of a pool X K ...; `per_row` ones B ... or scalars."""
-        kv, per_row = ({name: value for name, value in arrays.items() if value is not None} for arrays in (kv, per_row))
-        lanes, batch, blocks = num_row_devices(mesh), q.shape[0], kv["k"].shape[0]
-        if "block_table" in per_row and (batch % lanes or blocks % lanes):
-            raise ValueError(f"with a block_table, rows and blocks must be multiples of the mesh's {lanes} lanes, got {batch} and {blocks}")
+        """Run `op` on each device's part. `kv` arrays are B K ..., of a pool X K ...; `per_row`
+        ones B ... or scalars."""
+        kv, per_row = (
+            {name: value for name, value in arrays.items() if value is not None}
+            for arrays in (kv, per_row)
+        )
+        lanes, batch, blocks = dp_size(mesh), q.shape[0], kv["k"].shape[0]
+        if "page_table" in per_row and (batch % lanes or blocks % lanes):
+            raise ValueError(
+                f"with a page_table, rows and blocks must be multiples of the mesh's {lanes} "
+                f"lanes, got {batch} and {blocks}"
+            )
         rows = row_axes(mesh) if batch % lanes == 0 else None
         devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], kv["k"].shape[1]
         split_kv = kv_heads % devices == 0
-        share_kv = not split_kv and devices % kv_heads == 0 and heads % devices == 0  # several devices to a key/value head
+        share_kv = (
+            not split_kv and devices % kv_heads == 0 and heads % devices == 0
+        )  # several devices to a key/value head
 
         def local(q, kv, per_row):
-            if share_kv:  # a kernel takes whole arrays: this costs a copy of the one head's keys and values each call
+            # a kernel takes whole arrays: this costs a copy of the one head's keys and values each
+            # call
+            if share_kv:
                 head = jax.lax.axis_index(MODEL) // (devices // kv_heads)
                 kv = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1), kv)
             return op(q, **kv, **per_row)
 
         q_spec = P(rows, None, MODEL if split_kv or share_kv else None)
         kv_spec = P(rows, MODEL if split_kv else None)
-        specs = q_spec, kv_spec, {name: P(rows) if value.ndim else P() for name, value in per_row.items()}
+        specs = (
+            q_spec,
+            kv_spec,
+            {name: P(rows) if value.ndim else P() for name, value in per_row.items()},
+        )
         # The kernels do not say over which axes their results vary, so there is nothing to check.
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(q, kv, per_row)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(
+            q, kv, per_row
+        )

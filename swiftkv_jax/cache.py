@@ -1,11 +1,14 @@
-"""The static key/value cache: for every cache layer a pool of pages of keys and one of values, in 8 bits if asked for.
+"""The static key/value cache: for every cache layer a pool of pages of keys and one of values, in 8
+bits if asked for.
 
-The student has pools for each lower layer and for each *group* of upper layers: AcrossKV shares memory, not only work.
-A page holds the keys or values of `page_size` consecutive positions of one row, head-major; which page holds which positions
-of which row is for whoever holds the cache to know (`infer.pages`). Serving an unmodified teacher is serving the cut at
-`num_layers`: pools for each layer.
+The student has pools for each lower layer and for each *group* of upper layers: AcrossKV shares
+memory, not only work. A page holds the keys or values of `page_size` consecutive positions of one
+row, head-major; which page holds which positions of which row is for whoever holds the cache to
+know (`infer.pages`). Serving an unmodified teacher is serving the cut at `num_layers`: pools for
+each layer.
 
-On a mesh whose rows are split, each device that holds rows has its own part of every pool, and page numbers count within it.
+On a mesh whose rows are split, each device that holds rows has its own part of every pool, and page
+numbers count within it.
 """
 
 from __future__ import annotations
@@ -23,21 +26,26 @@ from jaxtyping import Array, Bool, Float, Int
 from . import quantization
 from .config import Config
 from .errors import UsageError
+from .mesh import MODEL, row_axes
 from .params import Leaf
-from .sharding import MODEL, num_row_devices, row_axes
 
 Format = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
 """How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
 FORMATS: tuple[Format, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
-_EIGHT_BITS: dict[Any, quantization.Format] = {jnp.dtype(dtype): format for format, dtype in quantization.DTYPES.items()}
+_EIGHT_BITS: dict[Any, quantization.Format] = {
+    jnp.dtype(dtype): format for format, dtype in quantization.DTYPES.items()
+}
 
 
 @struct.dataclass
 class Pool:
-    """Keys, or values, of one cache layer; a value is what is stored, times its scale if there are scales."""
+    """Keys, or values, of one cache layer; a value is what is stored, times its scale if there are
+    scales."""
 
     values: Leaf  # X K page H
-    scale: Leaf = None  # f32[X, K, page], one for each position and head; None unless stored in 8 bits
+    scale: Leaf = (
+        None  # f32[X, K, page], one for each position and head; None unless stored in 8 bits
+    )
 
 
 @struct.dataclass
@@ -49,20 +57,27 @@ class KVCache:
 
 
 def cache_dtype(format: Format, dtype) -> jnp.dtype:
-    """What a cache of this format stores for weights of `dtype`. Raises `UsageError` for an unknown format, or a wider one."""
+    """What a cache of this format stores for weights of `dtype`. Raises `UsageError` for an unknown
+    format, or a wider one."""
     named = {"auto": dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16} | quantization.DTYPES
     if format not in named:
         raise UsageError(f"kv_cache_dtype={format!r} is not one of {', '.join(FORMATS)}")
     stored = jnp.dtype(named[format])
     if stored not in (dtype, *_EIGHT_BITS):
-        raise UsageError(f"kv_cache_dtype={format!r} needs weights of that dtype, these are {jnp.dtype(dtype)}; fp8 and int8 go with any")
+        raise UsageError(
+            f"kv_cache_dtype={format!r} needs weights of that dtype, these are "
+            f"{jnp.dtype(dtype)}; fp8 and int8 go with any"
+        )
     return stored
 
 
 def cache_shapes(config: Config, pages: int, page_size: int, dtype) -> KVCache:
-    """The `ShapeDtypeStruct` of every array of a cache of `pages` pages of `page_size` positions."""
+    """The `ShapeDtypeStruct` of every array of a cache of `pages` pages of `page_size`
+    positions."""
     shape = (pages, config.num_kv_heads, page_size, config.head_dim)
-    scale = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _EIGHT_BITS else None
+    scale = (
+        jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _EIGHT_BITS else None
+    )
     pools = (Pool(jax.ShapeDtypeStruct(shape, dtype), scale),) * config.num_cache_layers
     return KVCache(pools, pools)
 
@@ -70,13 +85,15 @@ def cache_shapes(config: Config, pages: int, page_size: int, dtype) -> KVCache:
 def init_cache(config: Config, pages: int, page_size: int, dtype, sharding=None) -> KVCache:
     """A cache of zeros, each array made where `sharding` puts it."""
     return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), cache_shapes(config, pages, page_size, dtype)
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding),
+        cache_shapes(config, pages, page_size, dtype),
     )
 
 
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
-    """Pages over the devices that hold rows, heads over `model` where it divides them. Names no axis of size one: XLA would
-    drop the name, and take the array for another one than it returned."""
+    """Pages over the devices that hold rows, heads over `model` where it divides them. Names no
+    axis of size one: XLA would drop the name, and take the array for another one than it
+    returned."""
     rows = _rows(mesh)
     if mesh.shape[MODEL] > 1 and config.num_kv_heads % mesh.shape[MODEL] == 0:
         return NamedSharding(mesh, PartitionSpec(rows, MODEL))
@@ -94,27 +111,24 @@ def _rows(mesh: Mesh) -> tuple[str, ...] | str | None:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def num_lanes(mesh: Mesh | None) -> int:
-    """Devices that hold rows, each with its own pages."""
-    return 1 if mesh is None else num_row_devices(mesh)
-
-
 def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool = True) -> int:
-    """What one token occupies: keys and values of every cache layer, with SwiftKV or without; `scales` False without theirs."""
+    """What one token occupies: keys and values of every cache layer, with SwiftKV or without;
+    `scales` False without theirs."""
     layers = config.num_cache_layers if swiftkv else config.num_layers
     scale = 4 if scales and jnp.dtype(dtype) in _EIGHT_BITS else 0
     return 2 * layers * config.num_kv_heads * (config.head_dim * jnp.dtype(dtype).itemsize + scale)
 
 
-# Writing --------------------------------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------
 
 
 def keys_carry_nan(k: Float[Array, "_ K T H"], v: Float[Array, "_ K T H"]) -> tuple[Array, Array]:
-    """Keys and values in which only the keys may hold NaN: at each position and head where either is not finite, the key is NaN
-    and the value 0.
+    """Keys and values in which only the keys may hold NaN: at each position and head where either
+    is not finite, the key is NaN and the value 0.
 
-    Whoever attends to the position still gets NaN. Whoever gets the page later, and has not come to the position yet, does not:
-    scores are masked before the softmax, but 0 times a value of NaN would be NaN.
+    Whoever attends to the position still gets NaN. Whoever gets the page later, and has not come to
+    the position yet, does not: scores are masked before the softmax, but 0 times a value of NaN
+    would be NaN.
     """
     finite = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1, keepdims=True)
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
@@ -127,10 +141,12 @@ def write_pages(
     written: Bool[Array, "R page"],
     sharding: NamedSharding | None = None,
 ) -> Pool:
-    """The positions of `pages` that are `written`; the others keep what they hold. Numbers past the pool write nothing.
+    """The positions of `pages` that are `written`; the others keep what they hold. Numbers past the
+    pool write nothing.
 
-    Whole pages are read, merged and written back: as single positions they would be `page` times as many, which a TPU
-    writes one after the other. No page may be named twice. `sharding` is that of the pool, on a mesh.
+    Whole pages are read, merged and written back: as single positions they would be `page` times as
+    many, which a TPU writes one after the other. No page may be named twice. `sharding` is that of
+    the pool, on a mesh.
     """
     return _on_each_device(_write_pages, sharding)(pool, new, pages, written)
 
@@ -163,13 +179,15 @@ def _write_pages(pool: Pool, new, pages, written) -> Pool:
 
 
 def _write_token(pool: Pool, new, page, position) -> Pool:
-    # As lines of H: a scatter into X K page H would make XLA lay the cache out as X page K H and, on TPUs, turn all of it
-    # around for attention in every step.
+    # As lines of H: a scatter into X K page H would make XLA lay the cache out as X page K H and,
+    # on TPUs, turn all of it around for attention in every step.
     pages, heads, size, head_dim = pool.values.shape
     values, scale = _stored(pool, new)
     row = jnp.arange(page.shape[0] * heads)
     line = (jnp.repeat(page, heads) * heads + row % heads) * size + jnp.repeat(position, heads)
-    line = jnp.where(jnp.repeat(page, heads) < pages, line, pages * heads * size + row)  # past the end, each apart
+    line = jnp.where(
+        jnp.repeat(page, heads) < pages, line, pages * heads * size + row
+    )  # past the end, each apart
 
     def put(old, new):
         lines = old.reshape(pages * heads * size, *old.shape[3:])
@@ -184,14 +202,16 @@ def _take_pages(pool: Pool, pages) -> Pool:
 
 
 def _stored(pool: Pool, new: Float[Array, "_ K _ H"]) -> tuple[Array, Array | None]:
-    """Keys or values as the pool stores them, with their scales: the largest of each head of each token becomes the largest
-    number of the format."""
+    """Keys or values as the pool stores them, with their scales: the largest of each head of each
+    token becomes the largest number of the format."""
     if pool.scale is None:
         return new.astype(pool.values.dtype), None
     return quantization.to_eight_bits(new, (new.ndim - 1,), _EIGHT_BITS[pool.values.dtype])
 
 
-def _on_each_device(write: Callable[..., Pool], sharding: NamedSharding | None) -> Callable[..., Pool]:
+def _on_each_device(
+    write: Callable[..., Pool], sharding: NamedSharding | None
+) -> Callable[..., Pool]:
     """`write` on each device's part of the pool, with the rows that belong to it."""
     if sharding is None:
         return write
@@ -200,7 +220,12 @@ def _on_each_device(write: Callable[..., Pool], sharding: NamedSharding | None) 
 
     @functools.wraps(write)
     def local(pool: Pool, *arrays) -> Pool:
-        specs = tuple(PartitionSpec(rows, heads) if array.ndim == 4 else PartitionSpec(rows) for array in arrays)
-        return jax.shard_map(write, mesh=sharding.mesh, in_specs=(spec, *specs), out_specs=spec)(pool, *arrays)
+        specs = tuple(
+            PartitionSpec(rows, heads) if array.ndim == 4 else PartitionSpec(rows)
+            for array in arrays
+        )
+        return jax.shard_map(write, mesh=sharding.mesh, in_specs=(spec, *specs), out_specs=spec)(
+            pool, *arrays
+        )
 
     return local

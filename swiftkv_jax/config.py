@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from .compressed_tensors import check_quantization_config
 from .errors import ConfigError
 
 
@@ -19,8 +17,8 @@ from .errors import ConfigError
 class RopeScaling:
     """How rotary frequencies are stretched beyond the pretraining length.
 
-    `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones and
-    blends between (Llama 3.1, "The Llama 3 Herd of Models", 2024; HF `rope_type: llama3`).
+    `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones
+    and blends between (Llama 3.1, "The Llama 3 Herd of Models", 2024; HF `rope_type: llama3`).
     """
 
     rope_type: Literal["linear", "llama3"]
@@ -30,21 +28,29 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self):
-        for field in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        for field in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise ConfigError(f"rope scaling: {field}={value!r} must be a positive number")
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(f"rope scaling: high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}")
+            raise ConfigError(
+                f"rope scaling: high_freq_factor={self.high_freq_factor} must exceed "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Shape of a Llama and of its SwiftKV variant.
 
-    Layers `0 .. num_key_value_layers-1` ("lower") own their keys and values. The others ("upper") read keys
-    and values projected from the hidden state that enters layer `num_key_value_layers` (SingleInputKV), one
-    projection per `key_value_group_size` consecutive layers (AcrossKV). With
+    Layers `0 .. num_key_value_layers-1` ("lower") own their keys and values. The others ("upper")
+    read keys and values projected from the hidden state that enters layer `num_key_value_layers`
+    (SingleInputKV), one projection per `key_value_group_size` consecutive layers (AcrossKV). With
     `num_key_value_layers == num_layers` there is no upper layer and the model is the plain Llama.
     """
 
@@ -66,24 +72,41 @@ class Config:
     key_value_group_size: int = 1
 
     def __post_init__(self):
-        for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for field in (
+            "vocab_size",
+            "embed_dim",
+            "mlp_dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
         for field in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}={getattr(self, field)} must be positive")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ConfigError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+            raise ConfigError(
+                f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs"
+            )
         if self.num_key_value_layers == 0:
             object.__setattr__(self, "num_key_value_layers", self.num_layers)
         if not 1 <= self.num_key_value_layers <= self.num_layers:
-            raise ConfigError(f"num_key_value_layers={self.num_key_value_layers} must be from 1 to num_layers={self.num_layers}")
+            raise ConfigError(
+                f"num_key_value_layers={self.num_key_value_layers} must be from 1 to "
+                f"num_layers={self.num_layers}"
+            )
         if self.key_value_group_size < 1 or self.num_upper_layers % self.key_value_group_size:
             raise ConfigError(
-                f"key_value_group_size={self.key_value_group_size} must divide the {self.num_upper_layers} layers "
-                f"from num_key_value_layers={self.num_key_value_layers} to num_layers={self.num_layers}"
+                f"key_value_group_size={self.key_value_group_size} must divide the "
+                f"{self.num_upper_layers} layers "
+                f"from num_key_value_layers={self.num_key_value_layers} to "
+                f"num_layers={self.num_layers}"
             )
 
     @property
@@ -101,192 +124,15 @@ class Config:
 
     @property
     def num_cache_layers(self) -> int:
-        """Buffers in the student's KV cache: one per lower layer and one per group of upper layers."""
+        """Buffers in the student's KV cache: one per lower layer and one per group of upper
+        layers."""
         return self.num_lower_layers + self.num_kv_groups
 
     def cut(self, num_key_value_layers: int, key_value_group_size: int = 1) -> Config:
-        """The same Llama with another SwiftKV cut. Raises `ConfigError` if the cut does not fit the layers."""
-        return dataclasses.replace(self, num_key_value_layers=num_key_value_layers, key_value_group_size=key_value_group_size)
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> Config:
-        """Read a Hugging Face `config.json` (Llama, Mistral shape, or the authors' `llama_swiftkv`).
-
-        Raises `ConfigError` for any field that would change the result and is not implemented.
-        """
-        return _from_hf(hf)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of a `config.json` that this `Config` determines, in the authors' spelling."""
-        swiftkv = self.num_upper_layers > 0
-        fields: dict[str, Any] = {
-            "architectures": ["LlamaSwiftKVForCausalLM" if swiftkv else "LlamaForCausalLM"],
-            "model_type": "llama_swiftkv" if swiftkv else "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.embed_dim,
-            "intermediate_size": self.mlp_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None if self.rope_scaling is None else _rope_scaling_to_hf(self.rope_scaling),
-            "max_position_embeddings": self.max_position_embeddings,
-            "attention_bias": self.attention_bias,
-            "mlp_bias": False,
-            "tie_word_embeddings": self.tie_word_embeddings,
-        }
-        if swiftkv:
-            fields |= {
-                "swiftkv": True,
-                "num_key_value_layers": self.num_key_value_layers,
-                "key_value_group_size": self.key_value_group_size,
-            }
-        return fields
-
-
-MODEL_TYPES = ("llama", "llama_swiftkv", "mistral")
-
-# Fields whose only supported value leaves the computation as it is.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "tie_encoder_decoder": (False, None),
-    "pruned_heads": ({}, None),
-    "logit_scale": (1.0, None),
-}
-
-# Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
-_IRRELEVANT = frozenset(
-    """_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache pretraining_tp
-    attention_dropout initializer_range bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id swiftkv
-    _attn_implementation attn_implementation _attn_implementation_autoset auto_map tokenizer_class return_dict
-    return_dict_in_generate output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
-    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id finetuning_task id2label label2id
-    num_labels prefix problem_type task_specific_params max_length min_length do_sample early_stopping num_beams
-    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
-    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id remove_invalid_values
-    unsloth_version unsloth_fixed""".split()
-)
-
-_USED = frozenset(
-    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings attention_bias tie_word_embeddings
-    num_key_value_layers key_value_group_size sliding_window layer_types quantization_config""".split()
-)
-
-# What JSON may hold besides null in the fields that are used.
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "an integer": (
-        (int,),
-        """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-        max_position_embeddings sliding_window num_key_value_layers key_value_group_size""",
-    ),
-    "a number": ((int, float), "rms_norm_eps rope_theta"),
-    "true or false": ((bool,), "attention_bias tie_word_embeddings"),
-    "an object": ((Mapping,), "rope_scaling rope_parameters"),
-}
-
-
-def _check_types(hf: Mapping[str, Any]) -> None:
-    for wanted, (types, names) in _TYPES.items():
-        for name in names.split():
-            value = hf.get(name)
-            if value is not None and (not isinstance(value, types) or isinstance(value, bool) is not (bool in types)):
-                raise ConfigError(f"{name}={value!r} must be {wanted}")
-
-
-def _from_hf(hf: Mapping[str, Any]) -> Config:
-    if hf.get("model_type") not in MODEL_TYPES:
-        raise ConfigError(f"model_type={hf.get('model_type')!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
-    for name, value in hf.items():
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise ConfigError(f"{name}={value!r} is not supported; supported: {_NEUTRAL[name][0]!r}")
-        if name not in _NEUTRAL and name not in _IRRELEVANT and name not in _USED:
-            raise ConfigError(f"unknown field {name!r} (value {value!r}): it may change the model, so it is not ignored")
-    if hf.get("quantization_config") is not None:
-        check_quantization_config(hf["quantization_config"])
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [name for name in required if hf.get(name) is None]:
-        raise ConfigError(f"missing fields: {', '.join(missing)}")
-    _check_types(hf)
-    if not hf.get("head_dim") and hf["num_attention_heads"] and hf["hidden_size"] % hf["num_attention_heads"]:
-        raise ConfigError(
-            f"hidden_size={hf['hidden_size']} must be a multiple of num_attention_heads={hf['num_attention_heads']}, or head_dim be given"
+        """The same Llama with another SwiftKV cut. Raises `ConfigError` if the cut does not fit the
+        layers."""
+        return dataclasses.replace(
+            self,
+            num_key_value_layers=num_key_value_layers,
+            key_value_group_size=key_value_group_size,
         )
-
-    max_positions = hf.get("max_position_embeddings") or 2048
-    # transformers reads a Mistral without the field as one with a window of 4096; null is no window.
-    window = hf.get("sliding_window", 4096 if hf["model_type"] == "mistral" else None)
-    if window is not None and window < max_positions:
-        raise ConfigError(f"sliding_window={window} below max_position_embeddings={max_positions} is not supported")
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ConfigError(f"layer_types={hf['layer_types']!r} is not supported; supported: full_attention everywhere")
-
-    theta, scaling = _rope_from_hf(hf)
-    return Config(
-        vocab_size=hf["vocab_size"],
-        embed_dim=hf["hidden_size"],
-        mlp_dim=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        norm_eps=1e-6 if hf.get("rms_norm_eps") is None else hf["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=max_positions,
-        attention_bias=bool(hf.get("attention_bias")),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
-        num_key_value_layers=hf.get("num_key_value_layers") or 0,
-        key_value_group_size=hf.get("key_value_group_size") or 1,
-    )
-
-
-def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling in one spelling, to compare two of them."""
-    fields = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")}
-    return fields | {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
-
-
-def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
-    field = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
-    if field == "rope_parameters" and hf.get("rope_scaling") is not None and _scaling(hf["rope_scaling"]) != _scaling(hf[field]):
-        raise ConfigError(f"rope_scaling={hf['rope_scaling']!r} and rope_parameters={hf[field]!r} disagree")
-    rope = dict(hf.get(field) or {})
-    theta = rope.pop("rope_theta", None)
-    if theta is None:
-        theta = 10_000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ConfigError(f"rope_theta={theta!r} must be a number")
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    if kind == "default":
-        known: frozenset[str] = frozenset()
-    elif kind == "linear":
-        known = frozenset({"factor"})
-    elif kind == "llama3":
-        known = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-    else:
-        raise ConfigError(f"{field}: rope_type={kind!r} is not supported; supported: default, linear, llama3")
-    if missing := known - rope.keys():
-        raise ConfigError(f"{field}: rope_type={kind!r} needs {', '.join(sorted(missing))}")
-    # A rotary factor of one is how transformers 5 spells "all of head_dim".
-    if unknown := [name for name in rope.keys() - known if (name, rope[name]) != ("partial_rotary_factor", 1.0)]:
-        raise ConfigError(f"{field}: unknown fields for rope_type={kind!r}: {', '.join(sorted(unknown))}")
-    if kind == "default":
-        return float(theta), None
-    return float(theta), RopeScaling(rope_type=kind, **{name: rope[name] for name in known})
-
-
-def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return dataclasses.asdict(scaling)

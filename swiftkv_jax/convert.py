@@ -1,6 +1,8 @@
-"""Convert checkpoints and say what is in them: `python -m swiftkv_jax.convert {hf2orbax,orbax2hf,inspect}`.
+"""Convert checkpoints and say what is in them: `python -m swiftkv_jax.convert
+{hf2orbax,orbax2hf,inspect}`.
 
-Conversion goes leaf by leaf: it needs memory for about three of the model's largest stacked weights, not for the model.
+Conversion goes leaf by leaf: it needs memory for about three of the model's largest stacked
+weights, not for the model.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from tqdm import tqdm
 
 from . import cli
 from .cache import bytes_per_token
-from .checkpoints import is_orbax, native, open_any
-from .checkpoints.atomic import check_free
-from .checkpoints.hf import delta_config, open_delta, open_hf
-from .checkpoints.hf_export import write_hf
-from .checkpoints.names import Leaf
-from .checkpoints.run import RECIPE, is_run, open_run, run_steps
-from .checkpoints.side_files import has_tokenizer
+from .checkpoints import is_orbax, open_any, orbax_io
+from .checkpoints.auxiliary import has_tokenizer
+from .checkpoints.hf_read import delta_config, open_delta, open_hf
+from .checkpoints.hf_write import write_hf
 from .checkpoints.source import Source
+from .checkpoints.tensor_map import Leaf
+from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
 from .errors import CheckpointError, UsageError
+from .io.atomic import check_free
+from .mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from .quantization import SCALE
-from .sharding import emulate_cpu_devices, make_mesh, parse_mesh
 
 ORBAX, HUGGING_FACE, RUN = "Orbax", "Hugging Face", "training run"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -40,46 +42,81 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m swiftkv_jax.convert", description="Convert and inspect checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m swiftkv_jax.convert", description="Convert and inspect checkpoints."
+    )
     commands = parser.add_subparsers(required=True, metavar="{hf2orbax,orbax2hf,inspect}")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=run)
         sub.add_argument("src", metavar="SRC", help="checkpoint directory to read")
         return sub
 
     def target(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("dst", metavar="DST", help="directory to write; must not exist, or be empty")
-        sub.add_argument("--dtype", choices=_DTYPES, help="dtype to write (default: the one stored)")
+        sub.add_argument(
+            "dst", metavar="DST", help="directory to write; must not exist, or be empty"
+        )
+        sub.add_argument(
+            "--dtype", choices=_DTYPES, help="dtype to write (default: the one stored)"
+        )
 
     def base(sub: argparse.ArgumentParser, text: str) -> None:
-        sub.add_argument("--base", metavar="DIR", help=f"directory of the base model, of either kind ({text})")
+        sub.add_argument(
+            "--base", metavar="DIR", help=f"directory of the base model, of either kind ({text})"
+        )
 
     def of_run(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--step", type=int, metavar="N", help="of a training run: the checkpoint to read (the newest intact one)")
+        sub.add_argument(
+            "--step",
+            type=int,
+            metavar="N",
+            help="of a training run: the checkpoint to read (the newest intact one)",
+        )
         base(sub, "of a training run that has moved; default: where the run found it")
 
-    hf2orbax = command("hf2orbax", _hf2orbax, "Convert a Hugging Face directory (Llama, SwiftKV, or a delta with its base) to Orbax.")
+    hf2orbax = command(
+        "hf2orbax",
+        _hf2orbax,
+        "Convert a Hugging Face directory (Llama, SwiftKV, or a delta with its base) to Orbax.",
+    )
     target(hf2orbax)
     base(hf2orbax, "for a SRC written with --format delta")
-    hf2orbax.add_argument("--mesh", default="1x1", metavar="DATAxMODEL", help="devices to spread each weight over while converting (1x1)")
-    orbax2hf = command("orbax2hf", _orbax2hf, "Convert an Orbax directory or a training run, finished or not, to Hugging Face safetensors.")
+    hf2orbax.add_argument(
+        "--mesh",
+        default="1x1",
+        metavar="DATAxMODEL",
+        help="devices to spread each weight over while converting (1x1)",
+    )
+    orbax2hf = command(
+        "orbax2hf",
+        _orbax2hf,
+        "Convert an Orbax directory or a training run, finished or not, to Hugging Face "
+        "safetensors.",
+    )
     target(orbax2hf)
     of_run(orbax2hf)
     orbax2hf.add_argument(
         "--format",
         choices=("full", "delta", "expanded"),
         default="full",
-        help="full: teacher and delta, as the authors' stack loads it; delta: only what was trained; "
+        help="full: teacher and delta, as the authors' stack loads it; delta: only what was "
+        "trained; "
         "expanded: keys and values of a group repeated for each of its layers (full)",
     )
-    of_run(command("inspect", _inspect, "Print what a checkpoint of either kind, or a training run, holds."))
+    of_run(
+        command(
+            "inspect", _inspect, "Print what a checkpoint of either kind, or a training run, holds."
+        )
+    )
     return parser
 
 
 def _return_freed_memory() -> None:
-    """Have glibc give large blocks back to the system when freed: else buffers of earlier leaves pile up in its pools."""
+    """Have glibc give large blocks back to the system when freed: else buffers of earlier leaves
+    pile up in its pools."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         m_mmap_threshold = -3
@@ -90,13 +127,19 @@ def _hf2orbax(args: argparse.Namespace) -> int:
     if is_run(args.src):
         raise CheckpointError(f"{args.src}: a training run; convert it with orbax2hf first")
     if is_orbax(args.src):
-        raise CheckpointError(f"{args.src}: an Orbax directory already; give a Hugging Face directory")
+        raise CheckpointError(
+            f"{args.src}: an Orbax directory already; give a Hugging Face directory"
+        )
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape))
     mesh = make_mesh(shape)
-    opened = open_hf(args.src) if args.base is None else open_delta(args.src, open_any(args.base, delta_config(args.src)))
+    opened = (
+        open_hf(args.src)
+        if args.base is None
+        else open_delta(args.src, open_any(args.base, delta_config(args.src)))
+    )
     with _bar(opened) as advance:
-        native.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
+        orbax_io.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
     return cli.OK
 
 
@@ -104,7 +147,10 @@ def _orbax2hf(args: argparse.Namespace) -> int:
     check_free(args.dst)
     kind, opened = _open(args)
     if kind == HUGGING_FACE:
-        raise CheckpointError(f"{args.src}: a Hugging Face directory already; give a training run or one written by hf2orbax or save")
+        raise CheckpointError(
+            f"{args.src}: a Hugging Face directory already; give a training run or one written by "
+            f"hf2orbax or save"
+        )
     with _bar(opened) as advance:
         write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)
     return cli.OK
@@ -112,7 +158,8 @@ def _orbax2hf(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _bar(opened: Source) -> Iterator[Callable[[Leaf], None]]:
-    """A progress bar of bytes on stderr, advanced leaf by leaf; silent where stderr is no terminal."""
+    """A progress bar of bytes on stderr, advanced leaf by leaf; silent where stderr is no
+    terminal."""
     total = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
     with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
 
@@ -128,7 +175,10 @@ def _inspect(args: argparse.Namespace) -> int:
     facts = _facts(opened, kind)
     if kind == RUN:
         assert opened.path is not None
-        facts[1:1] = [("checkpoint", opened.path.name), ("of", ", ".join(map(str, run_steps(args.src))))]
+        facts[1:1] = [
+            ("checkpoint", opened.path.name),
+            ("of", ", ".join(map(str, run_steps(args.src)))),
+        ]
     for name, value in facts:
         print(f"{name:22} {value}")
     return cli.OK
@@ -154,9 +204,19 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     facts = [
         ("kind", kind),
         ("layers", f"{config.num_layers} of width {config.embed_dim}, MLP {config.mlp_dim}"),
-        ("heads", f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide"),
-        ("vocabulary", f"{config.vocab_size}{', head tied to embedding' if config.tie_word_embeddings else ''}"),
-        ("rope", f"theta {config.rope_theta:g}, scaling {config.rope_scaling.rope_type if config.rope_scaling else 'none'}"),
+        (
+            "heads",
+            f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide",
+        ),
+        (
+            "vocabulary",
+            f"{config.vocab_size}{', head tied to embedding' if config.tie_word_embeddings else ''}",
+        ),
+        (
+            "rope",
+            f"theta {config.rope_theta:g}, scaling "
+            f"{config.rope_scaling.rope_type if config.rope_scaling else 'none'}",
+        ),
         ("max positions", str(config.max_position_embeddings)),
         ("attention bias", _yes(config.attention_bias)),
         ("swiftkv", _yes(opened.has_delta)),
@@ -168,13 +228,16 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("dtype", ", ".join(dtypes)),
         ("KV bytes per token", f"{teacher:,} teacher"),
         ("end tokens", ", ".join(map(str, opened.eos_token_ids)) or "none"),
-        ("tokenizer", _yes(has_tokenizer(opened.side_files))),
+        ("tokenizer", _yes(has_tokenizer(opened.auxiliary_files))),
         ("digests", _yes(opened.digests)),
     ]
     if opened.has_delta:
         student = bytes_per_token(config, dtype)
         row = [name for name, _ in facts].index("KV bytes per token")
-        facts[row] = ("KV bytes per token", f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)")
+        facts[row] = (
+            "KV bytes per token",
+            f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)",
+        )
     return facts
 
 

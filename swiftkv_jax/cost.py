@@ -1,30 +1,39 @@
-"""What a model costs: floating-point operations of prefill, decoding and training, counted from the shapes.
+"""What a model costs: floating-point operations of prefill, decoding and training, counted from the
+shapes.
 
-A multiply-add is two operations. Only matrix products and attention count; causal attention counts the pairs it needs.
+A multiply-add is two operations. Only matrix products and attention count; causal attention counts
+the pairs it needs.
 """
 
 from __future__ import annotations
 
 from .config import Config
-from .model import Remat
+from .transformer import Remat
 
 
 def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     """Operations to fill the cache with a prompt of `length` tokens: no logits are needed for that.
 
-    The student runs the lower layers and one key/value projection per group. The teacher runs every layer but the last, of
-    which it needs the keys and values only.
+    The student runs the lower layers and one key/value projection per group. The teacher runs every
+    layer but the last, of which it needs the keys and values only.
     """
-    layers, projections = (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
+    layers, projections = (
+        (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
+    )
     return layers * _layer_flops(config, length) + projections * 2 * length * kv_weights(config)
 
 
 def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
-    """Operations for one token of one row: every layer, attention to `context` positions, its own among them, and the logits."""
+    """Operations for one token of one row: every layer, attention to `context` positions, its own
+    among them, and the logits."""
     attention = 2 * 2 * config.num_heads * config.head_dim * context
-    kv_projections = (config.num_lower_layers + config.num_kv_groups) if swiftkv else config.num_layers
+    kv_projections = (
+        (config.num_lower_layers + config.num_kv_groups) if swiftkv else config.num_layers
+    )
     layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
-    return layers + kv_projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
+    return (
+        layers + kv_projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
+    )
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:
@@ -35,24 +44,30 @@ def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none")
 def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -> dict[str, float]:
     """`train_flops_per_token`, divided into what is computed.
 
-    Forward through the lower layers once and through the upper layers twice (teacher, student); backward through the
-    student's upper layers for activations and for the delta's weights; three products with the output matrix.
+    Forward through the lower layers once and through the upper layers twice (teacher, student);
+    backward through the student's upper layers for activations and for the delta's weights; three
+    products with the output matrix.
     """
     attention = _attention_flops(config, length) / length
     upper_matmul = 2 * (layer_weights(config) - kv_weights(config))
     shared_kv = 2 * config.num_kv_groups * kv_weights(config)
-    query_gradients = 2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
+    query_gradients = (
+        2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
+    )
     # A layer is recomputed up to its last product, of which the backward pass needs only the input.
     query = 2 * config.embed_dim * config.num_heads * config.head_dim
     layer = upper_matmul - 2 * config.mlp_dim * config.embed_dim + attention
     again = {"none": 0, "mlp": layer - query - attention, "layer": layer}
     return {
-        "lower layers, once for both": config.num_lower_layers * (2 * layer_weights(config) + attention),
+        "lower layers, once for both": config.num_lower_layers
+        * (2 * layer_weights(config) + attention),
         "teacher's upper layers": config.num_upper_layers * (2 * layer_weights(config) + attention),
         "student's upper layers": config.num_upper_layers * (upper_matmul + attention) + shared_kv,
-        # Activations: one product per weight, attention twice. Keys and values give their weights a gradient, and their
-        # input one for the boundary norm.
-        "backward": config.num_upper_layers * (upper_matmul + 2 * attention) + query_gradients + 2 * shared_kv,
+        # Activations: one product per weight, attention twice. Keys and values give their weights a
+        # gradient, and their input one for the boundary norm.
+        "backward": config.num_upper_layers * (upper_matmul + 2 * attention)
+        + query_gradients
+        + 2 * shared_kv,
         "recomputed in backward": config.num_upper_layers * again[remat],
         "output matrix: both logits, one gradient": 3 * 2 * config.vocab_size * config.embed_dim,
     }

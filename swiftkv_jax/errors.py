@@ -1,4 +1,5 @@
-"""Errors a user can cause. Each message is one line that names the file, tensor, row or flag, and what to do."""
+"""Errors a user can cause. Each message is one line that names the file, tensor, row or flag, and
+what to do."""
 
 from __future__ import annotations
 
@@ -24,4 +25,5 @@ class ConfigError(CheckpointError):
 
 
 class OutOfMemoryError(RuntimeError):
-    """What was asked for does not fit the device, as far as the compiler's figures say. Exit code 5."""
+    """What was asked for does not fit the device, as far as the compiler's figures say. Exit code
+    5."""

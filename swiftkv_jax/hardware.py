@@ -1,4 +1,5 @@
-"""What the makers publish of the devices this package is meant for: the ceilings of a time and memory plan."""
+"""What the makers publish of the devices this package is meant for: the ceilings of a time and
+memory plan."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ class Hardware:
     """Bytes a second between the device and its memory."""
 
 
-# NVIDIA's data sheets give bfloat16 with sparsity, which doubles it: 1,979 TFLOP/s for H100 SXM and H200 SXM. The PCIe and
-# NVL cards are slower and call themselves otherwise. Memory is what CUDA reports of the nominal 80 and 141 GB.
+# NVIDIA's data sheets give bfloat16 with sparsity, which doubles it: 1,979 TFLOP/s for H100 SXM and
+# H200 SXM. The PCIe and NVL cards are slower and call themselves otherwise. Memory is what CUDA
+# reports of the nominal 80 and 141 GB.
 _H100 = Hardware("H100 SXM", 989.4e12, 84_942_979_072, 3.35e12)
 _H200 = Hardware("H200 SXM", 989.4e12, 150_754_820_096, 4.8e12)
 
@@ -29,7 +31,8 @@ _V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1.2e12)
 _V5E = Hardware("TPU v5e", 197e12, 16 * GIB, 0.819e12)
 _V5P = Hardware("TPU v5p", 459e12, 95 * GIB, 2.765e12)
 _V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1.638e12)
-# A TPU7x chip (2307 TFLOP/s, 192 GiB, 7.38 TB/s) is two devices: unlike v4 and v5p it does not join its two TensorCores.
+# A TPU7x chip (2307 TFLOP/s, 192 GiB, 7.38 TB/s) is two devices: unlike v4 and v5p it does not join
+# its two TensorCores.
 _TPU7X = Hardware("TPU7x, half a chip", 2307e12 / 2, 96 * GIB, 7.38e12 / 2)
 
 HARDWARE = (_H100, _H200, _V4, _V5E, _V5P, _V6E, _TPU7X)
@@ -49,5 +52,6 @@ _BY_KIND = {
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The published figures for a `jax.Device.device_kind`; None for a device that is not in the table."""
+    """The published figures for a `jax.Device.device_kind`; None for a device that is not in the
+    table."""
     return _BY_KIND.get(device_kind)

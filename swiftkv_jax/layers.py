@@ -1,7 +1,8 @@
-"""The pieces of a Llama layer: normalisation, rotary embeddings, projections, MLP, embedding and head.
+"""The pieces of a Llama layer: normalisation, rotary embeddings, projections, MLP, embedding and
+head.
 
-Letters as in `params`; B batch, T positions. Matrix products run in the parameters' dtype (those with quantised matrices
-as `quantization.product` says), norms and rotary angles in float32.
+Letters as in `params`; B batch, T positions. Matrix products run in the parameters' dtype (those
+with quantised matrices as `quantization.product` says), norms and rotary angles in float32.
 """
 
 from __future__ import annotations
@@ -30,21 +31,26 @@ class Ends(Protocol):
     def lm_head(self) -> Leaf: ...  # V D; None when tied to `embed`
 
 
-# For training: a backward pass works these out again from their inputs, where that costs next to nothing, instead of keeping
-# their float32 intermediates. Inside a scan no barrier against common subexpressions is needed.
+# For training: a backward pass works these out again from their inputs, where that costs next to
+# nothing, instead of keeping their float32 intermediates. Inside a scan no barrier against common
+# subexpressions is needed.
 _not_kept = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @functools.partial(_not_kept, static_argnums=2)
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Root-mean-square norm: float32 inside, cast back before the scale is applied, as Hugging Face's Llama does."""
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*B D"]:
+    """Root-mean-square norm: float32 inside, cast back before the scale is applied, as Hugging
+    Face's Llama does."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale
 
 
 def rope_frequencies(config: Config) -> Float[Array, " H_half"]:
-    """Radians per position of each rotated pair, after scaling (`RopeScaling` says by which rule)."""
+    """Radians per position of each rotated pair, after scaling (`RopeScaling` says by which
+    rule)."""
     exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequency = config.rope_theta**-exponent
     scaling = config.rope_scaling
@@ -52,8 +58,8 @@ def rope_frequencies(config: Config) -> Float[Array, " H_half"]:
         return frequency
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
-    # llama3: share of the stretched frequency falls from 1 to 0 as the turns made within the pretraining length
-    # rise from low_freq_factor to high_freq_factor.
+    # llama3: share of the stretched frequency falls from 1 to 0 as the turns made within the
+    # pretraining length rise from low_freq_factor to high_freq_factor.
     turns = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = jnp.clip(keep, 0.0, 1.0)
@@ -61,34 +67,42 @@ def rope_frequencies(config: Config) -> Float[Array, " H_half"]:
 
 
 def rope_table(config: Config, positions: Int[Array, "B T"]) -> Float[Array, "2 B T H_half"]:
-    """Cosines and sines of every position, float32. Made once per forward pass and shared by all layers."""
+    """Cosines and sines of every position, float32. Made once per forward pass and shared by all
+    layers."""
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
 
 
 @_not_kept
-def apply_rope(x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T H_half"]) -> Float[Array, "B T *J N H"]:
-    """Rotate each head; the first half of H pairs with the second, as in the Hugging Face checkpoints."""
+def apply_rope(
+    x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T H_half"]
+) -> Float[Array, "B T *J N H"]:
+    """Rotate each head; the first half of H pairs with the second, as in the Hugging Face
+    checkpoints."""
     cos, sin = rope.reshape(*rope.shape[:3], *(1,) * (x.ndim - 3), rope.shape[-1])
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def project_heads(
-    x: Float[Array, "B T D"], weight: Float[Array, "N H D"] | Quantized, bias: Float[Array, "N H"] | None
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "N H D"] | Quantized,
+    bias: Float[Array, "N H"] | None,
 ) -> Float[Array, "B T N H"]:
     """A query, key or value projection."""
     out = product("BTD,NHD->BTNH", x, weight)
     return out if bias is None else out + bias
 
 
-def finish_layer(
+def output_and_mlp(
     config: Config, block: Block, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
 ) -> Float[Array, "B T D"]:
     """All that follows attention: output projection, residual, SwiGLU MLP, residual."""
     with jax.named_scope("attention_output"):
         heads = attended.reshape(*x.shape[:2], -1)
-        out = product("BTM,DM->BTD", heads, as_matrix(block.o))  # M = N H; serving keeps `o` in this form
+        out = product(
+            "BTM,DM->BTD", heads, as_matrix(block.o)
+        )  # M = N H; serving keeps `o` in this form
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
         h = rms_norm(x, block.mlp_norm, config.norm_eps)

@@ -1,233 +1,94 @@
-"""Teacher and student: the same frozen Llama, with and without SwiftKV.
-
-    tokens -> embed -> lower layers -> x -+-> upper layers with their own q, k, v          = teacher
-                                          |
-                                          +-> s = RMSNorm(x) -> k, v of every upper group
-                                          +-> upper layers with the delta's q on those k, v = student
-
-There are two layer kinds: `self_layer` owns its keys and values, `cross_layer` brings only queries. Both take an
-`attend` callable, so training, prefill and decode run the same layer over different memories. Here whole sequences run
-through stacks of layers (`lax.scan`); `infer.programs` runs the same layers one by one over a cache.
-"""
+"""A model as users hold it: architecture, weights, and what came with them."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
 
-from .attention import KEPT, Attention
 from .config import Config
-from .layers import apply_rope, finish_layer, project_heads, rms_norm, rope_table
-from .params import QKV, Block, Leaf, Llama, SwiftKV
-from .quantization import Quantized, product
-from .sharding import lay_out, whole, whole_vocabulary
+from .errors import ConfigError
+from .params import Llama, SwiftKV, init_swiftkv, split_layers
+from .quantization import Scheme, refuse_quantized, scheme_of
 
-Heads = Float[Array, "B T N H"]
-Attend = Callable[..., Any]
-Probe = Callable[[Array, Array], Any]
 
-DEFAULT = Attention()
-"""Attention on the default device, by the implementation that suits it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class AuxiliaryFiles:
+    """Files of a checkpoint that are carried along unread: tokenizer, chat template, generation
+    defaults.
 
-Remat = Literal["none", "mlp", "layer"]
-"""What the backward pass computes again: elementwise operations only; all of an upper layer but its attention; or all of it
-from its input."""
-# A scan needs no barrier against common subexpressions.
-_CHECKPOINT = {
-    "none": lambda step: step,
-    "mlp": functools.partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(KEPT)),
-    "layer": functools.partial(jax.checkpoint, prevent_cse=False),
-}
+    Compared by identity, so a `Model` can cross `jax.jit`.
+    """
+
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    """File name -> bytes."""
+    hf_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The `config.json` as it was read; export keeps its fields and overwrites those a `Config`
+    determines."""
 
 
 @struct.dataclass
-class Batch:
-    """Packed rows of tokens."""
+class Model:
+    """A Llama, with a SwiftKV delta or without. A pytree: the arrays are its leaves."""
 
-    tokens: Leaf  # i32[B, T]
-    positions: Leaf  # i32[B, T]; restart at 0 in every document
-    segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
-    loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
+    llama: Llama
+    """The frozen weights."""
+    swiftkv: SwiftKV | None
+    """The delta; None for a plain Llama."""
+    config: Config = struct.field(pytree_node=False)
+    eos_token_ids: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    """Tokens that end a generation, from generation_config.json or config.json."""
+    tokenizer: Any = struct.field(pytree_node=False, default=None)
+    """A transformers tokenizer, or None if the checkpoint brought none."""
+    auxiliary_files: AuxiliaryFiles = struct.field(
+        pytree_node=False, default_factory=AuxiliaryFiles
+    )
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.llama.embed.dtype
 
-def whole_rows(tokens: Int[Array, "B T"], loss_mask: Float[Array, "B T"] | None = None) -> Batch:
-    """Rows that hold one document each, from position 0."""
-    ones = jnp.ones_like(tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return Batch(tokens, positions, ones, ones.astype(jnp.float32) if loss_mask is None else loss_mask)
+    @property
+    def quantization(self) -> Scheme | None:
+        """How the matrices are kept; None if they are not quantised."""
+        return scheme_of(self.llama)
 
+    def uses_swiftkv(self, swiftkv: bool | None) -> bool:
+        """Resolve the `swiftkv` argument of the public functions: None means the student if there
+        is a delta.
 
-# Layers ---------------------------------------------------------------------------------------------------------
-
-
-def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
-    """A layer that owns its keys and values. `attend(q, k, v)` returns (attended, state): (x, state)."""
-    with jax.named_scope("qkv"):
-        h = rms_norm(x, block.attn_norm, config.norm_eps)
-        q = apply_rope(project_heads(h, qkv.q, qkv.q_bias), rope)
-        k = apply_rope(project_heads(h, qkv.k, qkv.k_bias), rope)
-        v = project_heads(h, qkv.v, qkv.v_bias)
-    with jax.named_scope("attention"):
-        attended, state = attend(q, k, v)
-    return finish_layer(config, block, x, attended), state
-
-
-def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend: Attend):
-    """An upper layer of the student: only queries are its own. `attend(q)` reads the group's keys and values: x."""
-    with jax.named_scope("q"):
-        h = rms_norm(x, block.attn_norm, config.norm_eps)
-        q = apply_rope(project_heads(h, q_weight, q_bias), rope)
-    with jax.named_scope("attention"):
-        attended = attend(q)
-    return finish_layer(config, block, x, attended)
+        Raises `ValueError` if the student is asked for and there is no delta.
+        """
+        if swiftkv and self.swiftkv is None:
+            raise ValueError(
+                "swiftkv=True, but this model has no delta: add one with add_swiftkv or load a "
+                "SwiftKV checkpoint"
+            )
+        return self.swiftkv is not None if swiftkv is None else swiftkv
 
 
-def project_kv(
-    config: Config, delta: SwiftKV, x: Float[Array, "B T D"], rope
-) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """Keys and values of every upper group from the hidden state at the boundary.
+def default_dtype() -> jnp.dtype:
+    """bfloat16 on accelerators, float32 on a CPU (where bfloat16 arithmetic is emulated, several
+    times slower)."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
-    This is all of the upper half that a prompt token needs. Keys come out rotated, once per group: the layers of a
-    group share positions, so they share the rotated keys.
+
+def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: int = 1) -> Model:
+    """Give a model a fresh delta, initialised from its own teacher (see `params.init_swiftkv`).
+
+    The first `num_key_value_layers` layers keep their keys and values; the others share one
+    projection per `key_value_group_size` layers. Any delta the model has is left behind. Raises
+    `ConfigError` if the cut does not fit and `UsageError` if the model is quantised.
     """
-    with jax.named_scope("project_kv"):
-        s = rms_norm(x, delta.norm, config.norm_eps)
-        k, v = product("BTD,JKHD->BTJKH", s, delta.k), product("BTD,JKHD->BTJKH", s, delta.v)
-        if delta.k_bias is not None:
-            k, v = k + delta.k_bias, v + delta.v_bias
-        return apply_rope(k, rope).transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
-
-
-def project_fused_kv(
-    config: Config, norm: Float[Array, " D"], kv: Float[Array, "2 J K H D"] | Quantized, bias: Float[Array, "2 J K H"] | None, x, rope
-) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """`project_kv` with keys' and values' weights in one array: one product for all groups. Serving joins them once."""
-    with jax.named_scope("project_kv"):
-        s = rms_norm(x, norm, config.norm_eps)
-        out = product("BTD,PJKHD->PBTJKH", s, kv)
-        if bias is not None:
-            out = out + bias[:, None, None]
-        k, v = apply_rope(out[0], rope), out[1]
-        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
-
-
-# Whole sequences ------------------------------------------------------------------------------------------------
-
-
-def packed_attention(attention: Attention, segment_ids: Int[Array, "B T"]) -> Attend:
-    """Causal attention within each packed document; keys and values come as the projections leave them."""
-
-    def attend(q, k, v):
-        return attention.prefill(q, head_major(k), head_major(v), segment_ids=segment_ids), None
-
-    return attend
-
-
-def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
-    """The layout of the cache and of the attention ops."""
-    return x.transpose(0, 2, 1, 3)
-
-
-def run_lower(
-    config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
-) -> tuple[Float[Array, "B T D"], Array]:
-    """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher and student share it."""
-    rope = rope_table(config, batch.positions)
-    mesh, attend = attention.mesh, packed_attention(attention, batch.segment_ids)
-    between_layers = functools.partial(lay_out, mesh, sequence=attention.shard_sequence)
-
-    def step(x, layer):
-        block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
-        x, _ = self_layer(config, block, qkv, x, rope, attend)
-        return between_layers(x), None
-
-    x = between_layers(whole_vocabulary(mesh, llama.embed)[batch.tokens])
-    x, _ = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
-    return x, rope
-
-
-def run_upper_teacher(
-    config: Config,
-    llama: Llama,
-    x,
-    rope,
-    segment_ids,
-    *,
-    probe: Probe | None = None,
-    remat: Remat = "none",
-    attention: Attention = DEFAULT,
-):
-    """The plain Llama's upper layers: (x, sum over layers of `probe(layer index, layer input)`)."""
-    if llama.upper_qkv is None:
-        raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to run it as a plain Llama")
-    mesh, attend = attention.mesh, packed_attention(attention, segment_ids)
-
-    def layer_step(x, layer):
-        block, qkv = (whole(mesh, weights, layer=True) for weights in layer)
-        x, _ = self_layer(config, block, qkv, x, rope, attend)
-        return lay_out(mesh, x, sequence=attention.shard_sequence)
-
-    return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, probe, remat)
-
-
-def run_upper_student(
-    config: Config,
-    llama: Llama,
-    delta: SwiftKV,
-    x,
-    rope,
-    segment_ids,
-    *,
-    probe: Probe | None = None,
-    remat: Remat = "none",
-    attention: Attention = DEFAULT,
-):
-    """The student's upper layers on shared keys and values: (x, sum of `probe(layer index, layer input)`)."""
-    mesh, queries = attention.mesh, QKV(delta.q, None, None, delta.q_bias)
-    k, v = project_kv(config, whole(mesh, dataclasses.replace(delta, q=None, q_bias=None), layer=False), x, rope)
-    # A scan slices its inputs for free; an index per group would scatter-add whole stacks in the backward pass.
-    k, v = (jnp.repeat(a, config.key_value_group_size, axis=0) for a in (k, v))
-
-    def layer_step(x, layer):
-        weights, k, v = layer
-        block, own = (whole(mesh, part, layer=True) for part in weights)
-        x = cross_layer(config, block, own.q, own.q_bias, x, rope, lambda q: attention.prefill(q, k, v, segment_ids=segment_ids))
-        return lay_out(mesh, x, sequence=attention.shard_sequence)
-
-    return _scan_upper(config, layer_step, ((llama.upper, queries), k, v), x, probe, remat)
-
-
-def _scan_upper(config: Config, layer_step, layers, x, probe: Probe | None, remat: Remat):
-    probe = probe or (lambda index, x: ())
-
-    def step(carry, indexed_layer):
-        x, total = carry
-        index, layer = indexed_layer
-        total = jax.tree.map(jnp.add, total, probe(index, x))
-        return (layer_step(x, layer), total), None
-
-    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, jnp.int32(0), x))
-    indices = jnp.arange(config.num_lower_layers, config.num_layers)
-    (x, total), _ = jax.lax.scan(_CHECKPOINT[remat](step), (x, zero), (indices, layers))
-    return x, total
-
-
-def teacher(config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT) -> Float[Array, "B T D"]:
-    """The plain Llama: hidden state before the final norm."""
-    x, rope = run_lower(config, llama, batch, attention=attention)
-    return run_upper_teacher(config, llama, x, rope, batch.segment_ids, attention=attention)[0]
-
-
-def student(
-    config: Config, llama: Llama, delta: SwiftKV, batch: Batch, *, attention: Attention = DEFAULT
-) -> Float[Array, "B T D"]:
-    """The SwiftKV model: hidden state before the final norm. Every token runs through every layer."""
-    x, rope = run_lower(config, llama, batch, attention=attention)
-    return run_upper_student(config, llama, delta, x, rope, batch.segment_ids, attention=attention)[0]
+    refuse_quantized(model.llama, "add_swiftkv")
+    if num_key_value_layers < 1:  # 0 means "all" in a configuration file; here it would be a slip
+        raise ConfigError(
+            f"{num_key_value_layers=} must be from 1 to num_layers={model.config.num_layers}"
+        )
+    config = model.config.cut(num_key_value_layers, key_value_group_size)
+    llama = split_layers(config, model.llama)
+    delta = init_swiftkv(config, llama) if config.num_upper_layers else None
+    return dataclasses.replace(model, config=config, llama=llama, swiftkv=delta)

@@ -1,10 +1,11 @@
 """The model as data: every parameter is a field here, with its shape beside it.
 
-Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L lower
-layers, U upper layers, J key/value groups of the upper layers (J = U / key_value_group_size).
+Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
+lower layers, U upper layers, J key/value groups of the upper layers (J = U / key_value_group_size).
 
-Matrices keep the checkpoints' orientation (output features first), so import and export only split or merge
-the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `PartitionSpec`s, shardings and gradients.
+Matrices keep the checkpoints' orientation (output features first), so import and export only split
+or merge the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `PartitionSpec`s,
+shardings and gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from flax import struct
 
 from .config import Config
 
-# A leaf is whatever the tree holds at the moment: an array, its abstract value, its sharding, its gradient. After
-# `unstack` a stacked leaf has become one tuple entry per layer.
+# A leaf is whatever the tree holds at the moment: an array, its abstract value, its sharding, its
+# gradient. After `unstack` a stacked leaf has become one tuple entry per layer.
 Leaf = Any
 
 
@@ -74,9 +75,9 @@ class SwiftKV:
     v_bias: Leaf = None  # J K H
 
 
-
 def llama_shapes(config: Config, dtype=jnp.float32) -> Llama:
-    """The `ShapeDtypeStruct` of every weight of the plain Llama, split at `num_key_value_layers`."""
+    """The `ShapeDtypeStruct` of every weight of the plain Llama, split at
+    `num_key_value_layers`."""
     c = config
 
     def array(*shape):
@@ -120,7 +121,11 @@ def swiftkv_shapes(config: Config, dtype=jnp.float32) -> SwiftKV:
     assert upper is not None
 
     def groups(leaf):
-        return None if leaf is None else jax.ShapeDtypeStruct((config.num_kv_groups, *leaf.shape[1:]), dtype)
+        return (
+            None
+            if leaf is None
+            else jax.ShapeDtypeStruct((config.num_kv_groups, *leaf.shape[1:]), dtype)
+        )
 
     return SwiftKV(
         norm=jax.ShapeDtypeStruct((config.embed_dim,), dtype),
@@ -134,7 +139,8 @@ def swiftkv_shapes(config: Config, dtype=jnp.float32) -> SwiftKV:
 
 
 def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: float = 0.02) -> Llama:
-    """Random weights: norms at one, biases at zero, matrices normal with standard deviation `scale`."""
+    """Random weights: norms at one, biases at zero, matrices normal with standard deviation
+    `scale`."""
     shapes = llama_shapes(config, dtype)
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -147,20 +153,28 @@ def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: floa
         return (scale * jax.random.normal(key, leaf.shape)).astype(dtype)
 
     keys = jax.random.split(key, len(leaves))
-    return jax.tree_util.tree_unflatten(tree, [draw(path, leaf, k) for (path, leaf), k in zip(leaves, keys, strict=True)])
+    return jax.tree_util.tree_unflatten(
+        tree, [draw(path, leaf, k) for (path, leaf), k in zip(leaves, keys, strict=True)]
+    )
 
 
 def init_swiftkv(config: Config, llama: Llama, dtype=None) -> SwiftKV:
     """The delta's starting point (ArcticTraining `projects/swiftkv/train.py`).
 
-    The norm is that of the first upper layer, queries are the teacher's, keys and values are the mean over each
-    group of layers, taken in float32. Every leaf is a new buffer: nothing aliases the teacher, so the delta can be
-    donated. `dtype` None keeps the teacher's. Raises `ValueError` if the teacher's upper projections were dropped.
+    The norm is that of the first upper layer, queries are the teacher's, keys and values are the
+    mean over each group of layers, taken in float32. Every leaf is a new buffer: nothing aliases
+    the teacher, so the delta can be donated. `dtype` None keeps the teacher's. Raises `ValueError`
+    if the teacher's upper projections were dropped.
     """
     if llama.upper_qkv is None:
-        raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to start a delta")
+        raise ValueError(
+            "the teacher's upper q, k, v were dropped: load the model with them to start a delta"
+        )
     if config.num_upper_layers == 0:
-        raise ValueError(f"num_key_value_layers={config.num_key_value_layers} leaves no upper layer, so there is no delta")
+        raise ValueError(
+            f"num_key_value_layers={config.num_key_value_layers} leaves no upper layer, so there "
+            f"is no delta"
+        )
     dtype = dtype or llama.embed.dtype
     upper = llama.upper_qkv
 
@@ -185,9 +199,13 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None) -> SwiftKV:
 
 
 def split_layers(config: Config, llama: Llama) -> Llama:
-    """Move the boundary between the two stacks to `config.num_key_value_layers`. Copies the stacks that change."""
+    """Move the boundary between the two stacks to `config.num_key_value_layers`. Copies the stacks
+    that change."""
     if llama.upper_qkv is None:
-        raise ValueError("the teacher's upper q, k, v were dropped: load the model with them to move the boundary")
+        raise ValueError(
+            "the teacher's upper q, k, v were dropped: load the model with them to move the "
+            "boundary"
+        )
     if llama.lower.attn_norm.shape[0] == config.num_lower_layers:
         return llama
     cut = config.num_lower_layers
@@ -206,21 +224,25 @@ def split_layers(config: Config, llama: Llama) -> Llama:
     )
 
 
-def unstack[Tree](stack: Tree, *, take: bool = False) -> tuple[Tree, ...]:
-    """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights at every step).
+def unstack[Tree](stack: Tree, *, donate: bool = False) -> tuple[Tree, ...]:
+    """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights
+    at every step).
 
-    Each stays on the devices it is split over: `tuple(array)` would take it through the host to the first one. With `take`
-    each array of the stack is deleted once it is apart: there is one more copy of one of them, not of all.
+    Each stays on the devices it is split over: `tuple(array)` would take it through the host to the
+    first one. With `donate` each array of the stack is deleted once it is apart: there is one more
+    copy of one of them, not of all.
     """
     leaves, tree = jax.tree.flatten(stack)
 
     def layers(leaf):
         parts = jnp.unstack(leaf)
-        if take:
+        if donate:
             leaf.delete()
         return parts
 
-    return tuple(jax.tree.unflatten(tree, layer) for layer in zip(*map(layers, leaves), strict=True))
+    return tuple(
+        jax.tree.unflatten(tree, layer) for layer in zip(*map(layers, leaves), strict=True)
+    )
 
 
 def cast[Tree](tree: Tree, dtype) -> Tree:

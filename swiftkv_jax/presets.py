@@ -1,4 +1,5 @@
-"""Published shapes, cut as the SwiftKV authors cut them: for planning and measuring without a checkpoint."""
+"""Published shapes, cut as the SwiftKV authors cut them: for planning and measuring without a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ LLAMA_8B = Config(
     head_dim=128,
     rope_theta=500_000.0,
     rope_scaling=RopeScaling(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     ),
     max_position_embeddings=131072,
     num_key_value_layers=16,

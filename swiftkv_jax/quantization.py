@@ -1,7 +1,8 @@
 """Weight matrices of 8 bits with a float32 scale per output channel, for inference.
 
-A `Quantized` stands in a tree where an array would: scans, `unstack` and shardings see its two arrays. Only matrices of
-the layers and of the delta are quantised; embedding, head, norms and biases stay as they are.
+A `Quantized` stands in a tree where an array would: scans, `unstack` and shardings see its two
+arrays. Only matrices of the layers and of the delta are quantised; embedding, head, norms and
+biases stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Arithmetic = Literal["widen", "native"]
 VALUES, SCALE = "values", "scale"
 """The fields of a `Quantized`, the last part of its arrays' names in a tree."""
 
-# Field of `params` -> how many of a matrix's last axes a product sums over. Its other axes are output channels.
+# Field of `params` -> how many of a matrix's last axes a product sums over. Its other axes are
+# output channels.
 INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
@@ -39,9 +41,10 @@ _MULTIPLIES_FP8 = re.compile(r"NVIDIA G?(H100|H200|B200|B300)\b|TPU ?7x")
 class Scheme:
     """How weights are kept, and how products with them run.
 
-    `widen` converts the weights to the activations' dtype inside the product. `native` (fp8 only) quantises the activations
-    too, each token by its own largest magnitude, and multiplies float8 by float8: what `FP8_DYNAMIC` checkpoints are
-    calibrated for, and twice as fast where the hardware has it.
+    `widen` converts the weights to the activations' dtype inside the product. `native` (fp8 only)
+    quantises the activations too, each token by its own largest magnitude, and multiplies float8 by
+    float8: what `FP8_DYNAMIC` checkpoints are calibrated for, and twice as fast where the hardware
+    has it.
     """
 
     format: Format
@@ -49,10 +52,19 @@ class Scheme:
 
     def __post_init__(self):
         if self.format not in FORMATS:
-            raise UsageError(f"quantization {self.format!r} is not known; choose {' or '.join(FORMATS)}")
-        if self.arithmetic not in ("widen", "native") or (self.format, self.arithmetic) == ("int8", "native"):
-            # Activations have outliers that eight evenly spaced bits per token do not hold; see arXiv:2208.07339.
-            raise UsageError(f"arithmetic {self.arithmetic!r} is not known for {self.format}; choose widen, or native with fp8")
+            raise UsageError(
+                f"quantization {self.format!r} is not known; choose {' or '.join(FORMATS)}"
+            )
+        if self.arithmetic not in ("widen", "native") or (self.format, self.arithmetic) == (
+            "int8",
+            "native",
+        ):
+            # Activations have outliers that eight evenly spaced bits per token do not hold; see
+            # arXiv:2208.07339.
+            raise UsageError(
+                f"arithmetic {self.arithmetic!r} is not known for {self.format}; choose widen, or "
+                f"native with fp8"
+            )
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -66,8 +78,11 @@ class Scheme:
 
 
 def scheme_for(format: Format, device_kind: str) -> Scheme:
-    """The arithmetic that suits a `jax.Device.device_kind`. Raises `UsageError` for an unknown format."""
-    return Scheme(format, "native" if format == "fp8" and _MULTIPLIES_FP8.match(device_kind) else "widen")
+    """The arithmetic that suits a `jax.Device.device_kind`. Raises `UsageError` for an unknown
+    format."""
+    return Scheme(
+        format, "native" if format == "fp8" and _MULTIPLIES_FP8.match(device_kind) else "widen"
+    )
 
 
 @struct.dataclass
@@ -82,15 +97,20 @@ class Quantized:
 def quantize(weight: Float[Array, "*shape"], in_axes: int, scheme: Scheme) -> Quantized:
     """Round to nearest, with the scale of each output channel set by its largest magnitude.
 
-    Products sum over the last `in_axes` axes. An int8 value is off by at most half a scale; an fp8 one by a sixteenth of
-    itself, or by 2^-10 of a scale where it is below 2^-6 of one.
+    Products sum over the last `in_axes` axes. An int8 value is off by at most half a scale; an fp8
+    one by a sixteenth of itself, or by 2^-10 of a scale where it is below 2^-6 of one.
     """
-    return Quantized(*to_eight_bits(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.format), scheme)
+    return Quantized(
+        *to_eight_bits(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.format),
+        scheme,
+    )
 
 
 def dequantize(weight: Quantized, dtype) -> Float[Array, "*shape"]:
     """The matrix as one array."""
-    scale = weight.scale.reshape(*weight.scale.shape, *(1,) * (weight.values.ndim - weight.scale.ndim))
+    scale = weight.scale.reshape(
+        *weight.scale.shape, *(1,) * (weight.values.ndim - weight.scale.ndim)
+    )
     return (weight.values.astype(jnp.float32) * scale).astype(dtype)
 
 
@@ -104,8 +124,11 @@ def product(spec: str, x: Float[Array, "*x"], weight: Array | Quantized) -> Floa
     inputs, _, out = spec.partition("->")
     of_x, of_weight = inputs.split(",")
     scale = _spread(weight.scale, of_weight[: weight.scale.ndim], out)
-    # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices exchange.
-    multiply = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.promote_types(x.dtype, jnp.bfloat16))
+    # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices
+    # exchange.
+    multiply = functools.partial(
+        jnp.einsum, spec, preferred_element_type=jnp.promote_types(x.dtype, jnp.bfloat16)
+    )
     if weight.scheme.arithmetic == "widen":
         sums = multiply(x, weight.values.astype(x.dtype))
     else:
@@ -124,7 +147,8 @@ def as_matrix(weight: Any) -> Any:
 
 
 def quantized_shapes[Tree](shapes: Tree, scheme: Scheme | None) -> Tree:
-    """A tree of `params` in which each matrix's `ShapeDtypeStruct` has become a `Quantized` of two; None changes nothing."""
+    """A tree of `params` in which each matrix's `ShapeDtypeStruct` has become a `Quantized` of two;
+    None changes nothing."""
     if scheme is None:
         return shapes
 
@@ -144,14 +168,18 @@ def scheme_of(tree: Any) -> Scheme | None:
 
 
 def refuse_quantized(tree: Any, purpose: str) -> None:
-    """Raise `UsageError` if a matrix of `tree` is quantised: `purpose` needs the weights as they were."""
+    """Raise `UsageError` if a matrix of `tree` is quantised: `purpose` needs the weights as they
+    were."""
     if (scheme := scheme_of(tree)) is not None:
         how = "load(..., quantization='none') dequantises them, and save keeps the result"
         raise UsageError(f"{purpose} needs unquantised weights, these are {scheme.format}: {how}")
 
 
-def to_eight_bits(x: Float[Array, "*shape"], axes: tuple[int, ...], format: Format) -> tuple[Array, Array]:
-    """(values, scale without `axes`): the largest magnitude along `axes` becomes the largest number of the format."""
+def to_eight_bits(
+    x: Float[Array, "*shape"], axes: tuple[int, ...], format: Format
+) -> tuple[Array, Array]:
+    """(values, scale without `axes`): the largest magnitude along `axes` becomes the largest number
+    of the format."""
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
     # Of zeros, and of what is so small that devices count it as zero. NaN stays NaN.
@@ -162,6 +190,7 @@ def to_eight_bits(x: Float[Array, "*shape"], axes: tuple[int, ...], format: Form
 
 
 def _spread(scale: Float[Array, "*channels"], letters, out: str) -> Float[Array, "*out"]:
-    """`scale`, whose axes are `letters` in the order in which `out` has them, with an axis of one for each other letter."""
+    """`scale`, whose axes are `letters` in the order in which `out` has them, with an axis of one
+    for each other letter."""
     sizes = dict(zip(letters, scale.shape, strict=True))
     return scale.reshape([sizes.get(letter, 1) for letter in out])

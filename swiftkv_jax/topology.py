@@ -1,10 +1,12 @@
-"""Machines that are not there: meshes of their devices, to compile for them and read the compiler's own figures.
+"""Machines that are not there: meshes of their devices, to compile for them and read the compiler's
+own figures.
 
     mesh = topology_mesh("h200:8", (1, 8))
     lower_decode(config, batch=64, max_model_len=8192, mesh=mesh).compile().memory_analysis()
 
-GPUs need the wheels `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and `nvidia-nvvm`, TPUs `libtpu`, in the
-versions that go with the installed JAX. Without the hardware, `ENVIRONMENT` must be set before JAX looks for devices.
+GPUs need the wheels `jax-cuda13-plugin`, `jax-cuda13-pjrt`, `nvidia-cuda-nvcc` and `nvidia-nvvm`,
+TPUs `libtpu`, in the versions that go with the installed JAX. Without the hardware, `ENVIRONMENT`
+must be set before JAX looks for devices.
 """
 
 from __future__ import annotations
@@ -16,20 +18,22 @@ from jax.sharding import Mesh
 
 from .errors import UsageError
 from .hardware import hardware_of
-from .sharding import MeshShape, mesh_over
+from .mesh import MeshShape, mesh_over
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at a time: none of them holds a chip
+    # several processes may compile at a time: none of them holds a chip
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 _GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # device kinds
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
-# XLA's own description of a GPU (stream_executor/device_description.proto): the chip that H100 and H200 share.
+# XLA's own description of a GPU (stream_executor/device_description.proto): the chip that H100 and
+# H200 share.
 _HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -47,8 +51,9 @@ dnn_version_info {{ major: 9 minor: 20 patch: 0 }} runtime_version {{ major: 13 
 def topology_mesh(name: str, shape: MeshShape | tuple[int, int]) -> Mesh:
     """A mesh over the first devices of a described machine; a pair is (data, model).
 
-    `name` is h100 or h200 with a device count (`h200:8`), or v4, v5e, v5p, v6e or tpu7x with its chips (`v5p:4x4x4`, `v6e:2x4`).
-    Raises `UsageError` for an unknown name, too few devices, or a compiler that is not installed.
+    `name` is h100 or h200 with a device count (`h200:8`), or v4, v5e, v5p, v6e or tpu7x with its
+    chips (`v5p:4x4x4`, `v6e:2x4`). Raises `UsageError` for an unknown name, too few devices, or a
+    compiler that is not installed.
     """
     return mesh_over(_devices(name), shape, f"--topology {name} has")
 
@@ -59,12 +64,21 @@ def _devices(name: str) -> list:
         if machine in _GPUS and re.fullmatch(r"[1-9]\d*", chips):
             hardware = hardware_of(kind := _GPUS[machine])
             assert hardware is not None
-            config = _HOPPER.format(kind=kind, memory=hardware.memory_bytes, bandwidth=int(hardware.bandwidth))
+            config = _HOPPER.format(
+                kind=kind, memory=hardware.memory_bytes, bandwidth=int(hardware.bandwidth)
+            )
             hosts, per_host = (int(chips) // 8, 8) if int(chips) % 8 == 0 else (1, int(chips))
             layout = f"1x{hosts}x{per_host}"  # slices x hosts x devices
-            return topologies.get_topology_desc(platform="cuda", target_config=config, topology=layout).devices
+            return topologies.get_topology_desc(
+                platform="cuda", target_config=config, topology=layout
+            ).devices
         if machine in _TPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
             return topologies.get_topology_desc(name, platform="tpu").devices
     except (RuntimeError, ValueError, KeyError) as error:
-        raise UsageError(f"--topology {name}: its compiler is not available ({str(error).splitlines()[0]})") from error
-    raise UsageError(f"--topology {name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like 2x4 or 4x4x4")
+        raise UsageError(
+            f"--topology {name}: its compiler is not available ({str(error).splitlines()[0]})"
+        ) from error
+    raise UsageError(
+        f"--topology {name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like "
+        f"2x4 or 4x4x4"
+    )

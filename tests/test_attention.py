@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.attention import Attention
-from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.mesh import make_mesh
 
 B, T, N, S, H = 4, 6, 16, 24, 8
 
@@ -19,9 +19,20 @@ def operands(kv_heads: int):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-# 8 and 4 heads split over any of these meshes or are shared by several devices; of 2, devices always share one; 1 is everyone's.
+# 8 and 4 heads split over any of these meshes or are shared by several devices; of 2, devices
+# always share one; 1 is everyone's.
 @pytest.mark.parametrize(
-    ("shape", "kv_heads"), [((1, 1), 4), ((8, 1), 2), ((4, 2), 8), ((4, 2), 1), ((2, 4), 2), ((2, 4), 8), ((1, 8), 4), ((1, 8), 16)]
+    ("shape", "kv_heads"),
+    [
+        ((1, 1), 4),
+        ((8, 1), 2),
+        ((4, 2), 8),
+        ((4, 2), 1),
+        ((2, 4), 2),
+        ((2, 4), 8),
+        ((1, 8), 4),
+        ((1, 8), 16),
+    ],
 )
 def test_every_mesh_agrees(shape, kv_heads):
     q, k, v = operands(kv_heads)
@@ -34,13 +45,17 @@ def test_every_mesh_agrees(shape, kv_heads):
             "prefill": lambda q, k, v: attention.prefill(q, k[:, :, :T], v[:, :, :T]),
             "chunk": lambda q, k, v: attention.prefill(q, k, v, q_offset=jnp.int32(11)),
             "offsets": lambda q, k, v: attention.prefill(q, k, v, q_offset=offset),
-            "segments": lambda q, k, v: attention.prefill(q, k[:, :, :T], v[:, :, :T], segment_ids=ids),
+            "segments": lambda q, k, v: attention.prefill(
+                q, k[:, :, :T], v[:, :, :T], segment_ids=ids
+            ),
             "decode": lambda q, k, v: attention.decode(q[:, :2], k, v, length),
         }
 
     alone, spread = calls(Attention()), calls(Attention(make_mesh(shape)))
     for name in alone:
-        np.testing.assert_allclose(jax.jit(spread[name])(q, k, v), jax.jit(alone[name])(q, k, v), atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            jax.jit(spread[name])(q, k, v), jax.jit(alone[name])(q, k, v), atol=2e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 8)])
@@ -49,26 +64,36 @@ def test_gradients_agree(shape):
     k, v = k[:, :, :T], v[:, :, :T]
 
     def gradient(attention):
-        return jax.jit(jax.grad(lambda *operands: jnp.square(attention.prefill(*operands)).sum(), argnums=(0, 1, 2)))(q, k, v)
+        return jax.jit(
+            jax.grad(
+                lambda *operands: jnp.square(attention.prefill(*operands)).sum(), argnums=(0, 1, 2)
+            )
+        )(q, k, v)
 
-    for found, expected in zip(gradient(Attention(make_mesh(shape))), gradient(Attention()), strict=True):
+    for found, expected in zip(
+        gradient(Attention(make_mesh(shape))), gradient(Attention()), strict=True
+    ):
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_that_do_not_divide_are_everyones():
     q, k, v = (x[:3] for x in operands(4))
     found = Attention(make_mesh((2, 2))).decode(q, k, v, jnp.asarray([9, 24, 7]))
-    np.testing.assert_allclose(found, Attention().decode(q, k, v, jnp.asarray([9, 24, 7])), atol=2e-6)
+    np.testing.assert_allclose(
+        found, Attention().decode(q, k, v, jnp.asarray([9, 24, 7])), atol=2e-6
+    )
 
 
 @pytest.mark.parametrize(
-    ("shape", "kv_heads", "rows", "heads", "keys"), [((4, 2), 8, 1, 8, 4), ((2, 4), 2, 2, 4, 1), ((1, 8), 16, 4, 2, 2)]
+    ("shape", "kv_heads", "rows", "heads", "keys"),
+    [((4, 2), 8, 1, 8, 4), ((2, 4), 2, 2, 4, 1), ((1, 8), 16, 4, 2, 2)],
 )
 def test_each_device_sees_its_part(shape, kv_heads, rows, heads, keys, monkeypatch):
     """What reaches the kernel: `rows` of 4, `heads` of 16 and `keys` of the key/value heads."""
     seen = []
     monkeypatch.setattr(
-        "swiftkv_jax.pallas_kernels.decode_attention", lambda q, k, v, length, **_: seen.append((q.shape, k.shape, length.shape)) or q
+        "swiftkv_jax.pallas_kernels.decode_attention",
+        lambda q, k, v, length, **_: seen.append((q.shape, k.shape, length.shape)) or q,
     )
     q, k, v = operands(kv_heads)
     Attention(make_mesh(shape)).decode(q, k, v, jnp.asarray([9, 24, 7, 1]))
@@ -105,20 +130,35 @@ def test_a_pool_is_in_lanes(shape, kv_heads):
     """A row uses the blocks of its own device, and counts them from the first that is there."""
     q, k, v = operands(kv_heads)
     (k8, k_scale), (v8, v_scale) = quantised(k), quantised(v)
-    lengths, length, offset = jnp.asarray([6, 0, 3, 1]), jnp.asarray([24, 6, 0, 9]), jnp.asarray([18, 2, 0, 23])
+    lengths, length, offset = (
+        jnp.asarray([6, 0, 3, 1]),
+        jnp.asarray([24, 6, 0, 9]),
+        jnp.asarray([18, 2, 0, 23]),
+    )
     per_row, lanes = 4, shape[0]  # a row has 3 blocks of 8, and there is one more for each
-    table = np.concatenate([np.random.default_rng(lane).permutation(B // lanes * per_row)[: B // lanes * 3] for lane in range(lanes)])
+    table = np.concatenate(
+        [
+            np.random.default_rng(lane).permutation(B // lanes * per_row)[: B // lanes * 3]
+            for lane in range(lanes)
+        ]
+    )
     table = table.reshape(B, 3)
-    first = np.arange(B)[:, None] // (B // lanes) * (B // lanes * per_row)  # block of each row's lane
+    first = (
+        np.arange(B)[:, None] // (B // lanes) * (B // lanes * per_row)
+    )  # block of each row's lane
 
     def pool(x):  # B K S ... -> X K page ...
         blocks = jnp.moveaxis(x.reshape(B, kv_heads, 3, 8, *x.shape[3:]), 2, 1)
-        return jnp.full((B * per_row, *blocks.shape[2:]), 100, x.dtype).at[first + table].set(blocks)
+        return (
+            jnp.full((B * per_row, *blocks.shape[2:]), 100, x.dtype).at[first + table].set(blocks)
+        )
 
     def calls(attention, table):
         scales = {"k_scale": pool(k_scale), "v_scale": pool(v_scale)}
-        decode = functools.partial(attention.decode, q[:, :2], block_table=jnp.asarray(table))
-        prefill = functools.partial(attention.prefill, q, lengths=lengths, block_table=jnp.asarray(table))
+        decode = functools.partial(attention.decode, q[:, :2], page_table=jnp.asarray(table))
+        prefill = functools.partial(
+            attention.prefill, q, lengths=lengths, page_table=jnp.asarray(table)
+        )
         return {
             "decode": decode(pool(k), pool(v), length),
             "decode with scales": decode(pool(k8), pool(v8), length, **scales),
@@ -127,7 +167,9 @@ def test_a_pool_is_in_lanes(shape, kv_heads):
             "prefill with scales": prefill(pool(k8), pool(v8), q_offset=offset, **scales),
         }
 
-    alone, spread = jax.jit(lambda: (calls(Attention(), first + table), calls(Attention(make_mesh(shape)), table)))()
+    alone, spread = jax.jit(
+        lambda: (calls(Attention(), first + table), calls(Attention(make_mesh(shape)), table))
+    )()
     for name in alone:
         np.testing.assert_allclose(spread[name], alone[name], atol=2e-6, err_msg=name)
 
@@ -136,10 +178,10 @@ def test_each_device_has_its_part_of_the_pool(monkeypatch):
     seen = []
     monkeypatch.setattr(
         "swiftkv_jax.pallas_kernels.prefill_attention",
-        lambda q, k, v, *, block_table, **_: seen.append((q.shape, k.shape, block_table.shape)) or q,
+        lambda q, k, v, *, page_table, **_: seen.append((q.shape, k.shape, page_table.shape)) or q,
     )
     q, kv = jnp.zeros((B, T, N, H)), jnp.zeros((12, 8, 16, H))
-    Attention(make_mesh((2, 4))).prefill(q, kv, kv, block_table=jnp.zeros((B, 3), int))
+    Attention(make_mesh((2, 4))).prefill(q, kv, kv, page_table=jnp.zeros((B, 3), int))
     assert seen == [((2, T, 4, H), (6, 2, 16, H), (2, 3))]
 
 
@@ -147,15 +189,20 @@ def test_each_device_has_its_part_of_the_pool(monkeypatch):
 def test_lanes_must_be_equal(rows, blocks):
     """Or it would be unclear which block an entry names."""
     q, kv, length = jnp.zeros((rows, T, N, H)), jnp.zeros((blocks, 8, 16, H)), jnp.full(rows, 9)
-    with pytest.raises(ValueError, match=f"multiples of the mesh's 2 lanes, got {rows} and {blocks}"):
-        Attention(make_mesh((2, 4))).decode(q, kv, kv, length, block_table=jnp.zeros((rows, 3), int))
+    with pytest.raises(
+        ValueError, match=f"multiples of the mesh's 2 lanes, got {rows} and {blocks}"
+    ):
+        Attention(make_mesh((2, 4))).decode(q, kv, kv, length, page_table=jnp.zeros((rows, 3), int))
 
 
 def test_errors_name_the_whole_arrays():
-    """What the caller passed, not what is left of it on a device; and values are looked at on a mesh too."""
+    """What the caller passed, not what is left of it on a device; and values are looked at on a
+    mesh too."""
     q, k, v = operands(8)
     attention = Attention(make_mesh((2, 4)))
-    with pytest.raises(ValueError, match=r"query heads.*q\.shape=\(4, 6, 15, 8\) and k\.shape=\(4, 8, 24, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"query heads.*q\.shape=\(4, 6, 15, 8\) and k\.shape=\(4, 8, 24, 8\)"
+    ):
         attention.prefill(q[:, :, :15], k, v)
     with pytest.raises(ValueError, match="length must be from 0 to 24"):
         attention.decode(q, k, v, jnp.asarray([1, 2, 3, 25]))

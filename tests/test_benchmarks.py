@@ -9,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import boundary, candidates, grid, hlo, inputs, kernels, oracle, report, shapes, timing, tune
+from benchmarks import (
+    boundary,
+    candidates,
+    grid,
+    hlo,
+    inputs,
+    kernels,
+    oracle,
+    report,
+    shapes,
+    timing,
+    tune,
+)
 from benchmarks.floors import Floors
 from swiftkv_jax.pallas_kernels import tuning
 from tests.pallas_kernels.interpreted import H100
@@ -50,7 +62,11 @@ def test_flops(shape):
 def test_bytes(cache, ragged):
     shape = shapes.Decode("d", 3, 64, cache, ragged=ragged, heads=4, kv_heads=2, head_dim=16)
     arrays = jax.eval_shape(lambda: inputs.draw_one(shape, jax.random.key(0)))
-    read = [np.zeros(arrays[name].shape, arrays[name].dtype) for name in ("k", "v", "k_scale", "v_scale") if name in arrays]
+    read = [
+        np.zeros(arrays[name].shape, arrays[name].dtype)
+        for name in ("k", "v", "k_scale", "v_scale")
+        if name in arrays
+    ]
     assert len(read) == (2 if cache == "bfloat16" else 4)
     total = sum(x[row, :, :length].nbytes for x in read for row, length in enumerate(shape.lengths))
     assert shape.work == total
@@ -60,7 +76,9 @@ def test_bytes(cache, ragged):
 @pytest.mark.parametrize("table", shapes.TABLES.values())
 def test_table(table):
     assert len({shape.name for shape in table}) == len(table)
-    assert all(shape.work > 0 for shape in table) and {target.row for target in shapes.TARGETS} <= {shape.name for shape in shapes.FULL}
+    assert all(shape.work > 0 for shape in table) and {target.row for target in shapes.TARGETS} <= {
+        shape.name for shape in shapes.FULL
+    }
 
 
 @pytest.mark.parametrize("shape", [TRAIN, PAGED], ids=lambda shape: shape.name)
@@ -76,11 +94,14 @@ def test_the_check_passes_what_is_right_and_no_more(shape):
     assert "worst vector" in (oracle.check(shape, (one_vector, *got[1:]), wanted)[1] or "")
     assert "nan" in (oracle.check(shape, (got[0] * jnp.nan, *got[1:]), wanted)[1] or "")
     if len(got) == 4:
-        assert "dk" in (oracle.check(shape, (got[0], got[1], got[2] * 1.1, got[3]), wanted)[1] or "")
+        assert "dk" in (
+            oracle.check(shape, (got[0], got[1], got[2] * 1.1, got[3]), wanted)[1] or ""
+        )
 
 
 def test_time_per_call_is_that_of_the_calls():
-    """Whatever a run costs once, and however often it runs: a program of three calls of 2 ms each."""
+    """Whatever a run costs once, and however often it runs: a program of three calls of 2 ms
+    each."""
 
     def run(repeats):
         start = time.perf_counter()
@@ -89,17 +110,42 @@ def test_time_per_call_is_that_of_the_calls():
 
     program = timing.Program(run, 3, None)
     plan = timing.Plan(short_run=0.03, seconds=0.0, min_rounds=3, max_rounds=3, warm_up=0.0)
-    timings, failed = timing.measure({"sleep": program, "broken": timing.Program(lambda repeats: 1 / 0, 1, None)}, plan)  # pyright: ignore
+    broken = timing.Program(lambda repeats: 1 / 0, 1, None)  # pyright: ignore
+    timings, failed = timing.measure({"sleep": program, "broken": broken}, plan)
     assert 0.0018 < timings["sleep"].seconds < 0.003 and list(failed) == ["broken"]
 
 
 def test_a_smoke_run(tmp_path, capsys):
     path = tmp_path / "kernels.json"
-    flags = ["--shapes", "smoke", "--only", "^(chunk|decode int8)$", "--implementation", "xla", "--output", str(path)]
+    flags = [
+        "--shapes",
+        "smoke",
+        "--only",
+        "^(chunk|decode int8)$",
+        "--implementation",
+        "xla",
+        "--output",
+        str(path),
+    ]
     assert kernels.main([*flags, "--seed", "3"]) == 0
     document = json.loads(path.read_text())
-    assert document.keys() >= {"date", "command", "seed", "device", "versions", "commit", "sources_sha256", "conventions", "floors", "rows"}
-    assert document["seed"] == 3 and document["device"]["platform"] == "cpu" and document["versions"]["jax"] == jax.__version__
+    assert document.keys() >= {
+        "date",
+        "command",
+        "seed",
+        "device",
+        "versions",
+        "commit",
+        "sources_sha256",
+        "conventions",
+        "floors",
+        "rows",
+    }
+    assert (
+        document["seed"] == 3
+        and document["device"]["platform"] == "cpu"
+        and document["versions"]["jax"] == jax.__version__
+    )
     assert document["floors"]["matmul_tflops"] > 0 and document["floors"]["copy_gbps"] > 0
     assert [row["name"] for row in document["rows"]] == ["chunk", "decode int8"]
     for row in document["rows"]:
@@ -110,19 +156,35 @@ def test_a_smoke_run(tmp_path, capsys):
             and result["errors"]["out"].keys() == {"relative", "worst_vector", "max_abs"}
         )
         scale = {"TFLOP/s": 1e12, "GB/s": 1e9}[row["unit"]]
-        assert result["seconds"] > 0 and result["rate"] == pytest.approx(row["work"] / result["seconds"] / scale)
+        assert result["seconds"] > 0 and result["rate"] == pytest.approx(
+            row["work"] / result["seconds"] / scale
+        )
         assert len(result["timing"]["short_runs"]) == len(result["timing"]["long_runs"]) >= 3
     assert "chunk" in capsys.readouterr().out
     assert kernels.main([*flags, "--seconds", "1e-9"]) == 1
-    assert '"skipped": "the budget' in path.read_text() and "nothing was measured" in capsys.readouterr().err
+    assert (
+        '"skipped": "the budget' in path.read_text()
+        and "nothing was measured" in capsys.readouterr().err
+    )
 
 
 def test_a_smoke_run_leaves_nothing_and_explains_its_marks(tmp_path, monkeypatch, capsys):
-    result = {"implementation": "xla", "status": "ok", "seconds": 1e-3, "rate": 1.0, "share_of_floor": 0.5}
-    result |= {"errors": {"out": {"relative": 1e-3}}, "timing": {"linear": False, "host_share": 0.1}}
+    result = {
+        "implementation": "xla",
+        "status": "ok",
+        "seconds": 1e-3,
+        "rate": 1.0,
+        "share_of_floor": 0.5,
+    }
+    result |= {
+        "errors": {"out": {"relative": 1e-3}},
+        "timing": {"linear": False, "host_share": 0.1},
+    }
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(kernels, "floors_for", lambda *_: Floors(1.0, 1.0, {}))
-    monkeypatch.setattr(kernels, "measure_row", lambda shape, *_: kernels._described(shape) | {"results": [result]})
+    monkeypatch.setattr(
+        kernels, "measure_row", lambda shape, *_: kernels._described(shape) | {"results": [result]}
+    )
     assert kernels.main(["--shapes", "smoke", "--only", "^chunk$"]) == 0
     assert not list(tmp_path.iterdir())
     row, footer = capsys.readouterr().out.splitlines()[-2:]
@@ -131,21 +193,38 @@ def test_a_smoke_run_leaves_nothing_and_explains_its_marks(tmp_path, monkeypatch
 
 def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
     def fail(argument):
-        raise NotImplementedError("not here") if isinstance(argument, shapes.Prefill) else RuntimeError("no such kernel\nand more")
+        raise (
+            NotImplementedError("not here")
+            if isinstance(argument, shapes.Prefill)
+            else RuntimeError("no such kernel\nand more")
+        )
 
     available = {
         "hopper": lambda shape: candidates.Candidate("hopper", fail),
         "cudnn": fail,
-        "wrong": lambda shape: candidates.Candidate("wrong", lambda s: candidates.op(PREFILL, "xla")(s) * 1.1),
+        "wrong": lambda shape: candidates.Candidate(
+            "wrong", lambda s: candidates.op(PREFILL, "xla")(s) * 1.1
+        ),
         "xla": lambda shape: candidates.ours("xla", shape),
     }
     monkeypatch.setattr(kernels, "builders", lambda: available)
     monkeypatch.setitem(shapes.TABLES, "smoke", (PREFILL,))
     path = tmp_path / "kernels.json"
     assert kernels.main(["--shapes", "smoke", "--output", str(path)]) == 1
-    results = {result["implementation"]: result for result in json.loads(path.read_text())["rows"][0]["results"]}
-    assert [results[name]["status"] for name in available] == ["error", "unsupported", "wrong", "ok"]
-    assert results["hopper"]["reason"] == "RuntimeError: no such kernel" and results["xla"]["seconds"] > 0
+    results = {
+        result["implementation"]: result
+        for result in json.loads(path.read_text())["rows"][0]["results"]
+    }
+    assert [results[name]["status"] for name in available] == [
+        "error",
+        "unsupported",
+        "wrong",
+        "ok",
+    ]
+    assert (
+        results["hopper"]["reason"] == "RuntimeError: no such kernel"
+        and results["xla"]["seconds"] > 0
+    )
     assert "wrong or broken: p/hopper, p/wrong" in capsys.readouterr().err
 
 
@@ -155,7 +234,11 @@ def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
         (kernels, ["--only", "nothing such"], "no such row"),
         (kernels, ["--only", "("], "not a regular expression"),
         (kernels, ["--implementation", "fast"], "--implementation fast: not here"),
-        (kernels, ["--implementation", "hopper"], "--implementation hopper: needs a Hopper GPU, this is cpu"),
+        (
+            kernels,
+            ["--implementation", "hopper"],
+            "--implementation hopper: needs a Hopper GPU, this is cpu",
+        ),
         (kernels, ["--only", "chunk", "--output", "/dev/null/x"], "cannot be made"),
         (tune, [], "nothing to tune on a CPU"),
         (tune, ["--only", "nothing such"], "nothing has such a name"),
@@ -171,18 +254,40 @@ def test_seconds_are_positive_and_finite(seconds, capsys):
     with pytest.raises(SystemExit) as exit:
         kernels.main(["--seconds", seconds])
     assert exit.value.code == 2
-    assert f"--seconds: must be a positive, finite number of seconds, got '{seconds}'" in capsys.readouterr().err
+    assert (
+        f"--seconds: must be a positive, finite number of seconds, got '{seconds}'"
+        in capsys.readouterr().err
+    )
 
 
 def test_judging():
     def row(name, **result):
-        return {"name": name, "results": [{"implementation": "hopper", "status": "ok", "rate": 650.0, "share_of_floor": 0.8, **result}]}
+        return {
+            "name": name,
+            "results": [
+                {
+                    "implementation": "hopper",
+                    "status": "ok",
+                    "rate": 650.0,
+                    "share_of_floor": 0.8,
+                    **result,
+                }
+            ],
+        }
 
-    rows = [row("prefill 8B 8k", ratio_to_cudnn=1.01), row("decode 64x2k bf16"), row("prefill 8B 2k", status="wrong", ratio_to_cudnn=2.0)]
+    rows = [
+        row("prefill 8B 8k", ratio_to_cudnn=1.01),
+        row("decode 64x2k bf16"),
+        row("prefill 8B 2k", status="wrong", ratio_to_cudnn=2.0),
+    ]
     verdicts = {(v["row"], v["measure"]): v["verdict"] for v in kernels.judge(rows, "full")}
     assert verdicts["prefill 8B 8k", "ratio_to_cudnn"] == "met, 1.01"
     assert verdicts["decode 64x2k bf16", "share_of_floor"] == "MISSED, 0.8"
-    assert verdicts["prefill 8B 2k", "ratio_to_cudnn"] == verdicts["prefill 8B 32k", "rate"] == "not measured"
+    assert (
+        verdicts["prefill 8B 2k", "ratio_to_cudnn"]
+        == verdicts["prefill 8B 32k", "rate"]
+        == "not measured"
+    )
 
 
 def test_tune_without_a_device(capsys):
@@ -194,13 +299,19 @@ def test_tune_without_a_device(capsys):
 
 def test_tune_fails_where_nothing_runs(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(tune, "tune", lambda *_, **__: {"tried": [{"reason": "broken"}], "best": None, "basis": ""})
+    monkeypatch.setattr(
+        tune, "tune", lambda *_, **__: {"tried": [{"reason": "broken"}], "best": None, "basis": ""}
+    )
     assert tune.main(["--shapes", "smoke", "--dry-run"]) == 1
 
 
 def test_grids(monkeypatch):
     every = tune.jobs("cpu", None)
-    assert grid.GRIDS.keys() == {job.kernel for job in every} == {entry["kernel"] for entry in tuning.read_table()}
+    assert (
+        grid.GRIDS.keys()
+        == {job.kernel for job in every}
+        == {entry["kernel"] for entry in tuning.read_table()}
+    )
     for job in every:
         fields = {field.name for field in dataclasses.fields(job.tuning_class)}
         assert {name for group in grid.GRIDS[job.kernel] for name in group} <= fields
@@ -208,7 +319,9 @@ def test_grids(monkeypatch):
             assert getattr(shape, "packed", False) == job.kernel.endswith(".packed")
     monkeypatch.setitem(grid.GRIDS, "tpu.decode", ({"rows": (1,), "block_kv": (128,)},))
     with pytest.raises(ValueError, match="grid of tpu.decode has block_kv"):
-        list(grid.combinations("tpu.decode", 0, tune.Job("tpu.decode", 128, "int8").tuning_class, {}))
+        list(
+            grid.combinations("tpu.decode", 0, tune.Job("tpu.decode", 128, "int8").tuning_class, {})
+        )
 
 
 @pytest.mark.parametrize("job", tune.jobs("gpu", "H128 bfloat16"), ids=lambda job: job.kernel)
@@ -220,29 +333,54 @@ def test_every_candidate_is_traced_anew(job):
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H100)):
         for values in list(grid.combinations(job.kernel, 0, job.tuning_class, {}))[:2]:
             with tune.using(job.kernel, job.tuning_class(**values)):
-                traced.append(str(jax.jit(lambda sets: [call(one) for one in sets]).trace(arrays).jaxpr))
+                traced.append(
+                    str(jax.jit(lambda sets: [call(one) for one in sets]).trace(arrays).jaxpr)
+                )
     assert traced[0] != traced[1]
 
 
 def test_the_table(tmp_path):
-    entry = {"kernel": "hopper.decode", "head_dim": 64, "dtype": "int8", "tuning": {}, "basis": "draft"}
+    entry = {
+        "kernel": "hopper.decode",
+        "head_dim": 64,
+        "dtype": "int8",
+        "tuning": {},
+        "basis": "draft",
+    }
     old = [entry | {"device": device} for device in ("any", "X")]
     new = old[1] | {"tuning": {"block_kv": 64, "splits": None}, "basis": "measured"}
     table = tune.with_entry(old, new)
     text = tune.table_text(table)
     assert table == [new, old[0]] == json.loads(text) and len(text.splitlines()) == len(table) + 2
-    assert tune.table_text(json.loads(tuning.TABLE.read_text())) == tuning.TABLE.read_text()  # a new entry changes one line
+    assert (
+        tune.table_text(json.loads(tuning.TABLE.read_text())) == tuning.TABLE.read_text()
+    )  # a new entry changes one line
     (path := tmp_path / "table.json").write_text(text)
     assert list(tuning.read_table(path)) == table
 
 
 def test_what_tune_writes_goes_before_any(monkeypatch):
     job, kinds = tune.Job("hopper.prefill.packed", 128, "bfloat16"), ["X", "X", "Y"]
-    usual = {"kernel": job.kernel, "device": "any", "head_dim": "any", "dtype": "any", "tuning": {}, "basis": "draft"}
-    entry = usual | {"device": "X", "head_dim": 128, "dtype": "bfloat16", "tuning": {"block_kv": 64}}
+    usual = {
+        "kernel": job.kernel,
+        "device": "any",
+        "head_dim": "any",
+        "dtype": "any",
+        "tuning": {},
+        "basis": "draft",
+    }
+    entry = usual | {
+        "device": "X",
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "tuning": {"block_kv": 64},
+    }
     monkeypatch.setattr(tuning, "read_table", lambda: tune.with_entry([usual], entry))
     monkeypatch.setattr(tuning, "current_device", lambda: ("gpu", kinds.pop(0)))
-    taken = [tuning.tuning_for(job.tuning_class, job.kernel, head_dim, job.dtype).block_kv for head_dim in (128, 64, 128)]
+    taken = [
+        tuning.tuning_for(job.tuning_class, job.kernel, head_dim, job.dtype).block_kv
+        for head_dim in (128, 64, 128)
+    ]
     assert taken == [64, 128, 128]
 
 
@@ -283,11 +421,22 @@ ENTRY %main (a: bf16[32,64], b: bf16[64,64], cache: bf16[1,8,64,16], at: s32[]) 
 
 
 def test_bytes_of_a_program():
-    """A fusion that rotates one of four groups and writes it in place touches that group, not the others nor the cache."""
+    """A fusion that rotates one of four groups and writes it in place touches that group, not the
+    others nor the cache."""
     gemm, update = hlo.kernels(HLO)
-    assert (gemm.op, gemm.is_product, gemm.read_bytes, gemm.written_bytes) == ("custom-call", True, 2 * (32 * 64 + 64 * 64), 2 * 64 * 64)
+    assert (gemm.op, gemm.is_product, gemm.read_bytes, gemm.written_bytes) == (
+        "custom-call",
+        True,
+        2 * (32 * 64 + 64 * 64),
+        2 * 64 * 64,
+    )
     group = 8 * 8 * 16 * 2
-    assert (update.op, update.is_product, update.read_bytes, update.written_bytes) == ("fusion", False, group + 4, group)
+    assert (update.op, update.is_product, update.read_bytes, update.written_bytes) == (
+        "fusion",
+        False,
+        group + 4,
+        group,
+    )
 
 
 def test_boundary_smoke(tmp_path, capsys):
@@ -295,6 +444,8 @@ def test_boundary_smoke(tmp_path, capsys):
     assert boundary.main(["--shapes", "smoke", "--output", str(path)]) == 0
     document = json.loads(path.read_text())
     (row,) = document["rows"]
-    assert row["timings"]["boundary"]["seconds"] > 0 and any(kernel["is_product"] for kernel in row["kernels"])
+    assert row["timings"]["boundary"]["seconds"] > 0 and any(
+        kernel["is_product"] for kernel in row["kernels"]
+    )
     assert row["kernel_seconds"] >= row["floor_seconds"] > 0
     assert "A fused kernel could save at most" in capsys.readouterr().out

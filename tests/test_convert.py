@@ -1,4 +1,5 @@
-"""`python -m swiftkv_jax.convert`: exact both ways, in bounded memory, with one line for every error."""
+"""`python -m swiftkv_jax.convert`: exact both ways, in bounded memory, with one line for every
+error."""
 
 import dataclasses
 import json
@@ -19,7 +20,7 @@ from swiftkv_jax import Config, Model, add_swiftkv, load, save_hf
 from swiftkv_jax.checkpoints.digest import digest_all
 from swiftkv_jax.convert import main
 from swiftkv_jax.params import SwiftKV, init_llama, split_layers, swiftkv_shapes
-from swiftkv_jax.train.recovery import RunCheckpoints
+from swiftkv_jax.train.checkpointing import RunCheckpoints
 from swiftkv_jax.train.step import TrainState
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -28,22 +29,41 @@ ROOT = Path(__file__).parent.parent
 
 
 def tensors(path: Path) -> dict[str, tuple]:
-    found = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    found = {
+        name: t
+        for file in sorted(path.glob("*.safetensors"))
+        for name, t in load_file(file).items()
+    }
     return {name: (t.dtype.name, t.shape, t.tobytes()) for name, t in found.items()}
 
 
-@pytest.mark.parametrize("fixture, mesh", [(UNTIED, "1x1"), (TIED, "2x2"), (TIED, "1x4")], ids=["untied", "2x2", "1x4"])
+@pytest.mark.parametrize(
+    "fixture, mesh", [(UNTIED, "1x1"), (TIED, "2x2"), (TIED, "1x4")], ids=["untied", "2x2", "1x4"]
+)
 def test_there_and_back_is_bit_exact(tmp_path, fixture, mesh, capsys):
     assert main(["hf2orbax", str(fixture), str(tmp_path / "orbax"), "--mesh", mesh]) == 0
     assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf")]) == 0
     assert tensors(tmp_path / "hf") == tensors(fixture)
-    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads((fixture / "config.json").read_text())
+    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads(
+        (fixture / "config.json").read_text()
+    )
     assert capsys.readouterr().out == ""
 
 
 def test_a_mesh_is_emulated_where_there_is_one_device(tmp_path):
-    command = [sys.executable, "-m", "swiftkv_jax.convert", "hf2orbax", str(TIED), str(tmp_path / "orbax"), "--mesh", "1x2"]
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {"JAX_PLATFORMS": "cpu"}
+    command = [
+        sys.executable,
+        "-m",
+        "swiftkv_jax.convert",
+        "hf2orbax",
+        str(TIED),
+        str(tmp_path / "orbax"),
+        "--mesh",
+        "1x2",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
+        "JAX_PLATFORMS": "cpu"
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "orbax" / "manifest.json").is_file()
@@ -54,18 +74,28 @@ def test_the_files_own_dtype_is_kept_unless_told(tmp_path):
     assert main(["hf2orbax", str(tmp_path / "bf16"), str(tmp_path / "orbax")]) == 0
     assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "same")]) == 0
     assert tensors(tmp_path / "same") == tensors(tmp_path / "bf16")
-    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    assert (
+        main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "wide"), "--dtype", "float32"])
+        == 0
+    )
     wide = load_file(tmp_path / "wide/model.safetensors")
     assert {t.dtype.name for t in wide.values()} == {"float32"}
     assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
     expected = load_file(UNTIED / "model.safetensors")["model.norm.weight"]
-    assert (wide["model.norm.weight"] == expected.astype(load_file(tmp_path / "bf16/model.safetensors")["model.norm.weight"].dtype)).all()
+    assert (
+        wide["model.norm.weight"]
+        == expected.astype(
+            load_file(tmp_path / "bf16/model.safetensors")["model.norm.weight"].dtype
+        )
+    ).all()
 
 
 @pytest.mark.parametrize("format, count", [("full", 83), ("expanded", 87), ("delta", 9)])
 def test_formats(tmp_path, format, count):
     assert main(["hf2orbax", str(TIED), str(tmp_path / "orbax")]) == 0
-    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--format", format]) == 0
+    assert (
+        main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--format", format]) == 0
+    )
     assert len(tensors(tmp_path / "hf")) == count
 
 
@@ -74,14 +104,28 @@ def test_inspect(tmp_path, capsys):
     capsys.readouterr()
     for path, kind, digests in ((TIED, "Hugging Face", "no"), (tmp_path / "orbax", "Orbax", "yes")):
         assert main(["inspect", str(path)]) == 0
-        facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.replace("KV bytes per token", "KV_bytes").splitlines())
+        facts = dict(
+            line.split(maxsplit=1)
+            for line in capsys.readouterr()
+            .out.replace("KV bytes per token", "KV_bytes")
+            .splitlines()
+        )
         assert facts["kind"] == kind and facts["digests"] == digests and facts["tokenizer"] == "no"
-        assert (facts["num_key_value_layers"], facts["key_value_group_size"], facts["dtype"]) == ("4", "2", "float32")
+        assert (facts["num_key_value_layers"], facts["key_value_group_size"], facts["dtype"]) == (
+            "4",
+            "2",
+            "float32",
+        )
         size = sum(len(t[2]) for t in tensors(TIED).values())
         trained = 64 + 4 * 64 * 64 + 2 * 2 * 32 * 64
-        assert facts["parameters"] == f"{size // 4:,} = {size // 4 - trained:,} frozen + {trained:,} trained"
+        assert (
+            facts["parameters"]
+            == f"{size // 4:,} = {size // 4 - trained:,} frozen + {trained:,} trained"
+        )
         assert facts["bytes"] == f"{size:,}"
-        assert facts["KV_bytes"] == "2,048 teacher, 1,536 student (75.0 %)"  # 2 * 8 or 6 layers * 2 heads * 16 * 4 bytes
+        assert (
+            facts["KV_bytes"] == "2,048 teacher, 1,536 student (75.0 %)"
+        )  # 2 * 8 or 6 layers * 2 heads * 16 * 4 bytes
 
 
 def test_tokenizer_travels(tmp_path, capsys):
@@ -91,7 +135,9 @@ def test_tokenizer_travels(tmp_path, capsys):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}))
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"})
+    )
     assert main(["hf2orbax", str(source), str(tmp_path / "orbax")]) == 0
     assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
     capsys.readouterr()
@@ -127,12 +173,21 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, args, code, mes
     assert main(paths) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
+    assert (
+        captured.err.startswith("error: ")
+        and captured.err.count("\n") == 1
+        and message in captured.err
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["BAD", "EMPTY", "HF"]
 
 
 def test_usage_errors_of_the_command_line(capsys):
-    for args in ([], ["hf2orbax", "a"], ["hf2orbax", "a", "b", "--dtype", "int8"], ["orbax2hf", "a", "b", "--format", "x"]):
+    for args in (
+        [],
+        ["hf2orbax", "a"],
+        ["hf2orbax", "a", "b", "--dtype", "int8"],
+        ["orbax2hf", "a", "b", "--format", "x"],
+    ):
         with pytest.raises(SystemExit) as error:
             main(args)
         assert error.value.code == 2
@@ -140,11 +195,17 @@ def test_usage_errors_of_the_command_line(capsys):
 
 def test_as_a_command(tmp_path):
     command = [sys.executable, "-W", "error", "-m", "swiftkv_jax.convert"]
-    done = subprocess.run([*command, "inspect", str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (4, "", f"error: {tmp_path / 'none'}: no such file or directory\n")
+    done = subprocess.run(
+        [*command, "inspect", str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        4,
+        "",
+        f"error: {tmp_path / 'none'}: no such file or directory\n",
+    )
 
 
-# Memory ---------------------------------------------------------------------------------------------------------
+# Memory -----------------------------------------------------------------------
 
 MEASURE = textwrap.dedent("""
     import json, re, sys, tempfile, time
@@ -170,8 +231,17 @@ MEASURE = textwrap.dedent("""
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_bounded_by_a_few_leaves(tmp_path):
-    """400 MiB of float32 in leaves of at most 32 MiB: conversion may hold three of them, and 64 MiB of fixed costs."""
-    config = Config(vocab_size=4096, embed_dim=1024, mlp_dim=2048, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=128)
+    """400 MiB of float32 in leaves of at most 32 MiB: conversion may hold three of them, and 64 MiB
+    of fixed costs."""
+    config = Config(
+        vocab_size=4096,
+        embed_dim=1024,
+        mlp_dim=2048,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=128,
+    )
     model = add_swiftkv(Model(init_llama(config, jax.random.key(0)), None, config=config), 4)
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
     assert sum(sizes) > 400 * 2**20 and max(sizes) == 32 * 2**20
@@ -179,29 +249,50 @@ def test_memory_is_bounded_by_a_few_leaves(tmp_path):
     del model
     steps = {"hf2orbax": ("hf", "orbax"), "orbax2hf": ("orbax", "back")}
     for command, (source, target) in steps.items():
-        args = [sys.executable, "-c", MEASURE, command, str(tmp_path / source), str(tmp_path / target)]
-        done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        args = [
+            sys.executable,
+            "-c",
+            MEASURE,
+            command,
+            str(tmp_path / source),
+            str(tmp_path / target),
+        ]
+        done = subprocess.run(
+            args,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
         measured = json.loads(done.stdout)
         extra = measured["peak"] - measured["base"]
-        print(f"{command}: {extra / 2**20:.0f} MiB above the base of {measured['base'] / 2**20:.0f}, {measured['seconds']:.1f} s")
+        print(
+            f"{command}: {extra / 2**20:.0f} MiB above the base of "
+            f"{measured['base'] / 2**20:.0f}, {measured['seconds']:.1f} s"
+        )
         assert measured["code"] == 0 and measured["base"] < sum(sizes)
         assert max(sizes) < extra <= 3 * max(sizes) + 64 * 2**20
-    assert (tmp_path / "hf/model.safetensors").read_bytes() == (tmp_path / "back/model.safetensors").read_bytes()
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (
+        tmp_path / "back/model.safetensors"
+    ).read_bytes()
 
 
-# Training runs and deltas ---------------------------------------------------------------------------------------
+# Training runs and deltas -----------------------------------------------------
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """An output folder as training leaves it, with two checkpoints of random deltas at another cut than the base's."""
+    """An output folder as training leaves it, with two checkpoints of random deltas at another cut
+    than the base's."""
     base = load(UNTIED, dtype="float32")
     config = base.config.cut(6, 2)
     llama = split_layers(config, base.llama)
     fingerprint = {"dtype": "float32", "base_model": digest_all(jax.tree.leaves(llama))}
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "recipe.json").write_text(json.dumps({"model": str(UNTIED), "config": dataclasses.asdict(config)}))
+    (folder / "recipe.json").write_text(
+        json.dumps({"model": str(UNTIED), "config": dataclasses.asdict(config)})
+    )
     checkpoints = RunCheckpoints(folder, fingerprint, keep=5, resume="never")
     shapes = TrainState(jnp.int32(0), swiftkv_shapes(config), {})
     checkpoints.restore(shapes, shapes)
@@ -213,14 +304,24 @@ def run(tmp_path) -> Path:
 
 def delta_at(config: Config, step: int) -> SwiftKV:
     rng = np.random.default_rng(step)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), swiftkv_shapes(config))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), swiftkv_shapes(config)
+    )
 
 
 def exported_at(step: int, path: Path) -> dict[str, tuple]:
     """What `save_hf` makes of the same weights."""
     base = load(UNTIED, dtype="float32")
     config = base.config.cut(6, 2)
-    save_hf(dataclasses.replace(base, config=config, llama=split_layers(config, base.llama), swiftkv=delta_at(config, step)), path)
+    save_hf(
+        dataclasses.replace(
+            base,
+            config=config,
+            llama=split_layers(config, base.llama),
+            swiftkv=delta_at(config, step),
+        ),
+        path,
+    )
     return tensors(path)
 
 
@@ -233,7 +334,20 @@ def test_a_run_is_exported_at_its_newest_step_or_any(run, tmp_path):
 
 
 def test_a_run_is_exported_in_every_format_and_dtype(run, tmp_path):
-    assert main(["orbax2hf", str(run), str(tmp_path / "expanded"), "--format", "expanded", "--dtype", "bfloat16"]) == 0
+    assert (
+        main(
+            [
+                "orbax2hf",
+                str(run),
+                str(tmp_path / "expanded"),
+                "--format",
+                "expanded",
+                "--dtype",
+                "bfloat16",
+            ]
+        )
+        == 0
+    )
     expanded = load_file(tmp_path / "expanded/model.safetensors")
     assert {tensor.dtype.name for tensor in expanded.values()} == {"bfloat16"}
     assert "model.layers.7.self_attn.k_proj_swiftkv.weight" in expanded
@@ -250,7 +364,11 @@ def test_a_delta_and_its_base_are_joined(run, tmp_path, capsys):
     assert tensors(tmp_path / "whole") == exported_at(20, tmp_path / "20")
     capsys.readouterr()
     for flags, message in (
-        ([], "holds only the trained tensors, not its base model; join them with convert hf2orbax --base"),
+        (
+            [],
+            "holds only the trained tensors, not its base model; join them with convert hf2orbax "
+            "--base",
+        ),
         (["--base", str(changed(tmp_path))], "was trained for another base model"),
         (["--base", str(TIED)], "not the model asked for"),
     ):
@@ -275,9 +393,15 @@ def test_a_run_whose_base_has_moved_or_changed(run, tmp_path, capsys):
     (run / "recipe.json").write_text(json.dumps(recipe | {"model": str(tmp_path / "gone")}))
     out = tmp_path / "out"
     assert main(["orbax2hf", str(run), str(out)]) == 4
-    message = f"names {tmp_path / 'gone'} as the base model: no such directory here; say where it is with --base DIR"
+    message = (
+        f"names {tmp_path / 'gone'} as the base model: no such directory here; say where it "
+        f"is with --base DIR"
+    )
     assert message in capsys.readouterr().err
-    for base, message in ((changed(tmp_path), "not the weights that"), (TIED, "tie_word_embeddings True, not False")):
+    for base, message in (
+        (changed(tmp_path), "not the weights that"),
+        (TIED, "tie_word_embeddings True, not False"),
+    ):
         assert main(["orbax2hf", str(run), str(out), "--base", str(base)]) == 4
         captured = capsys.readouterr().err
         assert message in captured and captured.count("\n") == 1
@@ -298,15 +422,34 @@ def test_a_run_with_a_damaged_newest_checkpoint(run, tmp_path, capsys):
 def test_a_run_is_inspected(run, capsys):
     assert main(["inspect", str(run)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    for line in ("kind training run", "checkpoint 20", "of 10, 20", "swiftkv yes", "num_key_value_layers 6", "key_value_group_size 2"):
+    for line in (
+        "kind training run",
+        "checkpoint 20",
+        "of 10, 20",
+        "swiftkv yes",
+        "num_key_value_layers 6",
+        "key_value_group_size 2",
+    ):
         assert line in (" ".join(found.split()) for found in printed)
 
 
 def test_flags_that_do_not_fit_what_is_there(run, tmp_path, capsys):
     for arguments, code, message in (
-        (["orbax2hf", str(run), str(tmp_path / "no"), "--step", "15"], 2, "--step 15: no checkpoint of that step in"),
-        (["orbax2hf", str(UNTIED), str(tmp_path / "no"), "--step", "1"], 2, "--step and --base are for training runs"),
-        (["hf2orbax", str(run), str(tmp_path / "no")], 4, "a training run; convert it with orbax2hf first"),
+        (
+            ["orbax2hf", str(run), str(tmp_path / "no"), "--step", "15"],
+            2,
+            "--step 15: no checkpoint of that step in",
+        ),
+        (
+            ["orbax2hf", str(UNTIED), str(tmp_path / "no"), "--step", "1"],
+            2,
+            "--step and --base are for training runs",
+        ),
+        (
+            ["hf2orbax", str(run), str(tmp_path / "no")],
+            4,
+            "a training run; convert it with orbax2hf first",
+        ),
     ):
         assert main(arguments) == code
         assert message in capsys.readouterr().err

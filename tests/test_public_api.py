@@ -1,4 +1,5 @@
-"""The public functions, held to what the authors' own PyTorch model computed for two small checkpoints."""
+"""The public functions, held to what the authors' own PyTorch model computed for two small
+checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -29,8 +30,14 @@ def tokens_of(reference):
 def test_logits(recorded):
     model, reference = recorded
     assert model.dtype == jnp.float32, "float32 is the default on a CPU"
-    for swiftkv, name in ((False, "teacher_logits"), (True, "swiftkv_logits"), (None, "swiftkv_logits")):
-        np.testing.assert_allclose(skv.logits(model, tokens_of(reference), swiftkv=swiftkv), reference[name], atol=2e-5)
+    for swiftkv, name in (
+        (False, "teacher_logits"),
+        (True, "swiftkv_logits"),
+        (None, "swiftkv_logits"),
+    ):
+        np.testing.assert_allclose(
+            skv.logits(model, tokens_of(reference), swiftkv=swiftkv), reference[name], atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("swiftkv", [False, True])
@@ -47,29 +54,46 @@ def test_distillation_loss_and_gradients(recorded, tmp_path):
     mask = jnp.asarray(reference["labels"] != -100, jnp.float32)
 
     def loss(delta):
-        return skv.distill_loss(dataclasses.replace(model, swiftkv=delta), tokens_of(reference), mask)
+        return skv.distill_loss(
+            dataclasses.replace(model, swiftkv=delta), tokens_of(reference), mask
+        )
 
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(model.swiftkv)
     for name in ("logits_loss", "hidden_loss"):
         np.testing.assert_allclose(metrics[name], reference[name][0], rtol=1e-5)
-    np.testing.assert_allclose(value, reference["logits_loss"][0] + reference["hidden_loss"][0], rtol=1e-5)
+    np.testing.assert_allclose(
+        value, reference["logits_loss"][0] + reference["hidden_loss"][0], rtol=1e-5
+    )
 
     skv.save_hf(dataclasses.replace(model, swiftkv=gradient), tmp_path / "gradient", format="delta")
     exported = load_file(tmp_path / "gradient" / "model.safetensors")
-    expected = {name.removeprefix("grad."): array for name, array in reference.items() if name.startswith("grad.")}
+    expected = {
+        name.removeprefix("grad."): array
+        for name, array in reference.items()
+        if name.startswith("grad.")
+    }
     assert exported.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_allclose(exported[name], array, atol=1e-5 * np.abs(array).max(), err_msg=name)
+        np.testing.assert_allclose(
+            exported[name], array, atol=1e-5 * np.abs(array).max(), err_msg=name
+        )
 
 
 def test_a_fresh_delta_is_the_authors(tmp_path):
-    """Drop the delta from the checkpoint that was saved right after initialisation, and make it again."""
+    """Drop the delta from the checkpoint that was saved right after initialisation, and make it
+    again."""
     model = skv.load(FIXTURES / NAMES[0])
-    skv.save_hf(dataclasses.replace(model, config=model.config.cut(8), llama=whole(model), swiftkv=None), tmp_path / "plain")
+    skv.save_hf(
+        dataclasses.replace(model, config=model.config.cut(8), llama=whole(model), swiftkv=None),
+        tmp_path / "plain",
+    )
     plain = skv.load(tmp_path / "plain")
     assert plain.swiftkv is None and plain.config.num_key_value_layers == 8
     skv.save_hf(skv.add_swiftkv(plain, 4), tmp_path / "again")
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", FIXTURES / NAMES[0]))
+    ours, theirs = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "again", FIXTURES / NAMES[0])
+    )
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
@@ -86,23 +110,38 @@ def test_orbax_round_trip(recorded, tmp_path):
     skv.save(model, tmp_path / "orbax")
     again = skv.load(tmp_path / "orbax")
     assert again.config == model.config and again.eos_token_ids == model.eos_token_ids
-    jax.tree.map(np.testing.assert_array_equal, (again.llama, again.swiftkv), (model.llama, model.swiftkv))
+    jax.tree.map(
+        np.testing.assert_array_equal, (again.llama, again.swiftkv), (model.llama, model.swiftkv)
+    )
 
 
 def test_bfloat16_is_close(recorded):
     model, reference = recorded
-    narrow = skv.load(FIXTURES / (NAMES[0] if model.config.key_value_group_size == 1 else NAMES[1]), dtype="bfloat16")
-    assert narrow.dtype == jnp.bfloat16 and narrow.swiftkv is not None and narrow.swiftkv.norm.dtype == jnp.bfloat16
+    narrow = skv.load(
+        FIXTURES / (NAMES[0] if model.config.key_value_group_size == 1 else NAMES[1]),
+        dtype="bfloat16",
+    )
+    assert (
+        narrow.dtype == jnp.bfloat16
+        and narrow.swiftkv is not None
+        and narrow.swiftkv.norm.dtype == jnp.bfloat16
+    )
     logits = skv.logits(narrow, tokens_of(reference))
     assert logits.dtype == jnp.float32
-    error = np.abs(logits - reference["swiftkv_logits"]).max() / np.abs(reference["swiftkv_logits"]).max()
+    error = (
+        np.abs(logits - reference["swiftkv_logits"]).max()
+        / np.abs(reference["swiftkv_logits"]).max()
+    )
     assert 1e-5 < error < 0.1
 
 
 def test_a_teacher_needs_no_delta_and_a_student_does(recorded):
     model, reference = recorded
     plain = dataclasses.replace(model, swiftkv=None)
-    np.testing.assert_array_equal(skv.logits(plain, tokens_of(reference)), skv.logits(model, tokens_of(reference), swiftkv=False))
+    np.testing.assert_array_equal(
+        skv.logits(plain, tokens_of(reference)),
+        skv.logits(model, tokens_of(reference), swiftkv=False),
+    )
     with pytest.raises(ValueError, match="swiftkv=True, but this model has no delta"):
         skv.logits(plain, tokens_of(reference), swiftkv=True)
     with pytest.raises(ValueError, match="no delta"):

@@ -1,4 +1,5 @@
-"""Quantised matrices against NumPy: their rounding, products with them, and whole models made of them."""
+"""Quantised matrices against NumPy: their rounding, products with them, and whole models made of
+them."""
 
 import dataclasses
 import functools
@@ -11,6 +12,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
+from swiftkv_jax.mesh import MeshShape, make_mesh
 from swiftkv_jax.params import split_layers
 from swiftkv_jax.quantization import (
     INPUT_AXES,
@@ -26,7 +28,7 @@ from swiftkv_jax.quantization import (
     scheme_for,
     scheme_of,
 )
-from swiftkv_jax.sharding import MeshShape, llama_shardings, make_mesh, swiftkv_shardings
+from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
 from tests import tiny
 
 FP8, INT8, NATIVE = Scheme("fp8"), Scheme("int8"), Scheme("fp8", "native")
@@ -40,12 +42,12 @@ SPECS = {  # those of the model: shapes of x and of the matrix, and the axes sum
 }
 
 
-
-
 def random(shape, seed=0, spread=3.0) -> jax.Array:
     """Normal numbers whose rows differ in size by orders of magnitude."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=shape) * np.exp(spread * rng.normal(size=(*shape[:-1], 1))), jnp.float32)
+    return jnp.asarray(
+        rng.normal(size=shape) * np.exp(spread * rng.normal(size=(*shape[:-1], 1))), jnp.float32
+    )
 
 
 def rounded(x: np.ndarray, largest: float, dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +63,9 @@ def quantized_model(model: skv.Model, scheme: Scheme) -> skv.Model:
         in_axes = INPUT_AXES.get(path[-1].name)
         return array if in_axes is None else quantize(array, in_axes, scheme)
 
-    llama, delta = (jax.tree_util.tree_map_with_path(leaf, tree) for tree in (model.llama, model.swiftkv))
+    llama, delta = (
+        jax.tree_util.tree_map_with_path(leaf, tree) for tree in (model.llama, model.swiftkv)
+    )
     return dataclasses.replace(model, llama=llama, swiftkv=delta)
 
 
@@ -91,17 +95,23 @@ def tokens() -> jax.Array:
     return jnp.asarray(tiny.tokens_for({"vocab_size": 61}, 4, 9))
 
 
-# Rounding ---------------------------------------------------------------------------------------------------------------
+# Rounding ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scheme", "largest", "dtype"), [(FP8, 448, E4M3), (INT8, 127, np.int8)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("scheme", "largest", "dtype"), [(FP8, 448, E4M3), (INT8, 127, np.int8)], ids=["fp8", "int8"]
+)
 def test_rounds_to_nearest_with_a_scale_per_row(scheme, largest, dtype):
     weight = np.array(random((5, 7, 64)))
     weight[1, 2] = 0
     weight[3, 4, 5] = -1e3  # the largest of its row, and negative
     found = jax.jit(quantize, static_argnums=(1, 2))(weight, 1, scheme)
     values, scale = rounded(weight, largest, dtype)
-    assert found.values.dtype == dtype and found.scale.dtype == jnp.float32 and found.scale.shape == (5, 7)
+    assert (
+        found.values.dtype == dtype
+        and found.scale.dtype == jnp.float32
+        and found.scale.shape == (5, 7)
+    )
     np.testing.assert_allclose(found.scale, scale[..., 0], rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(found.values).astype(np.float64), values)
     assert found.scale[1, 2] == 1 and not np.asarray(found.values)[1, 2].astype(np.float32).any()
@@ -127,19 +137,31 @@ def test_two_input_axes():
     np.testing.assert_array_equal(found.values.reshape(3, 4, 30), merged.values)
     one = Quantized(found.values[0], found.scale[0], FP8)
     np.testing.assert_array_equal(as_matrix(one).values, merged.values[0])
-    np.testing.assert_array_equal(dequantize(one, jnp.float32).reshape(4, 30), dequantize(as_matrix(one), jnp.float32))
+    np.testing.assert_array_equal(
+        dequantize(one, jnp.float32).reshape(4, 30), dequantize(as_matrix(one), jnp.float32)
+    )
 
 
-# Products ---------------------------------------------------------------------------------------------------------------
+# Products ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_product(spec, name):
     of_x, of_weight, in_axes = SPECS[spec]
-    x, weight = random(of_x, seed=1), quantize(random(of_weight, seed=2, spread=1.0), in_axes, SCHEMES[name])
-    matrix = np.asarray(weight.values).astype(np.float64) * np.asarray(weight.scale, np.float64)[..., None]
-    seen = np.multiply(*rounded(np.asarray(x), 448, E4M3)) if name == "fp8 native" else np.asarray(x, np.float64)
+    x, weight = (
+        random(of_x, seed=1),
+        quantize(random(of_weight, seed=2, spread=1.0), in_axes, SCHEMES[name]),
+    )
+    matrix = (
+        np.asarray(weight.values).astype(np.float64)
+        * np.asarray(weight.scale, np.float64)[..., None]
+    )
+    seen = (
+        np.multiply(*rounded(np.asarray(x), 448, E4M3))
+        if name == "fp8 native"
+        else np.asarray(x, np.float64)
+    )
     found = jax.jit(product, static_argnums=0)(spec, x, weight)
     assert found.dtype == jnp.float32
     size = np.einsum(spec, np.abs(seen), np.abs(matrix))
@@ -158,10 +180,12 @@ def test_product_in_half_precision(name, dtype):
 
 def test_plain_matrices_multiply_as_ever():
     x, weight = jnp.asarray(random((2, 3, 16))), jnp.asarray(random((5, 16)))
-    np.testing.assert_array_equal(product("BTD,FD->BTF", x, weight), jnp.einsum("BTD,FD->BTF", x, weight))
+    np.testing.assert_array_equal(
+        product("BTD,FD->BTF", x, weight), jnp.einsum("BTD,FD->BTF", x, weight)
+    )
 
 
-# Models -----------------------------------------------------------------------------------------------------------------
+# Models -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=["fp8", "int8"])
@@ -187,7 +211,9 @@ def test_shapes_and_shardings_are_those_of_a_quantised_model():
     model, mesh = tiny_model(FP8), make_mesh((2, 2))
     places = llama_shardings(model.config, mesh, FP8), swiftkv_shardings(model.config, mesh, FP8)
     assert jax.tree.structure(places) == jax.tree.structure((model.llama, model.swiftkv))
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, jnp.float32), tiny_model().llama)
+    shapes = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, jnp.float32), tiny_model().llama
+    )
     assert quantized_shapes(shapes, FP8) == jax.eval_shape(lambda: model.llama)
     assert quantized_shapes(shapes, None) is shapes
     q, o = places[0].lower_qkv.q, places[0].lower.o
@@ -204,13 +230,19 @@ def test_a_mesh_changes_nothing(shape, scheme):
     model, mesh = tiny_model(scheme), make_mesh(shape)
     llama = jax.device_put(model.llama, llama_shardings(model.config, mesh, scheme))
     delta = jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh, scheme))
-    assert not llama.lower.gate.values.is_fully_replicated and not llama.lower.gate.scale.is_fully_replicated
+    assert (
+        not llama.lower.gate.values.is_fully_replicated
+        and not llama.lower.gate.scale.is_fully_replicated
+    )
     found = skv.logits(dataclasses.replace(model, llama=llama, swiftkv=delta), tokens())
-    # A rounding of the activations may fall the other way where their sums were added in another order.
-    np.testing.assert_allclose(found, tiny_logits(scheme), atol=0.1 if scheme == NATIVE else 3e-5, rtol=1e-5)
+    # A rounding of the activations may fall the other way where their sums were added in another
+    # order.
+    np.testing.assert_allclose(
+        found, tiny_logits(scheme), atol=0.1 if scheme == NATIVE else 3e-5, rtol=1e-5
+    )
 
 
-# Schemes ----------------------------------------------------------------------------------------------------------------
+# Schemes ----------------------------------------------------------------------
 
 KINDS: dict[str, Arithmetic] = {
     "NVIDIA H100 80GB HBM3": "native",
@@ -252,5 +284,9 @@ def test_unknown_schemes(arguments, message):
 
 def test_training_is_refused():
     refuse_quantized(tiny_model(), "training")
-    with pytest.raises(UsageError, match=r"training needs unquantised weights, these are fp8: load\(\.\.\., quantization='none'\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"training needs unquantised weights, these are fp8: load\(\.\.\., "
+        r"quantization='none'\)",
+    ):
         refuse_quantized(tiny_model(FP8), "training")

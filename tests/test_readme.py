@@ -24,31 +24,49 @@ def bench_rows(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def prefill() -> list[str]:
     student, teacher = bench_rows("infer-prefill")
-    rates = f"{student['tokens_per_s']:.0f} and {teacher['tokens_per_s']:.0f} tokens/s, medians of {len(student['repetitions'])}"
+    rates = (
+        f"{student['tokens_per_s']:.0f} and {teacher['tokens_per_s']:.0f} tokens/s, medians "
+        f"of {len(student['repetitions'])}"
+    )
     ideal = f"{student['teacher_flops_over_own']:.2f} by operations"
-    return [f"| {student['speed_up']:.2f} times as fast ({rates}", ideal, f"time to first token {student['ttft_speed_up']:.2f} |"]
+    return [
+        f"| {student['speed_up']:.2f} times as fast ({rates}",
+        ideal,
+        f"time to first token {student['ttft_speed_up']:.2f} |",
+    ]
 
 
 def decode() -> list[str]:
     student, teacher = bench_rows("infer-decode")
-    times = " and ".join(f"{1e3 * row['seconds_per_output_token']:.1f}" for row in (student, teacher))
+    times = " and ".join(
+        f"{1e3 * row['seconds_per_output_token']:.1f}" for row in (student, teacher)
+    )
     return [
-        f"{1 / student['speed_up']:.2f} of the teacher's by medians of {len(student['repetitions'])} ({times} ms)",
+        f"{1 / student['speed_up']:.2f} of the teacher's by medians of "
+        f"{len(student['repetitions'])} ({times} ms)",
         f"{1 / student['speed_up_of_best']:.2f} by the best",
     ]
 
 
 def rival() -> list[str]:
     ratios = newest("hf-rival")["times_as_fast"]
-    teacher, student = (f"{ratios[name]['ttft']:.2f} and {ratios[name]['tpot']:.2f}" for name in ("teacher", "swiftkv"))
+    teacher, student = (
+        f"{ratios[name]['ttft']:.2f} and {ratios[name]['tpot']:.2f}"
+        for name in ("teacher", "swiftkv")
+    )
     return [f"teacher {teacher}, SwiftKV {student} times as fast"]
 
 
 def eight_bits() -> list[str]:
-    cells = {(cell["model"], cell["cache"], cell["weights"]): cell["change"] for cell in newest("kv-formats")["cells"]}
+    cells = {
+        (cell["model"], cell["cache"], cell["weights"]): cell["change"]
+        for cell in newest("kv-formats")["cells"]
+    }
 
     def change(cache: str, weights: str) -> str:
-        student, teacher = (f"{100 * cells[model, cache, weights]:+.2f} %" for model in ("student", "teacher"))
+        student, teacher = (
+            f"{100 * cells[model, cache, weights]:+.2f} %" for model in ("student", "teacher")
+        )
         return f"{teacher} (teacher), {student} (student)"
 
     caches = "; ".join(change(cache, "float32") for cache in ("float8_e4m3fn", "int8"))

@@ -1,4 +1,5 @@
-"""Rotary frequencies in Hugging Face's own, piecewise definition; the rotation as a product of complex numbers."""
+"""Rotary frequencies in Hugging Face's own, piecewise definition; the rotation as a product of
+complex numbers."""
 
 import math
 
@@ -14,8 +15,11 @@ def config(head_dim: int, theta: float, scaling: RopeScaling | None) -> Config:
     return Config(10, 64, 64, 2, 4, 2, head_dim, rope_theta=theta, rope_scaling=scaling)
 
 
-def piecewise(head_dim: int, theta: float, factor: float, low: float, high: float, old: int) -> tuple[list[float], list[str]]:
-    """llama3 scaling by wavelength: short waves as they are, long ones stretched, a straight blend between."""
+def piecewise(
+    head_dim: int, theta: float, factor: float, low: float, high: float, old: int
+) -> tuple[list[float], list[str]]:
+    """llama3 scaling by wavelength: short waves as they are, long ones stretched, a straight blend
+    between."""
     frequencies, bands = [], []
     for pair in range(head_dim // 2):
         frequency = 1.0 / theta ** (2 * pair / head_dim)
@@ -32,13 +36,19 @@ def piecewise(head_dim: int, theta: float, factor: float, low: float, high: floa
     return frequencies, bands
 
 
-@pytest.mark.parametrize(("head_dim", "factor"), [(128, 8.0), (64, 32.0)], ids=["Llama-3.1-8B", "Llama-3.2-1B"])
+@pytest.mark.parametrize(
+    ("head_dim", "factor"), [(128, 8.0), (64, 32.0)], ids=["Llama-3.1-8B", "Llama-3.2-1B"]
+)
 def test_llama3(head_dim, factor):
     expected, bands = piecewise(head_dim, 500000.0, factor, 1.0, 4.0, 8192)
     assert {band: bands.count(band) for band in bands} == (
-        {"kept": 29, "blended": 6, "stretched": 29} if head_dim == 128 else {"kept": 15, "blended": 3, "stretched": 14}
+        {"kept": 29, "blended": 6, "stretched": 29}
+        if head_dim == 128
+        else {"kept": 15, "blended": 3, "stretched": 14}
     )
-    actual = rope_frequencies(config(head_dim, 500000.0, RopeScaling("llama3", factor, 1.0, 4.0, 8192)))
+    actual = rope_frequencies(
+        config(head_dim, 500000.0, RopeScaling("llama3", factor, 1.0, 4.0, 8192))
+    )
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, rtol=3e-6)
 
@@ -52,12 +62,17 @@ def test_default_and_linear(factor):
 
 @pytest.mark.parametrize("groups", [(), (3,)], ids=["", "an axis between"])
 def test_rotation(groups):
-    """Channels c and c + H/2 are the real and imaginary part of one number, turned by position * frequency."""
+    """Channels c and c + H/2 are the real and imaginary part of one number, turned by position *
+    frequency."""
     c = config(8, 10000.0, None)
     positions = jnp.asarray([[0, 1, 2, 3, 0, 1], [7, 100, 0, 5, 6, 127]])
     x = np.random.default_rng(0).normal(size=(2, 6, *groups, 4, 8)).astype(np.float32)
-    angle = np.asarray(positions)[..., None] * np.array([10000.0 ** (-2 * pair / 8) for pair in range(4)])
-    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle).reshape(2, 6, *(1 for _ in groups), 1, 4)
+    angle = np.asarray(positions)[..., None] * np.array(
+        [10000.0 ** (-2 * pair / 8) for pair in range(4)]
+    )
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle).reshape(
+        2, 6, *(1 for _ in groups), 1, 4
+    )
     actual = apply_rope(jnp.asarray(x), rope_table(c, positions))
     np.testing.assert_allclose(actual, np.concatenate([turned.real, turned.imag], -1), atol=1e-5)
     assert apply_rope(jnp.asarray(x, jnp.bfloat16), rope_table(c, positions)).dtype == jnp.bfloat16

@@ -1,4 +1,5 @@
-"""The benchmarks of training: products are counted as often as they run, both losses agree, and no failure loses a row."""
+"""The benchmarks of training: products are counted as often as they run, both losses agree, and no
+failure loses a row."""
 
 import dataclasses
 import functools
@@ -17,12 +18,21 @@ from benchmarks.floors import Floors
 from benchmarks.products import Products, count_products
 from benchmarks.timing import SMOKE_PLAN
 from swiftkv_jax.config import Config
-from swiftkv_jax.model import Batch
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import init_llama, init_swiftkv
-from swiftkv_jax.sharding import make_mesh
 from swiftkv_jax.train.distill import distill_loss
+from swiftkv_jax.transformer import Batch
 
-CONFIG = Config(vocab_size=256, embed_dim=128, mlp_dim=448, num_layers=4, num_heads=4, num_kv_heads=1, head_dim=32, num_key_value_layers=2)
+CONFIG = Config(
+    vocab_size=256,
+    embed_dim=128,
+    mlp_dim=448,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=32,
+    num_key_value_layers=2,
+)
 LENGTH = 16
 FLOORS = Floors(100.0, 1000.0, {})
 
@@ -67,10 +77,16 @@ def model():
 def test_two_models_have_the_loss_of_one(quick_compilation):
     """Value and gradient, on packed rows: what is compared is the same step."""
     (llama, delta), mesh = model(), make_mesh((1, 1))
-    batch: Batch = jax.tree.map(lambda field: field[0], train_variants.packed_batch(CONFIG, 64, 2, mesh, seed=1))
-    shared = jax.jit(jax.value_and_grad(lambda delta: distill_loss(CONFIG, delta, llama, batch)[0]))(delta)
+    batch: Batch = jax.tree.map(
+        lambda field: field[0], train_variants.packed_batch(CONFIG, 64, 2, mesh, seed=1)
+    )
+    shared = jax.jit(
+        jax.value_and_grad(lambda delta: distill_loss(CONFIG, delta, llama, batch)[0])
+    )(delta)
     attention = two_models.DenseAttention()
-    loss_of_two = functools.partial(two_models.two_model_loss, CONFIG, remat="none", attention=attention)
+    loss_of_two = functools.partial(
+        two_models.two_model_loss, CONFIG, remat="none", attention=attention
+    )
     two = jax.jit(jax.value_and_grad(lambda delta: loss_of_two(delta, llama, llama, batch)))(delta)
     np.testing.assert_allclose(two[0], shared[0], rtol=1e-4)
     for a, b in zip(jax.tree.leaves(two[1]), jax.tree.leaves(shared[1]), strict=True):
@@ -81,7 +97,9 @@ def test_what_the_shared_prefix_saves():
     """The student's lower layers, and nothing else; near the formula of `cost`."""
     row = two_models.saving(CONFIG, LENGTH, LENGTH, "layer")
     counted, formula = row["counted"], row["formula"]
-    assert counted["two_models"] - counted["shared"] == pytest.approx(formula["two_models"] - formula["shared"], rel=1e-6)
+    assert counted["two_models"] - counted["shared"] == pytest.approx(
+        formula["two_models"] - formula["shared"], rel=1e-6
+    )
     assert counted["saved"] == pytest.approx(formula["saved"], abs=0.01)
     assert counted["saved"] > 0.16
 
@@ -92,12 +110,16 @@ def test_packed_rows():
     ids, mask = np.asarray(batch.segment_ids)[0, 1], np.asarray(batch.loss_mask)[0, 1]
     assert sum(lengths) == 64 and len(lengths) > 1 and np.bincount(ids).tolist() == [0, *lengths]
     assert mask.sum() == 64 - len(lengths) and not mask[np.cumsum(lengths) - 1].any()
-    assert np.asarray(batch.positions)[0, 0, np.cumsum(lengths) - 1].tolist() == [length - 1 for length in lengths]
+    assert np.asarray(batch.positions)[0, 0, np.cumsum(lengths) - 1].tolist() == [
+        length - 1 for length in lengths
+    ]
 
 
 def test_a_step_is_timed(quick_compilation):
     size = train_variants.SIZES["smoke"]
-    row = train_variants.run_step(size, size.variants[1], 0, dataclasses.replace(SMOKE_PLAN, seconds=0.0, max_rounds=3))
+    row = train_variants.run_step(
+        size, size.variants[1], 0, dataclasses.replace(SMOKE_PLAN, seconds=0.0, max_rounds=3)
+    )
     assert row["tokens_per_second"] == pytest.approx(2 * size.length / row["seconds"])
     assert row["model_tflops"] == row["computed_tflops"] > 0 and np.isfinite(row["loss"])
     assert row["planned_bytes"] > row["argument_bytes"] > 0
@@ -110,15 +132,25 @@ def fail(*_):
 def test_rows_of_train_step(tmp_path, monkeypatch, capsys):
     """One variant fails, the others are there all the same."""
     results: list[dict[str, Any]] = [{"error": "MemoryError: more than there is"}]
-    results.append({"seconds": 1.0, "tokens_per_second": 2.0, "model_tflops": 30.0, "computed_tflops": 40.0})
+    results.append(
+        {"seconds": 1.0, "tokens_per_second": 2.0, "model_tflops": 30.0, "computed_tflops": 40.0}
+    )
     results[1] |= {"compiled_peak_bytes": 100, "peak_bytes": None, "planned_bytes": 95.0}
     monkeypatch.setattr(train_step, "savings", lambda size: iter(()))
-    monkeypatch.setattr(train_step, "alone", lambda function, *args: FLOORS if len(args) == 2 else results.pop(0))
+    monkeypatch.setattr(
+        train_step, "alone", lambda function, *args: FLOORS if len(args) == 2 else results.pop(0)
+    )
     path = tmp_path / "step.json"
     assert train_step.main(["--shapes", "smoke", "--output", str(path)]) == 1
     broken, right = json.loads(path.read_text())["rows"]
-    assert "more than there is" in broken["error"] and "more than there is" in capsys.readouterr().out
-    assert right["mfu_of_product"] == 0.3 and right["busy_of_product"] == 0.4 and right["plan_error"] == pytest.approx(-0.05)
+    assert (
+        "more than there is" in broken["error"] and "more than there is" in capsys.readouterr().out
+    )
+    assert (
+        right["mfu_of_product"] == 0.3
+        and right["busy_of_product"] == 0.4
+        and right["plan_error"] == pytest.approx(-0.05)
+    )
 
 
 def test_a_process_of_its_own():
@@ -129,13 +161,21 @@ def test_a_process_of_its_own():
 
 
 def test_loss_smoke(tmp_path, monkeypatch, quick_compilation):
-    path, chosen = tmp_path / "loss.json", [loss.Case(naive=True), loss.Case(), loss.Case(positions=16)]
+    path, chosen = (
+        tmp_path / "loss.json",
+        [loss.Case(naive=True), loss.Case(), loss.Case(positions=16)],
+    )
     monkeypatch.setattr(loss, "cases", lambda size: chosen)
     assert loss.main(["--shapes", "smoke", "--seed", "1", "--output", str(path)]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert list(rows) == [case.name for case in chosen] and rows["forward, fused, chunks of 16"]["chunks"] == 3
+    assert (
+        list(rows) == [case.name for case in chosen]
+        and rows["forward, fused, chunks of 16"]["chunks"] == 3
+    )
     for row in rows.values():
-        assert row["seconds"] > 0 and row["flops"] == row["least_flops"] and row["temporary_bytes"] > 0
+        assert (
+            row["seconds"] > 0 and row["flops"] == row["least_flops"] and row["temporary_bytes"] > 0
+        )
         assert row["naive"] or not row["wrong"]
 
 

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints, as Hugging Face tensors and as our models. Shares no code with the package's own reader."""
+"""Tiny random checkpoints, as Hugging Face tensors and as our models. Shares no code with the
+package's own reader."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import Config, Model
+from swiftkv_jax import Model
+from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.params import QKV, Block, Llama, SwiftKV
 
 
 def hf_config(**overrides) -> dict[str, Any]:
-    """The fields of a tiny SwiftKV `config.json`: 6 layers, 2 of them lower, 4 query and 2 key/value heads of 8."""
+    """The fields of a tiny SwiftKV `config.json`: 6 layers, 2 of them lower, 4 query and 2
+    key/value heads of 8."""
     config = {
         "model_type": "llama_swiftkv",
         "vocab_size": 61,
@@ -35,18 +38,25 @@ def hf_config(**overrides) -> dict[str, Any]:
 
 
 def tensors_for(hf: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor such a checkpoint holds, random: matrices keep the size of what they multiply, norms are near one."""
+    """Every tensor such a checkpoint holds, random: matrices keep the size of what they multiply,
+    norms are near one."""
     rng = np.random.default_rng(seed)
     D, F, V, H = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"], hf["head_dim"]
     N, K, bias = hf["num_attention_heads"], hf["num_key_value_heads"], hf["attention_bias"]
-    L, lower, group = hf["num_hidden_layers"], hf["num_key_value_layers"] or hf["num_hidden_layers"], hf["key_value_group_size"]
+    L, lower, group = (
+        hf["num_hidden_layers"],
+        hf["num_key_value_layers"] or hf["num_hidden_layers"],
+        hf["key_value_group_size"],
+    )
     tensors = {}
 
     def norm(name: str) -> None:
         tensors[f"{name}.weight"] = rng.uniform(0.5, 1.5, D).astype(np.float32)
 
     def matrix(name: str, rows: int, columns: int, with_bias: bool = False) -> None:
-        tensors[f"{name}.weight"] = (rng.normal(size=(rows, columns)) / np.sqrt(columns)).astype(np.float32)
+        tensors[f"{name}.weight"] = (rng.normal(size=(rows, columns)) / np.sqrt(columns)).astype(
+            np.float32
+        )
         if with_bias:
             tensors[f"{name}.bias"] = rng.normal(size=rows).astype(np.float32)
 
@@ -73,8 +83,9 @@ def tensors_for(hf: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp.float32) -> Model:
-    """Our model of a Hugging Face config and its tensors; no delta where all layers keep their keys and values."""
-    config = Config.from_hf(hf)
+    """Our model of a Hugging Face config and its tensors; no delta where all layers keep their keys
+    and values."""
+    config = config_from_hf(hf)
     lower, upper = range(config.num_lower_layers), range(config.num_lower_layers, config.num_layers)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -98,9 +109,13 @@ def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp
     def projections(q_layers, kv_layers, suffix: str) -> dict[str, jax.Array]:
         fields = {}
         for name, layers, heads in ("q", q_layers, N), ("k", kv_layers, K), ("v", kv_layers, K):
-            fields[name] = stack(layers, f"self_attn.{name}_proj{suffix}.weight", heads, H, config.embed_dim)
+            fields[name] = stack(
+                layers, f"self_attn.{name}_proj{suffix}.weight", heads, H, config.embed_dim
+            )
             if config.attention_bias:
-                fields[f"{name}_bias"] = stack(layers, f"self_attn.{name}_proj{suffix}.bias", heads, H)
+                fields[f"{name}_bias"] = stack(
+                    layers, f"self_attn.{name}_proj{suffix}.bias", heads, H
+                )
         return fields
 
     def array(name: str) -> jax.Array:
@@ -118,10 +133,14 @@ def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp
     swiftkv = None
     if upper:
         leaders = upper[:: config.key_value_group_size]
-        swiftkv = SwiftKV(norm=array("model.norm_swiftkv.weight"), **projections(upper, leaders, "_swiftkv"))
+        swiftkv = SwiftKV(
+            norm=array("model.norm_swiftkv.weight"), **projections(upper, leaders, "_swiftkv")
+        )
     return Model(llama=llama, swiftkv=swiftkv, config=config)
 
 
 def tokens_for(hf: Mapping[str, Any], rows: int, length: int, seed: int = 1) -> np.ndarray:
     """Random token ids, i32[rows, length]."""
-    return np.random.default_rng(seed).integers(0, hf["vocab_size"], (rows, length)).astype(np.int32)
+    return (
+        np.random.default_rng(seed).integers(0, hf["vocab_size"], (rows, length)).astype(np.int32)
+    )

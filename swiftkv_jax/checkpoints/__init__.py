@@ -1,7 +1,8 @@
-"""Checkpoints, in and out: Hugging Face directories (`hf`, `hf_export`), our own (`native`, Orbax), training runs (`run`, `states`).
+"""Checkpoints, in and out: Hugging Face directories (`hf`, `hf_export`), our own (`native`, Orbax),
+training runs (`run`, `states`).
 
-Reading and writing go leaf by leaf (`source`), names come from one strict table (`names`), every weight has a digest, and
-a directory appears complete or not at all (`atomic`).
+Reading and writing go leaf by leaf (`source`), names come from one strict table (`names`), every
+weight has a digest, and a directory appears complete or not at all (`atomic`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..bundle import Model
 from ..config import Config
 from ..errors import CheckpointError
-from .hf import load_hf, open_hf, save_hf
-from .native import MANIFEST, load_orbax, open_orbax, save
+from ..model import Model
+from .hf_read import load_hf, open_hf, save_hf
+from .orbax_io import MANIFEST, load_orbax, open_orbax, save
 from .source import Quantization, Source
 
 __all__ = ["is_orbax", "load", "open_any", "save", "save_hf"]
@@ -31,16 +32,20 @@ def load(
     quantization: Quantization | None = None,
 ) -> Model:
     """Load a directory of either kind. Arguments as in `hf.load_hf`. Raises `CheckpointError`."""
-    return (load_orbax if is_orbax(path) else load_hf)(path, dtype=dtype, mesh=mesh, config=config, quantization=quantization)
+    return (load_orbax if is_orbax(path) else load_hf)(
+        path, dtype=dtype, mesh=mesh, config=config, quantization=quantization
+    )
 
 
 def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Open a directory of either kind for reading leaf by leaf. `config` as in `hf.load_hf`. Raises `CheckpointError`."""
+    """Open a directory of either kind for reading leaf by leaf. `config` as in `hf.load_hf`. Raises
+    `CheckpointError`."""
     return (open_orbax if is_orbax(path) else open_hf)(path, config)
 
 
 def is_orbax(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is ours (True) or Hugging Face's (False). Raises `CheckpointError` if it is neither."""
+    """Whether a directory is ours (True) or Hugging Face's (False). Raises `CheckpointError` if it
+    is neither."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
@@ -50,4 +55,7 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
         return True
     if (path / "config.json").is_file():
         return False
-    raise CheckpointError(f"{path}: not a checkpoint: looked for {MANIFEST} (written by save) and config.json (Hugging Face)")
+    raise CheckpointError(
+        f"{path}: not a checkpoint: looked for {MANIFEST} (written by save) and config.json "
+        f"(Hugging Face)"
+    )

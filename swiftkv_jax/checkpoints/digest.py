@@ -1,9 +1,10 @@
 """A digest of an array's bits that does not depend on how the array is sharded.
 
-Array formats on disk carry no checksum of their payload, so a flipped bit would load silently. The digest is a sum over
-the elements of their bits times a hash of their position, so each device sums what it holds: nothing is gathered, and
-blocks keep the working memory small. It detects every single flipped bit (the weights are odd) and, up to chance,
-exchanged rows and larger damage. It is not cryptographic.
+Array formats on disk carry no checksum of their payload, so a flipped bit would load silently. The
+digest is a sum over the elements of their bits times a hash of their position, so each device sums
+what it holds: nothing is gathered, and blocks keep the working memory small. It detects every
+single flipped bit (the weights are odd) and, up to chance, exchanged rows and larger damage. It is
+not cryptographic.
 """
 
 from __future__ import annotations
@@ -23,27 +24,36 @@ _BLOCK_ELEMENTS = 2**20
 
 
 def digest(array: jax.Array) -> int:
-    """32 bits that identify the array's bits in order. Same for every sharding; shape and dtype are not part of it.
+    """32 bits that identify the array's bits in order. Same for every sharding; shape and dtype are
+    not part of it.
 
-    Elements may be 1, 2 or 4 bytes wide; give random keys as `jax.random.key_data`. Positions are counted modulo 2^32.
-    With several processes, all of them call this.
+    Elements may be 1, 2 or 4 bytes wide; give random keys as `jax.random.key_data`. Positions are
+    counted modulo 2^32. With several processes, all of them call this.
     """
     strides = tuple(math.prod(array.shape[axis + 1 :]) % 2**32 for axis in range(array.ndim))
     sums = []
     for shard in array.addressable_shards:
         if shard.replica_id == 0 and shard.data.size:
-            first = sum((part.start or 0) * stride for part, stride in zip(shard.index, strides, strict=True))
+            first = sum(
+                (part.start or 0) * stride
+                for part, stride in zip(shard.index, strides, strict=True)
+            )
             sums.append(_shard_sum(shard.data, np.uint32(first % 2**32), strides))
     total = sum(map(int, sums)) % 2**32
     if jax.process_count() > 1:
-        total = int(np.sum(multihost_utils.process_allgather(np.uint32(total)), dtype=np.uint64)) % 2**32
+        total = (
+            int(np.sum(multihost_utils.process_allgather(np.uint32(total)), dtype=np.uint64))
+            % 2**32
+        )
     return total
 
 
 def digest_all(arrays: Iterable[jax.Array]) -> str:
-    """One digest of many arrays in order, as eight hexadecimal digits. They are asked for one at a time.
+    """One digest of many arrays in order, as eight hexadecimal digits. They are asked for one at a
+    time.
 
-    Of a model's weights it says the same on every mesh, but not of the same weights in another dtype or cut.
+    Of a model's weights it says the same on every mesh, but not of the same weights in another
+    dtype or cut.
     """
     total = 0
     for array in arrays:
@@ -53,7 +63,8 @@ def digest_all(arrays: Iterable[jax.Array]) -> str:
 
 @functools.partial(jax.jit, static_argnames="strides")
 def _shard_sum(data: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    """The sum over one device's part, whose first element has position `first` in the whole, a block of rows at a time."""
+    """The sum over one device's part, whose first element has position `first` in the whole, a
+    block of rows at a time."""
     if data.ndim == 0:
         return _block_sum(data[None], first, (1,))
     rows = min(data.shape[0], max(1, _BLOCK_ELEMENTS // math.prod(data.shape[1:])))
@@ -61,9 +72,13 @@ def _shard_sum(data: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> j
 
     def part(start, count):
         block = jax.lax.dynamic_slice_in_dim(data, start, count)
-        return _block_sum(block, first + jnp.asarray(start, jnp.uint32) * np.uint32(strides[0]), strides)
+        return _block_sum(
+            block, first + jnp.asarray(start, jnp.uint32) * np.uint32(strides[0]), strides
+        )
 
-    total = jax.lax.fori_loop(0, blocks, lambda i, total: total + part(i * rows, rows), jnp.uint32(0))
+    total = jax.lax.fori_loop(
+        0, blocks, lambda i, total: total + part(i * rows, rows), jnp.uint32(0)
+    )
     return total + part(blocks * rows, rest) if rest else total
 
 

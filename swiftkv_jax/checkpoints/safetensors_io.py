@@ -1,7 +1,9 @@
-"""safetensors files, a tensor at a time: strict reading, streaming writing, a checksum for each tensor.
+"""safetensors files, a tensor at a time: strict reading, streaming writing, a checksum for each
+tensor.
 
-The format has no checksum of its own. Files written here keep a CRC-32 of each tensor's bytes in the header's metadata
-(`crc32`: a JSON object of name -> hexadecimal), where other readers ignore it.
+The format has no checksum of its own. Files written here keep a CRC-32 of each tensor's bytes in
+the header's metadata (`crc32`: a JSON object of name -> hexadecimal), where other readers ignore
+it.
 """
 
 from __future__ import annotations
@@ -45,31 +47,48 @@ class Stored:
 
 
 def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
-    """The tensors and the metadata of a file. Raises `CheckpointError` if it is missing, truncated or garbled."""
+    """The tensors and the metadata of a file. Raises `CheckpointError` if it is missing, truncated
+    or garbled."""
     try:
         with safe_open(file, framework="np") as handle:  # checks all of the header
             starts = _starts(file)
             metadata = handle.metadata() or {}
-            checksums = {name: int(value, 16) for name, value in json.loads(metadata.get("crc32", "{}")).items()}
+            checksums = {
+                name: int(value, 16)
+                for name, value in json.loads(metadata.get("crc32", "{}")).items()
+            }
             slices = {name: handle.get_slice(name) for name in handle.keys()}
             stored = [
-                Stored(name, file, tuple(part.get_shape()), str(part.get_dtype()), starts[name], checksums.get(name))
+                Stored(
+                    name,
+                    file,
+                    tuple(part.get_shape()),
+                    str(part.get_dtype()),
+                    starts[name],
+                    checksums.get(name),
+                )
                 for name, part in slices.items()
             ]
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file") from None
     except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{file}: not a complete safetensors file ({error}); copy or download it again") from None
+        raise CheckpointError(
+            f"{file}: not a complete safetensors file ({error}); copy or download it again"
+        ) from None
     return stored, metadata
 
 
 def read_into(out: np.ndarray, tensor: Stored, index: tuple[slice, ...]) -> None:
-    """Copy the slice `index` (start and stop, one per axis) of a tensor into `out`, cast to its dtype, in chunks.
+    """Copy the slice `index` (start and stop, one per axis) of a tensor into `out`, cast to its
+    dtype, in chunks.
 
-    Raises `CheckpointError` if the file cannot be read, or if the slice is the whole tensor and its checksum is wrong.
+    Raises `CheckpointError` if the file cannot be read, or if the slice is the whole tensor and its
+    checksum is wrong.
     """
     first, stop = index[0].start, index[0].stop
-    whole = all(part.stop - part.start == size for part, size in zip(index, tensor.shape, strict=True))
+    whole = all(
+        part.stop - part.start == size for part, size in zip(index, tensor.shape, strict=True)
+    )
     checksum = 0
     for rows in _row_chunks(tensor, first, stop):
         block = _read_block(tensor, (rows, *index[1:]))
@@ -82,7 +101,8 @@ def read_into(out: np.ndarray, tensor: Stored, index: tuple[slice, ...]) -> None
 
 
 def verify(tensor: Stored) -> None:
-    """Raise `CheckpointError` if the file records a checksum for this tensor and its bytes do not have it."""
+    """Raise `CheckpointError` if the file records a checksum for this tensor and its bytes do not
+    have it."""
     if tensor.crc32 is None:
         return
     checksum = 0
@@ -95,7 +115,9 @@ def same_values(a: Stored, b: Stored) -> bool:
     """Whether two tensors have equal shapes and values, compared in chunks."""
     if a.shape != b.shape:
         return False
-    return all(np.array_equal(_wide(a, rows), _wide(b, rows)) for rows in _row_chunks(a, 0, a.shape[0]))
+    return all(
+        np.array_equal(_wide(a, rows), _wide(b, rows)) for rows in _row_chunks(a, 0, a.shape[0])
+    )
 
 
 def crc32(block: np.ndarray, start: int = 0) -> int:
@@ -103,17 +125,23 @@ def crc32(block: np.ndarray, start: int = 0) -> int:
 
 
 def write_file(
-    file: Path, tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]], blocks: Iterable[np.ndarray], metadata: Mapping[str, str]
+    file: Path,
+    tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]],
+    blocks: Iterable[np.ndarray],
+    metadata: Mapping[str, str],
 ) -> dict[str, int]:
     """Write one file, holding one tensor at a time in memory: name -> CRC-32 of what was written.
 
-    `blocks` yields the arrays of `tensors` (name, shape, dtype) in that order; dtypes must be among `DTYPES`.
+    `blocks` yields the arrays of `tensors` (name, shape, dtype) in that order; dtypes must be among
+    `DTYPES`.
     """
     checksums = {name: 0 for name, _, _ in tensors}
     with open(file, "wb") as out:
         out.write(_header(tensors, metadata, checksums))  # a placeholder of the final length
         for (name, shape, dtype), block in zip(tensors, blocks, strict=True):
-            assert block.shape == shape and block.dtype == dtype, f"{name}: {block.dtype}{block.shape}, expected {dtype}{shape}"
+            assert block.shape == shape and block.dtype == dtype, (
+                f"{name}: {block.dtype}{block.shape}, expected {dtype}{shape}"
+            )
             checksums[name] = crc32(block)
             out.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
         out.seek(0)
@@ -122,7 +150,9 @@ def write_file(
 
 
 def _header(
-    tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]], metadata: Mapping[str, str], checksums: Mapping[str, int]
+    tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]],
+    metadata: Mapping[str, str],
+    checksums: Mapping[str, int],
 ) -> bytes:
     """Eight bytes of length, then JSON padded so that the data starts on a multiple of eight."""
     recorded = json.dumps({name: f"{value:08x}" for name, value in checksums.items()})
@@ -138,7 +168,8 @@ def _header(
 
 
 def _read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice in the file's dtype. Opens the file anew: pages of a mapped file count as this process's memory.
+    """A slice in the file's dtype. Opens the file anew: pages of a mapped file count as this
+    process's memory.
 
     Not with `safe_open`, which has no 8-bit floating-point numbers for NumPy.
     """
@@ -156,11 +187,16 @@ def _starts(file: Path) -> dict[str, int]:
     with open(file, "rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    return {
+        name: 8 + size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _row_chunks(tensor: Stored, first: int, stop: int) -> Iterator[slice]:
-    """Slices of the leading axis that cover first..stop, each of at most 16 MiB unless one row is larger."""
+    """Slices of the leading axis that cover first..stop, each of at most 16 MiB unless one row is
+    larger."""
     row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.code].itemsize
     rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
     return (slice(start, min(start + rows, stop)) for start in range(first, stop, rows))
@@ -173,5 +209,6 @@ def _wide(tensor: Stored, rows: slice) -> np.ndarray:
 def _check(tensor: Stored, checksum: int) -> None:
     if tensor.crc32 is not None and checksum != tensor.crc32:
         raise CheckpointError(
-            f"{tensor.file}: {tensor.name} is damaged (checksum {checksum:08x}, recorded {tensor.crc32:08x}); copy the file again"
+            f"{tensor.file}: {tensor.name} is damaged (checksum {checksum:08x}, recorded "
+            f"{tensor.crc32:08x}); copy the file again"
         )

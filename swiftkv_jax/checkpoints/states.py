@@ -1,7 +1,9 @@
-"""Training states on disk: `checkpoints/<step>/` in a run's output folder, read leaf by leaf, each with its digest.
+"""Training states on disk: `checkpoints/<step>/` in a run's output folder, read leaf by leaf, each
+with its digest.
 
-`train.recovery` writes them with Orbax, which gives a folder its name only when all of it is on disk. Orbax keeps no
-checksum of array payloads, so each state carries a digest per leaf in its metadata.
+`train.recovery` writes them with Orbax, which gives a folder its name only when all of it is on
+disk. Orbax keeps no checksum of array payloads, so each state carries a digest per leaf in its
+metadata.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .digest import digest
 FOLDER = "checkpoints"
 """Within the run's output folder."""
 STATE = "state"
-"""What Orbax calls the one tree in each of its checkpoints; its leaves are stored flat, by path: `delta.q`."""
+"""What Orbax calls the one tree in each of its checkpoints; its leaves are stored flat, by path:
+`delta.q`."""
 
 
 class DamagedError(CheckpointError):
@@ -46,7 +49,9 @@ def list_steps(folder: Path) -> list[int]:
     """Steps whose state was written to the end, ascending. `folder` need not exist."""
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+    return sorted(
+        int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()
+    )
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -62,15 +67,19 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: int) -> jax.Array:
-    """One leaf of the state in `path`, where `abstract.sharding` says. Raises `DamagedError` if its digest is not `expected`.
+    """One leaf of the state in `path`, where `abstract.sharding` says. Raises `DamagedError` if its
+    digest is not `expected`.
 
     With several processes, all of them call this.
     """
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
-    context.pytree.loading.partial_load = True  # one leaf at a time: an error then has a name, and memory a bound
-    # Each process reads its shards by itself: Orbax's barriers would let the others wait for one that cannot.
+    context.pytree.loading.partial_load = (
+        True  # one leaf at a time: an error then has a name, and memory a bound
+    )
+    # Each process reads its shards by itself: Orbax's barriers would let the others wait for one
+    # that cannot.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     array, problem = None, ""
@@ -85,15 +94,20 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
         raise DamagedError(f"{path}: {name} cannot be read ({problem or 'by another process'})")
     assert array is not None
     if digest(array) != expected:
-        raise DamagedError(f"{path}: {name} is damaged: its digest is not the one it was saved with")
+        raise DamagedError(
+            f"{path}: {name} is damaged: its digest is not the one it was saved with"
+        )
     return array
 
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Without Orbax's log: it prints the tracebacks of its threads, of errors that are raised to the caller as well."""
+    """Without Orbax's log: it prints the tracebacks of its threads, of errors that are raised to
+    the caller as well."""
 
-    def is_foreign(record: logging.LogRecord) -> bool:  # a new one each time, so that contexts may nest
+    def is_foreign(
+        record: logging.LogRecord,
+    ) -> bool:  # a new one each time, so that contexts may nest
         return "orbax" not in record.pathname and "orbax" not in record.getMessage()
 
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
@@ -108,7 +122,11 @@ def quiet_orbax() -> Iterator[None]:
 
 def _anywhere(here: bool) -> bool:
     """Whether it is so in any process."""
-    return here if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.bool_(here))))
+    return (
+        here
+        if jax.process_count() == 1
+        else bool(np.any(multihost_utils.process_allgather(np.bool_(here))))
+    )
 
 
 def _reason(error: BaseException) -> str:

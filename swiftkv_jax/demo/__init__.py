@@ -1,4 +1,5 @@
-"""The embedded default model: a small Llama trained on the Python standard library's source, and its SwiftKV student."""
+"""The embedded default model: a small Llama trained on the Python standard library's source, and
+its SwiftKV student."""
 
 from pathlib import Path
 

@@ -3,13 +3,15 @@
     python -m swiftkv_jax.eval --model llama-3.1-8b-swiftkv --tasks hellaswag,gsm8k --limit 200
     python -m swiftkv_jax.eval --model llama-3.1-8b-swiftkv --paper --swiftkv both -o accuracy.json
 
-Needs `pip install 'swiftkv-jax[eval]'`, and no PyTorch. Log-likelihoods are exact, generations are the engine's; texts are
-split, marked and cut as the harness's own models do it, and a text that was cut is told of. The table goes to stdout.
---swiftkv both measures the unmodified teacher and the student one after the other, and their difference document by document.
+Needs `pip install 'swiftkv-jax[eval]'`, and no PyTorch. Log-likelihoods are exact, generations are
+the engine's; texts are split, marked and cut as the harness's own models do it, and a text that was
+cut is told of. The table goes to stdout. --swiftkv both measures the unmodified teacher and the
+student one after the other, and their difference document by document.
 
---paper runs the seven tasks of the authors' own table with their settings. Four of them come from a fork of the harness; here
-they are the harness's own versions, whose prompts and scoring may differ: arc_challenge_llama, mmlu_llama, mmlu_cot_llama and
-gsm8k_llama for the fork's arc_challenge_, mmlu_, mmlu_cot_0shot_ and gsm8k_cot_llama_3.1_instruct.
+--paper runs the seven tasks of the authors' own table with their settings. Four of them come from a
+fork of the harness; here they are the harness's own versions, whose prompts and scoring may differ:
+arc_challenge_llama, mmlu_llama, mmlu_cot_llama and gsm8k_llama for the fork's arc_challenge_,
+mmlu_, mmlu_cot_0shot_ and gsm8k_cot_llama_3.1_instruct.
 """
 
 from __future__ import annotations
@@ -23,12 +25,21 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .. import cli, demo
-from ..bundle import Model
-from ..environment import environment
 from ..errors import UsageError
-from ..files import check_absent, write_json
-from ..infer.commands.flags import SWIFTKV, add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine, writes
-from ..infer.engine import Engine
+from ..infer.commands.flags import (
+    SWIFTKV,
+    add_engine_flags,
+    add_model_flags,
+    engine_options,
+    load_model,
+    log,
+    start_engine,
+    writes,
+)
+from ..infer.engine.engine import Engine
+from ..io.files import check_absent, write_json
+from ..io.provenance import environment
+from ..model import Model
 from .comparison import Report, difference, scores, table
 from .tasks import PAPER, Tasks, TaskSet
 from .text_model import TextModel
@@ -37,7 +48,15 @@ MAX_MODEL_LEN = 4096
 """As in the authors' runs; enough for every task of `PAPER`."""
 SIDES = {"teacher": "off", "student": "on"}
 """What --swiftkv both runs, in this order."""
-KEPT = ("results", "groups", "group_subtasks", "n-shot", "n-samples", "versions", "higher_is_better")
+KEPT = (
+    "results",
+    "groups",
+    "group_subtasks",
+    "n-shot",
+    "n-samples",
+    "versions",
+    "higher_is_better",
+)
 """Of the harness's report, in the file."""
 
 
@@ -50,17 +69,64 @@ def parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",
     )
     flag = result.add_argument
-    flag("--tasks", type=_names, metavar="NAME,...", help="tasks, groups or tags of the harness, or of --include-path")
-    flag("--paper", action="store_true", help="the seven tasks of the SwiftKV authors, with their settings")
-    flag("--num-fewshot", type=int, metavar="N", help="examples before each question (default: each task's own)")
-    flag("--limit", type=_limit, metavar="N", help="only the first N documents of each task; a share if below 1")
-    flag("--apply-chat-template", action="store_true", help="prompts are conversations, by the model's template")
-    flag("--fewshot-as-multiturn", action="store_true", help="with --apply-chat-template: each example is a turn of its own")
-    flag("--gen-kwargs", metavar="NAME=VALUE,...", help="settings of generations, over those of the tasks")
-    flag("--include-path", type=Path, metavar="DIR", help="folder with more tasks, YAML files as the harness reads them")
-    flag("--output", "-o", type=Path, metavar="JSON", help="the numbers, and what they were measured with; a new file")
+    flag(
+        "--tasks",
+        type=_names,
+        metavar="NAME,...",
+        help="tasks, groups or tags of the harness, or of --include-path",
+    )
+    flag(
+        "--paper",
+        action="store_true",
+        help="the seven tasks of the SwiftKV authors, with their settings",
+    )
+    flag(
+        "--num-fewshot",
+        type=int,
+        metavar="N",
+        help="examples before each question (default: each task's own)",
+    )
+    flag(
+        "--limit",
+        type=_limit,
+        metavar="N",
+        help="only the first N documents of each task; a share if below 1",
+    )
+    flag(
+        "--apply-chat-template",
+        action="store_true",
+        help="prompts are conversations, by the model's template",
+    )
+    flag(
+        "--fewshot-as-multiturn",
+        action="store_true",
+        help="with --apply-chat-template: each example is a turn of its own",
+    )
+    flag(
+        "--gen-kwargs",
+        metavar="NAME=VALUE,...",
+        help="settings of generations, over those of the tasks",
+    )
+    flag(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="folder with more tasks, YAML files as the harness reads them",
+    )
+    flag(
+        "--output",
+        "-o",
+        type=Path,
+        metavar="JSON",
+        help="the numbers, and what they were measured with; a new file",
+    )
     add_model_flags(result)
-    flag("--swiftkv", choices=(*SWIFTKV, "both"), default="auto", help="off: the unmodified teacher; both: compared (default: on if there)")
+    flag(
+        "--swiftkv",
+        choices=(*SWIFTKV, "both"),
+        default="auto",
+        help="off: the unmodified teacher; both: compared (default: on if there)",
+    )
     add_engine_flags(result)
     return result
 
@@ -68,7 +134,9 @@ def parser() -> argparse.ArgumentParser:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of tasks, such as hellaswag,gsm8k")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of tasks, such as hellaswag,gsm8k"
+        )
     return names
 
 
@@ -78,7 +146,9 @@ def _limit(text: str) -> float:
     except ValueError:
         limit = 0.0
     if not 0 < limit < 2**31 or (limit >= 1 and limit != int(limit)):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of documents nor a share between 0 and 1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number of documents nor a share between 0 and 1"
+        )
     return limit if limit < 1 else int(limit)
 
 
@@ -87,15 +157,30 @@ def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
     own = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
     if args.paper:
         if given := [name for name in own if getattr(args, name) not in (None, False)]:
-            raise UsageError(f"--{given[0].replace('_', '-')} does not go with --paper, which has settings of its own")
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} does not go with --paper, which has settings of "
+                f"its own"
+            )
         return PAPER
     if not args.tasks:
-        raise UsageError("nothing to run: name some with --tasks, or take the authors' with --paper")
+        raise UsageError(
+            "nothing to run: name some with --tasks, or take the authors' with --paper"
+        )
     if args.num_fewshot is not None and args.num_fewshot < 0:
         raise UsageError(f"--num-fewshot {args.num_fewshot} must be at least 0")
     if args.fewshot_as_multiturn and not args.apply_chat_template:
-        raise UsageError("--fewshot-as-multiturn needs --apply-chat-template: only conversations have turns")
-    return (TaskSet(args.tasks, args.num_fewshot, args.apply_chat_template, args.fewshot_as_multiturn, args.gen_kwargs),)
+        raise UsageError(
+            "--fewshot-as-multiturn needs --apply-chat-template: only conversations have turns"
+        )
+    return (
+        TaskSet(
+            args.tasks,
+            args.num_fewshot,
+            args.apply_chat_template,
+            args.fewshot_as_multiturn,
+            args.gen_kwargs,
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,9 +195,17 @@ def run(args: argparse.Namespace) -> int:
         side = argparse.Namespace(**vars(args) | {"swiftkv": swiftkv})
         model, mesh = (_again(args, mesh), mesh) if reports else load_model(side)
         if len(sides) == 2 and (model.swiftkv is None or model.llama.upper_qkv is None):
-            raise UsageError("--swiftkv both: the checkpoint has no " + ("SwiftKV weights" if model.swiftkv is None else "teacher"))
-        tokenizer, longest = model.tokenizer, min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-        engine = start_engine(side, model, mesh, engine_options(args, scoring=True, max_model_len=longest))
+            raise UsageError(
+                "--swiftkv both: the checkpoint has no "
+                + ("SwiftKV weights" if model.swiftkv is None else "teacher")
+            )
+        tokenizer, longest = (
+            model.tokenizer,
+            min(MAX_MODEL_LEN, model.config.max_position_embeddings),
+        )
+        engine = start_engine(
+            side, model, mesh, engine_options(args, scoring=True, max_model_len=longest)
+        )
         del model  # the engine has its own copy of the layers: memory for one, not two
         reports[name] = measure(tasks, engine, tokenizer)
         del engine
@@ -128,7 +221,9 @@ def _again(args: argparse.Namespace, mesh: Mesh | None) -> Model:
     """The checkpoint once more, for devices that are settled."""
     from ..checkpoints import load
 
-    return load(args.model or demo.SWIFTKV, dtype=args.dtype, mesh=mesh, quantization=args.quantization)
+    return load(
+        args.model or demo.SWIFTKV, dtype=args.dtype, mesh=mesh, quantization=args.quantization
+    )
 
 
 def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
@@ -138,7 +233,8 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
     report = tasks.run(model)
     prefix, stats = engine.prefix_stats, engine.stats
     log(
-        f"prompts: {stats.prompt_tokens} tokens, {prefix.hits / max(prefix.queries, 1):.0%} of them found in the prefix cache; "
+        f"prompts: {stats.prompt_tokens} tokens, {prefix.hits / max(prefix.queries, 1):.0%} of "
+        f"them found in the prefix cache; "
         f"generated: {stats.new_tokens} tokens"
     )
     return report
@@ -147,14 +243,28 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
 def document(args: argparse.Namespace, reports: dict[str, Report]) -> dict[str, Any]:
     """What --output holds."""
     first = next(iter(reports.values()))
-    facts = environment() | {"lm_eval": first.get("lm_eval_version"), "model": str(args.model or demo.SWIFTKV)}
-    facts |= {name: getattr(args, name) for name in ("swiftkv", "limit", "dtype", "quantization", "kv_cache_dtype", "max_model_len")}
-    facts["reports"] = {name: {part: report[part] for part in KEPT if part in report} for name, report in reports.items()}
+    facts = environment() | {
+        "lm_eval": first.get("lm_eval_version"),
+        "model": str(args.model or demo.SWIFTKV),
+    }
+    facts |= {
+        name: getattr(args, name)
+        for name in ("swiftkv", "limit", "dtype", "quantization", "kv_cache_dtype", "max_model_len")
+    }
+    facts["reports"] = {
+        name: {part: report[part] for part in KEPT if part in report}
+        for name, report in reports.items()
+    }
     if len(reports) == 2:
         teacher, student = reports.values()
         pairs = zip(scores(teacher), scores(student), strict=True)
         facts["differences"] = [
-            {"task": before.task, "filter": before.filter, "metric": before.metric, **vars(difference(teacher, student, before, after))}
+            {
+                "task": before.task,
+                "filter": before.filter,
+                "metric": before.metric,
+                **vars(difference(teacher, student, before, after)),
+            }
             for before, after in pairs
         ]
     return facts

@@ -31,8 +31,8 @@ class Difference:
 
     value: float
     stderr: float | None
-    """Of the mean difference of the same documents, far smaller than those of the two scores; None for a metric that is no mean
-    over documents."""
+    """Of the mean difference of the same documents, far smaller than those of the two scores; None
+    for a metric that is no mean over documents."""
 
 
 def scores(report: Report) -> Iterator[Score]:
@@ -44,21 +44,31 @@ def scores(report: Report) -> Iterator[Score]:
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 stderr = table.get(f"{metric}_stderr,{filter}")
                 stderr = float(stderr) if isinstance(stderr, int | float) else None
-                yield Score(task, filter, metric, report.get("n-shot", {}).get(task, ""), float(value), stderr)
+                yield Score(
+                    task,
+                    filter,
+                    metric,
+                    report.get("n-shot", {}).get(task, ""),
+                    float(value),
+                    stderr,
+                )
 
 
 def difference(teacher: Report, student: Report, before: Score, after: Score) -> Difference:
     """`before` and `after` are the same metric of the same task in the two reports."""
     pairs = _paired(teacher, student, before)
     value = after.value - before.value
-    if len(pairs) < 2 or not math.isclose(statistics.fmean(first for first, _ in pairs), before.value, abs_tol=1e-6):
+    if len(pairs) < 2 or not math.isclose(
+        statistics.fmean(first for first, _ in pairs), before.value, abs_tol=1e-6
+    ):
         return Difference(value, None)
     spread = statistics.stdev(second - first for first, second in pairs)
     return Difference(value, spread / math.sqrt(len(pairs)))
 
 
 def _paired(teacher: Report, student: Report, score: Score) -> list[tuple[float, float]]:
-    """The metric of each document that both have seen, all tasks of a group together; none if it is no number."""
+    """The metric of each document that both have seen, all tasks of a group together; none if it is
+    no number."""
     pairs = []
     for task in _tasks(teacher, score.task):
         first, second = (_by_document(report, task, score) for report in (teacher, student))
@@ -76,19 +86,39 @@ def _tasks(report: Report, name: str) -> list[str]:
 
 def _by_document(report: Report, task: str, score: Score) -> dict[Any, float]:
     samples = report.get("samples", {}).get(task, [])
-    found = {sample["doc_id"]: sample.get(score.metric) for sample in samples if sample.get("filter") == score.filter}
-    return {document: float(value) for document, value in found.items() if isinstance(value, int | float)}
+    found = {
+        sample["doc_id"]: sample.get(score.metric)
+        for sample in samples
+        if sample.get("filter") == score.filter
+    }
+    return {
+        document: float(value)
+        for document, value in found.items()
+        if isinstance(value, int | float)
+    }
 
 
 def table(reports: Mapping[str, Report]) -> str:
-    """Markdown: a column of values for each report, by its name; of two, the second minus the first as well."""
+    """Markdown: a column of values for each report, by its name; of two, the second minus the first
+    as well."""
     names = list(reports)
-    head = ["task", "shots", "filter", "metric", *names] + (["difference"] if len(names) == 2 else [])
-    columns = [{(score.task, score.filter, score.metric): score for score in scores(report)} for report in reports.values()]
+    head = ["task", "shots", "filter", "metric", *names] + (
+        ["difference"] if len(names) == 2 else []
+    )
+    columns = [
+        {(score.task, score.filter, score.metric): score for score in scores(report)}
+        for report in reports.values()
+    ]
     lines = [head, ["---"] * len(head)]
     for key, score in columns[0].items():
         row = [column[key] for column in columns]
-        cells = [score.task, str(score.shots), score.filter, score.metric, *(_with_error(one.value, one.stderr) for one in row)]
+        cells = [
+            score.task,
+            str(score.shots),
+            score.filter,
+            score.metric,
+            *(_with_error(one.value, one.stderr) for one in row),
+        ]
         if len(row) == 2:
             gap = difference(reports[names[0]], reports[names[1]], *row)
             cells.append(_with_error(gap.value, gap.stderr, sign="+"))

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
-from ..infer.sampling import SamplingParams
+from ..infer.engine.sampling_params import SamplingParams
 
 MAX_GEN_TOKS = 256
 """New tokens where a task does not say: the harness's own default."""
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of one thing; the first that is given counts, as in `lm_eval.models.utils.normalize_gen_kwargs`."""
+"""Names of one thing; the first that is given counts, as in
+`lm_eval.models.utils.normalize_gen_kwargs`."""
 _ONE_PLAIN_TEXT = {"n": 1, "logprobs": None}
 """A generation is one text: what each of these may say."""
 
@@ -29,14 +30,17 @@ class Generation:
 def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int]) -> Generation:
     """Of a task's `gen_kwargs`, with the defaults of the harness.
 
-    `do_sample` False is greedy whatever `temperature` says; left out, a temperature above 0 samples; True without a
-    temperature samples at 1. A stop string that is one of `special_tokens` (text -> id) becomes a stop token: decoded text
-    never shows those. Raises `UsageError` that names what is unknown or out of range.
+    `do_sample` False is greedy whatever `temperature` says; left out, a temperature above 0
+    samples; True without a temperature samples at 1. A stop string that is one of `special_tokens`
+    (text -> id) becomes a stop token: decoded text never shows those. Raises `UsageError` that
+    names what is unknown or out of range.
     """
     fields = dict(gen_kwargs)
     for name, value in _ONE_PLAIN_TEXT.items():
         if fields.pop(name, value) != value:
-            raise UsageError(f"{name} is not supported: the harness takes one text for each request")
+            raise UsageError(
+                f"{name} is not supported: the harness takes one text for each request"
+            )
     limits = [limit for name in _LIMITS if (limit := fields.pop(name, None)) is not None]
     stops = [stop for name in ("until", "stop") for stop in _strings(name, fields.pop(name, None))]
     tokens = [special_tokens[stop] for stop in stops if stop in special_tokens]

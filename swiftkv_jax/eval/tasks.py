@@ -1,4 +1,5 @@
-"""Tasks of lm-evaluation-harness, run on a `TextModel`. The harness is imported when one is run, and needs no PyTorch."""
+"""Tasks of lm-evaluation-harness, run on a `TextModel`. The harness is imported when one is run,
+and needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ PAPER = (
     TaskSet(("mmlu_cot_llama",), 0, chat=True, gen_kwargs=_LONG),
     TaskSet(("gsm8k_llama",), 8, chat=True, multiturn=True, gen_kwargs=_LONG),
 )
-"""What the authors of SwiftKV measured with vLLM and a fork of the harness (`Snowflake-Labs/vllm`, examples/swiftkv), at most
-4096 tokens a row. The fork's `*_llama_3.1_instruct` tasks are here by the names they have in the harness itself, where their
-prompts and scoring may differ: `RENAMED`."""
+"""What the authors of SwiftKV measured with vLLM and a fork of the harness (`Snowflake-Labs/vllm`,
+examples/swiftkv), at most 4096 tokens a row. The fork's `*_llama_3.1_instruct` tasks are here by
+the names they have in the harness itself, where their prompts and scoring may differ: `RENAMED`."""
 RENAMED = {
     "arc_challenge_llama_3.1_instruct": "arc_challenge_llama",
     "mmlu_llama_3.1_instruct": "mmlu_llama",
@@ -63,8 +64,15 @@ def harness(module: str) -> Any:
 class Tasks:
     """The sets of tasks that a command runs, found and checked once, before any model is read."""
 
-    def __init__(self, sets: Sequence[TaskSet], *, include_path: Path | None = None, limit: float | None = None):
-        """`include_path` is a folder with more tasks (YAML); `limit` takes only the first documents of each task, a share if below 1.
+    def __init__(
+        self,
+        sets: Sequence[TaskSet],
+        *,
+        include_path: Path | None = None,
+        limit: float | None = None,
+    ):
+        """`include_path` is a folder with more tasks (YAML); `limit` takes only the first documents
+        of each task, a share if below 1.
 
         Raises `UsageError` for a task that is not there, and for a harness that is not.
         """
@@ -75,18 +83,26 @@ class Tasks:
         self._manager = manager(include_path=None if include_path is None else str(include_path))
         known = set(self._manager.all_tasks)
         if unknown := [name for one in self.sets for name in one.tasks if name not in known]:
-            instead = f": there it is {RENAMED[unknown[0]]}" if unknown[0] in RENAMED else " (`lm-eval ls tasks` lists them)"
-            raise UsageError(f"--tasks: {unknown[0]!r} is no task of the installed harness{instead}")
+            instead = (
+                f": there it is {RENAMED[unknown[0]]}"
+                if unknown[0] in RENAMED
+                else " (`lm-eval ls tasks` lists them)"
+            )
+            raise UsageError(
+                f"--tasks: {unknown[0]!r} is no task of the installed harness{instead}"
+            )
 
     def check(self, model: TextModel) -> None:
-        """Raise `UsageError` for settings that this model cannot honour, rather than after an hour of other requests."""
+        """Raise `UsageError` for settings that this model cannot honour, rather than after an hour
+        of other requests."""
         for one in self.sets:
             model.generation(harness("utils").simple_parse_args_string(one.gen_kwargs))
             if one.chat:
                 model.apply_chat_template([{"role": "user", "content": "?"}])
 
     def run(self, model: TextModel) -> dict[str, Any]:
-        """What the harness reports of all sets together: `results`, `groups`, `group_subtasks`, `n-shot`, `versions`, `samples`, ..."""
+        """What the harness reports of all sets together: `results`, `groups`, `group_subtasks`,
+        `n-shot`, `versions`, `samples`, ..."""
         lm, report = harness_model(model), dict[str, Any]()
         for one in self.sets:
             found = harness("evaluator").simple_evaluate(
@@ -114,7 +130,8 @@ def _merge(report: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def harness_model(model: TextModel) -> Any:
-    """An `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too. Raises `UsageError` without the harness."""
+    """An `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too. Raises `UsageError`
+    without the harness."""
 
     class SwiftKVLM(harness("api.model").TemplateLM):
         tokenizer = model.tokenizer
@@ -135,19 +152,29 @@ def harness_model(model: TextModel) -> Any:
         def tokenizer_name(self) -> str:
             return str(model.tokenizer.name_or_path).replace("/", "__")
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        ) -> list[int]:
             return model.tok_encode(string, add_special_tokens)
 
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
             return model.apply_chat_template(chat_history, add_generation_prompt)
 
-        def loglikelihood(self, requests: Sequence[Asked], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        def loglikelihood(
+            self, requests: Sequence[Asked], disable_tqdm: bool = False
+        ) -> list[tuple[float, bool]]:
             return model.loglikelihood(requests)
 
-        def loglikelihood_rolling(self, requests: Sequence[Asked], disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(
+            self, requests: Sequence[Asked], disable_tqdm: bool = False
+        ) -> list[float]:
             return model.loglikelihood_rolling(requests)
 
-        def generate_until(self, requests: Sequence[Asked], disable_tqdm: bool = False) -> list[str]:
+        def generate_until(
+            self, requests: Sequence[Asked], disable_tqdm: bool = False
+        ) -> list[str]:
             return model.generate_until(requests)
 
         def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:

@@ -1,6 +1,7 @@
 """`python -m swiftkv_jax.infer [COMMAND]`: run a model.
 
-With no arguments it continues a line of Python with the demo model. `generate` is the default command:
+With no arguments it continues a line of Python with the demo model. `generate` is the default
+command:
 
     python -m swiftkv_jax.infer --model llama-3.1-8b-swiftkv -p "Once upon a time"
     python -m swiftkv_jax.infer --model llama-3.1-8b-swiftkv -i prompts.jsonl -o answers.jsonl
@@ -31,7 +32,9 @@ def overview() -> str:
 def parser(command: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
     result = argparse.ArgumentParser(
-        prog=f"python -m swiftkv_jax.infer {command}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m swiftkv_jax.infer {command}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_flags(result)
     result.set_defaults(main=module.main, command=command)
@@ -44,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
         return cli.OK
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        cli.log(f"error: {argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a prompt with --prompt")
+        cli.log(
+            f"error: {argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a "
+            f"prompt with --prompt"
+        )
         return cli.USAGE
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("generate", argv)
     args = parser(command).parse_args(argv)

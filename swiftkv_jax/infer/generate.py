@@ -6,15 +6,15 @@ from collections.abc import Sequence, Sized
 
 from jax.sharding import Mesh
 
-from ..bundle import Model
 from ..cache import Format
 from ..errors import DataError, UsageError
+from ..model import Model
 from ..pallas_kernels import Implementation
-from .checks import check_request
-from .engine import engine_for
-from .options import EngineOptions
-from .requests import NOT_FINITE, Request
-from .sampling import SamplingParams
+from .engine.checks import check_request
+from .engine.engine import engine_for
+from .engine.options import EngineOptions
+from .engine.requests import NOT_FINITE, Request
+from .engine.sampling_params import SamplingParams
 
 
 def generate(
@@ -38,27 +38,36 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of each prompt, without the end token.
 
-    `swiftkv` False runs the unmodified teacher, True the student, None the student if there is a delta. Sampling
-    parameters, `sampling` among them, are those of `SamplingParams`; the rest those of `EngineOptions`. Raises
-    `ValueError` that names the prompt or parameter, also if the model breaks down over it (`requests.NOT_FINITE`). Each call
-    copies the layers into serving form and prepares the programs: for many calls, keep an `Engine`.
+    `swiftkv` False runs the unmodified teacher, True the student, None the student if there is a
+    delta. Sampling parameters, `sampling` among them, are those of `SamplingParams`; the rest those
+    of `EngineOptions`. Raises `ValueError` that names the prompt or parameter, also if the model
+    breaks down over it (`requests.NOT_FINITE`). Each call copies the layers into serving form and
+    prepares the programs: for many calls, keep an `Engine`.
     """
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
     )
     params = SamplingParams.from_json(sampling, params)
     if params.n != 1:
-        raise UsageError(f"n={params.n}: this function returns one answer a prompt; keep an Engine for more")
+        raise UsageError(
+            f"n={params.n}: this function returns one answer a prompt; keep an Engine for more"
+        )
     lengths = [len(prompt) if isinstance(prompt, Sized) else 1 for prompt in prompts]
     longest, rows = max(lengths, default=1), min(max_num_seqs, max(len(prompts), 1))
     options = EngineOptions(
-        max_model_len=max_model_len or min(longest + max_tokens, model.config.max_position_embeddings),
+        max_model_len=max_model_len
+        or min(longest + max_tokens, model.config.max_position_embeddings),
         max_num_seqs=rows,
         decode_steps=decode_steps,
         kv_cache_dtype=kv_cache_dtype,
         one_size=True,
     )
-    requests = [Request(prompt, params, stream=number) for number, prompt in enumerate(prompts)]
+    requests = [Request(prompt, params, rng_stream=number) for number, prompt in enumerate(prompts)]
     for number, request in enumerate(requests):
         try:
             check_request(request, model.config, options)

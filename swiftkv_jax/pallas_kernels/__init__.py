@@ -1,15 +1,25 @@
-"""Attention, as two ops. Everything in the model attends through them; nothing else in the package does.
+"""Attention, as two ops. Everything in the model attends through them; nothing else in the package
+does.
 
-Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one implementation: `xla` runs everywhere,
-`hopper` and `tpu` are device kernels, `cudnn` is a library to compare with.
+Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one
+implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels, `cudnn` is a library
+to compare with.
 """
 
 from typing import get_args
 
 from .checks import check_decode, check_prefill
-from .kept import KEPT
 from .ops import Implementation, decode_attention, prefill_attention
+from .remat import ATTENTION_OUTPUT
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
-__all__ = ["IMPLEMENTATIONS", "KEPT", "Implementation", "check_decode", "check_prefill", "decode_attention", "prefill_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "ATTENTION_OUTPUT",
+    "Implementation",
+    "check_decode",
+    "check_prefill",
+    "decode_attention",
+    "prefill_attention",
+]

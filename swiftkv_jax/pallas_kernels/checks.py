@@ -1,4 +1,5 @@
-"""What the two ops accept. Whatever does not belong together is a `ValueError` that names the argument and its value."""
+"""What the two ops accept. Whatever does not belong together is a `ValueError` that names the
+argument and its value."""
 
 from __future__ import annotations
 
@@ -16,83 +17,136 @@ CACHE_FORMATS = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 
 
 def check_prefill(
-    q, k, v, *, q_offset: Any = 0, lengths=None, segment_ids=None, k_scale=None, v_scale=None, block_table=None
+    q,
+    k,
+    v,
+    *,
+    q_offset: Any = 0,
+    lengths=None,
+    segment_ids=None,
+    k_scale=None,
+    v_scale=None,
+    page_table=None,
 ) -> tuple[Any, ...]:
-    """The arguments of `prefill_attention` in this order, as JAX arrays (integers int32); a static `q_offset` as an int."""
+    """The arguments of `prefill_attention` in this order, as JAX arrays (integers int32); a static
+    `q_offset` as an int."""
     q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
-    block_table, keys = _table(q, k, block_table)
+    page_table, keys = _table(q, k, page_table)
     batch, queries = q.shape[:2]
     q_offset = _offset(q_offset)
     if np.shape(q_offset) not in ((), (batch,)):
-        raise ValueError(f"q_offset must be a scalar or one a row, got {np.shape(q_offset)=} and {q.shape=}")
-    lengths = None if lengths is None else _one_a_row("lengths", lengths, batch, queries, "the queries")
-    if block_table is None or lengths is None:
+        raise ValueError(
+            f"q_offset must be a scalar or one a row, got {np.shape(q_offset)=} and {q.shape=}"
+        )
+    lengths = (
+        None if lengths is None else _one_a_row("lengths", lengths, batch, queries, "the queries")
+    )
+    if page_table is None or lengths is None:
         _check_room(q, keys)
-        _check_range("q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries")
+        _check_range(
+            "q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries"
+        )
     else:  # blocks are there for the real queries only
         _check_range("q_offset", q_offset, keys, f"the {keys} positions of a row's blocks")
         if _is_known(q_offset) and _is_known(lengths):
             end = np.asarray(q_offset, np.int64) + np.asarray(lengths, np.int64)
             _check_range("q_offset + lengths", end, keys, f"the {keys} positions of a row's blocks")
     if segment_ids is not None:
-        if block_table is not None:
-            raise ValueError(f"segment_ids do not go with a block_table, got {np.shape(segment_ids)=} and {block_table.shape=}")
+        if page_table is not None:
+            raise ValueError(
+                f"segment_ids do not go with a page_table, got {np.shape(segment_ids)=} and "
+                f"{page_table.shape=}"
+            )
         segment_ids = _integers("segment_ids", segment_ids)
         if segment_ids.shape != q.shape[:2]:
             raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
         if keys != queries or not isinstance(q_offset, int) or q_offset:
-            raise ValueError(f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, {q.shape=}, {q_offset=}")
+            raise ValueError(
+                f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, "
+                f"{q.shape=}, {q_offset=}"
+            )
     q_offset = q_offset if isinstance(q_offset, int) else _int32(q_offset)
-    return q, k, v, q_offset, _int32(lengths), _int32(segment_ids), k_scale, v_scale, _int32(block_table)
+    return (
+        q,
+        k,
+        v,
+        q_offset,
+        _int32(lengths),
+        _int32(segment_ids),
+        k_scale,
+        v_scale,
+        _int32(page_table),
+    )
 
 
-def check_decode(q, k, v, length, *, k_scale=None, v_scale=None, block_table=None) -> tuple[Any, ...]:
+def check_decode(
+    q, k, v, length, *, k_scale=None, v_scale=None, page_table=None
+) -> tuple[Any, ...]:
     """The arguments of `decode_attention` in this order, as JAX arrays (integers int32)."""
     q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
-    block_table, keys = _table(q, k, block_table)
+    page_table, keys = _table(q, k, page_table)
     _check_room(q, keys)
     length = _one_a_row("length", length, q.shape[0], keys, "the cache's positions")
-    return q, k, v, _int32(length), k_scale, v_scale, _int32(block_table)
+    return q, k, v, _int32(length), k_scale, v_scale, _int32(page_table)
 
 
 def _operands(q, k, v, k_scale, v_scale):
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     if k.shape != v.shape or k.dtype != v.dtype:
-        raise ValueError(f"k and v must have the same shape and dtype, got {k.shape=}, {k.dtype=}, {v.shape=}, {v.dtype=}")
+        raise ValueError(
+            f"k and v must have the same shape and dtype, got {k.shape=}, {k.dtype=}, {v.shape=}, "
+            f"{v.dtype=}"
+        )
     if q.ndim != 4 or k.ndim != 4 or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q must be B T N H and k, v B K S H with the same H, got {q.shape=} and {k.shape=}")
+        raise ValueError(
+            f"q must be B T N H and k, v B K S H with the same H, got {q.shape=} and {k.shape=}"
+        )
     if 0 in q.shape + k.shape:
         raise ValueError(f"no axis of q, k and v may be empty, got {q.shape=} and {k.shape=}")
     if q.shape[2] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape=} and {k.shape=}")
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads, got {q.shape=} and {k.shape=}"
+        )
     if q.dtype not in FLOATS:
         raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype=}")
     if k.dtype not in (q.dtype, *CACHE_FORMATS):
-        raise ValueError(f"k and v must have q's dtype, or be float8_e4m3fn or int8 with scales; got {k.dtype=} and {q.dtype=}")
-    return *map(jnp.asarray, (q, k, v)), _scale("k_scale", k_scale, k), _scale("v_scale", v_scale, k)
+        raise ValueError(
+            f"k and v must have q's dtype, or be float8_e4m3fn or int8 with scales; got "
+            f"{k.dtype=} and {q.dtype=}"
+        )
+    return (
+        *map(jnp.asarray, (q, k, v)),
+        _scale("k_scale", k_scale, k),
+        _scale("v_scale", v_scale, k),
+    )
 
 
 def _scale(name, scale, k):
     if (scale is None) == (k.dtype in CACHE_FORMATS):
-        raise ValueError(f"{name} goes with float8_e4m3fn or int8 keys and values, and only with them; got {k.dtype=}")
+        raise ValueError(
+            f"{name} goes with float8_e4m3fn or int8 keys and values, and only with them; got "
+            f"{k.dtype=}"
+        )
     if scale is None:
         return None
     scale = _array(name, scale)
     if scale.shape != k.shape[:3] or scale.dtype != jnp.float32:
-        raise ValueError(f"{name} must be float32 and B K S, got {scale.shape=}, {scale.dtype=} and {k.shape=}")
+        raise ValueError(
+            f"{name} must be float32 and B K S, got {scale.shape=}, {scale.dtype=} and {k.shape=}"
+        )
     return jnp.asarray(scale)
 
 
-def _table(q, k, block_table):
+def _table(q, k, page_table):
     """(the table or None, how many positions each row of `q` has)."""
-    if block_table is None:
+    if page_table is None:
         if k.shape[0] != q.shape[0]:
             raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
         return None, k.shape[2]
-    block_table = _integers("block_table", block_table)
-    if block_table.ndim != 2 or block_table.shape[0] != q.shape[0] or not block_table.shape[1]:
-        raise ValueError(f"block_table must be B P, got {block_table.shape=} and {q.shape=}")
-    return block_table, k.shape[2] * block_table.shape[1]
+    page_table = _integers("page_table", page_table)
+    if page_table.ndim != 2 or page_table.shape[0] != q.shape[0] or not page_table.shape[1]:
+        raise ValueError(f"page_table must be B P, got {page_table.shape=} and {q.shape=}")
+    return page_table, k.shape[2] * page_table.shape[1]
 
 
 def _array(name, value):
@@ -113,7 +167,8 @@ def _integers(name, value):
 
 
 def _offset(value):
-    """An int if it is known while tracing: only then can a kernel tell that rows begin where their keys begin."""
+    """An int if it is known while tracing: only then can a kernel tell that rows begin where their
+    keys begin."""
     if not isinstance(value, (bool, np.bool_, jax.Array)):
         try:
             return operator.index(value)
@@ -136,7 +191,9 @@ def _int32(value):
 
 def _check_room(q, keys):
     if q.shape[1] > keys:
-        raise ValueError(f"there must be at least as many keys as queries, got {keys} keys and {q.shape=}")
+        raise ValueError(
+            f"there must be at least as many keys as queries, got {keys} keys and {q.shape=}"
+        )
 
 
 def _check_range(name, value, high, what):
@@ -145,9 +202,14 @@ def _check_range(name, value, high, what):
         return
     value = np.asarray(value)
     if value.min() < 0 or value.max() > high:
-        raise ValueError(f"{name} must be from 0 to {high}, {what}; got {int(value.min())} to {int(value.max())}")
+        raise ValueError(
+            f"{name} must be from 0 to {high}, {what}; got {int(value.min())} to {int(value.max())}"
+        )
 
 
 def _is_known(value) -> bool:
-    """Whether this process can read it now: not while tracing, nor where parts of it lie with other processes."""
-    return not isinstance(value, Tracer) and (not isinstance(value, jax.Array) or value.is_fully_addressable)
+    """Whether this process can read it now: not while tracing, nor where parts of it lie with other
+    processes."""
+    return not isinstance(value, Tracer) and (
+        not isinstance(value, jax.Array) or value.is_fully_addressable
+    )

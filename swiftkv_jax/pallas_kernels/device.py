@@ -11,11 +11,16 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def current_device() -> tuple[str, str]:
-    """(platform, device kind): of the mesh that tracing happens under, or else of the default device.
+    """(platform, device kind): of the mesh that tracing happens under, or else of the default
+    device.
 
     Under a mesh of devices that are not there, as when compiling ahead of time, it is theirs.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
+    device = (
+        jax.sharding.get_abstract_mesh().abstract_device
+        or jax.config.jax_default_device
+        or jax.devices()[0]
+    )
     if isinstance(device, str):
         device = jax.devices(device)[0]
     return device.platform, device.device_kind

@@ -1,8 +1,8 @@
 """The two attention ops: check the arguments, choose an implementation, run it.
 
-`implementation=None` chooses for the device; a name is obeyed or refused with `NotImplementedError`. Arguments that do
-not belong together are a `ValueError`. Queries are `B T N H` as the projection leaves them, keys and values head-major
-`B K S H` as the cache holds them.
+`implementation=None` chooses for the device; a name is obeyed or refused with
+`NotImplementedError`. Arguments that do not belong together are a `ValueError`. Queries are `B T N
+H` as the projection leaves them, keys and values head-major `B K S H` as the cache holds them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jaxtyping import Array, Float, Int, Num
 from . import cudnn, xla
 from .checks import check_decode, check_prefill
 from .device import HEAD_DIMS, current_device, is_hopper
-from .kept import keep
+from .remat import keep
 from .tuning import tuning_for
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
-NO_GRADIENT = "attention to scaled or paged keys and values has no gradient: widen or gather them first"
+NO_GRADIENT = (
+    "attention to scaled or paged keys and values has no gradient: widen or gather them first"
+)
 
 
 def prefill_attention(
@@ -35,52 +37,76 @@ def prefill_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention of many queries.
 
-    Query t of row b stands at key position `q_offset[b] + t` and sees the positions up to and including its own: with a
-    cache as `k`, `v`, a chunk attends to all that came before it. `q_offset + T` must not exceed S. Of row b only the
-    first `lengths[b]` queries are real; the others yield zeros. `segment_ids` (only with S = T and no offset) confines
-    each query to the keys with its own id, its packed document.
+    Query t of row b stands at key position `q_offset[b] + t` and sees the positions up to and
+    including its own: with a cache as `k`, `v`, a chunk attends to all that came before it.
+    `q_offset + T` must not exceed S. Of row b only the first `lengths[b]` queries are real; the
+    others yield zeros. `segment_ids` (only with S = T and no offset) confines each query to the
+    keys with its own id, its packed document.
 
-    With `block_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is position `s % page` of
-    block `block_table[b, s // page]`. Rows may share blocks and whole tables, so several pieces of one prompt can be rows.
-    Entries for the blocks that real queries see must lie in the pool, which nobody checks; the others may be anything.
-    Then `q_offset[b] + lengths[b]` must not exceed P page; where the queries past `lengths[b]` stand does not matter. Only
-    blocks that somebody sees are read, but for the copy that the next paragraph names. `segment_ids` are refused.
+    With `page_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is
+    position `s % page` of block `page_table[b, s // page]`. Rows may share blocks and whole
+    tables, so several pieces of one prompt can be rows. Entries for the blocks that real queries
+    see must lie in the pool, which nobody checks; the others may be anything. Then `q_offset[b] +
+    lengths[b]` must not exceed P page; where the queries past `lengths[b]` stand does not matter.
+    Only blocks that somebody sees are read, but for the copy that the next paragraph names.
+    `segment_ids` are refused.
 
-    Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per position and head: the
-    value is what is stored times its scale. The device kernels read them widened to the dtype of `q`, one copy of
-    this layer's cache, which costs about 3 % of an 8k prefill chunk's attention. Of a pool that is a copy of all blocks:
-    gather those of the table first and pass them as rows. XLA widens what it reads, block by block. What no query sees
-    must be finite: it weighs nothing, but zero times infinity is NaN.
+    Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per
+    position and head: the value is what is stored times its scale. The device kernels read them
+    widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
+    prefill chunk's attention. Of a pool that is a copy of all blocks: gather those of the table
+    first and pass them as rows. XLA widens what it reads, block by block. What no query sees must
+    be finite: it weighs nothing, but zero times infinity is NaN.
 
-    Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only for whole rows (no offset,
-    no `lengths`, S = T). Raises `ValueError` for operands that do not fit together, `NotImplementedError` for what a named
-    implementation cannot do and for gradients that there are not. Offsets that are ints, of Python or NumPy, are static.
-    Values of other offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
+    Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only
+    for whole rows (no offset, no `lengths`, S = T). Raises `ValueError` for operands that do not
+    fit together, `NotImplementedError` for what a named implementation cannot do and for gradients
+    that there are not. Offsets that are ints, of Python or NumPy, are static. Values of other
+    offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
     """
-    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, block_table = check_prefill(
-        q, k, v, q_offset=q_offset, lengths=lengths, segment_ids=segment_ids, k_scale=k_scale, v_scale=v_scale, block_table=block_table
+    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = check_prefill(
+        q,
+        k,
+        v,
+        q_offset=q_offset,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        page_table=page_table,
     )
     batch, queries, keys = *q.shape[:2], k.shape[2]
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0
-    name = _choose("prefill", implementation, q, k, segment_ids=segment_ids, block_table=block_table, offset=not starts_at_zero)
+    name = _choose(
+        "prefill",
+        implementation,
+        q,
+        k,
+        segment_ids=segment_ids,
+        page_table=page_table,
+        offset=not starts_at_zero,
+    )
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
-    if k_scale is not None or block_table is not None:
+    if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
-        return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, block_table)
+        return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table)
     k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
-    if starts_at_zero and keys == queries and lengths is None and block_table is None:
+    if starts_at_zero and keys == queries and lengths is None and page_table is None:
         return _whole_rows(name, q, k, v, segment_ids)
-    q, k, v = _without_gradient(f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has", (q, k, v))
+    q, k, v = _without_gradient(
+        f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
+        (q, k, v),
+    )
     lengths = jnp.full((batch,), queries, jnp.int32) if lengths is None else lengths
-    return _forward(name, q, k, v, offset, lengths, segment_ids, block_table)[0]
+    return _forward(name, q, k, v, offset, lengths, segment_ids, page_table)[0]
 
 
 def decode_attention(
@@ -91,55 +117,70 @@ def decode_attention(
     *,
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the last T tokens of each row against a static cache.
 
     `length[b]` counts the valid positions of row b, the T new ones included; query t sees the first
-    `length[b] - T + t + 1`, and where these are none, as for the early queries of a row with fewer than T positions, it
-    yields zeros. A row of length 0 is idle. Cache formats are those of `prefill_attention`, widened on the way to the
-    product: the kernels read them as they are stored. What no query sees must be finite here too.
+    `length[b] - T + t + 1`, and where these are none, as for the early queries of a row with fewer
+    than T positions, it yields zeros. A row of length 0 is idle. Cache formats are those of
+    `prefill_attention`, widened on the way to the product: the kernels read them as they are
+    stored. What no query sees must be finite here too.
 
-    With `block_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is position `s % page` of
-    block `block_table[b, s // page]`. Entries for the blocks that `length` reaches must lie in the pool, which nobody
-    checks; the others may be anything.
+    With `page_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is
+    position `s % page` of block `page_table[b, s // page]`. Entries for the blocks that `length`
+    reaches must lie in the pool, which nobody checks; the others may be anything.
 
-    Differentiable in q, k, v, but for scaled or paged keys and values, and not on the device kernels. Raises as
-    `prefill_attention` does.
+    Differentiable in q, k, v, but for scaled or paged keys and values, and not on the device
+    kernels. Raises as `prefill_attention` does.
     """
-    q, k, v, length, k_scale, v_scale, block_table = check_decode(
-        q, k, v, length, k_scale=k_scale, v_scale=v_scale, block_table=block_table
+    q, k, v, length, k_scale, v_scale, page_table = check_decode(
+        q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
     )
-    name = _choose("decode", implementation, q, k, block_table=block_table)
-    if k_scale is not None or block_table is not None:
+    name = _choose("decode", implementation, q, k, page_table=page_table)
+    if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
-        return xla.decode(q, k, v, length, k_scale, v_scale, block_table)
+        return xla.decode(q, k, v, length, k_scale, v_scale, page_table)
     if name == "cudnn":
         if k_scale is not None:
-            raise NotImplementedError("implementation='cudnn' takes no scaled keys and values to decode; 'xla' does")
+            raise NotImplementedError(
+                "implementation='cudnn' takes no scaled keys and values to decode; 'xla' does"
+            )
         return cudnn.decode(q, k, v, length)
-    q, k, v = _without_gradient(f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v))
+    q, k, v = _without_gradient(
+        f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
+    )
     kernel = _kernels(name).decode
-    return _once(kernel.attention, _tuning(name, "decode", q, k.dtype))(q, k, v, length, k_scale, v_scale, block_table)
+    return _once(kernel.attention, _tuning(name, "decode", q, k.dtype))(
+        q, k, v, length, k_scale, v_scale, page_table
+    )
 
 
-# Choosing -------------------------------------------------------------------------------------------------------
+# Choosing ---------------------------------------------------------------------
 
 
-def _choose(op: str, implementation: str | None, q, k, *, segment_ids=None, block_table=None, offset=False) -> str:
-    """The implementation to run. Raises `NotImplementedError` if the named one cannot. Of the arrays only shapes and dtypes count."""
-    operands = op, q, k, segment_ids, block_table
+def _choose(
+    op: str, implementation: str | None, q, k, *, segment_ids=None, page_table=None, offset=False
+) -> str:
+    """The implementation to run. Raises `NotImplementedError` if the named one cannot. Of the
+    arrays only shapes and dtypes count."""
+    operands = op, q, k, segment_ids, page_table
     if implementation is None:
-        return next((name for name in ("hopper", "tpu") if _obstacle(name, *operands) is None), "xla")
+        return next(
+            (name for name in ("hopper", "tpu") if _obstacle(name, *operands) is None), "xla"
+        )
     if implementation not in get_args(Implementation):
-        raise NotImplementedError(f"{implementation=} is not available; available: {', '.join(map(repr, get_args(Implementation)))}")
+        raise NotImplementedError(
+            f"{implementation=} is not available; available: "
+            f"{', '.join(map(repr, get_args(Implementation)))}"
+        )
     obstacle = _obstacle(implementation, *operands)
     if implementation == "cudnn" and obstacle is None and segment_ids is not None:
         obstacle = "takes no segment_ids (only a mask of T x S)"
-    if implementation == "cudnn" and obstacle is None and block_table is not None:
-        obstacle = "takes no block_table"
+    if implementation == "cudnn" and obstacle is None and page_table is not None:
+        obstacle = "takes no page_table"
     if implementation == "cudnn" and obstacle is None and offset:
         obstacle = "takes no q_offset but a static 0"
     if obstacle:
@@ -147,13 +188,16 @@ def _choose(op: str, implementation: str | None, q, k, *, segment_ids=None, bloc
     return implementation
 
 
-def _obstacle(name: str, op: str, q, k, segment_ids, block_table) -> str | None:
+def _obstacle(name: str, op: str, q, k, segment_ids, page_table) -> str | None:
     """Why `name` cannot run `op` on these operands on the current device; None if it can."""
     platform, kind = current_device()
     if name in ("hopper", "tpu"):
         dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
         if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
-            return f"needs a {'Hopper GPU' if name == 'hopper' else 'TPU'}, this is {platform} ({kind})"
+            return (
+                f"needs a {'Hopper GPU' if name == 'hopper' else 'TPU'}, this is {platform} "
+                f"({kind})"
+            )
         if q.shape[3] not in HEAD_DIMS:
             return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
         if q.dtype not in dtypes:
@@ -163,13 +207,15 @@ def _obstacle(name: str, op: str, q, k, segment_ids, block_table) -> str | None:
             tuning = _tuning(name, "prefill.packed" if packed else op, q, dtype)
         except NotImplementedError as error:
             return f"cannot: {error}"
-        return getattr(_kernels(name), op).obstacle(q, k, block_table, tuning)  # imported only now, on its own device
+        return getattr(_kernels(name), op).obstacle(
+            q, k, page_table, tuning
+        )  # imported only now, on its own device
     if name == "cudnn" and platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, this is {platform} ({kind})"
     return None
 
 
-# Device kernels -------------------------------------------------------------------------------------------------
+# Device kernels ---------------------------------------------------------------
 
 
 def _kernels(name: str) -> ModuleType:
@@ -182,21 +228,27 @@ def _kernels(name: str) -> ModuleType:
 
 
 def _tuning(name: str, op: str, q, dtype):
-    """The table's entry for keys of `dtype`. What is best for one format of 16 bits is for the other."""
+    """The table's entry for keys of `dtype`. What is best for one format of 16 bits is for the
+    other."""
     kernel = getattr(_kernels(name), op.split(".")[0])
-    return tuning_for(kernel.Tuning, f"{name}.{op}", q.shape[3], jnp.bfloat16 if dtype == jnp.float16 else dtype)
+    return tuning_for(
+        kernel.Tuning, f"{name}.{op}", q.shape[3], jnp.bfloat16 if dtype == jnp.float16 else dtype
+    )
 
 
 @functools.cache
 def _once(kernel, tuning, **options):
-    """`kernel` as a function of arrays that is traced and lowered once for all layers of a program, not once for each."""
+    """`kernel` as a function of arrays that is traced and lowered once for all layers of a program,
+    not once for each."""
     return jax.jit(functools.partial(kernel, tuning=tuning, **options))
 
 
-def _forward(name: str, q, k, v, offset, lengths, segment_ids, block_table=None, *, save_lse=False):
+def _forward(name: str, q, k, v, offset, lengths, segment_ids, page_table=None, *, save_lse=False):
     kernel = _kernels(name).prefill
     tuning = _tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, q.dtype)
-    return _once(kernel.attention, tuning, save_lse=save_lse)(q, k, v, offset, lengths, segment_ids, block_table)
+    return _once(kernel.attention, tuning, save_lse=save_lse)(
+        q, k, v, offset, lengths, segment_ids, page_table
+    )
 
 
 def _all_queries(q):
@@ -217,7 +269,9 @@ def _whole_rows_forward(name, q, k, v, segment_ids):
 
 def _whole_rows_backward(name, residuals, d_out):
     kernel, q = _kernels(name).backward, residuals[0]
-    return *_once(kernel.attention_grad, _tuning(name, "backward", q, q.dtype))(*residuals, d_out), None
+    return *_once(kernel.attention_grad, _tuning(name, "backward", q, q.dtype))(
+        *residuals, d_out
+    ), None
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)

@@ -1,4 +1,5 @@
-"""The oracle: attention in float32, one obvious formula, no regard for speed. Tests compare every implementation with it."""
+"""The oracle: attention in float32, one obvious formula, no regard for speed. Tests compare every
+implementation with it."""
 
 from __future__ import annotations
 
@@ -7,15 +8,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-def attention(q: Float[Array, "B T N H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]):
-    """softmax(q k^T / sqrt(H)) v over the positions where `mask` is True, in float32: f32[B, T, N, H].
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
+):
+    """softmax(q k^T / sqrt(H)) v over the positions where `mask` is True, in float32: f32[B, T, N,
+    H].
 
     Query head n reads key/value head n // (N / K). A row with nothing to attend to yields zeros.
     """
     groups = q.shape[2] // k.shape[1]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
-    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k, precision="highest") / jnp.sqrt(jnp.float32(q.shape[-1]))
+    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k, precision="highest") / jnp.sqrt(
+        jnp.float32(q.shape[-1])
+    )
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     weights = jnp.where(mask[:, None], weights, 0.0)
     return jnp.einsum("BNTS,BNSH->BTNH", weights, v, precision="highest")

@@ -1,7 +1,8 @@
-"""Which block sizes a kernel runs with: a small table, in `tuning.json`, per kernel, device, head dim and cache format.
+"""Which block sizes a kernel runs with: a small table, in `tuning.json`, per kernel, device, head
+dim and cache format.
 
-Entries are tried from the top and "any" fits all; the first that fits is taken. `python -m benchmarks.tune` measures candidates on the
-device at hand and puts the best of them at the top.
+Entries are tried from the top and "any" fits all; the first that fits is taken. `python -m
+benchmarks.tune` measures candidates on the device at hand and puts the best of them at the top.
 """
 
 from __future__ import annotations
@@ -19,18 +20,25 @@ TABLE = Path(__file__).with_name("tuning.json")
 FIELDS = {"kernel", "device", "head_dim", "dtype", "tuning", "basis"}
 
 
-def tuning_for[Tuning](tuning_class: type[Tuning], kernel: str, head_dim: int, dtype: Any) -> Tuning:
+def tuning_for[Tuning](
+    tuning_class: type[Tuning], kernel: str, head_dim: int, dtype: Any
+) -> Tuning:
     """The entry of `kernel` ("hopper.prefill", say) for the current device, as its dataclass.
 
-    `dtype` is that of the keys as they are stored. Raises `NotImplementedError` where the table has none.
+    `dtype` is that of the keys as they are stored. Raises `NotImplementedError` where the table has
+    none.
     """
     kind, dtype = current_device()[1], jnp.dtype(dtype).name
     for entry in read_table():
         if entry["kernel"] == kernel and all(
-            entry[field] in ("any", value) for field, value in (("device", kind), ("head_dim", head_dim), ("dtype", dtype))
+            entry[field] in ("any", value)
+            for field, value in (("device", kind), ("head_dim", head_dim), ("dtype", dtype))
         ):
             return tuning_class(**entry["tuning"])
-    raise NotImplementedError(f"{kernel} has no tuning for {head_dim=} and {dtype} keys on {kind}: add one with python -m benchmarks.tune")
+    raise NotImplementedError(
+        f"{kernel} has no tuning for {head_dim=} and {dtype} keys on {kind}: add one with python "
+        f"-m benchmarks.tune"
+    )
 
 
 @functools.cache
@@ -39,5 +47,7 @@ def read_table(path: Path = TABLE) -> tuple[dict[str, Any], ...]:
     entries = json.loads(path.read_text())
     for entry in entries:
         if entry.keys() != FIELDS:
-            raise ValueError(f"{path.name}: an entry has the fields {sorted(entry)}, expected {sorted(FIELDS)}")
+            raise ValueError(
+                f"{path.name}: an entry has the fields {sorted(entry)}, expected {sorted(FIELDS)}"
+            )
     return tuple(entries)

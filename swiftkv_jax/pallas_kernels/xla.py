@@ -1,17 +1,20 @@
-"""Attention in plain XLA, in blocks: any platform, any shape, any floating dtype, and never a T x S array.
+"""Attention in plain XLA, in blocks: any platform, any shape, any floating dtype, and never a T x S
+array.
 
-Queries are walked in blocks, and for each the key blocks between the first and the last that any of its rows can see:
-the bounds are computed, so a prompt's upper triangle, other documents and the unused end of a cache cost nothing. A
-block's weights are exponentials relative to the largest score so far; when a larger one appears, sums and output are
-scaled down ("online softmax", float32). The forward pass saves the output and the log of each query's sum, from which
-the backward pass recomputes a block's weights: five products a block to the forward's two.
+Queries are walked in blocks, and for each the key blocks between the first and the last that any of
+its rows can see: the bounds are computed, so a prompt's upper triangle, other documents and the
+unused end of a cache cost nothing. A block's weights are exponentials relative to the largest score
+so far; when a larger one appears, sums and output are scaled down ("online softmax", float32). The
+forward pass saves the output and the log of each query's sum, from which the backward pass
+recomputes a block's weights: five products a block to the forward's two.
 
 What fits in one block is computed directly, and differentiated by JAX.
 
-Letters: B batch rows, T queries, S key positions, N query heads, K key/value heads, H head dim, I query blocks. The
-T * N/K queries that share a key/value head are the R rows of its products. XLA's CPU backend decides their form: it has
-no bfloat16 product with float32 sums that must transpose its result, nor in general one with more than one free axis an
-operand; and one that contracts the major axis of an operand first makes a transposed copy.
+Letters: B batch rows, T queries, S key positions, N query heads, K key/value heads, H head dim, I
+query blocks. The T * N/K queries that share a key/value head are the R rows of its products. XLA's
+CPU backend decides their form: it has no bfloat16 product with float32 sums that must transpose its
+result, nor in general one with more than one free axis an operand; and one that contracts the major
+axis of an operand first makes a transposed copy.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from . import segments
-from .kept import keep
+from .remat import keep
 
 BLOCK_Q = 256
 BLOCK_KV = 256
-"""The fastest forward and backward pass, or close to it, on two CPU cores in float32 with H = 64, T = 512 and 2048: at 2048
-3 to 14 times as fast as whole rows. Blocks of 512 keys gain a tenth in a long forward pass, and lose a third at T = 512."""
+"""The fastest forward and backward pass, or close to it, on two CPU cores in float32 with H = 64, T
+= 512 and 2048: at 2048 3 to 14 times as fast as whole rows. Blocks of 512 keys gain a tenth in a
+long forward pass, and lose a third at T = 512."""
 DECODE_BLOCK = 512
 FULL_SHARE = 4
-"""One product takes a third of the time of all blocks, which are copied first: blocks only if at most a quarter is valid."""
+"""One product takes a third of the time of all blocks, which are copied first: blocks only if at
+most a quarter is valid."""
 
 
 class _Keys(NamedTuple):
@@ -44,11 +49,11 @@ class _Keys(NamedTuple):
     k_scale: Array | None = None  # k and v without H
     v_scale: Array | None = None
     segment_ids: Array | None = None  # B S
-    block_table: Array | None = None  # B P
+    page_table: Array | None = None  # B P
 
     @property
     def length(self) -> int:  # S
-        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+        return self.k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
 
 def prefill(
@@ -60,31 +65,43 @@ def prefill(
     segment_ids: Int[Array, "B T"] | None,
     k_scale: Float[Array, "_ K _"] | None = None,
     v_scale: Float[Array, "_ K _"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     *,
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with its own segment id.
+    """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with
+    its own segment id.
 
-    k and v are `B K S H`, or with a block table a pool of pages `X K page H`: position s of row b is position `s % page`
-    of page `block_table[b, s // page]`. Queries from `lengths[b]` on see nothing and yield zeros. With scales, k without H,
-    a value is what is stored times its scale. Both are looked up block by block; only without them is this differentiable.
+    k and v are `B K S H`, or with a block table a pool of pages `X K page H`: position s of row b
+    is position `s % page` of page `page_table[b, s // page]`. Queries from `lengths[b]` on see
+    nothing and yield zeros. With scales, k without H, a value is what is stored times its scale.
+    Both are looked up block by block; only without them is this differentiable.
     """
-    last = offset[:, None] + (index := jnp.arange(q.shape[1], dtype=jnp.int32))  # the last position each query sees; -1 for none
+    last = offset[:, None] + (
+        index := jnp.arange(q.shape[1], dtype=jnp.int32)
+    )  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
-    keys = _Keys(k, v, k_scale, v_scale, segment_ids, block_table)
+    keys = _Keys(k, v, k_scale, v_scale, segment_ids, page_table)
     if q.shape[1] <= block_q and keys.length <= block_kv:
         return _direct(q, keys, last)
-    if block_table is None:
+    if page_table is None:
         return _blocked(q, keys, last, _even(q.shape[1], block_q), _even(keys.length, block_kv))
     blocks = _even(q.shape[1], block_q), _even(keys.length, block_kv, page=k.shape[2])
 
-    def row(q, table, last):  # one by one: they are parts of prompts, some long, some idle, and each walks its own blocks only
-        return jnp.squeeze(_blocked(q[None], keys._replace(block_table=table[None]), last[None], *blocks), 0)
+    def row(
+        q,
+        table,
+        last,
+        # one by one: they are parts of prompts, some long, some idle, and each walks its own blocks
+        # only
+    ):
+        return jnp.squeeze(
+            _blocked(q[None], keys._replace(page_table=table[None]), last[None], *blocks), 0
+        )
 
-    return lax.map(lambda operands: row(*operands), (q, block_table, last))
+    return lax.map(lambda operands: row(*operands), (q, page_table, last))
 
 
 def decode(
@@ -94,39 +111,45 @@ def decode(
     length: Int[Array, " B"],
     k_scale: Float[Array, "_ K _"] | None = None,
     v_scale: Float[Array, "_ K _"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of the last T tokens of each row: query t sees the first `length[b] - T + t + 1` positions.
+    """Attention of the last T tokens of each row: query t sees the first `length[b] - T + t + 1`
+    positions.
 
-    Keys and values are as in `prefill`. A row of length 0 yields zeros. What lies beyond the longest row's block is not
-    read, unless reading it all is faster.
+    Keys and values are as in `prefill`. A row of length 0 yields zeros. What lies beyond the
+    longest row's block is not read, unless reading it all is faster.
     """
     queries = q.shape[1]
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
-    keys = _Keys(k, v, k_scale, v_scale, block_table=block_table)
-    in_place = block_table is None and k_scale is None
+    keys = _Keys(k, v, k_scale, v_scale, page_table=page_table)
+    in_place = page_table is None and k_scale is None
     if keys.length <= DECODE_BLOCK * (FULL_SHARE if in_place else 1):
         return _direct(q, keys, last)
-    block = _even(keys.length, DECODE_BLOCK, page=1 if block_table is None else k.shape[2])
+    block = _even(keys.length, DECODE_BLOCK, page=1 if page_table is None else k.shape[2])
     if not in_place:
         return _blocked(q, keys, last, queries, block)
     short = length.max() <= keys.length // FULL_SHARE
-    return lax.cond(short, lambda: _blocked(q, keys, last, queries, block), lambda: _direct(q, keys, last))
+    return lax.cond(
+        short, lambda: _blocked(q, keys, last, queries, block), lambda: _direct(q, keys, last)
+    )
 
 
-# One block ------------------------------------------------------------------------------------------------------
+# One block --------------------------------------------------------------------
 
 
 def _direct(q, keys: _Keys, last):
     rows = _rows(q, keys)
     k, v, k_scale, v_scale, mask = _load(keys, 0, keys.length, rows.dtype, _visible(q, keys, last))
-    # The smallest finite number, not -inf: a query that sees nothing must not be NaN before it is zero, nor its gradient.
-    weights = jax.nn.softmax(jnp.where(mask, _scores(rows, k, k_scale), jnp.finfo(jnp.float32).min), axis=-1)
+    # The smallest finite number, not -inf: a query that sees nothing must not be NaN before it is
+    # zero, nor its gradient.
+    weights = jax.nn.softmax(
+        jnp.where(mask, _scores(rows, k, k_scale), jnp.finfo(jnp.float32).min), axis=-1
+    )
     out = _heads(_attend(weights, v, v_scale), q).astype(q.dtype)
     return jnp.where((last >= 0)[:, :, None, None], out, 0)
 
 
-# Many blocks ----------------------------------------------------------------------------------------------------
+# Many blocks ------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -135,7 +158,8 @@ def _blocked(q, keys: _Keys, last, block_q: int, block_kv: int):
 
 
 def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
-    """The output, and the logarithm of each row's sum of exponentials (I B K R), +inf for rows that see nothing."""
+    """The output, and the logarithm of each row's sum of exponentials (I B K R), +inf for rows that
+    see nothing."""
 
     def query_block(block):
         q, visible, first, end = block
@@ -146,24 +170,33 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
             k, v, k_scale, v_scale, mask = _load(keys, j, block_kv, rows.dtype, visible)
             scores = jnp.where(mask, _scores(rows, k, k_scale), -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(axis=-1))
-            weights, shrink = jnp.exp(scores - new_largest[..., None]), jnp.exp(largest - new_largest)
+            weights, shrink = (
+                jnp.exp(scores - new_largest[..., None]),
+                jnp.exp(largest - new_largest),
+            )
             out = out * shrink[..., None] + _attend(weights, v, v_scale)
             return out, new_largest, total * shrink + weights.sum(axis=-1)
 
-        # Made from the rows, zeros vary over the same mesh axes. The largest score begins finite: -inf less -inf is NaN.
+        # Made from the rows, zeros vary over the same mesh axes. The largest score begins finite:
+        # -inf less -inf is NaN.
         zeros = jnp.zeros_like(rows, dtype=jnp.float32)
         nothing = zeros, jnp.full_like(zeros[..., 0], jnp.finfo(jnp.float32).min), zeros[..., 0]
         out, largest, total = lax.fori_loop(first, end, key_block, nothing)
         lse = jnp.where(total > 0, largest + jnp.log(total), jnp.inf)
         return _heads(out / jnp.where(total > 0, total, 1)[..., None], q).astype(q.dtype), lse
 
-    out, lse = lax.map(query_block, (_split(q, block_q), *_visible_blocks(q, keys, last, block_q, block_kv)))
+    out, lse = lax.map(
+        query_block, (_split(q, block_q), *_visible_blocks(q, keys, last, block_q, block_kv))
+    )
     return _join(out, q.shape[1]), lse
 
 
 def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int):
-    if keys.k_scale is not None or keys.block_table is not None:
-        raise NotImplementedError("attention to scaled or paged keys and values has no gradient: widen or gather them first")
+    if keys.k_scale is not None or keys.page_table is not None:
+        raise NotImplementedError(
+            "attention to scaled or paged keys and values has no gradient: widen or gather them "
+            "first"
+        )
     q, out, lse = keep(q, *_forward(q, keys, last, block_q, block_kv))
     return out, (q, keys, last, out, lse)
 
@@ -175,44 +208,64 @@ def _backward_rule(block_q: int, block_kv: int, residuals, d_out):
     def query_block(carry, block):
         q, out, d_out, lse, visible, first, end = block
         rows, d_rows = _rows(q, keys), _rows(d_out, keys)
-        delta = _rows(jnp.sum(out.astype(jnp.float32) * d_out, axis=-1, keepdims=True), keys)[..., 0]
+        delta = _rows(jnp.sum(out.astype(jnp.float32) * d_out, axis=-1, keepdims=True), keys)[
+            ..., 0
+        ]
 
         def key_block(j, carry):
-            # Keys first, S x R: of the operands only the two narrow ones, k and the rows, are ever transposed.
+            # Keys first, S x R: of the operands only the two narrow ones, k and the rows, are ever
+            # transposed.
             dq, dk, dv = carry
             k, v, _, _, mask = _load(keys, j, block_kv, rows.dtype, visible)
             mask = mask.swapaxes(2, 3)
             weights = jnp.where(mask, jnp.exp(_scores(k, rows) - lse[:, :, None]), 0)
             d_weights = _product("BKSH,BKRH->BKSR", v, d_rows)
-            # Masked again: an unseen value can have made d_weights infinite, and zero times that is not zero.
-            d_scores = jnp.where(mask, weights * (d_weights - delta[:, :, None]), 0).astype(rows.dtype)
+            # Masked again: an unseen value can have made d_weights infinite, and zero times that is
+            # not zero.
+            d_scores = jnp.where(mask, weights * (d_weights - delta[:, :, None]), 0).astype(
+                rows.dtype
+            )
             dq += _product("BKSH,BKSR->BKHR", k, d_scores)
             dk = _add_block(dk, j, _product("BKSR,BKRH->BKSH", d_scores, rows))
             dv = _add_block(dv, j, _product("BKSR,BKRH->BKSH", weights.astype(rows.dtype), d_rows))
             return dq, dk, dv
 
-        dq, dk, dv = lax.fori_loop(first, end, key_block, (jnp.zeros_like(rows, dtype=jnp.float32).swapaxes(2, 3), *carry))
+        dq, dk, dv = lax.fori_loop(
+            first, end, key_block, (jnp.zeros_like(rows, dtype=jnp.float32).swapaxes(2, 3), *carry)
+        )
         return (dk, dv), _heads(dq.swapaxes(2, 3) * scale, q).astype(q.dtype)
 
     zeros = jnp.zeros_like(keys.k, dtype=jnp.float32), jnp.zeros_like(keys.v, dtype=jnp.float32)
-    blocks = *(_split(x, block_q) for x in (q, out, d_out)), lse, *_visible_blocks(q, keys, last, block_q, block_kv)
+    blocks = (
+        *(_split(x, block_q) for x in (q, out, d_out)),
+        lse,
+        *_visible_blocks(q, keys, last, block_q, block_kv),
+    )
     (dk, dv), dq = lax.scan(query_block, zeros, blocks)
-    return _join(dq, q.shape[1]), _Keys((dk * scale).astype(keys.k.dtype), dv.astype(keys.v.dtype)), None
+    return (
+        _join(dq, q.shape[1]),
+        _Keys((dk * scale).astype(keys.k.dtype), dv.astype(keys.v.dtype)),
+        None,
+    )
 
 
 _blocked.defvjp(_forward_rule, _backward_rule)
 
 
-# Blocks ---------------------------------------------------------------------------------------------------------
+# Blocks -----------------------------------------------------------------------
 
 
 def _visible(q, keys: _Keys, last):
-    """What each row may see, two arrays B R: the last position, -1 for none, and the segment id, if they have any."""
-    return jax.tree.map(lambda x: jnp.repeat(x, q.shape[2] // keys.k.shape[1], axis=1), (last, keys.segment_ids))
+    """What each row may see, two arrays B R: the last position, -1 for none, and the segment id, if
+    they have any."""
+    return jax.tree.map(
+        lambda x: jnp.repeat(x, q.shape[2] // keys.k.shape[1], axis=1), (last, keys.segment_ids)
+    )
 
 
 def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
-    """What the rows of each query block may see; the first key block any of them sees, of any b; one past the last."""
+    """What the rows of each query block may see; the first key block any of them sees, of any b;
+    one past the last."""
     rows = block_q * (q.shape[2] // keys.k.shape[1])
     visible = jax.tree.map(lambda x: _split(x, rows, padding=-1), _visible(q, keys, last))
     end = (visible[0].max(axis=(1, 2)) + block_kv) // block_kv
@@ -225,18 +278,20 @@ def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
 def _load(keys: _Keys, j, size: int, dtype, visible):
     """Key block j: keys and values in `dtype`, their scales, and the mask `B 1 R S` of who sees it.
 
-    Where `size` does not divide S the last block begins earlier, and what it shares with the block before is masked:
-    padding would copy the cache.
+    Where `size` does not divide S the last block begins earlier, and what it shares with the block
+    before is masked: padding would copy the cache.
     """
     last, segment_ids = visible
     start = jnp.minimum(j * size, keys.length - size)
 
     def take(x, axis=2):
-        if keys.block_table is None:
+        if keys.page_table is None:
             return x if size == keys.length else lax.dynamic_slice_in_dim(x, start, size, axis)
         page = x.shape[2]
-        pages = lax.dynamic_slice_in_dim(keys.block_table, start // page, size // page, axis=1)
-        taken = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, 2)  # B K, pages, page; entries of unused pages may be anything
+        pages = lax.dynamic_slice_in_dim(keys.page_table, start // page, size // page, axis=1)
+        taken = jnp.moveaxis(
+            x.at[pages].get(mode="clip"), 1, 2
+        )  # B K, pages, page; entries of unused pages may be anything
         return taken.reshape(*taken.shape[:2], size, *x.shape[3:])
 
     position = start + jnp.arange(size, dtype=jnp.int32)
@@ -251,18 +306,23 @@ def _add_block(total, j, block):
     """`total` with `block` added at key block j."""
     size = block.shape[2]
     start = jnp.minimum(j * size, total.shape[2] - size)
-    return lax.dynamic_update_slice_in_dim(total, lax.dynamic_slice_in_dim(total, start, size, 2) + block, start, 2)
+    return lax.dynamic_update_slice_in_dim(
+        total, lax.dynamic_slice_in_dim(total, start, size, 2) + block, start, 2
+    )
 
 
 def _even(count: int, block: int, page: int = 1) -> int:
-    """The size of equal blocks, whole pages, as many as blocks of `block` would be. The last of these could be almost empty."""
+    """The size of equal blocks, whole pages, as many as blocks of `block` would be. The last of
+    these could be almost empty."""
     pages, most = count // page, max(block // page, 1)
     return -(-pages // -(-pages // most)) * page
 
 
 def _split(x, block: int, padding: int = 0):
     """B T ... -> I B block ..."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)], constant_values=padding)
+    x = jnp.pad(
+        x, [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)], constant_values=padding
+    )
     return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
 
@@ -271,7 +331,7 @@ def _join(x, length: int):
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
 
-# Products -------------------------------------------------------------------------------------------------------
+# Products ---------------------------------------------------------------------
 
 
 def _rows(x, keys: _Keys):
@@ -283,7 +343,11 @@ def _rows(x, keys: _Keys):
 
 def _heads(rows, q):
     """B K R H -> B T N H, as `q` is."""
-    return rows.reshape(*rows.shape[:2], q.shape[1], -1, q.shape[3]).transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    return (
+        rows.reshape(*rows.shape[:2], q.shape[1], -1, q.shape[3])
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(q.shape)
+    )
 
 
 def _scores(rows, k, k_scale=None):
@@ -292,9 +356,15 @@ def _scores(rows, k, k_scale=None):
 
 
 def _attend(weights, v, v_scale):
-    return _product("BKRS,BKSH->BKRH", (weights if v_scale is None else weights * v_scale[:, :, None]).astype(v.dtype), v)
+    return _product(
+        "BKRS,BKSH->BKRH",
+        (weights if v_scale is None else weights * v_scale[:, :, None]).astype(v.dtype),
+        v,
+    )
 
 
 def _product(axes: str, a, b):
-    precision = lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None  # unasked, GPUs and TPUs round operands
+    precision = (
+        lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
+    )  # unasked, GPUs and TPUs round operands
     return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)

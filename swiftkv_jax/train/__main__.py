@@ -1,10 +1,12 @@
 """`python -m swiftkv_jax.train`: distil a SwiftKV delta.
 
-With no --model it distils the demo model on the standard library's source. Example for a real model, on eight GPUs:
+With no --model it distils the demo model on the standard library's source. Example for a real
+model, on eight GPUs:
 
     python -m swiftkv_jax.train --mesh fsdp=8 --model Llama-3.1-70B-Instruct --data chat.jsonl --output-dir runs/70b
 
-The same command continues an interrupted run. --dry-run says beforehand what it takes and how long. Also:
+The same command continues an interrupted run. --dry-run says beforehand what it takes and how long.
+Also:
 
     python -m swiftkv_jax.train analyze ...    which cut to choose: undistilled divergence, FLOPs and KV bytes of each
     python -m swiftkv_jax.train prepare ...    read, tokenise and pack the data once, for many runs
@@ -21,12 +23,12 @@ import math
 import sys
 from pathlib import Path
 
-from ..cli import run
+from ..cli.exit import run
 from ..distributed import join_processes
 from ..errors import UsageError
+from ..mesh import emulate_cpu_devices, parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
-from ..sharding import emulate_cpu_devices, parse_mesh
 from .metrics import parse_report_to
 from .recipe import DEMO, Recipe
 
@@ -36,65 +38,212 @@ _ELSEWHERE = ("dry_run", "topology", "coordinator_address", "num_processes", "pr
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m swiftkv_jax.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = result.add_argument_group("model and data").add_argument
-    flag("--model", help="checkpoint to distil, Hugging Face or Orbax; with --dry-run also llama-3.1-8b, -70b, -405b (default: demo)")
-    flag("--num-key-value-layers", type=int, metavar="K", help="layers that keep their own keys and values (default: half)")
-    flag("--key-value-group-size", type=int, metavar="G", help="upper layers that share one key/value cache, AcrossKV (default: 1)")
+    flag(
+        "--model",
+        help="checkpoint to distil, Hugging Face or Orbax; with --dry-run also llama-3.1-8b, "
+        "-70b, -405b (default: demo)",
+    )
+    flag(
+        "--num-key-value-layers",
+        type=int,
+        metavar="K",
+        help="layers that keep their own keys and values (default: half)",
+    )
+    flag(
+        "--key-value-group-size",
+        type=int,
+        metavar="G",
+        help="upper layers that share one key/value cache, AcrossKV (default: 1)",
+    )
     flag(
         "--data",
         action="append",
         metavar="PATH[:WEIGHT]",
-        help="JSONL (messages, prompt and completion, conversations or text), text files, Parquet, ArrayRecord, a Hugging Face dataset "
+        help="JSONL (messages, prompt and completion, conversations or text), text files, "
+        "Parquet, ArrayRecord, a Hugging Face dataset "
         "folder, a folder of such files, a prepared store, or `stdlib`; repeat to mix, by weight",
     )
     flag("--eval-data", metavar="PATH", help="held-out data, in the same forms")
-    flag("--max-length", type=int, help=f"tokens in a packed row (default: {Recipe.max_length}; demo: {DEMO.max_length})")
-    flag("--max-unreadable-share", type=float, help=f"of a source's rows; more stop the run (default: {Recipe.max_unreadable_share:g})")
-    flag("--output-dir", type=Path, help=f"data, checkpoints, metrics, report and the exported model (demo: {DEMO.output_dir})")
+    flag(
+        "--max-length",
+        type=int,
+        help=f"tokens in a packed row (default: {Recipe.max_length}; demo: {DEMO.max_length})",
+    )
+    flag(
+        "--max-unreadable-share",
+        type=float,
+        help=f"of a source's rows; more stop the run (default: {Recipe.max_unreadable_share:g})",
+    )
+    flag(
+        "--output-dir",
+        type=Path,
+        help=f"data, checkpoints, metrics, report and the exported model (demo: {DEMO.output_dir})",
+    )
 
     flag = result.add_argument_group("machine").add_argument
-    flag("--mesh", metavar="DATAxMODEL", default="1x1", help="or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: 1x1)")
-    flag("--dtype", choices=("float32", "bfloat16"), help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)")
-    flag("--remat", choices=("none", "mlp", "layer"), help=f"what is computed again backward ({Recipe.remat}; demo: none)")
-    flag("--shard-sequence", action="store_true", default=None, help="split kept activations along the sequence over model, for long rows")
-    flag("--attention", choices=IMPLEMENTATIONS, help="implementation of attention (default: the one for the device)")
-    flag("--coordinator-address", metavar="HOST:PORT", help="of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say")
+    flag(
+        "--mesh",
+        metavar="DATAxMODEL",
+        default="1x1",
+        help="or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: 1x1)",
+    )
+    flag(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)",
+    )
+    flag(
+        "--remat",
+        choices=("none", "mlp", "layer"),
+        help=f"what is computed again backward ({Recipe.remat}; demo: none)",
+    )
+    flag(
+        "--shard-sequence",
+        action="store_true",
+        default=None,
+        help="split kept activations along the sequence over model, for long rows",
+    )
+    flag(
+        "--attention",
+        choices=IMPLEMENTATIONS,
+        help="implementation of attention (default: the one for the device)",
+    )
+    flag(
+        "--coordinator-address",
+        metavar="HOST:PORT",
+        help="of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say",
+    )
     flag("--num-processes", type=int, metavar="N", help="with --coordinator-address")
     flag("--process-id", type=int, metavar="I", help="with --coordinator-address")
-    flag("--dry-run", action="store_true", help="print memory per device, time and the reasons, from config.json alone")
-    flag("--topology", metavar="NAME", help="with --dry-run: compile for h100:8, h200:1, v5p:2x2x1, v6e:4x4, ... without having it")
+    flag(
+        "--dry-run",
+        action="store_true",
+        help="print memory per device, time and the reasons, from config.json alone",
+    )
+    flag(
+        "--topology",
+        metavar="NAME",
+        help="with --dry-run: compile for h100:8, h200:1, v5p:2x2x1, v6e:4x4, ... without having "
+        "it",
+    )
 
     flag = result.add_argument_group("optimisation").add_argument
-    flag("--batch-size", type=int, help=f"rows in an optimiser step, over all devices (default: {Recipe.batch_size})")
-    flag("--gradient-accumulation-steps", type=int, help="micro-batches that a step is divided into (default: 1)")
-    flag("--max-steps", type=int, help=f"optimiser steps (default: --num-train-epochs; demo: {DEMO.max_steps})")
+    flag(
+        "--batch-size",
+        type=int,
+        help=f"rows in an optimiser step, over all devices (default: {Recipe.batch_size})",
+    )
+    flag(
+        "--gradient-accumulation-steps",
+        type=int,
+        help="micro-batches that a step is divided into (default: 1)",
+    )
+    flag(
+        "--max-steps",
+        type=int,
+        help=f"optimiser steps (default: --num-train-epochs; demo: {DEMO.max_steps})",
+    )
     flag("--num-train-epochs", type=int, help="passes over the data (default: 1)")
-    flag("--learning-rate", type=float, help=f"peak (default: {Recipe.learning_rate:g}; demo: {DEMO.learning_rate:g})")
-    flag("--lr-schedule", choices=("linear", "cosine", "constant"), help=f"after the warm-up (default: {Recipe.lr_schedule})")
-    flag("--warmup-ratio", type=float, help=f"share of the steps that warm up (default: {Recipe.warmup_ratio})")
-    flag("--max-grad-norm", type=float, help=f"longer gradients are scaled down (default: {Recipe.max_grad_norm:g})")
+    flag(
+        "--learning-rate",
+        type=float,
+        help=f"peak (default: {Recipe.learning_rate:g}; demo: {DEMO.learning_rate:g})",
+    )
+    flag(
+        "--lr-schedule",
+        choices=("linear", "cosine", "constant"),
+        help=f"after the warm-up (default: {Recipe.lr_schedule})",
+    )
+    flag(
+        "--warmup-ratio",
+        type=float,
+        help=f"share of the steps that warm up (default: {Recipe.warmup_ratio})",
+    )
+    flag(
+        "--max-grad-norm",
+        type=float,
+        help=f"longer gradients are scaled down (default: {Recipe.max_grad_norm:g})",
+    )
     flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")
 
     flag = result.add_argument_group("loss").add_argument
     flag("--temperature", type=float, help=f"of both softmaxes (default: {Recipe.temperature:g})")
-    flag("--kl", choices=("forward", "reverse", "jsd"), help=f"divergence of student and teacher (default: {Recipe.kl})")
-    flag("--kl-top-k", type=int, metavar="K", help="compare the teacher's K likeliest tokens only (default: all)")
-    flag("--hidden-loss-weight", type=float, help=f"of the hidden-state error (default: {Recipe.hidden_loss_weight:g})")
-    flag("--hidden-loss-layer", type=int, help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})")
+    flag(
+        "--kl",
+        choices=("forward", "reverse", "jsd"),
+        help=f"divergence of student and teacher (default: {Recipe.kl})",
+    )
+    flag(
+        "--kl-top-k",
+        type=int,
+        metavar="K",
+        help="compare the teacher's K likeliest tokens only (default: all)",
+    )
+    flag(
+        "--hidden-loss-weight",
+        type=float,
+        help=f"of the hidden-state error (default: {Recipe.hidden_loss_weight:g})",
+    )
+    flag(
+        "--hidden-loss-layer",
+        type=int,
+        help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})",
+    )
 
     flag = result.add_argument_group("checkpoints and reports").add_argument
-    flag("--resume", type=_resume, metavar="WHEN", help=f"auto, must, never, or a step to continue from (default: {Recipe.resume})")
-    flag("--save-steps", type=int, help=f"steps between checkpoints (default: {Recipe.save_steps}; demo: {DEMO.save_steps})")
-    flag("--save-total-limit", type=int, help=f"newest checkpoints kept, besides the best (default: {Recipe.save_total_limit})")
-    flag("--logging-steps", type=int, help=f"steps between metrics (default: {Recipe.logging_steps})")
-    flag("--report-to", metavar="SINKS", help="jsonl (always), tensorboard, wandb; separated by commas")
+    flag(
+        "--resume",
+        type=_resume,
+        metavar="WHEN",
+        help=f"auto, must, never, or a step to continue from (default: {Recipe.resume})",
+    )
+    flag(
+        "--save-steps",
+        type=int,
+        help=f"steps between checkpoints (default: {Recipe.save_steps}; demo: {DEMO.save_steps})",
+    )
+    flag(
+        "--save-total-limit",
+        type=int,
+        help=f"newest checkpoints kept, besides the best (default: {Recipe.save_total_limit})",
+    )
+    flag(
+        "--logging-steps", type=int, help=f"steps between metrics (default: {Recipe.logging_steps})"
+    )
+    flag(
+        "--report-to",
+        metavar="SINKS",
+        help="jsonl (always), tensorboard, wandb; separated by commas",
+    )
     flag("--profile-steps", metavar="FIRST:LAST", help="trace these steps into OUTPUT_DIR/profile")
-    flag("--eval-steps", type=int, help="steps between evaluations on --eval-data (default: before the first and after the last step)")
-    flag("--eval-batches", type=int, help=f"batches of --eval-data used (default: {Recipe.eval_batches})")
-    flag("--early-stopping-patience", type=int, metavar="N", help="stop after N evaluations without a lower held-out loss")
-    flag("--load-best-model-at-end", action="store_true", default=None, help="export the state of the lowest held-out loss, not the last")
+    flag(
+        "--eval-steps",
+        type=int,
+        help="steps between evaluations on --eval-data (default: before the first and after the "
+        "last step)",
+    )
+    flag(
+        "--eval-batches",
+        type=int,
+        help=f"batches of --eval-data used (default: {Recipe.eval_batches})",
+    )
+    flag(
+        "--early-stopping-patience",
+        type=int,
+        metavar="N",
+        help="stop after N evaluations without a lower held-out loss",
+    )
+    flag(
+        "--load-best-model-at-end",
+        action="store_true",
+        default=None,
+        help="export the state of the lowest held-out loss, not the last",
+    )
     return result
 
 
@@ -108,7 +257,11 @@ def _resume(text: str) -> str | int:
 
 def recipe_from(args: argparse.Namespace) -> Recipe:
     """The flags given, over the demo's defaults or the general ones. Raises `UsageError`."""
-    given = {name: value for name, value in vars(args).items() if value is not None and name not in _ELSEWHERE}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if value is not None and name not in _ELSEWHERE
+    }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
         given["data"] = tuple(args.data)
@@ -121,8 +274,15 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     if args.dry_run:  # needs the model's config only
         given = {"data": (), "output_dir": Path("."), **given}
     elif args.model in PRESETS and not Path(args.model).exists():
-        raise UsageError(f"--model {args.model}: the name of a shape, for --dry-run only; a run needs a checkpoint directory")
-    elif missing := [flag for flag, value in (("--data", args.data), ("--output-dir", args.output_dir)) if value is None]:
+        raise UsageError(
+            f"--model {args.model}: the name of a shape, for --dry-run only; a run needs a "
+            f"checkpoint directory"
+        )
+    elif missing := [
+        flag
+        for flag, value in (("--data", args.data), ("--output-dir", args.output_dir))
+        if value is None
+    ]:
         raise UsageError(f"--model also needs {' and '.join(missing)}")
     return Recipe(**given)
 

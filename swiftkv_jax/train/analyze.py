@@ -1,7 +1,9 @@
-"""`python -m swiftkv_jax.train analyze`: how far each SwiftKV cut is from the model before any distillation.
+"""`python -m swiftkv_jax.train analyze`: how far each SwiftKV cut is from the model before any
+distillation.
 
-For a choice of K (layers that keep their own keys and values) and g (layers that share one projection) it shows the student's
-distance from the teacher on a text, and what the cut saves. With no --model it analyses the demo model. Example:
+For a choice of K (layers that keep their own keys and values) and g (layers that share one
+projection) it shows the student's distance from the teacher on a text, and what the cut saves. With
+no --model it analyses the demo model. Example:
 
     python -m swiftkv_jax.train analyze --model llama-3.1-8b-instruct --data chat.jsonl --groups 1,2,4
 """
@@ -22,19 +24,20 @@ from tqdm import tqdm
 
 from ..attention import Attention
 from ..checkpoints import load, open_any
-from ..cli import OK, log, run
+from ..cli.exit import OK, log, run
 from ..config import Config
 from ..distributed import check_all_take_part, join_processes
 from ..errors import DataError, UsageError
-from ..figures import matplotlib_missing
-from ..model import Batch
-from ..sharding import batch_sharding, emulate_cpu_devices, make_mesh, num_row_devices, parse_mesh
-from .cuts import Analysis, Cut, analyze_cuts, possible_cuts
+from ..io.plotting import matplotlib_missing
+from ..mesh import dp_size, emulate_cpu_devices, make_mesh, parse_mesh
+from ..sharding import batch_sharding
+from ..transformer import Batch
 from .data.packing import EMPTY_ROW, PackedRow, pack
 from .data.sources import STDLIB, find_files, parse_source, read_file
 from .data.tokenize import Example, tokenize
 from .plots import draw_analysis
 from .recipe import DEMO
+from .sweep import Analysis, Cut, analyze_cuts, possible_cuts
 
 STATES_BYTES = 2**31
 """Of one batch's hidden states at all layers, on one device: the rows of a batch follow."""
@@ -42,23 +45,52 @@ STATES_BYTES = 2**31
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train analyze", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m swiftkv_jax.train analyze",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = result.add_argument
     flag("--model", help="checkpoint to analyse, Hugging Face or Orbax (default: the demo model)")
-    flag("--data", action="append", help="text, in the forms of training data; repeat to add more (demo: stdlib)")
+    flag(
+        "--data",
+        action="append",
+        help="text, in the forms of training data; repeat to add more (demo: stdlib)",
+    )
     flag(
         "--cuts",
         default="25,37.5,50,62.5,75",
-        help="layers that keep their own keys and values, in percent, or `all` (default: %(default)s)",
+        help="layers that keep their own keys and values, in percent, or `all` (default: "
+        "%(default)s)",
     )
-    flag("--groups", default="1,2,4", help="upper layers that share one key/value cache, where they divide evenly (default: %(default)s)")
+    flag(
+        "--groups",
+        default="1,2,4",
+        help="upper layers that share one key/value cache, where they divide evenly (default: "
+        "%(default)s)",
+    )
     flag("--rows", type=int, default=16, help="packed rows of text (default: %(default)s)")
     flag("--max-length", type=int, default=512, help="tokens in a row (default: %(default)s)")
-    flag("--prompt-length", type=int, help="tokens that prefill FLOPs are counted for (default: 8192, or what the model has positions for)")
-    flag("--mesh", default="1x1", help="devices, as in training: DATAxMODEL or named axes (default: %(default)s)")
-    flag("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: bfloat16 on accelerators, float32 on a CPU)")
-    flag("--output-dir", type=Path, help="where analysis.json and analysis.png go (default: runs/analyze-MODEL)")
+    flag(
+        "--prompt-length",
+        type=int,
+        help="tokens that prefill FLOPs are counted for (default: 8192, or what the model has "
+        "positions for)",
+    )
+    flag(
+        "--mesh",
+        default="1x1",
+        help="devices, as in training: DATAxMODEL or named axes (default: %(default)s)",
+    )
+    flag(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the weights (default: bfloat16 on accelerators, float32 on a CPU)",
+    )
+    flag(
+        "--output-dir",
+        type=Path,
+        help="where analysis.json and analysis.png go (default: runs/analyze-MODEL)",
+    )
     return result
 
 
@@ -68,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def analyze(args: argparse.Namespace) -> int:
-    """From flags to a table on stdout and the files. Raises `UsageError` for flags that do not fit the model."""
+    """From flags to a table on stdout and the files. Raises `UsageError` for flags that do not fit
+    the model."""
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape) // join_processes())
     mesh, plan = make_mesh(shape), plan_from(args)
@@ -77,15 +110,32 @@ def analyze(args: argparse.Namespace) -> int:
     model = load(plan.model, dtype=args.dtype, mesh=mesh, config=plan.config)
     rows = read_rows(plan.data, model.tokenizer, args.rows, args.max_length)
 
-    states = (plan.config.num_layers + 1) * args.max_length * plan.config.embed_dim * model.dtype.itemsize
-    per_device = max(1, min(STATES_BYTES // states, -(-len(rows) // num_row_devices(mesh))))
-    batches = batches_of(rows, per_device * num_row_devices(mesh), args.max_length)
+    states = (
+        (plan.config.num_layers + 1)
+        * args.max_length
+        * plan.config.embed_dim
+        * model.dtype.itemsize
+    )
+    per_device = max(1, min(STATES_BYTES // states, -(-len(rows) // dp_size(mesh))))
+    batches = batches_of(rows, per_device * dp_size(mesh), args.max_length)
     placed = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
     placed = tqdm(placed, desc="analysing", unit="batch", leave=False, disable=None)
-    analysis = analyze_cuts(plan.config, model.llama, placed, plan.cuts, prompt_length=plan.prompt_length, attention=Attention(mesh))
+    analysis = analyze_cuts(
+        plan.config,
+        model.llama,
+        placed,
+        plan.cuts,
+        prompt_length=plan.prompt_length,
+        attention=Attention(mesh),
+    )
     if jax.process_index() == 0:
         print(table(analysis, plan.config.num_layers))
-        settings = {"model": plan.model, "data": plan.data, "dtype": str(model.dtype), "prompt_length": plan.prompt_length}
+        settings = {
+            "model": plan.model,
+            "data": plan.data,
+            "dtype": str(model.dtype),
+            "prompt_length": plan.prompt_length,
+        }
         write(plan.folder, analysis, settings)
     return OK
 
@@ -111,21 +161,31 @@ def plan_from(args: argparse.Namespace) -> Plan:
     model = args.model or DEMO.model
     found = open_any(model).config
     config = found.cut(found.num_layers)
-    cuts = possible_cuts(config.num_layers, parse_cuts(args.cuts, config.num_layers), parse_groups(args.groups))
+    cuts = possible_cuts(
+        config.num_layers, parse_cuts(args.cuts, config.num_layers), parse_groups(args.groups)
+    )
     if not cuts:
-        raise UsageError(f"--groups {args.groups}: none divides the upper layers of any cut of this model's {config.num_layers} layers")
+        raise UsageError(
+            f"--groups {args.groups}: none divides the upper layers of any cut of this model's "
+            f"{config.num_layers} layers"
+        )
     folder = args.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
-    return Plan(model, tuple(args.data or DEMO.data), config, cuts, checked_lengths(args, config), folder)
+    return Plan(
+        model, tuple(args.data or DEMO.data), config, cuts, checked_lengths(args, config), folder
+    )
 
 
 def parse_cuts(text: str, num_layers: int) -> list[int]:
-    """`"25,50"` -> K at these shares of the layers, rounded; `"all"` -> 1 to L-1. Raises `UsageError`."""
+    """`"25,50"` -> K at these shares of the layers, rounded; `"all"` -> 1 to L-1. Raises
+    `UsageError`."""
     if text == "all":
         return list(range(1, num_layers))
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--cuts {text!r}: expected percentages of the layers, for example 25,37.5,50, or all") from None
+        raise UsageError(
+            f"--cuts {text!r}: expected percentages of the layers, for example 25,37.5,50, or all"
+        ) from None
     if not all(0 < share < 100 for share in shares):
         raise UsageError(f"--cuts {text!r}: every percentage must be between 0 and 100")
     return [min(max(1, round(num_layers * share / 100)), num_layers - 1) for share in shares]
@@ -140,22 +200,34 @@ def parse_groups(text: str) -> list[int]:
 
 def checked_lengths(args: argparse.Namespace, config: Config) -> int:
     """The prompt length. Raises `UsageError` for numbers below 1 and rows longer than the model."""
-    prompt_length = min(8192, config.max_position_embeddings) if args.prompt_length is None else args.prompt_length
-    for name, value in ("--rows", args.rows), ("--max-length", args.max_length), ("--prompt-length", prompt_length):
+    prompt_length = (
+        min(8192, config.max_position_embeddings)
+        if args.prompt_length is None
+        else args.prompt_length
+    )
+    for name, value in (
+        ("--rows", args.rows),
+        ("--max-length", args.max_length),
+        ("--prompt-length", prompt_length),
+    ):
         if value < 1:
             raise UsageError(f"{name} {value}: must be at least 1")
     for name, value in ("--max-length", args.max_length), ("--prompt-length", prompt_length):
         if value > config.max_position_embeddings:
-            raise UsageError(f"{name} {value}: this model has {config.max_position_embeddings} positions")
+            raise UsageError(
+                f"{name} {value}: this model has {config.max_position_embeddings} positions"
+            )
     if config.num_layers < 2:
         raise UsageError("--model: a model of one layer has no upper layers to cut")
     return prompt_length
 
 
 def read_rows(texts: tuple[str, ...], tokenizer, count: int, length: int) -> list[PackedRow]:
-    """About `count` rows from the first documents of every source in turn; rows that cannot be read are passed over.
+    """About `count` rows from the first documents of every source in turn; rows that cannot be read
+    are passed over.
 
-    No document gives more than one row's worth, so that the text is varied. Raises `DataError` if there is nothing to predict.
+    No document gives more than one row's worth, so that the text is varied. Raises `DataError` if
+    there is nothing to predict.
     """
     if tokenizer is None:
         raise UsageError("--model: it has no tokenizer, so text cannot be read")
@@ -163,7 +235,11 @@ def read_rows(texts: tuple[str, ...], tokenizer, count: int, length: int) -> lis
     examples, missing = [], count * length
     for example in tokenize((document for document in in_turn if document is not None), tokenizer):
         if isinstance(example, Example) and example.is_target[1:length].any():
-            examples.append(dataclasses.replace(example, tokens=example.tokens[:length], is_target=example.is_target[:length]))
+            examples.append(
+                dataclasses.replace(
+                    example, tokens=example.tokens[:length], is_target=example.is_target[:length]
+                )
+            )
             missing -= len(examples[-1].tokens)
         if missing <= 0:
             break
@@ -184,17 +260,35 @@ def batches_of(rows: list[PackedRow], size: int, length: int) -> list[Batch]:
     for start in range(0, len(rows), size):
         chosen = rows[start : start + size]
         fields = [row.fields(length) for row in chosen + [EMPTY_ROW] * (size - len(chosen))]
-        batches.append(Batch(**{name: np.stack([row[name] for row in fields]) for name in fields[0]}))
+        batches.append(
+            Batch(**{name: np.stack([row[name] for row in fields]) for name in fields[0]})
+        )
     return batches
 
 
 def table(analysis: Analysis, num_layers: int) -> str:
     """One line per cut, sorted by K, then g."""
-    head = ("K", "of layers", "g", "KL", "agreement", "perplexity", "prefill FLOPs", "KV bytes/token", "KV cache")
+    head = (
+        "K",
+        "of layers",
+        "g",
+        "KL",
+        "agreement",
+        "perplexity",
+        "prefill FLOPs",
+        "KV bytes/token",
+        "KV cache",
+    )
     rows = [_cells(cut, num_layers) for cut in analysis.cuts]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in (head, *rows)]
-    title = f"undistilled students on {analysis.tokens:,} predicted tokens; teacher's perplexity {analysis.teacher_perplexity:,.2f}"
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        for cells in (head, *rows)
+    ]
+    title = (
+        f"undistilled students on {analysis.tokens:,} predicted tokens; teacher's perplexity "
+        f"{analysis.teacher_perplexity:,.2f}"
+    )
     return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -214,7 +308,9 @@ def _cells(cut: Cut, num_layers: int) -> tuple[str, ...]:
 
 def write(folder: Path, analysis: Analysis, settings: dict) -> None:
     """`analysis.json`, and `analysis.png` where matplotlib is installed."""
-    (folder / "analysis.json").write_text(json.dumps(settings | dataclasses.asdict(analysis), indent=2) + "\n")
+    (folder / "analysis.json").write_text(
+        json.dumps(settings | dataclasses.asdict(analysis), indent=2) + "\n"
+    )
     if missing := matplotlib_missing():
         log(f"no analysis.png: {missing}")
     else:

@@ -1,7 +1,9 @@
-"""The distillation loss: the student's divergence from the teacher, and its distance from one hidden state.
+"""The distillation loss: the student's divergence from the teacher, and its distance from one
+hidden state.
 
-Teacher and student share embedding and lower layers, so those run once. The logits exist for one chunk of positions at a
-time, and the gradient is formed in that same pass: long rows never meet a large vocabulary in one `B T V` array.
+Teacher and student share embedding and lower layers, so those run once. The logits exist for one
+chunk of positions at a time, and the gradient is formed in that same pass: long rows never meet a
+large vocabulary in one `B T V` array.
 """
 
 from __future__ import annotations
@@ -19,18 +21,28 @@ from jaxtyping import Array, Float, Int
 from ..attention import Attention
 from ..config import Config
 from ..layers import head_weights, rms_norm
-from ..model import DEFAULT, Batch, Remat, run_lower, run_upper_student, run_upper_teacher
+from ..mesh import MODEL, dp_size
 from ..params import Llama, SwiftKV, cast
-from ..sharding import MODEL, lay_out, num_row_devices, whole_vocabulary
+from ..sharding import all_gather_vocabulary, constrain_activations
+from ..transformer import (
+    DEFAULT,
+    Batch,
+    Remat,
+    run_lower_layers,
+    run_upper_layers_student,
+    run_upper_layers_teacher,
+)
 from .divergence import Divergence, divergence_and_gradient
 
 LOGITS_PER_CHUNK = 2**26
-"""Entries of one chunk's logits on one device, 256 MiB in float32; the positions in a chunk follow from rows and vocabulary."""
+"""Entries of one chunk's logits on one device, 256 MiB in float32; the positions in a chunk follow
+from rows and vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What the student is asked for. The defaults are the authors' (ArcticTraining `projects/swiftkv/train.py`)."""
+    """What the student is asked for. The defaults are the authors' (ArcticTraining
+    `projects/swiftkv/train.py`)."""
 
     temperature: float = 2.0
     """Of both softmaxes; the divergence is multiplied by its square."""
@@ -39,15 +51,18 @@ class Objective:
     """Compare the teacher's k likeliest tokens only, both distributions renormalised over them."""
     hidden_weight: float = 1.0
     hidden_layer: int = -2
-    """Indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L (or -1) the output of
-    the final norm; -2 is the input of the last layer."""
+    """Indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L
+    (or -1) the output of the final norm; -2 is the input of the last layer."""
 
     def tapped(self, num_layers: int) -> int:
-        """`hidden_layer` counted from 0. Raises `ValueError` if it is out of range or `temperature` is not positive."""
+        """`hidden_layer` counted from 0. Raises `ValueError` if it is out of range or `temperature`
+        is not positive."""
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be above 0")
         if not -num_layers - 1 <= self.hidden_layer <= num_layers:
-            raise ValueError(f"hidden_layer={self.hidden_layer} must be from {-num_layers - 1} to {num_layers}")
+            raise ValueError(
+                f"hidden_layer={self.hidden_layer} must be from {-num_layers - 1} to {num_layers}"
+            )
         return self.hidden_layer % (num_layers + 1)
 
 
@@ -56,7 +71,8 @@ AUTHORS = Objective()
 
 @struct.dataclass
 class Sums:
-    """What one batch adds up to. All f32[] and differentiable in the delta only through `kl` and `hidden`."""
+    """What one batch adds up to. All f32[] and differentiable in the delta only through `kl` and
+    `hidden`."""
 
     kl: Array  # sum over positions of loss_mask * temperature^2 * KL(teacher || student), nats
     hidden: Array  # sum over real tokens of the mean squared difference of the tapped hidden states
@@ -90,8 +106,8 @@ def distill_sums(
 ) -> Sums:
     """Run teacher and student on one batch.
 
-    The delta may be wider than the frozen weights (a float32 master copy): it is cast to their dtype. Raises `ValueError`
-    as `Objective.tapped` does.
+    The delta may be wider than the frozen weights (a float32 master copy): it is cast to their
+    dtype. Raises `ValueError` as `Objective.tapped` does.
     """
     tapped = objective.tapped(config.num_layers)
     llama = jax.lax.stop_gradient(llama)
@@ -103,31 +119,36 @@ def distill_sums(
         return (jnp.square(difference).mean(axis=-1) * real).sum()
 
     with jax.named_scope("lower"):
-        boundary, rope = run_lower(config, llama, batch, attention=attention)
+        boundary, rope = run_lower_layers(config, llama, batch, attention=attention)
     with jax.named_scope("teacher"):
-        teacher_x, tap = run_upper_teacher(
+        teacher_x, tap = run_upper_layers_teacher(
             config,
             llama,
             boundary,
             rope,
             batch.segment_ids,
-            probe=lambda index, x: jnp.where(index == tapped, x, 0),
+            layer_hook=lambda index, x: jnp.where(index == tapped, x, 0),
             attention=attention,
         )
     with jax.named_scope("student"):
-        # The error is summed inside the scan: carrying the tapped state out of it would store it once per layer.
-        student_x, hidden = run_upper_student(
+        # The error is summed inside the scan: carrying the tapped state out of it would store it
+        # once per layer.
+        student_x, hidden = run_upper_layers_student(
             config,
             llama,
             delta,
             boundary,
             rope,
             batch.segment_ids,
-            probe=lambda index, x: jax.lax.cond(index == tapped, squared_error, lambda *_: 0.0, x, tap),
+            layer_hook=lambda index, x: jax.lax.cond(
+                index == tapped, squared_error, lambda *_: 0.0, x, tap
+            ),
             remat=remat,
             attention=attention,
         )
-    teacher_x, student_x = (lay_out(attention.mesh, x) for x in (teacher_x, student_x))  # whole rows: chunks run along them
+    teacher_x, student_x = (
+        constrain_activations(attention.mesh, x) for x in (teacher_x, student_x)
+    )  # whole rows: chunks run along them
     teacher_x = rms_norm(teacher_x, llama.final_norm, config.norm_eps)
     student_x = rms_norm(student_x, llama.final_norm, config.norm_eps)
     if tapped == config.num_layers:
@@ -156,14 +177,17 @@ def distill_loss(
     remat: Remat = "none",
     attention: Attention = DEFAULT,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """(logits_loss + hidden_weight * hidden_loss, metrics), each a mean over the tokens it concerns."""
-    sums = distill_sums(config, delta, llama, batch, objective=objective, remat=remat, attention=attention)
+    """(logits_loss + hidden_weight * hidden_loss, metrics), each a mean over the tokens it
+    concerns."""
+    sums = distill_sums(
+        config, delta, llama, batch, objective=objective, remat=remat, attention=attention
+    )
     metrics = sums.means()
     loss = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
     return loss, {"loss": loss, **metrics}
 
 
-# Divergence through the output matrix, without the logits --------------------------------------------------------
+# Divergence through the output matrix, without the logits ---------------------
 
 
 class _Static(NamedTuple):
@@ -185,19 +209,28 @@ def linear_kl(
     top_k: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Array, Array, Array, Array]:
-    """Weighted sums over positions, in float32: (temperature^2 KL, agreement, teacher nll, student nll).
+    """Weighted sums over positions, in float32: (temperature^2 KL, agreement, teacher nll, student
+    nll).
 
-    The divergence is taken between the softmaxes of both logits over `temperature` (Hinton et al., "Distilling the Knowledge
-    in a Neural Network", 2015), see `divergence`. Only it is differentiable, and only in `student_x`: teacher and head are
-    frozen. On a `mesh` rows stay split over data and fsdp, and logits over model.
+    The divergence is taken between the softmaxes of both logits over `temperature` (Hinton et al.,
+    "Distilling the Knowledge in a Neural Network", 2015), see `divergence`. Only it is
+    differentiable, and only in `student_x`: teacher and head are frozen. On a `mesh` rows stay
+    split over data and fsdp, and logits over model.
     """
     rows, vocabulary = student_x.shape[0], head.shape[0]
     if mesh is not None:
-        rows, vocabulary = -(-rows // num_row_devices(mesh)), -(-vocabulary // mesh.shape[MODEL])
+        rows, vocabulary = -(-rows // dp_size(mesh)), -(-vocabulary // mesh.shape[MODEL])
     allowed = max(1, LOGITS_PER_CHUNK // (rows * vocabulary))
-    chunk = min(student_x.shape[1], 2 ** (allowed.bit_length() - 1))  # a power of two: rows divide evenly, and so do tiles
+    chunk = min(
+        student_x.shape[1], 2 ** (allowed.bit_length() - 1)
+    )  # a power of two: rows divide evenly, and so do tiles
     sums: Any = _linear_kl(
-        _Static(temperature, divergence, top_k, chunk), student_x, teacher_x, whole_vocabulary(mesh, head), next_tokens, weights
+        _Static(temperature, divergence, top_k, chunk),
+        student_x,
+        teacher_x,
+        all_gather_vocabulary(mesh, head),
+        next_tokens,
+        weights,
     )
     return sums
 
@@ -218,10 +251,13 @@ def _linear_kl_backward(static, gradient, cotangents):
 _linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
 
 
-def _scan_chunks(static: _Static, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool):
+def _scan_chunks(
+    static: _Static, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool
+):
     """((kl, agreement, teacher nll, student nll), d kl / d student_x or None).
 
-    Chunks run along the sequence, never over flattened tokens: flattening would gather a batch that is sharded over rows.
+    Chunks run along the sequence, never over flattened tokens: flattening would gather a batch that
+    is sharded over rows.
     """
     batch, length, _ = student_x.shape
     chunk = static.chunk
@@ -235,30 +271,46 @@ def _scan_chunks(static: _Static, student_x, teacher_x, head, next_tokens, weigh
         student_x, teacher_x, next_tokens, weights = arrays
         student = jnp.einsum("BTD,VD->BTV", student_x, head, preferred_element_type=jnp.float32)
         teacher = jnp.einsum("BTD,VD->BTV", teacher_x, head, preferred_element_type=jnp.float32)
-        kl, gradient = divergence_and_gradient(static.divergence, student, teacher, static.temperature, static.top_k)
-        parts = kl, _same_first(student, teacher), _nll(teacher, next_tokens), _nll(student, next_tokens)
-        sums = tuple(total + (weights * part).sum() for total, part in zip(sums, parts, strict=True))
+        kl, gradient = divergence_and_gradient(
+            static.divergence, student, teacher, static.temperature, static.top_k
+        )
+        parts = (
+            kl,
+            _same_first(student, teacher),
+            _nll(teacher, next_tokens),
+            _nll(student, next_tokens),
+        )
+        sums = tuple(
+            total + (weights * part).sum() for total, part in zip(sums, parts, strict=True)
+        )
         if not with_gradient:
             return sums, None
         gradient = (gradient * weights[..., None]).astype(head.dtype)
         return sums, jnp.einsum("BTV,VD->BTD", gradient, head).astype(student_x.dtype)
 
     zeros = (jnp.zeros((), jnp.float32),) * 4
-    sums, gradient = jax.lax.scan(step, zeros, tuple(map(split, (student_x, teacher_x, next_tokens, weights))))
+    sums, gradient = jax.lax.scan(
+        step, zeros, tuple(map(split, (student_x, teacher_x, next_tokens, weights)))
+    )
     if gradient is not None:
         gradient = jnp.moveaxis(gradient, 0, 1).reshape(batch, chunks * chunk, -1)[:, :length]
     return sums, gradient
 
 
-# Both are sums and maxima over the vocabulary, so that logits split over `model` stay where they are.
+# Both are sums and maxima over the vocabulary, so that logits split over `model` stay where they
+# are.
 
 
 def _same_first(student, teacher):
     """1.0 where the teacher's likeliest token is the student's too."""
-    of_teachers_best = jnp.where(teacher == teacher.max(axis=-1, keepdims=True), student, -jnp.inf).max(axis=-1)
+    of_teachers_best = jnp.where(
+        teacher == teacher.max(axis=-1, keepdims=True), student, -jnp.inf
+    ).max(axis=-1)
     return (of_teachers_best == student.max(axis=-1)).astype(jnp.float32)
 
 
 def _nll(logits, tokens):
-    chosen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == tokens[..., None], logits, 0.0).sum(axis=-1)
+    chosen = jnp.where(
+        jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == tokens[..., None], logits, 0.0
+    ).sum(axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -1,4 +1,5 @@
-"""How far the student's next-token distribution is from the teacher's, with the gradient by hand."""
+"""How far the student's next-token distribution is from the teacher's, with the gradient by
+hand."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 Divergence = Literal["forward", "reverse", "jsd"]
-"""forward is KL(teacher || student), reverse KL(student || teacher), jsd the mean of both to their mixture (Lin, "Divergence
-measures based on the Shannon entropy", 1991)."""
+"""forward is KL(teacher || student), reverse KL(student || teacher), jsd the mean of both to their
+mixture (Lin, "Divergence measures based on the Shannon entropy", 1991)."""
 
 _LEFT_OUT = -1e30  # finite: the difference of two of them is 0, not NaN
 
@@ -30,7 +31,8 @@ def divergence_and_gradient(
         reverse   sum q log(q / p) = R                       gradient  temperature q (log(q / p) - R)
         jsd       (sum p log(p / m) + sum q log(q / m)) / 2  gradient  temperature q (log(q / m) - sum q log(q / m)) / 2
 
-    `top_k` leaves out all but the teacher's k likeliest tokens (and any that tie with the last of them) from both softmaxes.
+    `top_k` leaves out all but the teacher's k likeliest tokens (and any that tie with the last of
+    them) from both softmaxes.
     """
     student, teacher = student / temperature, teacher / temperature
     if top_k is not None:

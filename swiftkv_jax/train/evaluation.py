@@ -1,4 +1,5 @@
-"""Teacher and student on held-out rows, and what follows from it: the best state so far, and when to stop."""
+"""Teacher and student on held-out rows, and what follows from it: the best state so far, and when
+to stop."""
 
 from __future__ import annotations
 
@@ -8,17 +9,27 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from .batch_sharder import Placement
 from .data.loader import RowMixture, first_batches
 from .distill import Sums
-from .placement import Placement
 from .recipe import Recipe
 
 LOSS = "eval_loss"
 
 
-def evaluate(eval_step: Callable[..., Sums], delta, llama, rows: RowMixture, recipe: Recipe, placement: Placement) -> dict[str, float]:
-    """Perplexities, agreement, divergence and hidden loss per token on the first rows, under names that begin with `eval_`."""
-    batches = first_batches(rows, placement.num_rows, positions=placement.positions, limit=recipe.eval_batches)
+def evaluate(
+    eval_step: Callable[..., Sums],
+    delta,
+    llama,
+    rows: RowMixture,
+    recipe: Recipe,
+    placement: Placement,
+) -> dict[str, float]:
+    """Perplexities, agreement, divergence and hidden loss per token on the first rows, under names
+    that begin with `eval_`."""
+    batches = first_batches(
+        rows, placement.num_rows, positions=placement.positions, limit=recipe.eval_batches
+    )
     parts = [eval_step(delta, llama, placement.place(local.batch)) for local in batches]
     totals: Sums = jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
     means = {name: float(value) for name, value in totals.means().items()}
@@ -31,5 +42,6 @@ def evaluate(eval_step: Callable[..., Sums], delta, llama, rows: RowMixture, rec
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:
-    """How many evaluations, up to the last, have not lowered the held-out loss since the lowest. 0 if there is none."""
+    """How many evaluations, up to the last, have not lowered the held-out loss since the lowest. 0
+    if there is none."""
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0

@@ -1,4 +1,5 @@
-"""What a run says of its steps, one step late, so that the devices never wait for the host to read a number."""
+"""What a run says of its steps, one step late, so that the devices never wait for the host to read
+a number."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .evaluation import LOSS
 from .metrics import METRICS, MetricsLog, read_metrics
 from .progress import Progress
 from .recipe import Recipe
-from .start import say
+from .setup import say
 from .step import learning_rate
 
 
@@ -36,7 +37,9 @@ class Journal:
         self._unread: _Taken | None = None
         self.held_out_losses = _losses(recipe.output_dir / METRICS, first_step)
         """Of every evaluation so far, those before a restart included."""
-        self._metrics = MetricsLog(recipe.output_dir, first_step=first_step, report_to=recipe.report_to)
+        self._metrics = MetricsLog(
+            recipe.output_dir, first_step=first_step, report_to=recipe.report_to
+        )
 
     def took(self, step: int, values: dict[str, jax.Array], row_ids: list[str]) -> None:
         """A step was started. Reads the one before. Raises `DivergenceError` if that went wrong."""
@@ -45,7 +48,8 @@ class Journal:
         self._unread = _Taken(step, values, row_ids)
 
     def settle(self) -> None:
-        """Read the last step now: nothing of a step that went wrong may be saved or exported. Raises `DivergenceError`."""
+        """Read the last step now: nothing of a step that went wrong may be saved or exported.
+        Raises `DivergenceError`."""
         if self._unread is None:
             return
         taken, self._unread = self._unread, None
@@ -53,7 +57,11 @@ class Journal:
         if taken.step % self._recipe.logging_steps == 0 or taken.step == self._steps:
             useful = numbers.pop("tokens") / (self._recipe.batch_size * self._recipe.max_length)
             numbers["learning_rate"] = float(jnp.asarray(self._rate(taken.step - 1)))
-            self._metrics.write({"step": taken.step} | numbers | self._progress.report(taken.step, numbers, useful_share=useful))
+            self._metrics.write(
+                {"step": taken.step}
+                | numbers
+                | self._progress.report(taken.step, numbers, useful_share=useful)
+            )
 
     def _finite(self, taken: _Taken) -> dict[str, float]:
         numbers = {name: float(value) for name, value in taken.values.items()}
@@ -61,12 +69,19 @@ class Journal:
             what = f"loss {numbers['loss']}, gradient norm {numbers['grad_norm']}"
             rows = ", ".join(taken.row_ids[:8]) + (", ..." if len(taken.row_ids) > 8 else "")
             place = f"checkpoints in {self._recipe.output_dir} are from before"
-            raise DivergenceError(f"step {taken.step}: {what} on batch {taken.step - 1} (rows {rows}); {place}")
+            raise DivergenceError(
+                f"step {taken.step}: {what} on batch {taken.step - 1} (rows {rows}); {place}"
+            )
         return numbers
 
     def evaluated(self, step: int, results: dict[str, float]) -> None:
         """Held-out numbers of the state after `step`."""
-        say(f"step {step}: held-out " + "  ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in results.items()))
+        say(
+            f"step {step}: held-out "
+            + "  ".join(
+                f"{name.removeprefix('eval_')} {value:.4f}" for name, value in results.items()
+            )
+        )
         self._metrics.write({"step": step} | results)
         self.held_out_losses.append(results[LOSS])
 

@@ -11,16 +11,19 @@ import jax.numpy as jnp
 from ..config import Config
 from ..cost import kv_weights, layer_weights
 from ..hardware import Hardware
+from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
-from ..sharding import MODEL, llama_shardings, swiftkv_shardings
+from ..sharding import llama_shardings, swiftkv_shardings
 from .recipe import Recipe
 
 
-def memory_per_device(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> dict[str, float]:
+def memory_per_device(
+    recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype
+) -> dict[str, float]:
     """Bytes of one device at the peak of a step, by kind.
 
-    The peak is the backward pass through the upper layers: by then the logits are gone, and what the forward pass kept is
-    still there.
+    The peak is the backward pass through the upper layers: by then the logits are gone, and what
+    the forward pass kept is still there.
     """
     size, tp = dtype.itemsize, mesh.shape[MODEL]
     rows, positions = recipe.micro_batch_size // recipe.mesh.rows, recipe.max_length
@@ -32,9 +35,19 @@ def memory_per_device(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtyp
     delta = _bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
     llama = llama_shardings(config, mesh)
     inputs = width // tp if recipe.shard_sequence else width
-    layer = {"layer": inputs, "mlp": inputs + 2 * queries, "none": inputs + 2 * width + 2 * queries + 2 * mlp}
+    layer = {
+        "layer": inputs,
+        "mlp": inputs + 2 * queries,
+        "none": inputs + 2 * width + 2 * queries + 2 * mlp,
+    }
     kept = upper * token * layer[recipe.remat]
-    shared = 2 * token * kv_heads * config.head_dim * (groups if config.key_value_group_size == 1 else groups + upper)
+    shared = (
+        2
+        * token
+        * kv_heads
+        * config.head_dim
+        * (groups if config.key_value_group_size == 1 else groups + upper)
+    )
     memory = {
         f"frozen weights, {dtype}": _bytes(llama_shapes(config, dtype), llama),
         "delta, float32 master copy": delta,
@@ -45,14 +58,20 @@ def memory_per_device(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtyp
         "one layer's backward pass": token * (6 * mlp + 5 * width),
     }
     if recipe.mesh.fsdp > 1:
-        memory["weights put together (two layers, keys and values, output matrix)"] = _whole_weights(config, tp, size)
+        memory["weights put together (two layers, keys and values, output matrix)"] = (
+            _whole_weights(config, tp, size)
+        )
     if recipe.gradient_accumulation_steps > 1:
         memory["sum of the micro-batches' gradients, float32"] = delta
     return memory
 
 
 def _bytes(shapes: Any, shardings: Any) -> float:
-    parts = jax.tree.map(lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize, shapes, shardings)
+    parts = jax.tree.map(
+        lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        shapes,
+        shardings,
+    )
     return float(sum(jax.tree.leaves(parts)))
 
 
@@ -62,5 +81,6 @@ def _whole_weights(config: Config, tp: int, size: int) -> float:
 
 
 def fits(memory: float, hardware: Hardware) -> bool:
-    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan does not know."""
+    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan does not
+    know."""
     return memory <= 0.9 * hardware.memory_bytes

@@ -1,7 +1,8 @@
 """What a run records: one row of numbers per logged step and per evaluation.
 
-`metrics.jsonl` is the truth and always written. TensorBoard and Weights & Biases get the same rows when asked for. Rows may
-hold device scalars; writing one waits for it, so a loop that must not wait hands over the scalars of the step before.
+`metrics.jsonl` is the truth and always written. TensorBoard and Weights & Biases get the same rows
+when asked for. Rows may hold device scalars; writing one waits for it, so a loop that must not wait
+hands over the scalars of the step before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 
 from ..errors import UsageError
-from ..files import write_whole
+from ..io.files import write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -33,7 +34,9 @@ def parse_report_to(text: str) -> tuple[str, ...]:
     """
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in _PACKAGES]:
-        raise UsageError(f"--report-to {text!r}: {unknown[0]!r} is unknown; choose from {', '.join(_PACKAGES)}")
+        raise UsageError(
+            f"--report-to {text!r}: {unknown[0]!r} is unknown; choose from {', '.join(_PACKAGES)}"
+        )
     for name in names:
         _package(name)
     return tuple(dict.fromkeys(["jsonl", *names]))
@@ -52,8 +55,8 @@ def _package(name: str) -> Any:
 class MetricsLog:
     """The rows of a run, in every place that was asked for. Only process 0 of several writes.
 
-    A resumed run goes on after `first_step`: what an earlier attempt wrote of later steps is cut away, so that every step
-    stands there once.
+    A resumed run goes on after `first_step`: what an earlier attempt wrote of later steps is cut
+    away, so that every step stands there once.
     """
 
     def __init__(self, folder: Path, *, first_step: int, report_to: Sequence[str]):
@@ -68,7 +71,10 @@ class MetricsLog:
     def write(self, row: dict[str, Any]) -> None:
         """A row with its "step". Names of held-out numbers begin with `eval_`."""
         if self._sinks:
-            row = {name: value if isinstance(value, int | str) else float(value) for name, value in row.items()}
+            row = {
+                name: value if isinstance(value, int | str) else float(value)
+                for name, value in row.items()
+            }
         for sink in self._sinks:
             sink.write(row)
 
@@ -78,7 +84,8 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, in order. A last line that is still being written is left out."""
+    """The rows of a `metrics.jsonl`, in order. A last line that is still being written is left
+    out."""
     return [row for _, row in _whole_rows(path)]
 
 
@@ -115,12 +122,15 @@ def _stays(row: dict[str, Any], first_step: int) -> bool:
 
 
 class _TensorBoard:
-    """Event files under one folder, one more for each resumption; TensorBoard skips what comes after `purge_step` in older ones."""
+    """Event files under one folder, one more for each resumption; TensorBoard skips what comes
+    after `purge_step` in older ones."""
 
     def __init__(self, folder: Path, first_step: int):
         purge_step = first_step + 1 if first_step else 0
         suffix = f".{first_step}"  # two attempts in one second would otherwise share a file
-        self._writer = _package("tensorboard").SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix)
+        self._writer = _package("tensorboard").SummaryWriter(
+            str(folder), purge_step=purge_step, filename_suffix=suffix
+        )
 
     def write(self, row: dict[str, Any]) -> None:
         for name, value in _grouped(row).items():
@@ -132,12 +142,15 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """One W&B run for all attempts: its id is kept in the run's folder. Steps it has already seen, W&B leaves out."""
+    """One W&B run for all attempts: its id is kept in the run's folder. Steps it has already seen,
+    W&B leaves out."""
 
     def __init__(self, folder: Path):
         wandb, kept_id = _package("wandb"), folder / "wandb_id"
         known = kept_id.read_text().strip() if kept_id.exists() else None
-        self._run = wandb.init(project="swiftkv-jax", name=folder.name, dir=str(folder), id=known, resume="allow")
+        self._run = wandb.init(
+            project="swiftkv-jax", name=folder.name, dir=str(folder), id=known, resume="allow"
+        )
         kept_id.write_text(self._run.id + "\n")
 
     def write(self, row: dict[str, Any]) -> None:
@@ -150,4 +163,7 @@ class _WeightsAndBiases:
 def _grouped(row: dict[str, Any]) -> dict[str, Any]:
     """Names as both boards group them: `train/loss`, `eval/agreement`."""
     values = {name: value for name, value in row.items() if name != "step"}
-    return {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": v for name, v in values.items()}
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": v
+        for name, v in values.items()
+    }

@@ -1,7 +1,8 @@
-"""What a run takes, before it is started: memory per device by kind, time, and the reasons, from `config.json` alone.
+"""What a run takes, before it is started: memory per device by kind, time, and the reasons, from
+`config.json` alone.
 
-`--model` may also be one of `presets.PRESETS`. `--topology` also compiles the train step for machines that are not here, and
-gives their compiler's own figures.
+`--model` may also be one of `presets.PRESETS`. `--topology` also compiles the train step for
+machines that are not here, and gives their compiler's own figures.
 """
 
 from __future__ import annotations
@@ -18,29 +19,36 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ..checkpoints.side_files import read_side_files
-from ..cli import OK, OUT_OF_MEMORY, log
+from ..checkpoints.auxiliary import read_side_files
+from ..cli.exit import OK, OUT_OF_MEMORY, log
 from ..config import Config
 from ..cost import layer_weights, train_flops_by_part, train_flops_per_token
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
-from ..model import Batch
+from ..mesh import MeshShape, make_mesh
 from ..params import llama_shapes, swiftkv_shapes
 from ..presets import PRESETS
-from ..sharding import MeshShape, make_mesh
 from ..topology import ENVIRONMENT, topology_mesh
+from ..transformer import Batch
 from .memory import fits, memory_per_device
 from .recipe import Recipe
-from .start import choose_cut
+from .setup import choose_cut
 from .step import make_optimizer, make_train_step, state_shapes
 
 ASSUMED_UTILISATION = 0.4
-"""Of the published peak, recomputation included: what large dense models reach in training. An assumption, not a measurement."""
+"""Of the published peak, recomputation included: what large dense models reach in training. An
+assumption, not a measurement."""
 _STEPS = 1000  # any number: the schedule's length does not change the program
 
 
 def main(recipe: Recipe, topology: str | None) -> int:
-    """Print the plan on stdout; the exit code says whether the compiler found that it fits, if it was asked."""
-    config = choose_cut(recipe, PRESETS[recipe.model] if recipe.model in PRESETS else read_side_files(Path(recipe.model))[0])
+    """Print the plan on stdout; the exit code says whether the compiler found that it fits, if it
+    was asked."""
+    config = choose_cut(
+        recipe,
+        PRESETS[recipe.model]
+        if recipe.model in PRESETS
+        else read_side_files(Path(recipe.model))[0],
+    )
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")
@@ -65,55 +73,86 @@ def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
     return AbstractMesh(tuple(recipe.mesh), MeshShape._fields)
 
 
-# Tables -----------------------------------------------------------------------------------------------------------
+# Tables -----------------------------------------------------------------------
 
 
 def _memory_table(memory: dict[str, float]) -> str:
     rows = [*memory.items(), ("total", sum(memory.values()))]
     width = max(len(name) for name, _ in rows)
-    return "\n".join([f"{'memory per device':<{width}}      GiB", *(f"{name:<{width}}  {value / GIB:7.2f}" for name, value in rows)])
+    return "\n".join(
+        [
+            f"{'memory per device':<{width}}      GiB",
+            *(f"{name:<{width}}  {value / GIB:7.2f}" for name, value in rows),
+        ]
+    )
 
 
 def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
-    frozen, trained = (sum(leaf.size for leaf in jax.tree.leaves(shapes)) for shapes in (llama_shapes(config), swiftkv_shapes(config)))
+    frozen, trained = (
+        sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        for shapes in (llama_shapes(config), swiftkv_shapes(config))
+    )
     rows = recipe.micro_batch_size // recipe.mesh.rows
     return (
-        f"{frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of {config.num_layers} layers own their keys "
+        f"{frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of "
+        f"{config.num_layers} layers own their keys "
         f"and values, groups of {config.key_value_group_size}\n"
-        f"mesh {recipe.mesh} ({math.prod(recipe.mesh)} devices), {dtype}, remat {recipe.remat}; a step is {recipe.batch_size} rows of "
-        f"{recipe.max_length:,} tokens in {recipe.gradient_accumulation_steps} micro-batches, {rows} rows to a device"
+        f"mesh {recipe.mesh} ({math.prod(recipe.mesh)} devices), {dtype}, remat {recipe.remat}; a "
+        f"step is {recipe.batch_size} rows of "
+        f"{recipe.max_length:,} tokens in {recipe.gradient_accumulation_steps} micro-batches, "
+        f"{rows} rows to a device"
     )
 
 
 def _flops_table(recipe: Recipe, config: Config) -> str:
     parts = train_flops_by_part(config, recipe.max_length, remat=recipe.remat)
     total, width = sum(parts.values()), max(map(len, parts))
-    rows = [f"{name:<{width}}  {flops / 1e9:7.1f}  {flops / total:4.0%}" for name, flops in [*parts.items(), ("total", total)]]
+    rows = [
+        f"{name:<{width}}  {flops / 1e9:7.1f}  {flops / total:4.0%}"
+        for name, flops in [*parts.items(), ("total", total)]
+    ]
     return "\n".join([f"{'operations per token':<{width}}    GFLOP", *rows])
 
 
 def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:
     """What a step takes at the assumed utilisation on each machine, and whether it fits."""
-    per_token, devices = train_flops_per_token(config, recipe.max_length, remat=recipe.remat), math.prod(recipe.mesh)
+    per_token, devices = (
+        train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
+        math.prod(recipe.mesh),
+    )
     tokens = recipe.batch_size * recipe.max_length
     lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
         speed = ASSUMED_UTILISATION * machine.flops * devices / per_token
-        verdict = "fits" if fits(memory, machine) else f"does not fit in {machine.memory_bytes / GIB:.0f} GiB"
-        lines.append(f"  {devices} x {machine.name:<19}{speed:>12,.0f} tokens/s {tokens / speed:9.2f} s a step   {verdict}")
+        verdict = (
+            "fits"
+            if fits(memory, machine)
+            else f"does not fit in {machine.memory_bytes / GIB:.0f} GiB"
+        )
+        lines.append(
+            f"  {devices} x {machine.name:<19}{speed:>12,.0f} tokens/s {tokens / speed:9.2f} s a "
+            f"step   {verdict}"
+        )
     if gathered := _fsdp_bytes(recipe, config):
-        lines.append(f"  over fsdp each device receives {gathered / GIB:.0f} GiB of weights in a step")
+        lines.append(
+            f"  over fsdp each device receives {gathered / GIB:.0f} GiB of weights in a step"
+        )
     if not all(fits(memory, machine) for machine in machines):
         lines.append(f"to make it fit: {_advice(recipe)}")
     return "\n".join(lines)
 
 
 def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
-    """Bytes that reach a device: every layer once forward (the upper ones for teacher and student), the upper ones again backward."""
+    """Bytes that reach a device: every layer once forward (the upper ones for teacher and student),
+    the upper ones again backward."""
     if recipe.mesh.fsdp == 1:
         return 0.0
     layers = config.num_lower_layers + 3 * config.num_upper_layers
-    whole = (layers * layer_weights(config) + 2 * config.vocab_size * config.embed_dim) * 2 / recipe.mesh.model
+    whole = (
+        (layers * layer_weights(config) + 2 * config.vocab_size * config.embed_dim)
+        * 2
+        / recipe.mesh.model
+    )
     return recipe.gradient_accumulation_steps * whole * (recipe.mesh.fsdp - 1) / recipe.mesh.fsdp
 
 
@@ -128,7 +167,7 @@ def _advice(recipe: Recipe) -> str:
     return "more devices along fsdp or model in --mesh, or a shorter --max-length"
 
 
-# The compiler's figures --------------------------------------------------------------------------------------------
+# The compiler's figures -------------------------------------------------------
 
 
 def lower_step(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> jax.stages.Lowered:
@@ -137,7 +176,11 @@ def lower_step(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> 
     step = make_train_step(config, recipe, optimizer, mesh)
     shape = (recipe.gradient_accumulation_steps, recipe.micro_batch_size, recipe.max_length)
     integers, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
-    return step.lower(state_shapes(config, optimizer), llama_shapes(config, dtype), Batch(integers, integers, integers, floats))
+    return step.lower(
+        state_shapes(config, optimizer),
+        llama_shapes(config, dtype),
+        Batch(integers, integers, integers, floats),
+    )
 
 
 def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> int:
@@ -147,7 +190,10 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
     memory: Any = lower_step(recipe, config, mesh, dtype).compile().memory_analysis()
     seconds = time.perf_counter() - start
     peak, hardware = memory.peak_memory_in_bytes, hardware_of(device.device_kind)
-    print(f"\n{device.device_kind}: compiled in {seconds:.0f} s; its compiler's figures per device, in GiB")
+    print(
+        f"\n{device.device_kind}: compiled in {seconds:.0f} s; its compiler's figures per device, "
+        f"in GiB"
+    )
     figures = {
         "weights, delta and moments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
@@ -157,5 +203,8 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
     print("\n".join(f"  {name:<28} {value / GIB:7.2f}" for name, value in figures.items()))
     if hardware is None or fits(peak, hardware):
         return OK
-    log(f"error: the peak is over 90 % of the device's {hardware.memory_bytes / GIB:.0f} GiB: {_advice(recipe)}")
+    log(
+        f"error: the peak is over 90 % of the device's {hardware.memory_bytes / GIB:.0f} GiB: "
+        f"{_advice(recipe)}"
+    )
     return OUT_OF_MEMORY

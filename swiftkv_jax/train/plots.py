@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from ..figures import COLORS, figure
-from .cuts import Analysis
+from ..io.plotting import COLORS, figure
+from .sweep import Analysis
 
 
 def _set_log(axes: Any) -> None:
@@ -23,7 +23,8 @@ def _set_log(axes: Any) -> None:
 
 
 def draw_analysis(analysis: Analysis, path: Path) -> None:
-    """Two panels: the students' KL against what prefill costs, one line per g, and the similarity of the layers' inputs."""
+    """Two panels: the students' KL against what prefill costs, one line per g, and the similarity
+    of the layers' inputs."""
     with figure(11, 4.4, 1, 2) as (picture, (left, right)):
         _draw_cuts(left, analysis)
         _draw_similarity(picture, right, analysis)
@@ -33,15 +34,26 @@ def draw_analysis(analysis: Analysis, path: Path) -> None:
 def _draw_cuts(axes: Any, analysis: Analysis) -> None:
     groups = sorted({cut.key_value_group_size for cut in analysis.cuts})
     for index, g in enumerate(groups):
-        cuts = [cut for cut in analysis.cuts if cut.key_value_group_size == g and cut.kl > 1e-6]  # K = L-1 would be at 0
+        cuts = [
+            cut for cut in analysis.cuts if cut.key_value_group_size == g and cut.kl > 1e-6
+        ]  # K = L-1 would be at 0
         x, y = [100 * cut.prefill_flops_share for cut in cuts], [cut.kl for cut in cuts]
-        axes.plot(x, y, marker="o", markersize=4, color=COLORS[index % len(COLORS)], label=f"g = {g}")
+        axes.plot(
+            x, y, marker="o", markersize=4, color=COLORS[index % len(COLORS)], label=f"g = {g}"
+        )
         if index == 0 and len(cuts) <= 8:  # every group size has the same K at nearly the same cost
             for cut, at_x, at_y in zip(cuts, x, y, strict=True):
                 axes.annotate(
-                    f"K={cut.num_key_value_layers}", (at_x, at_y), (-4, -11), textcoords="offset points", ha="right", color="#555"
+                    f"K={cut.num_key_value_layers}",
+                    (at_x, at_y),
+                    (-4, -11),
+                    textcoords="offset points",
+                    ha="right",
+                    color="#555",
                 )
-    axes.set(xlabel="prefill FLOPs, % of the teacher's", ylabel="KL(teacher ‖ student), nats per token")
+    axes.set(
+        xlabel="prefill FLOPs, % of the teacher's", ylabel="KL(teacher ‖ student), nats per token"
+    )
     _set_log(axes)
     axes.set_title("Before distillation")
     axes.margins(y=0.15)
@@ -56,7 +68,7 @@ def _draw_similarity(picture: Any, axes: Any, analysis: Analysis) -> None:
     picture.colorbar(image, ax=axes, shrink=0.9)
 
 
-# Runs -------------------------------------------------------------------------------------------------------------
+# Runs -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +78,8 @@ class Panel:
     title: str
     unit: str
     curves: tuple[tuple[str, str], ...]
-    """(name in the metrics, label). Names of held-out numbers, which are few, begin with `eval_`."""
+    """(name in the metrics, label). Names of held-out numbers, which are few, begin with
+    `eval_`."""
     scale: float = 1.0
     log: bool = False
     from_zero: bool = False
@@ -74,19 +87,43 @@ class Panel:
 
 _PANELS = (
     Panel("Loss", "loss", (("loss", "training"), ("eval_loss", "held-out"))),
-    Panel("Its two parts", "per token", (("logits_loss", "KL, nats"), ("hidden_loss", "hidden loss")), log=True),
-    Panel("Held-out perplexity", "perplexity", (("eval_student_perplexity", "student"), ("eval_teacher_perplexity", "teacher"))),
-    Panel("Next token agrees with the teacher", "% of positions", (("agreement", "training"), ("eval_agreement", "held-out")), scale=100),
+    Panel(
+        "Its two parts",
+        "per token",
+        (("logits_loss", "KL, nats"), ("hidden_loss", "hidden loss")),
+        log=True,
+    ),
+    Panel(
+        "Held-out perplexity",
+        "perplexity",
+        (("eval_student_perplexity", "student"), ("eval_teacher_perplexity", "teacher")),
+    ),
+    Panel(
+        "Next token agrees with the teacher",
+        "% of positions",
+        (("agreement", "training"), ("eval_agreement", "held-out")),
+        scale=100,
+    ),
     Panel("Gradient norm, before clipping", "norm", (("grad_norm", ""),), log=True),
     Panel("Learning rate", "rate", (("learning_rate", ""),)),
-    Panel("Speed", "tokens per second", (("tokens_per_second", "all"), ("useful_tokens_per_second", "without padding")), from_zero=True),
-    Panel("MFU, of the ceiling that the recipe names", "%", (("mfu", ""),), scale=100, from_zero=True),
+    Panel(
+        "Speed",
+        "tokens per second",
+        (("tokens_per_second", "all"), ("useful_tokens_per_second", "without padding")),
+        from_zero=True,
+    ),
+    Panel(
+        "MFU, of the ceiling that the recipe names", "%", (("mfu", ""),), scale=100, from_zero=True
+    ),
 )
 
 
 def draw_run(rows: Sequence[dict[str, Any]]) -> str:
-    """The curves of a run as one SVG element; a panel without numbers is left out. Text stays text."""
-    panels = [panel for panel in _PANELS if any(name in row for row in rows for name, _ in panel.curves)]
+    """The curves of a run as one SVG element; a panel without numbers is left out. Text stays
+    text."""
+    panels = [
+        panel for panel in _PANELS if any(name in row for row in rows for name, _ in panel.curves)
+    ]
     height = (len(panels) + 1) // 2
     svg = StringIO()
     with figure(10, 2.6 * height, height, 2) as (picture, axes):
@@ -104,7 +141,9 @@ def _draw_panel(axes: Any, panel: Panel, rows: Sequence[dict[str, Any]]) -> None
         points = [(row["step"], panel.scale * row[name]) for row in rows if name in row]
         if points:
             marker = "o" if name.startswith("eval_") or len(points) == 1 else None
-            axes.plot(*zip(*points, strict=True), color=color, label=label, marker=marker, markersize=4)
+            axes.plot(
+                *zip(*points, strict=True), color=color, label=label, marker=marker, markersize=4
+            )
     axes.set(xlabel="step", ylabel=panel.unit, title=panel.title)
     axes.set_xlim(left=-0.02 * rows[-1]["step"])
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -12,7 +12,8 @@ from ..errors import UsageError
 
 
 class ProfileWindow:
-    """Traces steps FIRST to LAST, both included, of `"FIRST:LAST"` into `folder`, or those of them that the run makes.
+    """Traces steps FIRST to LAST, both included, of `"FIRST:LAST"` into `folder`, or those of them
+    that the run makes.
 
         with ProfileWindow("10:15", folder) as profile:
             for n in ...:
@@ -30,8 +31,8 @@ class ProfileWindow:
         return self
 
     def step(self, number: int, pending: Any) -> None:
-        """Step `number` comes next. `pending` are arrays of the step before: waited for at the two edges of the window only,
-        so that the trace holds whole steps and no others."""
+        """Step `number` comes next. `pending` are arrays of the step before: waited for at the two
+        edges of the window only, so that the trace holds whole steps and no others."""
         if not self._running and number in self._steps:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(self._folder)
@@ -53,5 +54,7 @@ def parse_steps(text: str) -> range:
     """`"10:15"` -> steps 10 to 15, both included. Raises `UsageError`."""
     match = re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", text.strip())
     if not match or int(match[1]) > int(match[2]):
-        raise UsageError(f"--profile-steps {text!r}: expected FIRST:LAST, both counted from 1, for example 10:15")
+        raise UsageError(
+            f"--profile-steps {text!r}: expected FIRST:LAST, both counted from 1, for example 10:15"
+        )
     return range(int(match[1]), int(match[2]) + 1)

@@ -13,10 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from ..cli import log
+from ..cli.exit import log
 from ..hardware import hardware_of
 
-_SHOWN = {"loss": "loss", "agreement": "agreement", "logits_loss": "KL", "hidden_loss": "hidden", "grad_norm": "grad norm"}
+_SHOWN = {
+    "loss": "loss",
+    "agreement": "agreement",
+    "logits_loss": "KL",
+    "hidden_loss": "hidden",
+    "grad_norm": "grad norm",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +36,8 @@ class Ceiling:
 
 
 def flops_ceiling(mesh: Mesh, dtype: jnp.dtype) -> Ceiling:
-    """The published peak of the mesh's devices where it is known, else what a large matrix product in `dtype` reaches here.
+    """The published peak of the mesh's devices where it is known, else what a large matrix product
+    in `dtype` reaches here.
 
     Every device of every process counts once.
     """
@@ -61,22 +68,35 @@ def measure_matmul_rate(dtype: jnp.dtype) -> float:
 class Progress:
     """Losses, speed and time left while a run goes on. Process 0 of several shows them.
 
-    `tokens_per_step` counts the rows of all processes with their padding, which is computed like any other token.
+    `tokens_per_step` counts the rows of all processes with their padding, which is computed like
+    any other token.
     """
 
-    def __init__(self, *, first_step: int, steps: int, tokens_per_step: int, flops_per_token: float, ceiling: Ceiling):
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        ceiling: Ceiling,
+    ):
         self._speaks = jax.process_index() == 0
         hidden = not (self._speaks and sys.stderr.isatty())
-        self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=steps, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True
+        )
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._flops_per_token, self._ceiling = flops_per_token, ceiling
         self._started, self._newest = 0, None
         self.restart_clock()
 
     def advance(self, newest: Any) -> None:
-        """One more step was started, and `newest` is an array it returns. Goes before the reading of earlier results.
+        """One more step was started, and `newest` is an array it returns. Goes before the reading
+        of earlier results.
 
-        Accelerators are then still at work on it, while a CPU has often finished: it is asked, never waited for.
+        Accelerators are then still at work on it, while a CPU has often finished: it is asked,
+        never waited for.
         """
         self._started, self._newest = self._started + 1, newest
         self._bar.update()
@@ -85,22 +105,34 @@ class Progress:
         """Forget the time so far: compilation, evaluation and saving are not training speed."""
         self._since, self._done_before = time.perf_counter(), self._steps_done()
 
-    def report(self, step: int, values: Mapping[str, Any], *, useful_share: float) -> dict[str, float]:
-        """Show `values` and the speed since the last report; returns what belongs in the step's row.
+    def report(
+        self, step: int, values: Mapping[str, Any], *, useful_share: float
+    ) -> dict[str, float]:
+        """Show `values` and the speed since the last report; returns what belongs in the step's
+        row.
 
-        `useful_share` is the share of the step's tokens that are not padding. Returns tokens_per_second with the padding,
-        useful_tokens_per_second without, mfu, and seconds since the last report; nothing before the clock has run.
+        `useful_share` is the share of the step's tokens that are not padding. Returns
+        tokens_per_second with the padding, useful_tokens_per_second without, mfu, and seconds since
+        the last report; nothing before the clock has run.
         """
-        shown = {label: f"{float(values[name]):.4f}" for name, label in _SHOWN.items() if name in values}
+        shown = {
+            label: f"{float(values[name]):.4f}" for name, label in _SHOWN.items() if name in values
+        }
         if speed := self._speed(useful_share):
-            shown |= {"tokens/s": f"{speed['tokens_per_second']:,.0f}", "MFU": f"{speed['mfu']:.1%}"}
+            shown |= {
+                "tokens/s": f"{speed['tokens_per_second']:,.0f}",
+                "MFU": f"{speed['mfu']:.1%}",
+            }
         if not self._bar.disable:
             self._bar.set_postfix(shown)  # the bar itself says how long it will take
         elif self._speaks:
             if speed:
                 left = (self._steps - step) * self._tokens_per_step / speed["tokens_per_second"]
                 shown["left"] = tqdm.format_interval(left)
-            log(f"step {step}/{self._steps}  " + "  ".join(f"{label} {value}" for label, value in shown.items()))
+            log(
+                f"step {step}/{self._steps}  "
+                + "  ".join(f"{label} {value}" for label, value in shown.items())
+            )
         self.restart_clock()
         return speed
 

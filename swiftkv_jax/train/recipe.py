@@ -9,9 +9,9 @@ from typing import Literal
 
 from .. import demo
 from ..errors import UsageError
-from ..model import Remat
+from ..mesh import MeshShape
 from ..pallas_kernels import Implementation
-from ..sharding import MeshShape
+from ..transformer import Remat
 from .data.sources import STDLIB
 from .distill import AUTHORS, Objective
 from .divergence import Divergence
@@ -20,13 +20,14 @@ from .profiling import parse_steps
 Schedule = Literal["linear", "cosine", "constant"]
 """Of the learning rate after its warm-up."""
 Resume = Literal["auto", "must", "never"] | int
-"""auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to start over one; a number:
-continue from exactly that step."""
+"""auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to
+start over one; a number: continue from exactly that step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining `projects/swiftkv/configs`)."""
+    """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining
+    `projects/swiftkv/configs`)."""
 
     model: str
     data: tuple[str, ...]
@@ -63,7 +64,8 @@ class Recipe:
     attention: Implementation | None = None
     """None chooses for the device."""
     shard_sequence: bool = False
-    """Split what the forward pass keeps along the sequence, over the `model` devices: for long rows."""
+    """Split what the forward pass keeps along the sequence, over the `model` devices: for long
+    rows."""
     seed: int = 0
     save_steps: int = 200
     save_total_limit: int = 3
@@ -82,7 +84,10 @@ class Recipe:
     resume: Resume = "auto"
 
     def __post_init__(self):
-        at_least_one = "max_length batch_size gradient_accumulation_steps max_steps num_train_epochs save_steps save_total_limit"
+        at_least_one = (
+            "max_length batch_size gradient_accumulation_steps max_steps "
+            "num_train_epochs save_steps save_total_limit"
+        )
         at_least_one += " logging_steps eval_steps eval_batches early_stopping_patience kl_top_k"
         for name in f"{at_least_one} num_key_value_layers key_value_group_size".split():
             value = getattr(self, name)
@@ -99,20 +104,34 @@ class Recipe:
         if not self.hidden_loss_weight >= 0:
             raise UsageError(f"--hidden-loss-weight {self.hidden_loss_weight}: must be at least 0")
         if self.batch_size % self.gradient_accumulation_steps:
-            raise UsageError(f"--batch-size {self.batch_size} must be a multiple of --gradient-accumulation-steps")
+            raise UsageError(
+                f"--batch-size {self.batch_size} must be a multiple of "
+                f"--gradient-accumulation-steps"
+            )
         if self.micro_batch_size % self.mesh.rows:
             raise UsageError(
-                f"--batch-size {self.batch_size} in {self.gradient_accumulation_steps} micro-batches must be a multiple of the "
+                f"--batch-size {self.batch_size} in {self.gradient_accumulation_steps} "
+                f"micro-batches must be a multiple of the "
                 f"{self.mesh.rows} data devices of --mesh"
             )
         if self.profile_steps is not None:
             parse_steps(self.profile_steps)
         if self.shard_sequence and self.max_length % self.mesh.model:
-            raise UsageError(f"--shard-sequence: --max-length {self.max_length} must be a multiple of the {self.mesh.model} model devices")
-        if self.eval_data is None and (self.eval_steps or self.early_stopping_patience or self.load_best_model_at_end):
-            raise UsageError("--eval-steps, --early-stopping-patience and --load-best-model-at-end need --eval-data")
+            raise UsageError(
+                f"--shard-sequence: --max-length {self.max_length} must be a multiple of the "
+                f"{self.mesh.model} model devices"
+            )
+        if self.eval_data is None and (
+            self.eval_steps or self.early_stopping_patience or self.load_best_model_at_end
+        ):
+            raise UsageError(
+                "--eval-steps, --early-stopping-patience and --load-best-model-at-end need "
+                "--eval-data"
+            )
         if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:
-            raise UsageError("--early-stopping-patience and --load-best-model-at-end need --eval-steps")
+            raise UsageError(
+                "--early-stopping-patience and --load-best-model-at-end need --eval-steps"
+            )
 
     @property
     def micro_batch_size(self) -> int:
@@ -121,7 +140,13 @@ class Recipe:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.temperature, self.kl, self.kl_top_k, self.hidden_loss_weight, self.hidden_loss_layer)
+        return Objective(
+            self.temperature,
+            self.kl,
+            self.kl_top_k,
+            self.hidden_loss_weight,
+            self.hidden_loss_layer,
+        )
 
 
 DEMO = Recipe(
@@ -135,7 +160,8 @@ DEMO = Recipe(
     remat="none",
     save_steps=50,
 )
-"""What runs when no model is named: the demo teacher on the standard library, a few minutes on two CPU cores."""
+"""What runs when no model is named: the demo teacher on the standard library, a few minutes on two
+CPU cores."""
 
 
 def _flag(name: str) -> str:

@@ -1,6 +1,8 @@
-"""`python -m swiftkv_jax.train report RUN`: one page with the curves of a run, at any time while it goes on or after.
+"""`python -m swiftkv_jax.train report RUN`: one page with the curves of a run, at any time while it
+goes on or after.
 
-`report.html` needs nothing beside itself: the picture is inside. It is made from `metrics.jsonl` and `recipe.json` alone.
+`report.html` needs nothing beside itself: the picture is inside. It is made from `metrics.jsonl`
+and `recipe.json` alone.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..checkpoints.run import RECIPE
-from ..cli import OK, log, run
+from ..checkpoints.training_run import RECIPE
+from ..cli.exit import OK, log, run
 from ..errors import UsageError
-from ..figures import matplotlib_missing
+from ..io.plotting import matplotlib_missing
 from .metrics import METRICS, read_metrics
 from .plots import draw_run
 
@@ -66,8 +68,13 @@ svg {{ width: 100%; height: auto; }}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m swiftkv_jax.train report", description=f"Write {REPORT} into the folder of a run.")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="the --output-dir of a run, finished or not")
+    parser = argparse.ArgumentParser(
+        prog="python -m swiftkv_jax.train report",
+        description=f"Write {REPORT} into the folder of a run.",
+    )
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="the --output-dir of a run, finished or not"
+    )
     folder = parser.parse_args(argv).folder
 
     def command() -> int:
@@ -117,9 +124,12 @@ def summary(recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     parts = [f"step {rows[-1]['step']:,} of {recipe['max_steps']:,}"]
     if timed:
         speed, useful, mfu = (
-            statistics.median(row[key] for row in timed) for key in ("tokens_per_second", "useful_tokens_per_second", "mfu")
+            statistics.median(row[key] for row in timed)
+            for key in ("tokens_per_second", "useful_tokens_per_second", "mfu")
         )
-        parts.append(f"{tqdm.format_interval(sum(row['seconds'] for row in timed))} in logged steps")
+        parts.append(
+            f"{tqdm.format_interval(sum(row['seconds'] for row in timed))} in logged steps"
+        )
         parts.append(f"median {speed:,.0f} tokens/s ({useful:,.0f} without padding), MFU {mfu:.1%}")
     return "; ".join(parts)
 
@@ -129,8 +139,13 @@ def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list
     chosen = evaluations[:1] if len(evaluations) == 1 else [evaluations[0], evaluations[-1]]
     heading = ("held-out", *(_moment(row["step"]) for row in chosen))
     found = {key: outcome for key, outcome in _OUTCOMES.items() if key in chosen[0]}
-    rows = [(label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()]
-    excess = (f"{row['eval_student_perplexity'] / row['eval_teacher_perplexity'] - 1:+.2%}" for row in chosen)
+    rows = [
+        (label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()
+    ]
+    excess = (
+        f"{row['eval_student_perplexity'] / row['eval_teacher_perplexity'] - 1:+.2%}"
+        for row in chosen
+    )
     return heading, [*rows, ("student's perplexity above the teacher's", *excess)]
 
 

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..attention import Attention
 from ..config import Config
-from ..model import Batch
+from ..mesh import row_axes
 from ..params import Leaf, Llama, SwiftKV, swiftkv_shapes
-from ..sharding import batch_sharding, llama_shardings, replicated, row_axes, swiftkv_shardings
+from ..sharding import batch_sharding, llama_shardings, replicated, swiftkv_shardings
+from ..transformer import Batch
 from .distill import distill_sums
 from .recipe import Recipe
 
@@ -30,7 +31,8 @@ class TrainState:
 
 
 def learning_rate(recipe: Recipe, steps: int) -> optax.Schedule:
-    """Linear from 0 over the first `warmup_ratio` of `steps`, then as `lr_schedule` says; linear and cosine end at 0."""
+    """Linear from 0 over the first `warmup_ratio` of `steps`, then as `lr_schedule` says; linear
+    and cosine end at 0."""
     warmup = int(recipe.warmup_ratio * steps)
     rise = optax.linear_schedule(0.0, recipe.learning_rate, max(1, warmup))
     rest = max(1, steps - warmup)
@@ -43,7 +45,8 @@ def learning_rate(recipe: Recipe, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(recipe: Recipe, steps: int) -> optax.GradientTransformation:
-    """AdamW as the authors set it: betas 0.9 and 0.999, no weight decay, the gradient's norm clipped."""
+    """AdamW as the authors set it: betas 0.9 and 0.999, no weight decay, the gradient's norm
+    clipped."""
     return optax.chain(
         optax.clip_by_global_norm(recipe.max_grad_norm),
         optax.adamw(learning_rate(recipe, steps), b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0),
@@ -52,10 +55,14 @@ def make_optimizer(recipe: Recipe, steps: int) -> optax.GradientTransformation:
 
 def state_shapes(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
     delta: Any = swiftkv_shapes(config, jnp.float32)
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), delta, jax.eval_shape(optimizer.init, delta))
+    return TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32), delta, jax.eval_shape(optimizer.init, delta)
+    )
 
 
-def state_shardings(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def state_shardings(
+    config: Config, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
     """The moments live where their parameter lives; counters are replicated."""
     delta = swiftkv_shardings(config, mesh)
     moments = optax.tree_utils.tree_map_params(
@@ -68,7 +75,9 @@ def state_shardings(config: Config, optimizer: optax.GradientTransformation, mes
     return TrainState(replicated(mesh), delta, moments)
 
 
-def init_state(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh, delta: SwiftKV) -> TrainState:
+def init_state(
+    config: Config, optimizer: optax.GradientTransformation, mesh: Mesh, delta: SwiftKV
+) -> TrainState:
     """The state before the first step, on the mesh."""
 
     def init(delta):
@@ -78,15 +87,20 @@ def init_state(config: Config, optimizer: optax.GradientTransformation, mesh: Me
     return jax.jit(init, out_shardings=state_shardings(config, optimizer, mesh))(delta)
 
 
-def make_train_step(config: Config, recipe: Recipe, optimizer: optax.GradientTransformation, mesh: Mesh):
-    """Compile-on-first-use `(state, llama, micro_batches) -> (state, metrics)`. The state is donated, the frozen weights are not.
+def make_train_step(
+    config: Config, recipe: Recipe, optimizer: optax.GradientTransformation, mesh: Mesh
+):
+    """Compile-on-first-use `(state, llama, micro_batches) -> (state, metrics)`. The state is
+    donated, the frozen weights are not.
 
-    The fields of `micro_batches` are A B T. Sums are divided by the tokens of all A of them, so the update depends neither on
-    how the rows are divided into micro-batches nor on the mesh.
+    The fields of `micro_batches` are A B T. Sums are divided by the tokens of all A of them, so the
+    update depends neither on how the rows are divided into micro-batches nor on the mesh.
     """
     objective = recipe.objective
     attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
-    sums_of = functools.partial(distill_sums, config, objective=objective, remat=recipe.remat, attention=attention)
+    sums_of = functools.partial(
+        distill_sums, config, objective=objective, remat=recipe.remat, attention=attention
+    )
 
     def train_step(state: TrainState, llama: Llama, micro_batches: Batch):
         delta: Any = state.delta
@@ -137,6 +151,10 @@ def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
     sums = functools.partial(distill_sums, config, objective=recipe.objective, attention=attention)
     return jax.jit(
         sums,
-        in_shardings=(swiftkv_shardings(config, mesh), llama_shardings(config, mesh), batch_sharding(mesh)),
+        in_shardings=(
+            swiftkv_shardings(config, mesh),
+            llama_shardings(config, mesh),
+            batch_sharding(mesh),
+        ),
         out_shardings=replicated(mesh),
     )

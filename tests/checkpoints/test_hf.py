@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints: what is read, what is written, and every way a directory can be wrong."""
+"""Hugging Face checkpoints: what is read, what is written, and every way a directory can be
+wrong."""
 
 import json
 import re
@@ -13,13 +14,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from swiftkv_jax import CheckpointError, Config, ConfigError, Model, UsageError
-from swiftkv_jax import model as forward
-from swiftkv_jax.checkpoints.hf import load_delta, load_hf, open_hf, save_hf
-from swiftkv_jax.checkpoints.hf_export import write_hf
+from swiftkv_jax import transformer as forward
+from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.checkpoints.hf_read import load_delta, load_hf, open_hf, save_hf
+from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.layers import unembed
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
-from swiftkv_jax.sharding import make_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
@@ -41,7 +43,9 @@ def biased_model(dtype=jnp.float32) -> Model:
     """Every tensor different from every other, so that a swapped name shows."""
     config, numbers = BIASED.cut(2, 2), np.random.default_rng(0)
     shapes = llama_shapes(config), swiftkv_shapes(config)
-    llama, delta = jax.tree.map(lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes)
+    llama, delta = jax.tree.map(
+        lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes
+    )
     return Model(llama, delta, config=config)
 
 
@@ -55,7 +59,10 @@ def assert_same_models(a: Model, b: Model) -> None:
 
 def assert_same_files(a: Path, b: Path) -> None:
     """Bit for bit, in any sharding."""
-    ours, theirs = ({name: t for f in sorted(p.glob("*.safetensors")) for name, t in load_file(f).items()} for p in (a, b))
+    ours, theirs = (
+        {name: t for f in sorted(p.glob("*.safetensors")) for name, t in load_file(f).items()}
+        for p in (a, b)
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
@@ -65,7 +72,9 @@ def assert_same_files(a: Path, b: Path) -> None:
 def student_logits(model: Model) -> jax.Array:
     assert model.swiftkv is not None
     tokens = jax.random.randint(jax.random.key(7), (2, 11), 0, model.config.vocab_size)
-    hidden = forward.student(model.config, model.llama, model.swiftkv, forward.whole_rows(tokens))
+    hidden = forward.student(
+        model.config, model.llama, model.swiftkv, forward.unpacked_batch(tokens)
+    )
     return unembed(model.config, model.llama, hidden)
 
 
@@ -80,24 +89,40 @@ def edit(source: Path, target: Path, change=lambda tensors: None, **config) -> P
     return target
 
 
-# Reading --------------------------------------------------------------------------------------------------------
+# Reading ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
 def test_fields_hold_the_tensors_that_their_names_say(fixture):
     model, file = load_hf(fixture, dtype="float32"), load_file(fixture / "model.safetensors")
     config = model.config
-    assert (config.num_key_value_layers, config.key_value_group_size) == ((4, 1) if fixture is UNTIED else (4, 2))
+    assert (config.num_key_value_layers, config.key_value_group_size) == (
+        (4, 1) if fixture is UNTIED else (4, 2)
+    )
     assert model.eos_token_ids == (1,) and model.tokenizer is None
     assert model.swiftkv is not None and model.llama.upper_qkv is not None
     heads = (4, 16, 64)
-    np.testing.assert_array_equal(model.llama.lower_qkv.q[3], file["model.layers.3.self_attn.q_proj.weight"].reshape(heads))
-    np.testing.assert_array_equal(model.llama.upper.o[1], file["model.layers.5.self_attn.o_proj.weight"].reshape(64, 4, 16))
-    np.testing.assert_array_equal(model.llama.upper_qkv.k[2], file["model.layers.6.self_attn.k_proj.weight"].reshape(2, 16, 64))
-    np.testing.assert_array_equal(model.llama.lower.gate[0], file["model.layers.0.mlp.gate_proj.weight"])
-    np.testing.assert_array_equal(model.swiftkv.q[3], file["model.layers.7.self_attn.q_proj_swiftkv.weight"].reshape(heads))
+    np.testing.assert_array_equal(
+        model.llama.lower_qkv.q[3], file["model.layers.3.self_attn.q_proj.weight"].reshape(heads)
+    )
+    np.testing.assert_array_equal(
+        model.llama.upper.o[1], file["model.layers.5.self_attn.o_proj.weight"].reshape(64, 4, 16)
+    )
+    np.testing.assert_array_equal(
+        model.llama.upper_qkv.k[2],
+        file["model.layers.6.self_attn.k_proj.weight"].reshape(2, 16, 64),
+    )
+    np.testing.assert_array_equal(
+        model.llama.lower.gate[0], file["model.layers.0.mlp.gate_proj.weight"]
+    )
+    np.testing.assert_array_equal(
+        model.swiftkv.q[3], file["model.layers.7.self_attn.q_proj_swiftkv.weight"].reshape(heads)
+    )
     leader = 4 + config.key_value_group_size
-    np.testing.assert_array_equal(model.swiftkv.v[1], file[f"model.layers.{leader}.self_attn.v_proj_swiftkv.weight"].reshape(2, 16, 64))
+    np.testing.assert_array_equal(
+        model.swiftkv.v[1],
+        file[f"model.layers.{leader}.self_attn.v_proj_swiftkv.weight"].reshape(2, 16, 64),
+    )
     np.testing.assert_array_equal(model.swiftkv.norm, file["model.norm_swiftkv.weight"])
     assert (model.llama.lm_head is None) == (fixture is TIED)
 
@@ -106,7 +131,9 @@ def test_default_dtype_on_a_cpu_is_float32_and_a_cast_rounds_each_value(tmp_path
     exact = load_hf(UNTIED)
     assert exact.dtype == jnp.float32
     rounded = load_hf(UNTIED, dtype=jnp.bfloat16)
-    np.testing.assert_array_equal(rounded.llama.upper.down, exact.llama.upper.down.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        rounded.llama.upper.down, exact.llama.upper.down.astype(jnp.bfloat16)
+    )
     with pytest.raises(UsageError, match="float32, bfloat16, float16"):
         load_hf(UNTIED, dtype="int8")
 
@@ -161,7 +188,13 @@ def test_the_teachers_upper_projections_may_be_absent_altogether(tmp_path):
         with pytest.raises(UsageError, match="needs the teacher's upper q, k, v"):
             save_hf(slim, tmp_path / "out", format=format)
     with pytest.raises(CheckpointError, match="missing: model.layers.6.self_attn.k_proj.weight$"):
-        load_hf(edit(TIED, tmp_path / "some", lambda tensors: tensors.pop("model.layers.6.self_attn.k_proj.weight")))
+        load_hf(
+            edit(
+                TIED,
+                tmp_path / "some",
+                lambda tensors: tensors.pop("model.layers.6.self_attn.k_proj.weight"),
+            )
+        )
 
 
 def test_end_tokens_come_from_generation_config_first(tmp_path):
@@ -171,7 +204,9 @@ def test_end_tokens_come_from_generation_config_first(tmp_path):
     model = load_hf(path)
     assert model.eos_token_ids == (3, 4, 9)
     save_hf(model, tmp_path / "out")
-    assert (tmp_path / "out/generation_config.json").read_bytes() == (path / "generation_config.json").read_bytes()
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (
+        path / "generation_config.json"
+    ).read_bytes()
 
 
 def test_inert_extras_are_let_pass(tmp_path):
@@ -184,20 +219,27 @@ def test_inert_extras_are_let_pass(tmp_path):
     def differ(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    ):
         load_hf(edit(TIED, tmp_path / "untied", differ))
 
 
-# Writing --------------------------------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
 def test_full_round_trip_is_bit_exact(tmp_path, fixture):
     save_hf(load_hf(fixture, dtype="float32"), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     assert_same_files(tmp_path / "out", fixture)
-    original, written = (json.loads((p / "config.json").read_text()) for p in (fixture, tmp_path / "out"))
+    original, written = (
+        json.loads((p / "config.json").read_text()) for p in (fixture, tmp_path / "out")
+    )
     assert written == original
     assert open_hf(tmp_path / "out").digests and not open_hf(fixture).digests
 
@@ -211,8 +253,14 @@ def test_biased_model_round_trips_in_each_dtype(tmp_path, dtype):
         assert {file.get_slice(name).get_dtype() for name in names} == {DTYPES[dtype]}
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == dtype
     biases = {name for name in names if name.endswith(".bias")}
-    assert len(biases) == 6 * 4 + 4 + 2 * 2 and "model.layers.4.self_attn.v_proj_swiftkv.bias" in biases
-    assert "model.layers.3.self_attn.k_proj_swiftkv.bias" not in biases and "lm_head.weight" not in names
+    assert (
+        len(biases) == 6 * 4 + 4 + 2 * 2
+        and "model.layers.4.self_attn.v_proj_swiftkv.bias" in biases
+    )
+    assert (
+        "model.layers.3.self_attn.k_proj_swiftkv.bias" not in biases
+        and "lm_head.weight" not in names
+    )
     assert_same_models(load_hf(tmp_path / "out", dtype=dtype), model)
 
 
@@ -225,10 +273,15 @@ def test_each_tensor_keeps_its_own_dtype_in_a_mixed_file(tmp_path):
 
     path = edit(TIED, tmp_path / "mixed", narrow)
     opened = open_hf(path)
-    assert (opened.dtypes["lower.up"].name, opened.dtypes["lower.attn_norm"].name) == ("bfloat16", "float32")
+    assert (opened.dtypes["lower.up"].name, opened.dtypes["lower.attn_norm"].name) == (
+        "bfloat16",
+        "float32",
+    )
     write_hf(opened, tmp_path / "out")
     assert_same_files(tmp_path / "out", path)
-    assert {leaf.dtype for leaf in jax.tree.leaves(load_hf(path, dtype="bfloat16"))} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(load_hf(path, dtype="bfloat16"))} == {
+        jnp.dtype(jnp.bfloat16)
+    }
 
 
 def test_shards_and_index(tmp_path):
@@ -236,7 +289,10 @@ def test_shards_and_index(tmp_path):
     write_hf(from_model(model), tmp_path / "out", shard_bytes=20_000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
-    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))] and len(files) > 3
+    assert (
+        files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        and len(files) > 3
+    )
     assert index["metadata"]["total_size"] == sum(leaf.size * 4 for leaf in jax.tree.leaves(model))
     assert sorted(set(index["weight_map"].values())) == files
     assert_same_models(load_hf(tmp_path / "out"), model)
@@ -249,7 +305,10 @@ def test_expanded_gives_the_same_student_without_groups(tmp_path, make):
     save_hf(model, tmp_path / "out", format="expanded")
     expanded = load_hf(tmp_path / "out")
     assert model.config.key_value_group_size == 2 and expanded.config.key_value_group_size == 1
-    assert expanded.swiftkv is not None and expanded.swiftkv.k.shape[0] == 2 * model.swiftkv.k.shape[0] == 4
+    assert (
+        expanded.swiftkv is not None
+        and expanded.swiftkv.k.shape[0] == 2 * model.swiftkv.k.shape[0] == 4
+    )
     np.testing.assert_array_equal(student_logits(expanded), student_logits(model))
 
 
@@ -279,13 +338,20 @@ def test_gradients_are_exported_under_the_same_names(tmp_path):
 
 
 def test_config_is_written_as_transformers_4_reads_it(tmp_path):
-    fields = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_scaling": None, "dtype": "float32"}
+    fields = {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        "rope_scaling": None,
+        "dtype": "float32",
+    }
     path = edit(UNTIED, tmp_path / "five", **fields)
     save_hf(load_hf(path), tmp_path / "out")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "rope_parameters" not in written and "dtype" not in written
-    assert (written["rope_theta"], written["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 2.0})
-    assert Config.from_hf(written) == load_hf(path).config
+    assert (written["rope_theta"], written["rope_scaling"]) == (
+        5e5,
+        {"rope_type": "linear", "factor": 2.0},
+    )
+    assert config_from_hf(written) == load_hf(path).config
 
 
 def test_an_existing_target_is_left_alone(tmp_path):
@@ -309,7 +375,7 @@ def test_failing_half_way_leaves_nothing_behind(tmp_path):
     assert len(seen) == 5 and list(tmp_path.iterdir()) == []
 
 
-# Bad input ------------------------------------------------------------------------------------------------------
+# Bad input --------------------------------------------------------------------
 
 
 def test_every_difference_is_in_one_error(tmp_path):
@@ -323,7 +389,8 @@ def test_every_difference_is_in_one_error(tmp_path):
     with pytest.raises(CheckpointError) as error:
         load_hf(path)
     assert str(error.value) == (
-        f"{path}: missing: model.layers.2.mlp.up_proj.weight; unexpected: model.layers.9.mlp.up_proj.weight; "
+        f"{path}: missing: model.layers.2.mlp.up_proj.weight; unexpected: "
+        f"model.layers.9.mlp.up_proj.weight; "
         "wrong shape: model.norm.weight [65], expected [64]; "
         "dtype not supported yet: lm_head.weight I8 (supported: F32, BF16, F16)"
     )
@@ -336,7 +403,9 @@ def test_fp8_weights_are_refused_by_name(tmp_path):
         name = "model.layers.0.mlp.up_proj.weight"
         tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
 
-    with pytest.raises(CheckpointError, match=r"not supported yet: model\.layers\.0\.mlp\.up_proj\.weight F8_E4M3"):
+    with pytest.raises(
+        CheckpointError, match=r"not supported yet: model\.layers\.0\.mlp\.up_proj\.weight F8_E4M3"
+    ):
         load_hf(edit(UNTIED, tmp_path / "fp8", change))
 
 
@@ -345,11 +414,15 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     first, second = sorted((tmp_path / "out").glob("*.safetensors"))[:2]
     name = next(iter(load_file(first)))
     save_file(load_file(second) | {name: load_file(first)[name]}, second, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"repeated: {re.escape(name)} \(in {first.name}, {second.name}\)$"):
+    with pytest.raises(
+        CheckpointError, match=rf"repeated: {re.escape(name)} \(in {first.name}, {second.name}\)$"
+    ):
         load_hf(tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "a/b.safetensors", "..", "a\\b.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "a/b.safetensors", "..", "a\\b.safetensors"]
+)
 def test_an_index_stays_within_its_directory(tmp_path, name):
     path = edit(UNTIED, tmp_path / "index")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
@@ -370,7 +443,9 @@ def test_damaged_files_are_named(tmp_path, damage):
     path = edit(UNTIED, tmp_path / "bad")
     file = path / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes({"truncated": content[: len(content) // 2], "garbled": b"\xff" * 4000, "empty": b""}[damage])
+    file.write_bytes(
+        {"truncated": content[: len(content) // 2], "garbled": b"\xff" * 4000, "empty": b""}[damage]
+    )
     with pytest.raises(CheckpointError, match=f"{file}: not a complete safetensors file"):
         load_hf(path)
 
@@ -392,7 +467,10 @@ def test_a_flipped_byte_in_our_export_is_found(tmp_path, mesh):
 def test_pickles_are_refused(tmp_path):
     path = edit(UNTIED, tmp_path / "pickle")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: pickle files can run code; convert to safetensors"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"pytorch_model\.bin: pickle files can run code; convert to safetensors",
+    ):
         load_hf(path)
     (path / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="no weights: looked for"):
@@ -402,7 +480,10 @@ def test_pickles_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type='yarn' is not supported",
+        ),
         ({"clip_qkv": 3.0}, "unknown field 'clip_qkv'"),
         ({"key_value_group_size": 3}, "key_value_group_size=3 must divide the 4 layers"),
         ({"vocab_size": "many"}, "vocab_size"),

@@ -1,4 +1,5 @@
-"""Our Orbax directory: exact, verified leaf by leaf, and never half-written. And the digest it rests on."""
+"""Our Orbax directory: exact, verified leaf by leaf, and never half-written. And the digest it
+rests on."""
 
 import json
 import shutil
@@ -13,21 +14,35 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swiftkv_jax import CheckpointError, Config, Model, UsageError, checkpoints, load, save
-from swiftkv_jax.checkpoints import native
+from swiftkv_jax.checkpoints import orbax_io
 from swiftkv_jax.checkpoints.digest import digest
 from swiftkv_jax.checkpoints.source import from_model
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
-from swiftkv_jax.sharding import make_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
-SMALL = Config(vocab_size=16, embed_dim=8, mlp_dim=12, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, attention_bias=True)
+SMALL = Config(
+    vocab_size=16,
+    embed_dim=8,
+    mlp_dim=12,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    attention_bias=True,
+)
 
 
 def small_model(num_key_value_layers: int = 2, dtype=jnp.float32) -> Model:
-    config, numbers = SMALL.cut(num_key_value_layers, 2 if num_key_value_layers == 2 else 1), np.random.default_rng(0)
+    config, numbers = (
+        SMALL.cut(num_key_value_layers, 2 if num_key_value_layers == 2 else 1),
+        np.random.default_rng(0),
+    )
     shapes = llama_shapes(config), swiftkv_shapes(config) if config.num_upper_layers else None
-    llama, delta = jax.tree.map(lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes)
+    llama, delta = jax.tree.map(
+        lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes
+    )
     return Model(llama, delta, config=config)
 
 
@@ -51,13 +66,17 @@ def copied(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-# Round trips ----------------------------------------------------------------------------------------------------
+# Round trips ------------------------------------------------------------------
 
 
 def test_layout(saved):
     assert sorted(p.name for p in saved.iterdir()) == ["config.json", "manifest.json", "weights"]
     manifest = json.loads((saved / "manifest.json").read_text())
-    assert (manifest["format"], manifest["version"], len(manifest["leaves"])) == ("swiftkv-jax", 1, 24)
+    assert (manifest["format"], manifest["version"], len(manifest["leaves"])) == (
+        "swiftkv-jax",
+        1,
+        24,
+    )
     q = manifest["leaves"]["swiftkv.q"]
     assert q["shape"] == [4, 4, 16, 64] and q["dtype"] == "float32"
     delta = load(TIED).swiftkv
@@ -108,7 +127,7 @@ def test_a_cut_without_a_delta_and_a_student_without_the_teacher(tmp_path):
     save(slim, tmp_path / "slim")
     assert_same_models(load(tmp_path / "slim"), slim)
     with pytest.raises(CheckpointError, match="absent, so layers cannot move"):
-        native.load_orbax(tmp_path / "slim", config=model.config.cut(1))
+        orbax_io.load_orbax(tmp_path / "slim", config=model.config.cut(1))
 
 
 @pytest.mark.parametrize("cut", [(2, 3), (6, 2), (8, 1)])
@@ -121,7 +140,7 @@ def test_the_boundary_can_move_while_loading(saved, cut):
     assert_same_models(model, both)
 
 
-# Bad input ------------------------------------------------------------------------------------------------------
+# Bad input --------------------------------------------------------------------
 
 
 def test_paths_that_are_no_checkpoint(tmp_path):
@@ -136,7 +155,9 @@ def test_paths_that_are_no_checkpoint(tmp_path):
 
 def payload(path: Path, leaf: str) -> Path:
     """The file that holds a leaf's numbers."""
-    return max((path / "weights" / leaf).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    return max(
+        (path / "weights" / leaf).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0
+    )
 
 
 def test_a_flipped_byte_is_found_and_its_leaf_named(copied):
@@ -144,7 +165,9 @@ def test_a_flipped_byte_is_found_and_its_leaf_named(copied):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"lower\.down (is damaged: its digest|cannot be read)"):
+    with pytest.raises(
+        CheckpointError, match=r"lower\.down (is damaged: its digest|cannot be read)"
+    ):
         load(copied)
 
 
@@ -174,7 +197,9 @@ def test_every_difference_is_in_one_error(copied):
 def test_manifests_of_another_kind_are_refused(copied):
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
-    with pytest.raises(CheckpointError, match="version 2 is not supported; supported: 'swiftkv-jax' version 1"):
+    with pytest.raises(
+        CheckpointError, match="version 2 is not supported; supported: 'swiftkv-jax' version 1"
+    ):
         load(copied)
     (copied / "manifest.json").write_text(json.dumps(manifest | {"leaves": {"embed": 3}}))
     with pytest.raises(CheckpointError, match="malformed"):
@@ -197,11 +222,11 @@ def test_failing_half_way_leaves_nothing_behind(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        native.write_orbax(from_model(small_model()), tmp_path / "out", progress=stop)
+        orbax_io.write_orbax(from_model(small_model()), tmp_path / "out", progress=stop)
     assert len(seen) == 3 and list(tmp_path.iterdir()) == []
 
 
-# Digest ---------------------------------------------------------------------------------------------------------
+# Digest -----------------------------------------------------------------------
 
 
 def plain_digest(array: np.ndarray) -> int:
@@ -215,7 +240,9 @@ def plain_digest(array: np.ndarray) -> int:
     return total % 2**32
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.bool_]
+)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2), (4, 0), (8, 4, 3, 2)])
 def test_digest_is_its_definition(shape, dtype):
     array = (100 * jax.random.normal(jax.random.key(0), shape)).astype(dtype)
@@ -225,12 +252,16 @@ def test_digest_is_its_definition(shape, dtype):
 def test_digest_in_blocks(monkeypatch):
     array = jax.random.normal(jax.random.key(0), (11, 3, 4))
     expected = plain_digest(np.asarray(array))
-    monkeypatch.setattr(sys.modules[digest.__module__], "_BLOCK_ELEMENTS", 40)  # blocks of 3 rows, and 2 left over
+    monkeypatch.setattr(
+        sys.modules[digest.__module__], "_BLOCK_ELEMENTS", 40
+    )  # blocks of 3 rows, and 2 left over
     jax.clear_caches()
     assert digest(array) == expected
 
 
-@pytest.mark.parametrize("spec", [P(), P("data"), P("model"), P("model", "data"), P(None, ("data", "model"))])
+@pytest.mark.parametrize(
+    "spec", [P(), P("data"), P("model"), P("model", "data"), P(None, ("data", "model"))]
+)
 def test_digest_does_not_depend_on_sharding(spec):
     array = jax.random.normal(jax.random.key(0), (8, 16, 3))
     sharded = jax.device_put(array, NamedSharding(make_mesh((2, 4)), spec))

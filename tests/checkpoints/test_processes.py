@@ -1,4 +1,5 @@
-"""Two processes on this machine, one device each: what they write together is what one writes alone."""
+"""Two processes on this machine, one device each: what they write together is what one writes
+alone."""
 
 import contextlib
 import os
@@ -17,13 +18,17 @@ from swiftkv_jax import Config, Model, save_hf
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 
 ROOT = Path(__file__).parents[2]
-CONFIG = Config(vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
+CONFIG = Config(
+    vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
+)
 
 
 def model() -> Model:
     config, numbers = CONFIG.cut(2), np.random.default_rng(0)
     shapes = llama_shapes(config), swiftkv_shapes(config)
-    llama, delta = jax.tree.map(lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), jnp.float32), shapes)
+    llama, delta = jax.tree.map(
+        lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), jnp.float32), shapes
+    )
     return Model(llama, delta, config=config)
 
 
@@ -80,7 +85,11 @@ def together(tmp_path_factory) -> Path:
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context((out / f"log-{index}").open("w+")) for index in (0, 1)]
         running = [
-            stack.enter_context(subprocess.Popen([*command, str(index), __file__, str(out)], env=environment, stderr=log))
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, str(index), __file__, str(out)], env=environment, stderr=log
+                )
+            )
             for index, log in enumerate(logs)
         ]
         for process in running:  # after the first failure the other would wait for it: end both
@@ -100,5 +109,9 @@ def test_an_export_is_that_of_one_process(together, tmp_path, format):
 
 
 def test_they_continue_together_also_past_damage_that_one_of_them_sees(together):
-    for kind, step in ("checkpoints", "1"), ("checkpoints-replaced", "3"), ("checkpoints-damaged", "2"):
+    for kind, step in (
+        ("checkpoints", "1"),
+        ("checkpoints-replaced", "3"),
+        ("checkpoints-damaged", "2"),
+    ):
         assert [path.name for path in (together / "run" / kind).iterdir()] == [step]

@@ -1,4 +1,5 @@
-"""Checkpoints of 8-bit matrices: the authors' FP8 format as it is published, our own directories, and every way one can be wrong."""
+"""Checkpoints of 8-bit matrices: the authors' FP8 format as it is published, our own directories,
+and every way one can be wrong."""
 
 import copy
 import functools
@@ -15,22 +16,37 @@ from safetensors.numpy import save_file
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError, UsageError
 from swiftkv_jax.checkpoints import load, open_any
-from swiftkv_jax.checkpoints.hf import load_delta
+from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.demo import SWIFTKV
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.quantization import Quantized, Scheme, dequantize
-from swiftkv_jax.sharding import make_mesh
 from tests import tiny
 
 E4M3 = ml_dtypes.float8_e4m3fn
-ARGUMENTS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
+ARGUMENTS = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+}
 QUANTIZATION_CONFIG = {  # of Snowflake/Llama-3.1-SwiftKV-8B-Instruct-FP8
     "config_groups": {
         "group_0": {
-            "input_activations": ARGUMENTS | {"strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}},
+            "input_activations": ARGUMENTS
+            | {"strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}},
             "output_activations": None,
             "targets": ["Linear"],
-            "weights": ARGUMENTS | {"strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}},
+            "weights": ARGUMENTS
+            | {
+                "strategy": "channel",
+                "dynamic": False,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
         }
     },
     "format": "float-quantized",
@@ -57,7 +73,9 @@ def fp8_tensors(hf, scale_dtype=np.float32, seed: int = 0) -> dict[str, np.ndarr
 
 def dequantized(tensors) -> dict[str, np.ndarray]:
     return {
-        name: tensor.astype(np.float32) * tensors[f"{name}_scale"].astype(np.float32) if tensor.dtype == E4M3 else tensor
+        name: tensor.astype(np.float32) * tensors[f"{name}_scale"].astype(np.float32)
+        if tensor.dtype == E4M3
+        else tensor
         for name, tensor in tensors.items()
         if not name.endswith("_scale")
     }
@@ -65,7 +83,10 @@ def dequantized(tensors) -> dict[str, np.ndarray]:
 
 @functools.cache
 def hf_fields(**overrides):
-    return tiny.hf_config(num_hidden_layers=4, **overrides) | {"quantization_config": QUANTIZATION_CONFIG, "torch_dtype": "float32"}
+    return tiny.hf_config(num_hidden_layers=4, **overrides) | {
+        "quantization_config": QUANTIZATION_CONFIG,
+        "torch_dtype": "float32",
+    }
 
 
 def write(path: Path, hf, tensors) -> Path:
@@ -85,13 +106,19 @@ def tokens() -> jax.Array:
 
 
 def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Name -> dtype, shape and bytes, read by hand: safetensors gives NumPy no 8-bit floating-point numbers."""
+    """Name -> dtype, shape and bytes, read by hand: safetensors gives NumPy no 8-bit floating-point
+    numbers."""
     content = (path / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     header.pop("__metadata__")
-    spans = {name: [start + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
-    return {name: (entry["dtype"], entry["shape"], content[slice(*spans[name])]) for name, entry in header.items()}
+    spans = {
+        name: [start + offset for offset in entry["data_offsets"]] for name, entry in header.items()
+    }
+    return {
+        name: (entry["dtype"], entry["shape"], content[slice(*spans[name])])
+        for name, entry in header.items()
+    }
 
 
 def assert_same(a: skv.Model, b: skv.Model) -> None:
@@ -101,14 +128,16 @@ def assert_same(a: skv.Model, b: skv.Model) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-# Reading ----------------------------------------------------------------------------------------------------------------
+# Reading ----------------------------------------------------------------------
 
 
 BIASED_AND_TIED = {"attention_bias": True, "key_value_group_size": 2, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "scale_dtype"), [({}, np.float32), (BIASED_AND_TIED, ml_dtypes.bfloat16)], ids=["float32", "bfloat16, biased and tied"]
+    ("overrides", "scale_dtype"),
+    [({}, np.float32), (BIASED_AND_TIED, ml_dtypes.bfloat16)],
+    ids=["float32", "bfloat16, biased and tied"],
 )
 def test_the_authors_format(tmp_path, overrides, scale_dtype):
     hf = hf_fields(**overrides)
@@ -118,22 +147,37 @@ def test_the_authors_format(tmp_path, overrides, scale_dtype):
     assert model.swiftkv is not None
     gate, o, k = model.llama.lower.gate, model.llama.upper.o, model.swiftkv.k
     assert (gate.values.dtype, gate.scale.dtype) == (E4M3, jnp.float32)
-    assert (gate.values.shape, gate.scale.shape, o.scale.shape, k.scale.shape[1:]) == ((2, 48, 32), (2, 48), (2, 32), (2, 8))
+    assert (gate.values.shape, gate.scale.shape, o.scale.shape, k.scale.shape[1:]) == (
+        (2, 48, 32),
+        (2, 48),
+        (2, 32),
+        (2, 8),
+    )
 
     name = "model.layers.3.self_attn.o_proj.weight"
-    np.testing.assert_array_equal(o.values[1].reshape(32, 32).view(np.uint8), tensors[name].view(np.uint8))
+    np.testing.assert_array_equal(
+        o.values[1].reshape(32, 32).view(np.uint8), tensors[name].view(np.uint8)
+    )
     np.testing.assert_array_equal(o.scale[1], tensors[f"{name}_scale"][:, 0].astype(np.float32))
     name = "model.layers.2.self_attn.k_proj_swiftkv.weight"
-    np.testing.assert_array_equal(k.scale[0].reshape(16, 1), tensors[f"{name}_scale"].astype(np.float32))
+    np.testing.assert_array_equal(
+        k.scale[0].reshape(16, 1), tensors[f"{name}_scale"].astype(np.float32)
+    )
 
     plain = tiny.model_of(hf, dequantized(tensors))
-    np.testing.assert_allclose(skv.logits(model, tokens()), skv.logits(plain, tokens()), atol=3e-5, rtol=1e-5)
+    np.testing.assert_allclose(
+        skv.logits(model, tokens()), skv.logits(plain, tokens()), atol=3e-5, rtol=1e-5
+    )
     assert_same(skv.load(tmp_path / "fp8", quantization="none"), plain)
 
 
 def test_half_of_the_bytes_stay_half(fp8):
     model = skv.load(fp8, dtype="bfloat16")
-    assert model.dtype == jnp.bfloat16 and model.llama.lower_qkv.q.values.dtype == E4M3 and model.llama.lower.mlp_norm.dtype == jnp.bfloat16
+    assert (
+        model.dtype == jnp.bfloat16
+        and model.llama.lower_qkv.q.values.dtype == E4M3
+        and model.llama.lower.mlp_norm.dtype == jnp.bfloat16
+    )
     dequantised = skv.load(fp8, dtype="bfloat16", quantization="none")
     expected = dequantize(model.llama.lower.down, jnp.bfloat16)
     np.testing.assert_array_equal(dequantised.llama.lower.down, expected)
@@ -147,7 +191,9 @@ def test_read_straight_into_shards(fp8, shape, quantization):
     assert_same(model, skv.load(fp8, quantization=quantization))
     for leaf, heads in (model.llama.lower_qkv.q, 2), (model.llama.lower.gate, 24):
         for array in jax.tree.leaves(leaf):
-            assert array.sharding.mesh == mesh and array.addressable_shards[0].data.shape[1] == heads
+            assert (
+                array.sharding.mesh == mesh and array.addressable_shards[0].data.shape[1] == heads
+            )
     assert quantization or model.llama.lower.down.scale.is_fully_replicated
 
 
@@ -161,9 +207,17 @@ def test_any_checkpoint_is_quantised_while_it_is_read(tmp_path, format, shape):
     model = skv.load(path, quantization=format, mesh=mesh, dtype="bfloat16")
     assert model.quantization == Scheme(format)
     down = model.llama.upper.down
-    assert isinstance(down, Quantized) and not isinstance(model.llama.embed, Quantized) and model.llama.lm_head.dtype == jnp.bfloat16
-    original = tensors["model.layers.3.mlp.down_proj.weight"]  # quantised from float32, not from bfloat16
-    np.testing.assert_allclose(down.scale[1], np.abs(original).max(axis=1) / (448 if format == "fp8" else 127), rtol=1e-6)
+    assert (
+        isinstance(down, Quantized)
+        and not isinstance(model.llama.embed, Quantized)
+        and model.llama.lm_head.dtype == jnp.bfloat16
+    )
+    original = tensors[
+        "model.layers.3.mlp.down_proj.weight"
+    ]  # quantised from float32, not from bfloat16
+    np.testing.assert_allclose(
+        down.scale[1], np.abs(original).max(axis=1) / (448 if format == "fp8" else 127), rtol=1e-6
+    )
     if mesh is not None:
         assert down.values.addressable_shards[0].data.shape == (2, 32, 24)
         assert_same(model, skv.load(path, quantization=format, dtype="bfloat16"))
@@ -177,11 +231,14 @@ def test_a_plain_llama_is_quantised_and_cut(fp8, tmp_path):
     assert_same(load(tmp_path / "orbax", config=model.config), model)
     skv.save_hf(model, tmp_path / "plain")  # no upper layer at all
     plain = skv.load(tmp_path / "plain")
-    assert plain.llama.upper.gate.values.shape == (0, 48, 32) and plain.llama.upper.gate.values.dtype == E4M3
+    assert (
+        plain.llama.upper.gate.values.shape == (0, 48, 32)
+        and plain.llama.upper.gate.values.dtype == E4M3
+    )
     np.testing.assert_array_equal(plain.llama.lower.o.scale[3], model.llama.upper.o.scale[0])
 
 
-# Writing ----------------------------------------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------
 
 
 def test_round_trip_is_bit_exact(fp8, tmp_path):
@@ -200,7 +257,10 @@ def test_what_was_quantised_here_is_written_in_that_format(tmp_path):
     skv.save_hf(model, tmp_path / "out")
     found = stored(tmp_path / "out")
     name = "model.layers.2.self_attn.v_proj_swiftkv.weight"
-    assert found[name][:2] == ("F8_E4M3", [16, 32]) and found[f"{name}_scale"][:2] == ("F32", [16, 1])
+    assert found[name][:2] == ("F8_E4M3", [16, 32]) and found[f"{name}_scale"][:2] == (
+        "F32",
+        [16, 1],
+    )
     assert len(found) == len(tiny.tensors_for(hf)) + 7 * 4 + 3 * 2
     assert_same(skv.load(tmp_path / "out"), model)
 
@@ -224,15 +284,21 @@ def test_our_own_directories(tmp_path):
     assert_same(skv.load(tmp_path / "out"), model)
     assert_same(skv.load(tmp_path / "out", mesh=make_mesh((2, 2))), model)
     leaf = tmp_path / "out/weights/lower.gate.values"
-    assert leaf.is_dir() and len(list((tmp_path / "out/weights").iterdir())) == len(jax.tree.leaves(model))
+    assert leaf.is_dir() and len(list((tmp_path / "out/weights").iterdir())) == len(
+        jax.tree.leaves(model)
+    )
     unquantised = skv.load(tmp_path / "out", quantization="none")
-    np.testing.assert_array_equal(unquantised.llama.upper.o, dequantize(model.llama.upper.o, jnp.float32))
+    np.testing.assert_array_equal(
+        unquantised.llama.upper.o, dequantize(model.llama.upper.o, jnp.float32)
+    )
 
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     del manifest["leaves"]["upper.up.scale"]
     manifest["leaves"]["lower.up.values"]["dtype"] = "bfloat16"
     (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"missing: upper\.up\.scale; wrong dtype: lower\.up\.values bfloat16"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: upper\.up\.scale; wrong dtype: lower\.up\.values bfloat16"
+    ):
         skv.load(tmp_path / "out")
 
 
@@ -247,29 +313,62 @@ def test_conversion_keeps_eight_bits(fp8, tmp_path, capsys):
     assert convert(["inspect", str(fp8)]) == 0
     report = capsys.readouterr().out
     plain = tiny.tensors_for(hf_fields())
-    assert f"{sum(tensor.size for tensor in plain.values()):,} =" in report and "float8_e4m3fn" in report
+    assert (
+        f"{sum(tensor.size for tensor in plain.values()):,} =" in report
+        and "float8_e4m3fn" in report
+    )
 
 
-# Refusals ---------------------------------------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------
 
 
-WEIGHT, SCALE = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight_scale"
+WEIGHT, SCALE = (
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight_scale",
+)
 BAD = {
     "no scale": (lambda t: t.pop(SCALE), f"missing: {SCALE}$"),
     "no weight": (lambda t: t.pop(WEIGHT), f"missing: {WEIGHT}$"),
-    "a scale too many": (lambda t: t.update({"lm_head.weight_scale": np.ones((61, 1), np.float32)}), "unexpected: lm_head.weight_scale$"),
-    "scale of inputs": (lambda t: t.update({"model.layers.0.mlp.up_proj.input_scale": np.ones(1)}), "unexpected: .*input_scale"),
-    "scale per tensor": (lambda t: t.update({SCALE: t[SCALE][:1]}), rf"wrong shape: {SCALE} \[1, 1\], expected \[32, 1\]"),
-    "flat scale": (lambda t: t.update({SCALE: t[SCALE][:, 0]}), rf"wrong shape: {SCALE} \[32\], expected \[32, 1\]"),
-    "weight not quantised": (lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.float32)}), rf"{WEIGHT} F32 \(supported: F8_E4M3\)"),
-    "weight of integers": (lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.int8)}), rf"{WEIGHT} I8 \(supported: F8_E4M3\)"),
+    "a scale too many": (
+        lambda t: t.update({"lm_head.weight_scale": np.ones((61, 1), np.float32)}),
+        "unexpected: lm_head.weight_scale$",
+    ),
+    "scale of inputs": (
+        lambda t: t.update({"model.layers.0.mlp.up_proj.input_scale": np.ones(1)}),
+        "unexpected: .*input_scale",
+    ),
+    "scale per tensor": (
+        lambda t: t.update({SCALE: t[SCALE][:1]}),
+        rf"wrong shape: {SCALE} \[1, 1\], expected \[32, 1\]",
+    ),
+    "flat scale": (
+        lambda t: t.update({SCALE: t[SCALE][:, 0]}),
+        rf"wrong shape: {SCALE} \[32\], expected \[32, 1\]",
+    ),
+    "weight not quantised": (
+        lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.float32)}),
+        rf"{WEIGHT} F32 \(supported: F8_E4M3\)",
+    ),
+    "weight of integers": (
+        lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.int8)}),
+        rf"{WEIGHT} I8 \(supported: F8_E4M3\)",
+    ),
     "norm quantised": (
         lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype(E4M3)}),
         r"model.norm.weight F8_E4M3 \(supported: F32, BF16, F16\)",
     ),
-    "two at a time": (lambda t: [t.pop(SCALE), t.pop("model.norm.weight")], f"missing: {SCALE}, model.norm.weight$"),
-    "scale not finite": (lambda t: t.update({SCALE: t[SCALE] * np.float32(np.nan)}), f"{SCALE} has scales that are negative or not finite"),
-    "negative scale": (lambda t: t.update({SCALE: -t[SCALE]}), f"{SCALE} has scales that are negative or not finite"),
+    "two at a time": (
+        lambda t: [t.pop(SCALE), t.pop("model.norm.weight")],
+        f"missing: {SCALE}, model.norm.weight$",
+    ),
+    "scale not finite": (
+        lambda t: t.update({SCALE: t[SCALE] * np.float32(np.nan)}),
+        f"{SCALE} has scales that are negative or not finite",
+    ),
+    "negative scale": (
+        lambda t: t.update({SCALE: -t[SCALE]}),
+        f"{SCALE} has scales that are negative or not finite",
+    ),
 }
 
 
@@ -285,30 +384,61 @@ def test_damaged_tensors(tmp_path, name):
 
 def test_eight_bits_without_a_config(tmp_path):
     hf = {name: value for name, value in hf_fields().items() if name != "quantization_config"}
-    with pytest.raises(CheckpointError, match=r"unexpected: .*o_proj.weight_scale.*o_proj.weight F8_E4M3 \(supported: F32"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"unexpected: .*o_proj.weight_scale.*o_proj.weight F8_E4M3 \(supported: F32",
+    ):
         skv.load(write(tmp_path / "bad", hf, fp8_tensors(hf)))
 
 
 GROUP = "config_groups.group_0"
 REFUSED = {  # path of a field, another value, what the error says of it
-    "another method": ("quant_method", "gptq", "quant_method='gptq' is not supported; supported: 'compressed-tensors'"),
+    "another method": (
+        "quant_method",
+        "gptq",
+        "quant_method='gptq' is not supported; supported: 'compressed-tensors'",
+    ),
     "packed integers": ("format", "pack-quantized", "format='pack-quantized'"),
     "not compressed": ("quantization_status", "frozen", "quantization_status='frozen'"),
     "quantised head": ("ignore", [], r"ignore=\[\]"),
     "quantised cache": ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme="),
-    "no groups": ("config_groups", {}, r"config_groups=\{\} is not supported; supported: one group"),
+    "no groups": (
+        "config_groups",
+        {},
+        r"config_groups=\{\} is not supported; supported: one group",
+    ),
     "groups as text": ("config_groups", "all", "config_groups='all'"),
     "some layers": (f"{GROUP}.targets", ["re:.*mlp.*"], r"group_0\.targets="),
-    "quantised outputs": (f"{GROUP}.output_activations", {"num_bits": 8}, r"group_0\.output_activations="),
-    "four bits": (f"{GROUP}.weights.num_bits", 4, r"weights\.num_bits=4 is not supported; supported: 8"),
+    "quantised outputs": (
+        f"{GROUP}.output_activations",
+        {"num_bits": 8},
+        r"group_0\.output_activations=",
+    ),
+    "four bits": (
+        f"{GROUP}.weights.num_bits",
+        4,
+        r"weights\.num_bits=4 is not supported; supported: 8",
+    ),
     "integers": (f"{GROUP}.weights.type", "int", r"weights\.type='int'"),
     "per tensor": (f"{GROUP}.weights.strategy", "tensor", r"weights\.strategy='tensor'"),
     "groups of weights": (f"{GROUP}.weights.group_size", 128, r"weights\.group_size=128"),
     "asymmetric": (f"{GROUP}.weights.symmetric", False, r"weights\.symmetric=False"),
     "no weights": (f"{GROUP}.weights", None, r"weights=None must be an object"),
-    "static activations": (f"{GROUP}.input_activations.dynamic", False, r"input_activations\.dynamic=False"),
-    "activations per tensor": (f"{GROUP}.input_activations.strategy", "tensor", r"input_activations\.strategy='tensor'"),
-    "activations as they are": (f"{GROUP}.input_activations", None, "input_activations=None must be an object"),
+    "static activations": (
+        f"{GROUP}.input_activations.dynamic",
+        False,
+        r"input_activations\.dynamic=False",
+    ),
+    "activations per tensor": (
+        f"{GROUP}.input_activations.strategy",
+        "tensor",
+        r"input_activations\.strategy='tensor'",
+    ),
+    "activations as they are": (
+        f"{GROUP}.input_activations",
+        None,
+        "input_activations=None must be an object",
+    ),
     "unknown field": (f"{GROUP}.weights.rotation", "hadamard", "weights: unknown field 'rotation'"),
     "unknown field on top": ("smoothing", 0.5, "quantization_config: unknown field 'smoothing'"),
     "sparse": ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config="),
@@ -322,7 +452,7 @@ def test_other_quantisations(name):
     *parents, last = path.split(".")
     functools.reduce(lambda node, key: node[key], parents, fields)[last] = value
     with pytest.raises(ConfigError, match=message) as error:
-        skv.Config.from_hf(hf_fields() | {"quantization_config": fields})
+        config_from_hf(hf_fields() | {"quantization_config": fields})
     assert "quantization_config" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -343,17 +473,22 @@ def test_quantised_models_are_for_inference(fp8, tmp_path):
 def test_other_formats_than_the_stored_one(fp8, tmp_path):
     with pytest.raises(UsageError, match=r"quantization 'int8': .* is fp8 already"):
         skv.load(fp8, quantization="int8")
-    with pytest.raises(UsageError, match="quantization 'int4' is not known; choose none or fp8 or int8"):
+    with pytest.raises(
+        UsageError, match="quantization 'int4' is not known; choose none or fp8 or int8"
+    ):
         skv.load(fp8, quantization="int4")  # pyright: ignore[reportArgumentType]
     assert_same(skv.load(fp8, quantization="fp8"), skv.load(fp8))
     hf = tiny.hf_config(num_hidden_layers=4)
     model = skv.load(write(tmp_path / "plain", hf, tiny.tensors_for(hf)), quantization="int8")
-    with pytest.raises(UsageError, match="format full: not for int8 weights; use save, or load them with quantization='none'"):
+    with pytest.raises(
+        UsageError,
+        match="format full: not for int8 weights; use save, or load them with quantization='none'",
+    ):
         skv.save_hf(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-# Quality ----------------------------------------------------------------------------------------------------------------
+# Quality ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("format", "agreement"), [("fp8", 0.9), ("int8", 0.95)])
@@ -361,12 +496,17 @@ def test_the_demo_model_says_the_same(format, agreement):
     text = Path(skv.__file__).read_text() + Path(__file__).read_text()
     model = skv.load(SWIFTKV)
     ids = jnp.asarray(model.tokenizer(text)["input_ids"][: 4 * 128]).reshape(4, 128)
-    before, after = (np.asarray(skv.logits(m, ids)) for m in (model, skv.load(SWIFTKV, quantization=format)))
+    before, after = (
+        np.asarray(skv.logits(m, ids)) for m in (model, skv.load(SWIFTKV, quantization=format))
+    )
 
     def perplexity(logits) -> float:
         log_p = jax.nn.log_softmax(logits[:, :-1])
         return float(jnp.exp(-jnp.take_along_axis(log_p, ids[:, 1:, None], axis=-1).mean()))
 
     same = (before.argmax(-1) == after.argmax(-1)).mean()
-    print(f"{format}: perplexity {perplexity(before):.4f} to {perplexity(after):.4f}, top token the same in {100 * same:.1f} %")
+    print(
+        f"{format}: perplexity {perplexity(before):.4f} to {perplexity(after):.4f}, top token the "
+        f"same in {100 * same:.1f} %"
+    )
     assert same > agreement and abs(perplexity(after) / perplexity(before) - 1) < 0.02

@@ -1,4 +1,5 @@
-"""Compile a function for a described machine, and read what its compiler says of the kernels in it."""
+"""Compile a function for a described machine, and read what its compiler says of the kernels in
+it."""
 
 import os
 import re
@@ -20,14 +21,18 @@ class Kernel(NamedTuple):
     spilled: int  # bytes of spill stores and loads
     wgmma: int  # instructions in the PTX
     tma: int
-    warned: bool  # ptxas lost what was asked for: WGMMAs in series (C7510), register counts ignored (C7508)
+    # ptxas lost what was asked for: WGMMAs in series (C7510), register counts ignored (C7508)
+    warned: bool
 
 
 def compile_for(topology: str, function, *shapes):
-    """(compiled, [Kernel]) on one device of `topology`. Shapes are `ShapeDtypeStruct`s or trees of them."""
+    """(compiled, [Kernel]) on one device of `topology`. Shapes are `ShapeDtypeStruct`s or trees of
+    them."""
     mesh = topology_mesh(topology, (1, 1))
     place = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return with_kernels(jax.jit(function).lower(*shapes))
 
@@ -50,7 +55,8 @@ def _read(log: Path) -> Kernel:
         spilled=sum(int(number) for number in re.findall(r"(\d+) bytes spill", report)),
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         tma=len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
-        warned=re.search(r"\bC75(?!19)\d\d\b", report) is not None,  # C7519 only says where it added a wait for registers
+        warned=re.search(r"\bC75(?!19)\d\d\b", report)
+        is not None,  # C7519 only says where it added a wait for registers
     )
 
 

@@ -35,15 +35,32 @@ def check(function, *shapes, kernels: int):
 
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 def test_prefill_chunk(head_dim):
-    q, kv, rows = shape(2, 2048, N, head_dim), shape(2, K, 8192, head_dim), shape(2, dtype=jnp.int32)
+    q, kv, rows = (
+        shape(2, 2048, N, head_dim),
+        shape(2, K, 8192, head_dim),
+        shape(2, dtype=jnp.int32),
+    )
     op = functools.partial(prefill_attention, implementation="hopper")
-    check(lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths), q, kv, kv, rows, rows, kernels=1)
+    check(
+        lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths),
+        q,
+        kv,
+        kv,
+        rows,
+        rows,
+        kernels=1,
+    )
 
 
 def piece_operands(head_dim, page):
     """Shapes of (q, k, v, options): pieces of 128 queries in a pool of 4096 blocks, 64 to a row."""
     rows, kv = shape(20, dtype=jnp.int32), shape(4096, K, page, head_dim)
-    return shape(20, 128, N, head_dim), kv, kv, {"q_offset": rows, "lengths": rows, "block_table": shape(20, 64, dtype=jnp.int32)}
+    return (
+        shape(20, 128, N, head_dim),
+        kv,
+        kv,
+        {"q_offset": rows, "lengths": rows, "page_table": shape(20, 64, dtype=jnp.int32)},
+    )
 
 
 @pytest.mark.parametrize("page", [64, 128, 256])
@@ -52,20 +69,31 @@ def test_prefill_of_pieces(head_dim, page):
     """The pool is read as it lies there."""
     op = functools.partial(prefill_attention, implementation="hopper")
     operands = piece_operands(head_dim, page)
-    memory = check(lambda q, k, v, options: op(q, k, v, **options), *operands, kernels=1).memory_analysis()
+    memory = check(
+        lambda q, k, v, options: op(q, k, v, **options), *operands, kernels=1
+    ).memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < operands[1].size * 2 / 8
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 def test_training(head_dim, packed):
-    """Forward and backward, 8k tokens: three kernels, and nothing of the size of T x S around them."""
+    """Forward and backward, 8k tokens: three kernels, and nothing of the size of T x S around
+    them."""
     length = 8192
-    q, kv, ids = shape(1, length, N, head_dim), shape(1, K, length, head_dim), shape(1, length, dtype=jnp.int32)
+    q, kv, ids = (
+        shape(1, length, N, head_dim),
+        shape(1, K, length, head_dim),
+        shape(1, length, dtype=jnp.int32),
+    )
 
     def gradient(q, k, v, ids):
-        op = functools.partial(prefill_attention, segment_ids=ids if packed else None, implementation="hopper")
-        return jax.grad(lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
+        op = functools.partial(
+            prefill_attention, segment_ids=ids if packed else None, implementation="hopper"
+        )
+        return jax.grad(
+            lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2)
+        )(q, k, v)
 
     compiled = check(gradient, q, kv, kv, ids, kernels=3)
     memory = compiled.memory_analysis()
@@ -89,7 +117,7 @@ def decode_operands(head_dim, cache_format, slots, length, paged, page=256):
     scale = shape(blocks, K, positions, dtype=jnp.float32)
     options = {} if cache_format == "bfloat16" else {"k_scale": scale, "v_scale": scale}
     if paged:
-        options["block_table"] = shape(slots, length // page, dtype=jnp.int32)
+        options["page_table"] = shape(slots, length // page, dtype=jnp.int32)
     return shape(slots, 1, N, head_dim), kv, kv, shape(slots, dtype=jnp.int32), options
 
 
@@ -98,5 +126,10 @@ def test_decode(head_dim, cache_format, slots, length, paged):
     """The kernel reads the cache as it lies there: no copy of it, in any format."""
     op = functools.partial(decode_attention, implementation="hopper")
     operands = decode_operands(head_dim, cache_format, slots, length, paged)
-    memory = check(lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=1).memory_analysis()
-    assert memory is not None and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8
+    memory = check(
+        lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=1
+    ).memory_analysis()
+    assert (
+        memory is not None
+        and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8
+    )

@@ -1,4 +1,5 @@
-"""The whole prefill and decode programs of Llama-3.1-8B and 70B, for machines that are not here: kernels, and memory."""
+"""The whole prefill and decode programs of Llama-3.1-8B and 70B, for machines that are not here:
+kernels, and memory."""
 
 import math
 from typing import Any
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.infer.shapes import lower_program
+from swiftkv_jax.infer.runner.shapes import lower_program
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import with_kernels
@@ -26,7 +27,8 @@ SHAPE: dict[str, Any] = {"batch": SLOTS, "max_model_len": 4096}
 
 
 def check(name, lowered, config, swiftkv: bool):
-    """Kernels are there, the cache is updated in place, all fits: (memory figures, bytes of one device's cache)."""
+    """Kernels are there, the cache is updated in place, all fits: (memory figures, bytes of one
+    device's cache)."""
     _, topology, mesh, available = MACHINES[name]
     compiled, kernels = with_kernels(lowered)
     on_gpu = topology.startswith("h200")
@@ -35,8 +37,16 @@ def check(name, lowered, config, swiftkv: bool):
     target = "mosaic_gpu" if on_gpu else "tpu_custom_call"
     assert str(compiled.as_text()).count(target) >= config.num_lower_layers
     memory = compiled.memory_analysis()
-    cache = SLOTS * SHAPE["max_model_len"] * bytes_per_token(config, jnp.bfloat16, swiftkv=swiftkv) / math.prod(mesh)
-    print(f"{name}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
+    cache = (
+        SLOTS
+        * SHAPE["max_model_len"]
+        * bytes_per_token(config, jnp.bfloat16, swiftkv=swiftkv)
+        / math.prod(mesh)
+    )
+    print(
+        f"{name}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, temporaries "
+        f"{memory.temp_size_in_bytes / MIB:.1f} MiB"
+    )
     assert memory.alias_size_in_bytes >= cache
     assert memory.peak_memory_in_bytes < 0.9 * available * GIB
     return memory
@@ -45,8 +55,11 @@ def check(name, lowered, config, swiftkv: bool):
 @pytest.mark.parametrize("name", MACHINES)
 def test_decode(name):
     config, topology, mesh, _ = MACHINES[name]
-    lowered = lower_program(config, ("decode", SLOTS), **SHAPE, steps=8, mesh=topology_mesh(topology, mesh))
-    # With one key/value head to a device a TPU turns the boundary projection around, once in a call.
+    lowered = lower_program(
+        config, ("decode", SLOTS), **SHAPE, steps=8, mesh=topology_mesh(topology, mesh)
+    )
+    # With one key/value head to a device a TPU turns the boundary projection around, once in a
+    # call.
     bound = 64 if config is LLAMA_8B or topology.startswith("h200") else 320
     assert check(name, lowered, config, True).temp_size_in_bytes <= bound * MIB
 
@@ -54,6 +67,8 @@ def test_decode(name):
 @pytest.mark.parametrize("name", MACHINES)
 def test_prefill(name):
     config, topology, mesh, _ = MACHINES[name]
-    lowered = lower_program(config, ("prefill", CHUNK, None), **SHAPE, mesh=topology_mesh(topology, mesh))
+    lowered = lower_program(
+        config, ("prefill", CHUNK, None), **SHAPE, mesh=topology_mesh(topology, mesh)
+    )
     memory = check(name, lowered, config, True)
     assert memory.temp_size_in_bytes < 2 * GIB

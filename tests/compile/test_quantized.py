@@ -1,4 +1,5 @@
-"""Products with 8-bit matrices at Llama-3.1-8B's shapes, for machines that are not here: the matrix units that run them, and no copies."""
+"""Products with 8-bit matrices at Llama-3.1-8B's shapes, for machines that are not here: the matrix
+units that run them, and no copies."""
 
 import math
 import re
@@ -7,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.infer.weights import weight_shapes
-from swiftkv_jax.layers import finish_layer, project_heads
-from swiftkv_jax.model import project_fused_kv
+from swiftkv_jax.infer.runner.weights import weight_shapes
+from swiftkv_jax.layers import output_and_mlp, project_heads
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.quantization import Scheme
+from swiftkv_jax.transformer import project_fused_kv
 from tests.compile.compiled import compile_for
 
 MIB = 2**20
@@ -30,8 +31,9 @@ SHAPE = re.compile(r"(\w+)\[([\d,]+)\]")
 
 
 def layer(block, qkv, norm, kv, x, rope):
-    """What a token goes through at the boundary, but for attention: a layer, and the keys and values of two groups."""
-    x = finish_layer(CONFIG, block, x, project_heads(x, qkv.q, None))
+    """What a token goes through at the boundary, but for attention: a layer, and the keys and
+    values of two groups."""
+    x = output_and_mlp(CONFIG, block, x, project_heads(x, qkv.q, None))
     return x, project_fused_kv(CONFIG, norm, kv, None, x, rope)
 
 
@@ -39,30 +41,61 @@ def elements(dimensions: str) -> int:
     return math.prod(int(size) for size in dimensions.split(","))
 
 
-DECODE, PREFILL = (64, 1, 32), (20, 128, 256)  # rows, tokens of each, and MiB of temporaries; `gate` alone is 112 in bfloat16
+DECODE, PREFILL = (
+    (64, 1, 32),
+    (20, 128, 256),
+)  # rows, tokens of each, and MiB of temporaries; `gate` alone is 112 in bfloat16
 
 
 @pytest.mark.parametrize(
-    ("name", "program"), [*((name, DECODE) for name in CASES), ("H200 fp8", PREFILL), ("H200 int8", PREFILL), ("v6e int8", PREFILL)]
+    ("name", "program"),
+    [
+        *((name, DECODE) for name in CASES),
+        ("H200 fp8", PREFILL),
+        ("H200 int8", PREFILL),
+        ("v6e int8", PREFILL),
+    ],
 )
 def test_no_matrix_is_dequantised_in_memory(name, program):
     (topology, scheme), (rows, length, temporaries) = CASES[name], program
     weights = weight_shapes(CONFIG, True, jnp.bfloat16, scheme)
     x = jax.ShapeDtypeStruct((rows, length, CONFIG.embed_dim), jnp.bfloat16)
     rope = jax.ShapeDtypeStruct((2, rows, length, CONFIG.head_dim // 2), jnp.float32)
-    compiled, _ = compile_for(topology, layer, weights.lower[0], weights.lower_qkv[0], weights.boundary_norm, weights.kv, x, rope)
+    compiled, _ = compile_for(
+        topology,
+        layer,
+        weights.lower[0],
+        weights.lower_qkv[0],
+        weights.norm_swiftkv,
+        weights.kv,
+        x,
+        rope,
+    )
     text, memory = str(compiled.as_text()), compiled.memory_analysis()
 
     assert memory is not None
     entry = text[text.index("\nENTRY") :]
-    held = [SHAPE.match(made) for made in re.findall(r"^ +(?:ROOT )?%\S+ = \(?(\w+\[[\d,]+\])", entry, re.MULTILINE)]
-    wide = {found[0] for found in held if found and found[1] in ("bf16", "f32", "f16") and elements(found[2]) in MATRICES}
-    assert any(found and found[1] in ("f8e4m3fn", "s8") and elements(found[2]) in MATRICES for found in held)
+    held = [
+        SHAPE.match(made)
+        for made in re.findall(r"^ +(?:ROOT )?%\S+ = \(?(\w+\[[\d,]+\])", entry, re.MULTILINE)
+    ]
+    wide = {
+        found[0]
+        for found in held
+        if found and found[1] in ("bf16", "f32", "f16") and elements(found[2]) in MATRICES
+    }
+    assert any(
+        found and found[1] in ("f8e4m3fn", "s8") and elements(found[2]) in MATRICES
+        for found in held
+    )
     assert not wide, f"dequantised copies: {wide}"
     print(f"{name}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
     assert memory.temp_size_in_bytes <= temporaries * MIB
 
-    operands = [re.findall(r"%(\S+?)[,)]", dot) for dot in re.findall(r" (?:dot|convolution)\((%[^)]*\))", text)]
+    operands = [
+        re.findall(r"%(\S+?)[,)]", dot)
+        for dot in re.findall(r" (?:dot|convolution)\((%[^)]*\))", text)
+    ]
     dtypes = dict(re.findall(r"%(\S+) = (\w+)\[", text))
     multiplied = [{dtypes[operand] for operand in pair} for pair in operands]
     assert len(multiplied) >= 4 or "__cublas" in text

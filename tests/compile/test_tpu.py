@@ -14,7 +14,8 @@ TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
 
 
 def check(topology, function, *shapes, kernels: int):
-    """Mosaic's compiler refuses what does not fit VMEM or cannot be laid out, so a program that comes out is a proof."""
+    """Mosaic's compiler refuses what does not fit VMEM or cannot be laid out, so a program that
+    comes out is a proof."""
     compiled, _ = compile_for(topology, function, *shapes)
     assert str(compiled.as_text()).count('custom_call_target="tpu_custom_call"') == kernels
     return compiled
@@ -23,9 +24,22 @@ def check(topology, function, *shapes, kernels: int):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 def test_prefill_chunk(head_dim, topology):
-    q, kv, rows = shape(2, 2048, N, head_dim), shape(2, K, 8192, head_dim), shape(2, dtype=jnp.int32)
+    q, kv, rows = (
+        shape(2, 2048, N, head_dim),
+        shape(2, K, 8192, head_dim),
+        shape(2, dtype=jnp.int32),
+    )
     op = functools.partial(prefill_attention, implementation="tpu")
-    check(topology, lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths), q, kv, kv, rows, rows, kernels=1)
+    check(
+        topology,
+        lambda q, k, v, offset, lengths: op(q, k, v, q_offset=offset, lengths=lengths),
+        q,
+        kv,
+        kv,
+        rows,
+        rows,
+        kernels=1,
+    )
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -35,8 +49,13 @@ def test_prefill_of_pieces(head_dim, page, topology):
     """The pool is read as it lies there."""
     op = functools.partial(prefill_attention, implementation="tpu")
     *arrays, options = piece_operands(head_dim, page)
-    q, k, v = arrays[0], *(shape(2**19 // page, K, page, head_dim) for _ in "kv")  # 1 GiB with H = 128, for every chip
-    memory = check(topology, lambda q, k, v, options: op(q, k, v, **options), q, k, v, options, kernels=1).memory_analysis()
+    q, k, v = (
+        arrays[0],
+        *(shape(2**19 // page, K, page, head_dim) for _ in "kv"),
+    )  # 1 GiB with H = 128, for every chip
+    memory = check(
+        topology, lambda q, k, v, options: op(q, k, v, **options), q, k, v, options, kernels=1
+    ).memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < k.size * 2 / 8
 
 
@@ -45,11 +64,19 @@ def test_prefill_of_pieces(head_dim, page, topology):
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 def test_training(head_dim, packed, topology):
     length = 8192
-    q, kv, ids = shape(1, length, N, head_dim), shape(1, K, length, head_dim), shape(1, length, dtype=jnp.int32)
+    q, kv, ids = (
+        shape(1, length, N, head_dim),
+        shape(1, K, length, head_dim),
+        shape(1, length, dtype=jnp.int32),
+    )
 
     def gradient(q, k, v, ids):
-        op = functools.partial(prefill_attention, segment_ids=ids if packed else None, implementation="tpu")
-        return jax.grad(lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
+        op = functools.partial(
+            prefill_attention, segment_ids=ids if packed else None, implementation="tpu"
+        )
+        return jax.grad(
+            lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2)
+        )(q, k, v)
 
     compiled = check(topology, gradient, q, kv, kv, ids, kernels=3)
     assert f"{length},{length}" not in str(compiled.as_text())
@@ -61,5 +88,13 @@ def test_decode(head_dim, cache_format, slots, length, paged, topology):
     """The kernel reads the cache as it lies there: no copy of it, in any format."""
     op = functools.partial(decode_attention, implementation="tpu")
     operands = decode_operands(head_dim, cache_format, slots, length, paged)
-    memory = check(topology, lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=1).memory_analysis()
-    assert memory is not None and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8
+    memory = check(
+        topology,
+        lambda q, k, v, length, options: op(q, k, v, length, **options),
+        *operands,
+        kernels=1,
+    ).memory_analysis()
+    assert (
+        memory is not None
+        and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8
+    )

@@ -1,4 +1,5 @@
-"""The whole train step at true size, for machines that are not here: it fits, and the plan says so beforehand."""
+"""The whole train step at true size, for machines that are not here: it fits, and the plan says so
+beforehand."""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,18 @@ import pytest
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.hardware import GIB, hardware_of
-from swiftkv_jax.model import Remat
+from swiftkv_jax.mesh import parse_mesh
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B, LLAMA_405B
-from swiftkv_jax.sharding import parse_mesh
 from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.train.memory import fits, memory_per_device
 from swiftkv_jax.train.plan import lower_step
 from swiftkv_jax.train.recipe import Recipe
+from swiftkv_jax.transformer import Remat
 from tests.compile.compiled import with_kernels
 
-RUNS: dict[str, tuple[Config, str, str, int, Remat]] = {  # model, topology, mesh, rows of 8,192 tokens, remat
+RUNS: dict[
+    str, tuple[Config, str, str, int, Remat]
+] = {  # model, topology, mesh, rows of 8,192 tokens, remat
     "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 4, "mlp"),
     "8B on an H200 without recomputing": (LLAMA_8B, "h200:1", "1x1", 2, "none"),
     "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=8", 8, "mlp"),
@@ -36,11 +39,18 @@ def test_it_fits_as_planned(name):
     hardware = hardware_of(mesh.devices.flat[0].device_kind)
     assert hardware is not None
     figures: Any = compiled.memory_analysis()
-    peak, planned = figures.peak_memory_in_bytes, sum(memory_per_device(recipe, config, mesh, dtype).values())
+    peak, planned = (
+        figures.peak_memory_in_bytes,
+        sum(memory_per_device(recipe, config, mesh, dtype).values()),
+    )
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert fits(peak, hardware) and fits(planned, hardware)
     assert planned == pytest.approx(peak, rel=0.1)
     assert all(kernel.spilled == 0 for kernel in kernels)
     text = str(compiled.as_text())
-    assert ("mosaic_gpu" if topology.startswith("h") else "tpu_custom_call") in text, "our own attention kernels run"
-    assert f"8192,{config.vocab_size // recipe.mesh.model}]" not in text, "the logits of a whole row"
+    assert ("mosaic_gpu" if topology.startswith("h") else "tpu_custom_call") in text, (
+        "our own attention kernels run"
+    )
+    assert f"8192,{config.vocab_size // recipe.mesh.model}]" not in text, (
+        "the logits of a whole row"
+    )

@@ -1,4 +1,5 @@
-"""A byte-level BPE tokenizer and a tiny checkpoint made on the spot, commands that compile once, and a list of what XLA compiles."""
+"""A byte-level BPE tokenizer and a tiny checkpoint made on the spot, commands that compile once,
+and a list of what XLA compiles."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,14 +14,16 @@ from transformers import PreTrainedTokenizerFast
 import swiftkv_jax as skv
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.commands import flags
-from swiftkv_jax.infer.device import Device
-from swiftkv_jax.infer.engine import Engine
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from tests.tiny import hf_config, model_of, tensors_for
 
 TEXT = """def main(argv):
     for word in argv: print(word, "naïve café, 東京 and 🙂🙃")
 """
-CHAT_TEMPLATE = "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}[assistant]"
+CHAT_TEMPLATE = (
+    "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}[assistant]"
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +33,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator([TEXT] * 3, trainer)
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -53,7 +59,9 @@ def compilations() -> Iterator[list[str]]:
 
 LIMIT = 256
 """Positions of `checkpoint`."""
-_HF = hf_config(vocab_size=320, num_hidden_layers=2, num_key_value_layers=1, max_position_embeddings=LIMIT)
+_HF = hf_config(
+    vocab_size=320, num_hidden_layers=2, num_key_value_layers=1, max_position_embeddings=LIMIT
+)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +77,9 @@ def checkpoint(tokenizer, tmp_path_factory) -> Path:
 def greedy(checkpoint) -> Callable[..., list[int]]:
     """`(ids, count)` -> the likeliest tokens that follow, by whole forward passes."""
     model = skv.load(checkpoint)
-    forward = jax.jit(lambda tokens, swiftkv: skv.logits(model, tokens, swiftkv=swiftkv), static_argnums=1)
+    forward = jax.jit(
+        lambda tokens, swiftkv: skv.logits(model, tokens, swiftkv=swiftkv), static_argnums=1
+    )
 
     @functools.cache
     def tokens(ids: tuple[int, ...], count: int, swiftkv: bool | None) -> list[int]:
@@ -90,17 +100,39 @@ def devices() -> dict:
 
 @pytest.fixture
 def run(devices, monkeypatch) -> Callable[..., int]:
-    """The command in this process. What was compiled for the same options serves again, with a fresh engine."""
+    """The command in this process. What was compiled for the same options serves again, with a
+    fresh engine."""
 
-    def engine_for(model, options, *, swiftkv, mesh, attention, take, log):
-        key = (options, swiftkv, mesh, attention, model.config, model.eos_token_ids, float(model.llama.embed.sum()))
+    def engine_for(model, options, *, swiftkv, mesh, attention, donate, log):
+        key = (
+            options,
+            swiftkv,
+            mesh,
+            attention,
+            model.config,
+            model.eos_token_ids,
+            float(model.llama.embed.sum()),
+        )
         if key not in devices:
-            devices[key] = Device(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, take=take, log=log)
-        return Engine(devices[key], config=devices[key].config, end_ids=model.eos_token_ids, options=options)
+            devices[key] = ModelRunner(
+                model,
+                options,
+                swiftkv=swiftkv,
+                mesh=mesh,
+                attention=attention,
+                donate=donate,
+                log=log,
+            )
+        return Engine(
+            devices[key], config=devices[key].config, end_ids=model.eos_token_ids, options=options
+        )
 
     monkeypatch.setattr(flags, "engine_for", engine_for)
     # One program of each kind, and the same ones for most tests.
-    small = "--compile-cache none --max-num-batched-tokens 16 --max-model-len 128 --decode-steps 3 --page-size 8".split()
+    small = (
+        "--compile-cache none --max-num-batched-tokens 16 --max-model-len 128 --decode-steps "
+        "3 --page-size 8".split()
+    )
 
     def command(*argv: object) -> int:
         words = [str(word) for word in argv]

@@ -1,4 +1,5 @@
-"""The compile cache: for its owner alone, used by the next start; and the counter of compilations."""
+"""The compile cache: for its owner alone, used by the next start; and the counter of
+compilations."""
 
 import os
 import subprocess
@@ -9,7 +10,7 @@ import jax
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.compiling import CompileCounter, compile_all, keep_compiled
+from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all, keep_compiled
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -27,7 +28,12 @@ print(sum("cache_hit" in event for event in hits))
 
 def test_what_was_compiled_serves_the_next_start(tmp_path):
     def hits() -> int:
-        run = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "new" / "cache")], cwd=ROOT, capture_output=True, text=True)
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(tmp_path / "new" / "cache")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert run.returncode == 0, run.stderr
         return int(run.stdout)
 
@@ -51,7 +57,9 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
 
 def test_all_are_compiled_and_counted():
     before, done = CompileCounter.read(), []
-    lowered = {("double", n): (lambda n=n: jax.jit(lambda x: x * 2 + n).lower(1.0)) for n in range(3)}
+    lowered = {
+        ("double", n): (lambda n=n: jax.jit(lambda x: x * 2 + n).lower(1.0)) for n in range(3)
+    }
     compiled = compile_all(lowered, lambda: done.append(1))
     assert len(done) == 3 and CompileCounter.read() == before + 3
     assert [float(compiled["double", n](5.0)) for n in range(3)] == [10, 11, 12]

@@ -1,12 +1,19 @@
-"""Draws follow the distribution asked for: every parameter against NumPy, over 20,000 rows of one call."""
+"""Draws follow the distribution asked for: every parameter against NumPy, over 20,000 rows of one
+call."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.infer.sampler import IN_PROMPT, gumbel_noise, sample, sampling_row, seen_in_prompt
-from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.sampling.sampler import (
+    IN_PROMPT,
+    gumbel_noise,
+    sample,
+    sampling_row,
+    seen_in_prompt,
+)
 
 DRAWS = 20_000
 V = 16
@@ -81,7 +88,13 @@ def check_frequencies(found: np.ndarray, expected: np.ndarray) -> None:
         {"temperature": 1.0, "presence_penalty": -0.7},
         {"temperature": 1.0, "frequency_penalty": 0.6},
         {"temperature": 1.0, "frequency_penalty": -0.4},
-        {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "top_k": 9},
+        {
+            "temperature": 0.8,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.3,
+            "top_k": 9,
+        },
         {"temperature": 1.0, "logit_bias": {0: 2.0, 15: -100.0, 6: 1.5}},
         {"temperature": 1.0, "logit_bias": {15: 1.0}, "repetition_penalty": 2.0},
         {"temperature": 1.0, "min_tokens": 2, "stop_token_ids": (1, 4)},
@@ -95,15 +108,21 @@ def test_frequencies_of_draws(fields):
     one = sampling_row(params, end_ids=(3, 0), prompt_length=PROMPT_LENGTH)
     batch = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (DRAWS, *leaf.shape)), one)
     # The row's position stands still, where it has one new token, and its stream moves.
-    batch = batch.replace(stream=np.stack([np.arange(DRAWS), np.zeros(DRAWS)], axis=1).astype(np.uint32))
+    batch = batch.replace(
+        rng_stream=np.stack([np.arange(DRAWS), np.zeros(DRAWS)], axis=1).astype(np.uint32)
+    )
     logits = np.broadcast_to(np.float32(LOGITS), (DRAWS, V))
-    token = jitted_sample(logits, batch, np.broadcast_to(SEEN, (DRAWS, V)), np.full(DRAWS, PROMPT_LENGTH, np.int32)).token
+    token = jitted_sample(
+        logits, batch, np.broadcast_to(SEEN, (DRAWS, V)), np.full(DRAWS, PROMPT_LENGTH, np.int32)
+    ).token
     expected = in_numpy(LOGITS, SEEN, params, () if params.ignore_eos else (3, 0), new_tokens=1)
     check_frequencies(np.bincount(np.asarray(token), minlength=V), expected)
 
 
 def test_noise_is_fine_where_it_is_large():
-    batch = jax.tree.map(lambda leaf: leaf[None], sampling_row(SamplingParams(seed=1), end_ids=(), prompt_length=1))
+    batch = jax.tree.map(
+        lambda leaf: leaf[None], sampling_row(SamplingParams(seed=1), end_ids=(), prompt_length=1)
+    )
     noise = np.sort(np.asarray(gumbel_noise(batch, jnp.zeros(1, jnp.int32), 1_000_000)[0]))
     assert np.isfinite(noise).all()
     assert abs(noise.mean() - np.euler_gamma) < 0.006 and abs(noise.var() - np.pi**2 / 6) < 0.02

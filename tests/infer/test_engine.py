@@ -1,4 +1,5 @@
-"""The engine on a model: whatever else runs, on whatever mesh, in whatever chunks, an answer is what it is alone."""
+"""The engine on a model: whatever else runs, on whatever mesh, in whatever chunks, an answer is
+what it is alone."""
 
 import dataclasses
 import functools
@@ -13,13 +14,14 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.cache import Format, bytes_per_token, cache_dtype
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
-from swiftkv_jax.infer.device import Device
-from swiftkv_jax.infer.engine import Engine, engine_for
-from swiftkv_jax.infer.memory import MemoryPlan
-from swiftkv_jax.infer.options import EngineOptions
-from swiftkv_jax.infer.requests import Event, Request, ScoreRequest
-from swiftkv_jax.infer.sampling import SamplingParams
-from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.infer.engine.engine import Engine, engine_for
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner import model_runner
+from swiftkv_jax.infer.runner.memory import MemoryPlan
+from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.mesh import make_mesh
 from tests import tiny
 
 LENGTH = 80
@@ -33,7 +35,12 @@ def model(group: int = 2) -> skv.Model:
 
 
 def options(**fields: Any) -> EngineOptions:
-    defaults: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": 4, "page_size": 4, "decode_steps": 3}
+    defaults: dict[str, Any] = {
+        "max_model_len": LENGTH,
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "decode_steps": 3,
+    }
     defaults |= {"chunks": (4, 16), "decode_rows": (4,), "scoring": True}
     return EngineOptions(**defaults | fields)
 
@@ -44,43 +51,62 @@ def small(**fields: Any) -> EngineOptions:
 
 
 @functools.cache
-def engine_of(format: str, swiftkv: bool) -> Engine[Device]:
+def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
     """The engine under test; shared, as engines are."""
     return engine_for(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
 
 
 @functools.cache
-def alone(format: str, swiftkv: bool, prompt: tuple[int, ...], params: SamplingParams, stream: int = 0) -> list[list[int]]:
+def alone(
+    format: str, swiftkv: bool, prompt: tuple[int, ...], params: SamplingParams, stream: int = 0
+) -> list[list[int]]:
     """The samples of a prompt, one request at a time, nothing shared, other shapes."""
-    return collect(_one_by_one(format, swiftkv), [Request(prompt, params, stream=stream)])[0]
+    return collect(_one_by_one(format, swiftkv), [Request(prompt, params, rng_stream=stream)])[0]
 
 
 @functools.cache
-def _one_by_one(format: str, swiftkv: bool) -> Engine[Device]:
-    one = options(kv_cache_dtype=format, chunks=(64,), decode_steps=1, decode_rows=(2,), max_num_seqs=2, page_size=8, scoring=False)
-    return engine_for(model(), dataclasses.replace(one, enable_prefix_caching=False), swiftkv=swiftkv)
+def _one_by_one(format: str, swiftkv: bool) -> Engine[ModelRunner]:
+    one = options(
+        kv_cache_dtype=format,
+        chunks=(64,),
+        decode_steps=1,
+        decode_rows=(2,),
+        max_num_seqs=2,
+        page_size=8,
+        scoring=False,
+    )
+    return engine_for(
+        model(), dataclasses.replace(one, enable_prefix_caching=False), swiftkv=swiftkv
+    )
 
 
-def collect(engine: Engine[Device], requests) -> dict[int, list[list[int]]]:
+def collect(engine: Engine[ModelRunner], requests) -> dict[int, list[list[int]]]:
     outputs: dict[int, dict[int, list[int]]] = {}
     for event in engine.run(requests):
         outputs.setdefault(event.request, {}).setdefault(event.sample, []).extend(event.tokens)
-    return {request: [tokens for _, tokens in sorted(samples.items())] for request, samples in outputs.items()}
+    return {
+        request: [tokens for _, tokens in sorted(samples.items())]
+        for request, samples in outputs.items()
+    }
 
 
 def prompts_of(seed: int, count: int) -> list[tuple[int, ...]]:
     """Prompts of all lengths; some begin alike."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(61) for _ in range(length)] for length in (0, 3, 9, 16)]
-    return [(*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, 20)))) for _ in range(count)]
+    return [
+        (*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, 20))))
+        for _ in range(count)
+    ]
 
 
-# Answers --------------------------------------------------------------------------------------------------------
+# Answers ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("format", "swiftkv"), SERVED)
 def test_soak(format, swiftkv, compilations):
-    """Mixed requests that come and are cancelled at random: each answer is the one it gets alone; no compile, no leak."""
+    """Mixed requests that come and are cancelled at random: each answer is the one it gets alone;
+    no compile, no leak."""
     engine, rng = engine_of(format, swiftkv), random.Random(f"{format} {swiftkv}")
     compilations.clear()
     live: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
@@ -89,14 +115,18 @@ def test_soak(format, swiftkv, compilations):
     for prompt in prompts_of(1, 60):
         params = SamplingParams(max_tokens=rng.randint(1, 10), **rng.choice(MIXTURE))
         stream = rng.randrange(3)
-        live[engine.submit(Request(prompt, params, stream=stream))] = prompt, params, stream
+        live[engine.add_request(Request(prompt, params, rng_stream=stream))] = (
+            prompt,
+            params,
+            stream,
+        )
         if rng.random() < 0.15:
-            engine.cancel(gone := rng.choice(list(live)))
+            engine.abort_request(gone := rng.choice(list(live)))
             live.pop(gone)
         if rng.random() < 0.15:  # as a stop string does: one sample ends, its siblings go on
-            engine.cancel(rng.choice(list(live)), 0)
+            engine.abort_request(rng.choice(list(live)), 0)
         if rng.random() < 0.2:
-            engine.submit(ScoreRequest(prompt * 2, len(prompt)))
+            engine.add_request(ScoreRequest(prompt * 2, len(prompt)))
         for event in engine.step() if rng.random() < 0.6 else ():
             note(event, live, outputs, finished)
     while engine.has_work:
@@ -110,7 +140,10 @@ def test_soak(format, swiftkv, compilations):
         if id not in live:
             continue  # cancelled once it had ended
         prompt, params, stream = live[id]
-        assert outputs[id, sample] == alone(format, swiftkv, prompt, params, stream)[sample], (prompt, params)
+        assert outputs[id, sample] == alone(format, swiftkv, prompt, params, stream)[sample], (
+            prompt,
+            params,
+        )
 
 
 MIXTURE: list[dict[str, Any]] = [
@@ -138,37 +171,55 @@ def test_a_mesh_changes_nothing(shape, format):
     lanes, prompts = shape[0], prompts_of(2, 9)
     requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
     requests += [Request(prompts[0], SamplingParams(max_tokens=5, n=4 // lanes, temperature=1.0))]
-    scores = [ScoreRequest(prompt * 2, len(prompt), top=2) for prompt in prompts]
-    engine = engine_for(model(), options(kv_cache_dtype=format, decode_rows=(4 // lanes,)), mesh=make_mesh(shape))
+    scores = [ScoreRequest(prompt * 2, len(prompt), top_logprobs=2) for prompt in prompts]
+    engine = engine_for(
+        model(), options(kv_cache_dtype=format, decode_rows=(4 // lanes,)), mesh=make_mesh(shape)
+    )
     assert collect(engine, requests) == collect(engine_of(format, True), requests)
-    found, expected = ({e.request: e for e in engine.run(scores)} for engine in (engine, engine_of(format, True)))
+    found, expected = (
+        {e.request: e for e in engine.run(scores)} for engine in (engine, engine_of(format, True))
+    )
     for number in range(len(scores)):
-        np.testing.assert_allclose(logprobs_of(found[number]), logprobs_of(expected[number]), atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs_of(found[number]), logprobs_of(expected[number]), atol=1e-5
+        )
     assert engine.pages_in_use == 0 and engine.stats.compilations == 0
 
 
-def logprobs_of(event: Event) -> list[float]:
+def logprobs_of(event: RequestOutput) -> list[float]:
     return [entry.logprob for entry in event.logprobs or ()]
 
 
-# Numbers that are none ------------------------------------------------------------------------------------------
+# Numbers that are none --------------------------------------------------------
 
 
-BROKEN = [("auto", {}), ("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}), ("fp8", {}), ("int8", {"repetition_penalty": 1.5})]
+NON_FINITE = [
+    ("auto", {}),
+    ("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}),
+    ("fp8", {}),
+    ("int8", {"repetition_penalty": 1.5}),
+]
 
 
-@pytest.mark.parametrize(("format", "params"), BROKEN, ids=str)
+@pytest.mark.parametrize(("format", "params"), NON_FINITE, ids=str)
 def test_a_broken_row_ends_alone(format, params):
-    """Token 60 makes the hidden state NaN. A row that has it ends with an error; its pages, used again, harm nobody."""
+    """Token 60 makes the hidden state NaN. A row that has it ends with an error; its pages, used
+    again, harm nobody."""
     engine = broken_engine(format)
-    bad = [Request([1, 2, 60, *range(3, 20)], SamplingParams(max_tokens=9, **params), stream=i) for i in range(3)]
+    bad = [
+        Request([1, 2, 60, *range(3, 20)], SamplingParams(max_tokens=9, **params), rng_stream=i)
+        for i in range(3)
+    ]
     never = SamplingParams(max_tokens=9, logit_bias={60: -100})
     good = [Request(prompt, never) for prompt in prompts_of(6, 24) if 60 not in prompt]
     events = list(engine.run([bad[0], *good[:4], bad[1], *good[4:8], bad[2], *good[8:]]))
     ends = {event.request: event.finish_reason for event in events if event.finish_reason}
     assert [number for number, reason in ends.items() if reason == "error"] == [0, 5, 10]
     assert not any(event.tokens for event in events if event.request in (0, 5, 10))
-    found = {number: [token for event in events if event.request == number for token in event.tokens] for number in ends}
+    found = {
+        number: [token for event in events if event.request == number for token in event.tokens]
+        for number in ends
+    }
     expected = [alone(format, True, tuple(request.prompt), request.params)[0] for request in good]
     assert [found[number] for number in sorted(found) if number not in (0, 5, 10)] == expected
     (score,) = engine.run([ScoreRequest([60, 1, 2, 3], 2)])
@@ -177,7 +228,7 @@ def test_a_broken_row_ends_alone(format, params):
 
 
 @functools.cache
-def broken_engine(format: Format) -> Engine[Device]:
+def broken_engine(format: Format) -> Engine[ModelRunner]:
     """Of few pages, so that all are used again."""
     base = model()
     embed = base.llama.embed.at[60].set(jnp.nan)
@@ -186,14 +237,17 @@ def broken_engine(format: Format) -> Engine[Device]:
     return engine_for(broken, options(kv_cache_dtype=format, kv_cache_memory=room, chunks=(16,)))
 
 
-# Log-probabilities ----------------------------------------------------------------------------------------------
+# Log-probabilities ------------------------------------------------------------
 
 
 def full_logprobs(tokens, swiftkv: bool) -> np.ndarray:
-    """f32[T, V] by the full forward pass, on a row padded to one length: what comes after a position does not change it."""
+    """f32[T, V] by the full forward pass, on a row padded to one length: what comes after a
+    position does not change it."""
     row = np.zeros((1, LENGTH), np.int32)
     row[0, : len(tokens)] = tokens
-    return np.asarray(jax.nn.log_softmax(skv.logits(model(), jnp.asarray(row), swiftkv=swiftkv)[0], axis=-1))[: len(tokens)]
+    return np.asarray(
+        jax.nn.log_softmax(skv.logits(model(), jnp.asarray(row), swiftkv=swiftkv)[0], axis=-1)
+    )[: len(tokens)]
 
 
 @pytest.mark.parametrize("swiftkv", [True, False])
@@ -205,33 +259,48 @@ def test_scores_are_those_of_the_full_forward(swiftkv):
         tokens = [*prompt, *prompt]
         list(engine.run([Request(tokens[: len(tokens) // 2], SamplingParams(max_tokens=2))]))
         start = rng.randint(1, len(tokens) - 1)
-        (event,) = engine.run([ScoreRequest(tokens, start, top=4)])
+        (event,) = engine.run([ScoreRequest(tokens, start, top_logprobs=4)])
         expected = full_logprobs(tokens, swiftkv)
-        np.testing.assert_allclose(logprobs_of(event), [expected[at - 1, tokens[at]] for at in range(start, len(tokens))], atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs_of(event),
+            [expected[at - 1, tokens[at]] for at in range(start, len(tokens))],
+            atol=1e-5,
+        )
         assert event.tokens == expected[start - 1 : -1].argmax(axis=-1).tolist()
         for entry, row in zip(event.logprobs or (), expected[start - 1 : -1], strict=True):
-            np.testing.assert_allclose([value for _, value in entry.top], np.sort(row)[:-5:-1], atol=1e-5)
+            np.testing.assert_allclose(
+                [value for _, value in entry.top_logprobs], np.sort(row)[:-5:-1], atol=1e-5
+            )
 
 
 def test_logprobs_of_generated_tokens_are_their_scores():
     engine, prompt = engine_of("auto", True), prompts_of(4, 1)[0]
-    events = list(engine.run([Request(prompt, SamplingParams(max_tokens=9, logprobs=5, temperature=0.9, top_k=5))]))
+    events = list(
+        engine.run(
+            [Request(prompt, SamplingParams(max_tokens=9, logprobs=5, temperature=0.9, top_k=5))]
+        )
+    )
     tokens = [token for event in events for token in event.tokens]
     entries = [entry for event in events for entry in event.logprobs or ()]
-    (score,) = engine.run([ScoreRequest([*prompt, *tokens], len(prompt), top=5)])
+    (score,) = engine.run([ScoreRequest([*prompt, *tokens], len(prompt), top_logprobs=5)])
     np.testing.assert_allclose([entry.logprob for entry in entries], logprobs_of(score), atol=1e-5)
-    assert [[id for id, _ in entry.top] for entry in entries] == [[id for id, _ in entry.top] for entry in score.logprobs or ()]
+    assert [[id for id, _ in entry.top_logprobs] for entry in entries] == [
+        [id for id, _ in entry.top_logprobs] for entry in score.logprobs or ()
+    ]
 
 
-# One prefix cache for prefill, decoding, scoring ------------------------------------------------------------------
+# One prefix cache for prefill, decoding, scoring ------------------------------
 
 
 @pytest.mark.parametrize("swiftkv", [True, False])
 def test_pages_are_the_same_whoever_wrote_them(swiftkv):
-    """A conversation's pages come from prefill, from decoding and from scores; a reuse of each gives the fresh answer."""
+    """A conversation's pages come from prefill, from decoding and from scores; a reuse of each
+    gives the fresh answer."""
     engine = engine_of("auto", swiftkv)
     prompt = [60, *prompts_of(5, 1)[0]][:6]
-    ((reply,),) = collect(engine, [Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True))]).values()
+    ((reply,),) = collect(
+        engine, [Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True))]
+    ).values()
     tokens = [*prompt, *reply, 5, 6, 7]
     (score,) = engine.run([ScoreRequest([*tokens, *range(20, 32)], len(tokens))])
     assert score.cached_tokens == 16  # prefill's and decoding's
@@ -242,56 +311,65 @@ def test_pages_are_the_same_whoever_wrote_them(swiftkv):
     assert [token for event in events for token in event.tokens] == expected
 
 
-# Memory ---------------------------------------------------------------------------------------------------------
+# Memory -----------------------------------------------------------------------
 
 
-def plan_of(engine: Engine[Device]) -> MemoryPlan:
-    assert engine.device.plan is not None
-    return engine.device.plan
+def plan_of(engine: Engine[ModelRunner]) -> MemoryPlan:
+    assert engine.model_runner.plan is not None
+    return engine.model_runner.plan
 
 
 def test_the_plan_is_what_is_allocated():
     for format in ("auto", "fp8"):
         engine = engine_of(format, True)
-        plan, state = plan_of(engine), engine.device._state
+        plan, state = plan_of(engine), engine.model_runner._state
         assert plan.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
         assert plan.rows == sum(leaf.nbytes for leaf in jax.tree.leaves((state.rows, state.seen)))
-        assert plan.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.device.weights))
-        tokens = engine.device.shapes.num_pages * engine.device.shapes.page_size
-        assert plan.cache == tokens * engine.device.kv_bytes_per_token
+        assert plan.weights == sum(
+            leaf.nbytes for leaf in jax.tree.leaves(engine.model_runner.weights)
+        )
+        tokens = engine.model_runner.shapes.num_pages * engine.model_runner.shapes.page_size
+        assert plan.cache == tokens * engine.model_runner.kv_bytes_per_token
         assert plan.temporaries > 0 and plan.program
 
 
 def test_a_cache_of_a_given_size():
     engine = engine_for(model(), small(kv_cache_memory=100_000))
     assert 0.9 * 100_000 < plan_of(engine).cache <= 100_000
-    message = "the KV cache has room for 16 tokens, too little for one row of --max-model-len 80.*--kv-cache-memory"
+    message = (
+        "the KV cache has room for 16 tokens, too little for one row of --max-model-len "
+        "80.*--kv-cache-memory"
+    )
     with pytest.raises(UsageError, match=message):
         engine_for(model(), small(kv_cache_memory=5_000))
 
 
 def test_what_does_not_fit_is_not_taken(monkeypatch):
-    """The device says how much it has; the engine sizes its cache by that, and corrects its guess by the compiler's figures."""
-    from swiftkv_jax.infer import device
-    from swiftkv_jax.infer import options as module
+    """The device says how much it has; the engine sizes its cache by that, and corrects its guess
+    by the compiler's figures."""
+    from swiftkv_jax.infer.engine import options as module
 
     monkeypatch.setattr(module, "_reserve", lambda config, tokens: 0)  # a guess that is too low
-    monkeypatch.setattr(device, "memory_limit", lambda device, share: int(share * 12_000_000))
+    monkeypatch.setattr(model_runner, "memory_limit", lambda device, share: int(share * 12_000_000))
     engine = engine_for(model(), small())
     assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
-    with pytest.raises(OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower --kv-cache-memory"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower --kv-cache-memory"
+    ):
         engine_for(model(), small(kv_cache_memory=10_650_000))
-    monkeypatch.setattr(device, "memory_limit", lambda device, share: 100_000)
+    monkeypatch.setattr(model_runner, "memory_limit", lambda device, share: 100_000)
     with pytest.raises(UsageError, match="the KV cache has room for"):
         engine_for(model(), small())
 
 
 def test_a_plan_larger_than_the_machine(monkeypatch):
     """A CPU does not say what it has; the machine does."""
-    from swiftkv_jax.infer import device
 
-    monkeypatch.setattr(device, "host_memory", lambda: 150_000)
-    with pytest.raises(UsageError, match="the KV cache has room for 0 tokens, too little for one row of --max-model-len 80"):
+    monkeypatch.setattr(model_runner, "host_memory", lambda: 150_000)
+    with pytest.raises(
+        UsageError,
+        match="the KV cache has room for 0 tokens, too little for one row of --max-model-len 80",
+    ):
         engine_for(model(), small())
 
 

@@ -1,4 +1,5 @@
-"""`generate`: the tokens are those of the full forward pass and of the authors' model, whatever the options."""
+"""`generate`: the tokens are those of the full forward pass and of the authors' model, whatever the
+options."""
 
 import dataclasses
 import functools
@@ -16,7 +17,9 @@ from swiftkv_jax.infer.generate import generate
 from tests import tiny
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-PROMPTS = [tiny.tokens_for(tiny.hf_config(), 1, length, length)[0].tolist() for length in (6, 3, 1, 11, 2)]
+PROMPTS = [
+    tiny.tokens_for(tiny.hf_config(), 1, length, length)[0].tolist() for length in (6, 3, 1, 11, 2)
+]
 
 
 @functools.cache
@@ -26,17 +29,22 @@ def model(group: int = 2) -> skv.Model:
 
 
 def greedy(prompt: list[int], count: int, swiftkv: bool) -> list[int]:
-    """By the full forward pass, on rows padded to one length: what comes after a position does not change it."""
+    """By the full forward pass, on rows padded to one length: what comes after a position does not
+    change it."""
     row = np.zeros((1, 24), np.int32)
     row[0, : len(prompt)] = prompt
     for position in range(len(prompt), len(prompt) + count):
-        row[0, position] = skv.logits(model(), jnp.asarray(row), swiftkv=swiftkv)[0, position - 1].argmax()
+        row[0, position] = skv.logits(model(), jnp.asarray(row), swiftkv=swiftkv)[
+            0, position - 1
+        ].argmax()
     return row[0, len(prompt) : len(prompt) + count].tolist()
 
 
 @pytest.mark.parametrize("swiftkv", [True, False])
 def test_greedy_tokens_are_those_of_the_full_forward(swiftkv):
-    assert generate(model(), PROMPTS, max_tokens=9, swiftkv=swiftkv) == [greedy(prompt, 9, swiftkv) for prompt in PROMPTS]
+    assert generate(model(), PROMPTS, max_tokens=9, swiftkv=swiftkv) == [
+        greedy(prompt, 9, swiftkv) for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama-init-4of8-group1", "llama-trained-4of8-group2-tied"])
@@ -44,11 +52,19 @@ def test_greedy_tokens_are_those_of_the_full_forward(swiftkv):
 def test_greedy_tokens_are_those_of_the_authors_model(name, swiftkv):
     reference = load_file(FIXTURES / f"{name}.reference.safetensors")
     prompts = reference["input_ids"].tolist()
-    tokens = skv.generate(skv.load(FIXTURES / name), prompts, max_tokens=16, swiftkv=swiftkv, ignore_eos=True)
+    tokens = skv.generate(
+        skv.load(FIXTURES / name), prompts, max_tokens=16, swiftkv=swiftkv, ignore_eos=True
+    )
     assert tokens == reference["swiftkv_greedy" if swiftkv else "teacher_greedy"].tolist()
 
 
-SAMPLED: dict[str, Any] = {"max_tokens": 10, "temperature": 1.2, "top_k": 20, "top_p": 0.95, "seed": 4}
+SAMPLED: dict[str, Any] = {
+    "max_tokens": 10,
+    "temperature": 1.2,
+    "top_k": 20,
+    "top_p": 0.95,
+    "seed": 4,
+}
 
 
 @functools.cache
@@ -56,7 +72,11 @@ def sampled() -> list[list[int]]:
     return generate(model(), PROMPTS, **SAMPLED)
 
 
-@pytest.mark.parametrize("options", [{"decode_steps": 1, "max_num_seqs": 2}, {"decode_steps": 3, "max_model_len": 100}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"decode_steps": 1, "max_num_seqs": 2}, {"decode_steps": 3, "max_model_len": 100}],
+    ids=str,
+)
 def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
     assert generate(model(), PROMPTS, **SAMPLED, **options) == sampled()
 
@@ -99,9 +119,22 @@ def test_no_prompts_give_no_rows():
         ([[-1]], {}, "prompt 0: the prompt: token id -1 is outside the vocabulary of 61"),
         ([[1.5]], {}, "prompt 0: the prompt must be a list of token ids"),
         ([7], {}, "prompt 0: the prompt must be a list of token ids, got int"),
-        ([[1] * 18], {"max_model_len": 20}, "prompt 0: the prompt has 18 tokens, with 4 new ones that is 22, above the limit of 20"),
-        ([[1] * 126], {}, "prompt 0: the prompt has 126 tokens, with 4 new ones that is 130, above the limit of 128: .*--max-model-len"),
-        ([[1]], {"max_model_len": 129}, "--max-model-len 129 must be from 2 to the model's 128 positions"),
+        (
+            [[1] * 18],
+            {"max_model_len": 20},
+            "prompt 0: the prompt has 18 tokens, with 4 new ones that is 22, above the limit of 20",
+        ),
+        (
+            [[1] * 126],
+            {},
+            "prompt 0: the prompt has 126 tokens, with 4 new ones that is 130, above the limit of "
+            "128: .*--max-model-len",
+        ),
+        (
+            [[1]],
+            {"max_model_len": 129},
+            "--max-model-len 129 must be from 2 to the model's 128 positions",
+        ),
         ([[1]], {"max_num_seqs": 0}, "--max-num-seqs 0"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"n": 2}, "n=2: this function returns one answer a prompt"),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from swiftkv_jax.infer.pages import PagePool
+from swiftkv_jax.infer.engine.page_pool import PagePool
 
 TOKENS = list(range(100, 120))
 
@@ -56,7 +56,9 @@ def test_the_longest_unused_goes_first_and_the_end_of_a_row_before_its_beginning
         pool.release(pages)
     assert pool.available == 4 and pool.used == 0
     taken(pool, 1)
-    assert len(pool.match(first)) == 1 and len(pool.match(second)) == 2 and pool.stats.evictions == 1
+    assert (
+        len(pool.match(first)) == 1 and len(pool.match(second)) == 2 and pool.stats.evictions == 1
+    )
     taken(pool, 1)
     assert len(pool.match(first)) == 0 and len(pool.match(second)) == 2
 
@@ -103,7 +105,8 @@ def test_a_page_released_twice_is_an_error():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_at_random(seed):
-    """Rows of few different tokens come and go; pages are never lost, and a match always holds its tokens."""
+    """Rows of few different tokens come and go; pages are never lost, and a match always holds its
+    tokens."""
     rng, pool = random.Random(seed), PagePool(24, 2)
     held: list[tuple[list[int], list[int]]] = []
     content: dict[int, tuple[int, ...]] = {}

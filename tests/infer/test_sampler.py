@@ -1,4 +1,5 @@
-"""Every transformation is NumPy's, and a row depends on nothing but itself: no other row, no mesh, no program of its own."""
+"""Every transformation is NumPy's, and a row depends on nothing but itself: no other row, no mesh,
+no program of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +8,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.logprobs import report
-from swiftkv_jax.infer.sampler import (
-    BROKEN,
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.sampling.logprobs import report
+from swiftkv_jax.infer.sampling.sampler import (
     IN_PROMPT,
-    Sampling,
+    NON_FINITE,
+    SamplingMetadata,
     count,
     edit,
     filtered,
@@ -21,7 +23,6 @@ from swiftkv_jax.infer.sampler import (
     sampling_row,
     seen_in_prompt,
 )
-from swiftkv_jax.infer.sampling import SamplingParams
 
 V = 16
 PROMPT_LENGTH = 3
@@ -31,9 +32,14 @@ jitted_filter = jax.jit(filtered)
 jitted_edit = jax.jit(edit)
 
 
-def rows(*params: SamplingParams, streams=None, end_ids=(), prompt_length=PROMPT_LENGTH) -> Sampling:
+def rows(
+    *params: SamplingParams, streams=None, end_ids=(), prompt_length=PROMPT_LENGTH
+) -> SamplingMetadata:
     streams = streams or [(i, 0) for i in range(len(params))]
-    made = [sampling_row(p, stream=s, end_ids=end_ids, prompt_length=prompt_length) for p, s in zip(params, streams, strict=True)]
+    made = [
+        sampling_row(p, rng_stream=s, end_ids=end_ids, prompt_length=prompt_length)
+        for p, s in zip(params, streams, strict=True)
+    ]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
 
 
@@ -70,24 +76,36 @@ def test_filters_keep_what_a_stable_sort_keeps(vocab_size):
 def test_top_k_counts_exactly_among_equals(top_k):
     values = np.random.default_rng(top_k).integers(0, 4, size=(8, 1000)).astype(np.float32)
     values[0] = 3
-    kept = np.isfinite(jitted_filter(values - 3, rows(*[SamplingParams(temperature=1.0, top_k=top_k)] * 8)))
+    kept = np.isfinite(
+        jitted_filter(values - 3, rows(*[SamplingParams(temperature=1.0, top_k=top_k)] * 8))
+    )
     for row, found in zip(values, kept, strict=True):
         assert set(np.flatnonzero(found)) == set(np.argsort(-row, kind="stable")[:top_k])
 
 
 def test_top_p_is_reached_not_passed():
-    """Of halves, quarters, ... the sums are exact: 3/4 takes two tokens, and what is above it three."""
+    """Of halves, quarters, ... the sums are exact: 3/4 takes two tokens, and what is above it
+    three."""
     weights = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
     cases = {0.5: 1, 0.500001: 2, 0.75: 2, 0.750001: 3, 0.9375: 4, 0.94: 5, 1.0: 5}
     batch = rows(*[SamplingParams(temperature=1.0, top_p=p) for p in cases])
-    kept = np.isfinite(jitted_filter(np.tile(np.log2(weights) * np.log(2) - np.log(0.5), (len(cases), 1)).astype(np.float32), batch))
+    kept = np.isfinite(
+        jitted_filter(
+            np.tile(np.log2(weights) * np.log(2) - np.log(0.5), (len(cases), 1)).astype(np.float32),
+            batch,
+        )
+    )
     assert kept.sum(axis=-1).tolist() == list(cases.values())
 
 
 def test_a_filter_of_one_row_leaves_the_others():
     """The tail holds too little to weigh anything, and stays where nothing is asked."""
     scaled = np.tile(-np.arange(64, dtype=np.float32), (4, 1))
-    params = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0, top_k=3)]
+    params = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.5),
+        SamplingParams(temperature=1.0, top_k=3),
+    ]
     kept = np.isfinite(jitted_filter(scaled, rows(*params, SamplingParams(top_k=3, top_p=0.5))))
     assert kept.sum(axis=-1).tolist() == [64, 1, 3, 64]
 
@@ -95,15 +113,26 @@ def test_a_filter_of_one_row_leaves_the_others():
 def test_edits_are_those_of_numpy():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(3, 500)).astype(np.float32) * 5
-    seen = (rng.integers(0, 5, size=(3, 500)) + IN_PROMPT * rng.integers(0, 2, size=(3, 500))).astype(np.uint16)
+    seen = (
+        rng.integers(0, 5, size=(3, 500)) + IN_PROMPT * rng.integers(0, 2, size=(3, 500))
+    ).astype(np.uint16)
     params = [
         SamplingParams(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.2),
-        SamplingParams(logit_bias={int(i): float(b) for i, b in zip(rng.permutation(500)[:300], rng.normal(size=300), strict=True)}),
+        SamplingParams(
+            logit_bias={
+                int(i): float(b)
+                for i, b in zip(rng.permutation(500)[:300], rng.normal(size=300), strict=True)
+            }
+        ),
         SamplingParams(),
     ]
     edited = np.asarray(jitted_edit(logits, rows(*params), seen, positions(3)))
     times, repetition = (seen % IN_PROMPT).astype(np.float32), np.where(logits[0] > 0, 1 / 1.3, 1.3)
-    expected = np.where(seen[0] > 0, logits[0] * repetition, logits[0]) - 0.7 * (times[0] > 0) + 0.2 * times[0]
+    expected = (
+        np.where(seen[0] > 0, logits[0] * repetition, logits[0])
+        - 0.7 * (times[0] > 0)
+        + 0.2 * times[0]
+    )
     np.testing.assert_allclose(edited[0], expected, rtol=1e-5, atol=1e-5)
     expected = logits[1].copy()
     expected[list(params[1].logit_bias)] += np.array(list(params[1].logit_bias.values()))
@@ -113,9 +142,16 @@ def test_edits_are_those_of_numpy():
 
 @pytest.mark.parametrize(("ignore_eos", "masked"), [(False, [2, 7, 9]), (True, [9])])
 def test_min_tokens_masks_the_end_tokens_until_then(ignore_eos, masked):
-    batch = rows(SamplingParams(min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos), end_ids=(2, 7))
+    batch = rows(
+        SamplingParams(min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos), end_ids=(2, 7)
+    )
     for new_tokens in range(4):
-        edited = jitted_edit(np.zeros((1, V), np.float32), batch, np.zeros((1, V), np.uint16), positions(1, PROMPT_LENGTH - 1 + new_tokens))
+        edited = jitted_edit(
+            np.zeros((1, V), np.float32),
+            batch,
+            np.zeros((1, V), np.uint16),
+            positions(1, PROMPT_LENGTH - 1 + new_tokens),
+        )
         assert np.flatnonzero(np.isneginf(edited[0])).tolist() == (masked if new_tokens < 2 else [])
 
 
@@ -125,21 +161,32 @@ def test_log_probabilities_are_the_models_own():
     logits[0, 32:] = logits[0, :32]
     asked = [20, 3, 1, 0, *[None] * 4]
     loud = {"temperature": 3.0, "top_k": 40, "logit_bias": {5: 9.0}, "presence_penalty": 2.0}
-    found = jitted_sample(logits, rows(*[SamplingParams(logprobs=k, **loud) for k in asked]), np.ones((8, 64), np.uint16), positions(8))
+    found = jitted_sample(
+        logits,
+        rows(*[SamplingParams(logprobs=k, **loud) for k in asked]),
+        np.ones((8, 64), np.uint16),
+        positions(8),
+    )
     log_probs = logits - np.log(np.exp(np.float64(logits)).sum(axis=-1, keepdims=True))
-    np.testing.assert_allclose(found.logprob, [*log_probs[np.arange(4), np.asarray(found.token)[:4]], *[0] * 4], atol=1e-5)
+    np.testing.assert_allclose(
+        found.logprob, [*log_probs[np.arange(4), np.asarray(found.token)[:4]], *[0] * 4], atol=1e-5
+    )
     for row, k in enumerate(asked):
         order = np.argsort(-logits[row], kind="stable")[: k or 0]
         rest = 20 - len(order)
         assert np.asarray(found.top_ids)[row].tolist() == [*order, *[-1] * rest]
-        np.testing.assert_allclose(found.top_logprobs[row], [*log_probs[row, order], *[-np.inf] * rest], atol=1e-5)
+        np.testing.assert_allclose(
+            found.top_logprobs[row], [*log_probs[row, order], *[-np.inf] * rest], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [5, 33, 1000])
 def test_the_likeliest_are_those_of_a_stable_sort(vocab_size):
     """Few values, so that most are equal; and one row with no more than three that are possible."""
     rng = np.random.default_rng(vocab_size)
-    logits = rng.integers(0, 1 + np.arange(64)[:, None] * 4, size=(64, vocab_size)).astype(np.float32)
+    logits = rng.integers(0, 1 + np.arange(64)[:, None] * 4, size=(64, vocab_size)).astype(
+        np.float32
+    )
     logits[0, 3:] = -np.inf
     token, asked = logits.argmax(axis=-1), np.full(64, 20)
     _, ids, values = jax.jit(report)(logits, token, asked)
@@ -147,7 +194,9 @@ def test_the_likeliest_are_those_of_a_stable_sort(vocab_size):
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :size]
     assert np.array_equal(np.asarray(ids)[:, :size], order)
     assert np.all(np.asarray(ids)[:, size:] == -1)
-    expected = np.take_along_axis(logits, order, axis=-1) - np.log(np.exp(np.float64(logits)).sum(axis=-1, keepdims=True))
+    expected = np.take_along_axis(logits, order, axis=-1) - np.log(
+        np.exp(np.float64(logits)).sum(axis=-1, keepdims=True)
+    )
     np.testing.assert_allclose(np.asarray(values)[:, :size], expected, atol=1e-4)
 
 
@@ -161,7 +210,15 @@ def mixture() -> list[SamplingParams]:
         {"temperature": 1.5, "min_p": 0.1},
         {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
         {"logit_bias": {3: 5.0}, "logprobs": 4},
-        {"temperature": 1.0, "top_k": 9, "top_p": 0.8, "presence_penalty": 1.0, "logprobs": 20, "min_tokens": 9, "seed": 2**40},
+        {
+            "temperature": 1.0,
+            "top_k": 9,
+            "top_p": 0.8,
+            "presence_penalty": 1.0,
+            "logprobs": 20,
+            "min_tokens": 9,
+            "seed": 2**40,
+        },
     ]
     return [SamplingParams(**{"seed": 5, **each}) for each in fields]
 
@@ -169,7 +226,11 @@ def mixture() -> list[SamplingParams]:
 def mixture_inputs(batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     logits = np.round(rng.normal(size=(batch, 64)) * 2, 1).astype(np.float32)
-    return logits, rng.integers(0, 3, size=(batch, 64)).astype(np.uint16), np.arange(batch, dtype=np.int32) % 3 + PROMPT_LENGTH
+    return (
+        logits,
+        rng.integers(0, 3, size=(batch, 64)).astype(np.uint16),
+        np.arange(batch, dtype=np.int32) % 3 + PROMPT_LENGTH,
+    )
 
 
 def assert_equal(found, expected):
@@ -181,9 +242,14 @@ def test_a_row_sees_no_other_row():
     logits, seen, position = mixture_inputs(8)
     together = jitted_sample(logits, batch, seen, position)
     for i in range(8):
-        alone = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], tree) for tree in (logits, batch, seen, position)]
+        alone = [
+            jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], tree)
+            for tree in (logits, batch, seen, position)
+        ]
         found = jitted_sample(*alone)
-        assert_equal((found.token, found.top_ids), (together.token[i : i + 1], together.top_ids[i : i + 1]))
+        assert_equal(
+            (found.token, found.top_ids), (together.token[i : i + 1], together.top_ids[i : i + 1])
+        )
         np.testing.assert_allclose(found.logprob, together.logprob[i : i + 1], atol=1e-5)
     order = np.random.default_rng(1).permutation(8)
     moved = jitted_sample(*jax.tree.map(lambda leaf: leaf[order], (logits, batch, seen, position)))
@@ -193,46 +259,75 @@ def test_a_row_sees_no_other_row():
 def test_the_mesh_changes_nothing():
     """Rows over `data`, the vocabulary over `model`, as XLA leaves the logits of a sharded head."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    by_row, by_both = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ("data", "model")))
+    by_row, by_both = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ("data", "model"))
+    )
     batch = rows(*mixture(), end_ids=(1,))
     logits, seen, position = mixture_inputs(8)
     expected = jitted_sample(logits, batch, seen, position)
-    found = jitted_sample(*jax.device_put((logits, batch, seen, position), (by_both, by_row, by_both, by_row)))
+    found = jitted_sample(
+        *jax.device_put((logits, batch, seen, position), (by_both, by_row, by_both, by_row))
+    )
     assert_equal((found.token, found.top_ids), (expected.token, expected.top_ids))
     np.testing.assert_allclose(found.logprob, expected.logprob, atol=1e-5)
 
 
 def test_a_draw_is_the_documented_function_of_seed_stream_and_position():
     seeds = [0, 1, 7, 2**32 - 1, 2**32, 2**32 + 7, 2**40, 2**63 - 1]
-    batch = rows(*[SamplingParams(temperature=1.0, seed=seed) for seed in seeds], streams=[(i, i + 1) for i in range(8)])
+    batch = rows(
+        *[SamplingParams(temperature=1.0, seed=seed) for seed in seeds],
+        streams=[(i, i + 1) for i in range(8)],
+    )
     noise = np.asarray(gumbel_noise(batch, jnp.arange(8), 64))
     for i, seed in enumerate(seeds):
-        key = jax.random.wrap_key_data(jnp.array([seed >> 32, seed % 2**32], jnp.uint32), impl="threefry2x32")
+        key = jax.random.wrap_key_data(
+            jnp.array([seed >> 32, seed % 2**32], jnp.uint32), impl="threefry2x32"
+        )
         if seed < 2**32:
             assert key == jax.random.key(seed)
         for word in (i, i + 1, i):
             key = jax.random.fold_in(key, word)
         uniform = (np.asarray(jax.random.bits(key, (64,), np.uint32), np.float64) + 0.5) / 2**32
         np.testing.assert_allclose(noise[i], -np.log(-np.log1p(-uniform)), rtol=1e-4, atol=1e-5)
-    token = jitted_sample(np.zeros((8, 64), np.float32), batch, np.zeros((8, 64), np.uint16), np.arange(8, dtype=np.int32)).token
+    token = jitted_sample(
+        np.zeros((8, 64), np.float32),
+        batch,
+        np.zeros((8, 64), np.uint16),
+        np.arange(8, dtype=np.int32),
+    ).token
     assert_equal(token, noise.argmax(axis=-1))
 
 
 def test_seeds_streams_and_positions_draw_apart():
-    def draw(seed=0, stream=(0, 0), position=0):
-        batch = rows(*[SamplingParams(temperature=1.0, seed=seed)] * 8, streams=[stream] * 8)
+    def draw(seed=0, rng_stream=(0, 0), position=0):
+        batch = rows(*[SamplingParams(temperature=1.0, seed=seed)] * 8, streams=[rng_stream] * 8)
         position = np.arange(position, position + 8, dtype=np.int32)
-        return tuple(jitted_sample(np.zeros((8, 64), np.float32), batch, np.zeros((8, 64), np.uint16), position).token.tolist())
+        return tuple(
+            jitted_sample(
+                np.zeros((8, 64), np.float32), batch, np.zeros((8, 64), np.uint16), position
+            ).token.tolist()
+        )
 
     assert draw() == draw()
-    others = [draw(seed=1), draw(seed=2**32), draw(seed=2**62), draw(stream=(1, 0)), draw(stream=(0, 1)), draw(position=8)]
+    others = [
+        draw(seed=1),
+        draw(seed=2**32),
+        draw(seed=2**62),
+        draw(rng_stream=(1, 0)),
+        draw(rng_stream=(0, 1)),
+        draw(position=8),
+    ]
     assert len({draw(), *others}) == 7
     assert draw(position=1)[:7] == draw()[1:]
 
 
 def test_one_program_for_every_mixture(compilations):
     logits, seen, position = mixture_inputs(8)
-    batches = [idle_rows(8), rows(*mixture(), end_ids=(1,)), *[rows(*[params] * 8, end_ids=(1,)) for params in mixture()]]
+    batches = [
+        idle_rows(8),
+        rows(*mixture(), end_ids=(1,)),
+        *[rows(*[params] * 8, end_ids=(1,)) for params in mixture()],
+    ]
     jitted_sample(logits, batches[0], seen, position)
     compilations.clear()
     for batch in batches:
@@ -247,7 +342,12 @@ def test_rows_that_ask_for_nothing_take_the_largest_logit():
     assert not np.asarray(found.logprob).any() and np.all(np.asarray(found.top_ids) == -1)
 
 
-EVERY_WAY = [{}, {"temperature": 1.0, "top_p": 0.9}, {"presence_penalty": 1.0, "logprobs": 2}, {"min_tokens": 5}]
+EVERY_WAY = [
+    {},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"presence_penalty": 1.0, "logprobs": 2},
+    {"min_tokens": 5},
+]
 
 
 @pytest.mark.parametrize("params", EVERY_WAY, ids=str)
@@ -255,33 +355,58 @@ def test_logits_that_are_no_numbers_give_no_token(params):
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(5, V)).astype(np.float32)
     logits[1, 3], logits[2, 3], logits[3], logits[4, 3] = np.nan, np.inf, -np.inf, -np.inf
-    found = jitted_sample(logits, rows(*[SamplingParams(**params)] * 5), np.zeros((5, V), np.uint16), positions(5))
-    assert [token == BROKEN for token in found.token.tolist()] == [False, True, True, True, False]
+    found = jitted_sample(
+        logits, rows(*[SamplingParams(**params)] * 5), np.zeros((5, V), np.uint16), positions(5)
+    )
+    assert [token == NON_FINITE for token in found.token.tolist()] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_tokens_are_counted():
-    """In the rows named, of which one is past the last: nothing is written for it, nor for one that is not active."""
+    """In the rows named, of which one is past the last: nothing is written for it, nor for one that
+    is not active."""
     seen = np.stack([seen_in_prompt([3, 3, 5], V)] * 3 + [np.zeros(V, np.uint16)])
     assert np.flatnonzero(seen[0] == IN_PROMPT).tolist() == [3, 5]
     expected = seen.copy()
     counted = jax.jit(count, donate_argnums=0)
     seen = jnp.asarray(seen)
-    for slots, token, active in (([3, 1, 0, 4], [3, 4, 5, 0], [1, 1, 0, 1]), ([1, 0, 2, 4], [4, 5, -1, 15], [1, 1, 0, 0])):
+    for slots, token, active in (
+        ([3, 1, 0, 4], [3, 4, 5, 0], [1, 1, 0, 1]),
+        ([1, 0, 2, 4], [4, 5, -1, 15], [1, 1, 0, 0]),
+    ):
         seen = counted(seen, jnp.array(slots), jnp.array(token), jnp.array(active, bool))
         for row in np.flatnonzero(active):
             if slots[row] < 4:
                 expected[slots[row], token[row]] += 1
     assert np.array_equal(seen, expected)
     full = jnp.full((1, V), IN_PROMPT - 1, jnp.uint16)
-    assert np.array_equal(counted(full, jnp.array([0]), jnp.array([2]), jnp.array([True])), np.full((1, V), IN_PROMPT - 1))
+    assert np.array_equal(
+        counted(full, jnp.array([0]), jnp.array([2]), jnp.array([True])),
+        np.full((1, V), IN_PROMPT - 1),
+    )
 
 
 def test_end_tokens_of_a_row():
     def ends(end_ids, **fields):
-        return [i for i in sampling_row(SamplingParams(**fields), end_ids=end_ids, prompt_length=1).end_ids.tolist() if i >= 0]
+        return [
+            i
+            for i in sampling_row(
+                SamplingParams(**fields), end_ids=end_ids, prompt_length=1
+            ).end_ids.tolist()
+            if i >= 0
+        ]
 
     assert ends((5, 6), stop_token_ids=(6, 7)) == [5, 6, 7]
     assert ends((5, 6), stop_token_ids=(6, 7), ignore_eos=True) == [6, 7]
     assert len(ends(range(100, 108), stop_token_ids=tuple(range(16)))) == 24
-    with pytest.raises(UsageError, match="^stop_token_ids and the model's end tokens are 25 together; at most 24 are possible$"):
+    with pytest.raises(
+        UsageError,
+        match="^stop_token_ids and the model's end tokens are 25 together; at most 24 are "
+        "possible$",
+    ):
         ends(range(100, 109), stop_token_ids=tuple(range(16)))

@@ -1,4 +1,5 @@
-"""What a caller may ask for: every value in its range is taken, every other refused by name, whether from Python or from JSON."""
+"""What a caller may ask for: every value in its range is taken, every other refused by name,
+whether from Python or from JSON."""
 
 import dataclasses
 import pickle
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 
 REFUSED = [
     ({"max_tokens": 0}, "max_tokens=0 must be an integer from 1 to 2147483647"),
@@ -31,12 +32,18 @@ REFUSED = [
     ({"top_p": float("nan")}, "top_p=nan must be"),
     ({"min_p": -0.1}, "min_p=-0.1 must be a number from 0 to 1 (0 is off)"),
     ({"min_p": 1.1}, "min_p=1.1 must be"),
-    ({"repetition_penalty": 0}, "repetition_penalty=0 must be a number from 0.01 to 100 (1 is off)"),
+    (
+        {"repetition_penalty": 0},
+        "repetition_penalty=0 must be a number from 0.01 to 100 (1 is off)",
+    ),
     ({"repetition_penalty": 101}, "repetition_penalty=101 must be"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty=inf must be"),
     ({"presence_penalty": 2.1}, "presence_penalty=2.1 must be a number from -2 to 2 (0 is off)"),
     ({"presence_penalty": -2.1}, "presence_penalty=-2.1 must be"),
-    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must be a number from -2 to 2 (0 is off)"),
+    (
+        {"frequency_penalty": -2.1},
+        "frequency_penalty=-2.1 must be a number from -2 to 2 (0 is off)",
+    ),
     ({"frequency_penalty": float("nan")}, "frequency_penalty=nan must be"),
     ({"logit_bias": [1]}, "logit_bias=[1] must map token ids to numbers"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias: token=-1 must be an integer from 0 to"),
@@ -44,7 +51,10 @@ REFUSED = [
     ({"logit_bias": {True: 1.0}}, "logit_bias: token=True must be"),
     ({"logit_bias": {5: 101}}, "logit_bias[5]=101 must be a number from -100 to 100"),
     ({"logit_bias": {5: float("nan")}}, "logit_bias[5]=nan must be"),
-    ({"logit_bias": {i: 1.0 for i in range(301)}}, "logit_bias has 301 entries; at most 300 are possible"),
+    (
+        {"logit_bias": {i: 1.0 for i in range(301)}},
+        "logit_bias has 301 entries; at most 300 are possible",
+    ),
     ({"seed": -1}, "seed=-1 must be an integer from 0 to 9223372036854775807"),
     ({"seed": 2**63}, "seed=9223372036854775808 must be"),
     ({"n": 0}, "n=0 must be an integer from 1 to 16"),
@@ -87,7 +97,11 @@ def test_a_value_out_of_range_is_refused_by_name(fields, message):
         {"max_tokens": 1, "min_tokens": 1, "n": 16, "seed": 2**63 - 1, "logprobs": 20},
         {"temperature": 100, "top_k": -1, "top_p": 1, "min_p": 1},
         {"repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": 2},
-        {"stop": ("a" * 256,) * 16, "stop_token_ids": tuple(range(16)), "logit_bias": {i: -100.0 for i in range(300)}},
+        {
+            "stop": ("a" * 256,) * 16,
+            "stop_token_ids": tuple(range(16)),
+            "logit_bias": {i: -100.0 for i in range(300)},
+        },
         {"logprobs": 0, "ignore_eos": True, "top_p": 1e-9},
     ],
     ids=str,
@@ -99,16 +113,25 @@ def test_the_ends_of_each_range_are_taken(fields):
 
 
 def test_values_are_kept_as_plain_python():
-    fields: dict[str, Any] = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "stop": "end", "stop_token_ids": [np.int32(4)]}
+    fields: dict[str, Any] = {
+        "max_tokens": np.int64(3),
+        "temperature": np.float32(0.5),
+        "stop": "end",
+        "stop_token_ids": [np.int32(4)],
+    }
     params = SamplingParams(**fields, logit_bias={7: 1})
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (("end",), (4,), {7: 1.0})
-    assert [type(value) for value in (params.max_tokens, params.temperature, params.stop_token_ids[0])] == [int, float, int]
+    assert [
+        type(value) for value in (params.max_tokens, params.temperature, params.stop_token_ids[0])
+    ] == [int, float, int]
     assert pickle.loads(pickle.dumps(params)) == params
     assert hash(params) == hash(dataclasses.replace(params))
 
 
 def test_json_changes_what_it_names():
-    defaults = SamplingParams(max_tokens=9, temperature=0.5, stop=("x",), logprobs=2, logit_bias={1: 1.0})
+    defaults = SamplingParams(
+        max_tokens=9, temperature=0.5, stop=("x",), logprobs=2, logit_bias={1: 1.0}
+    )
     fields = {"top_p": 0.9, "stop": "y", "logit_bias": {"17": 2, "0": -1}}
     changed = dataclasses.replace(defaults, top_p=0.9, stop=("y",), logit_bias={17: 2.0, 0: -1.0})
     assert SamplingParams.from_json(fields, defaults) == changed
@@ -125,9 +148,9 @@ def test_json_null_leaves_the_default_but_for_logprobs():
 @pytest.mark.parametrize("alias", ["max_completion_tokens", "max_new_tokens"])
 def test_json_aliases(alias):
     assert SamplingParams.from_json({alias: 7}, SamplingParams()).max_tokens == 7
-    assert refusal(SamplingParams.from_json, {"max_tokens": 7, alias: 7}, SamplingParams()).startswith(
-        f"{alias} says max_tokens a second time"
-    )
+    assert refusal(
+        SamplingParams.from_json, {"max_tokens": 7, alias: 7}, SamplingParams()
+    ).startswith(f"{alias} says max_tokens a second time")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +168,10 @@ def test_json_aliases(alias):
         ({"top_a": 0.1}, "top_a is not supported"),
         ({"typical_p": 0.9}, "typical_p is not supported"),
         ({"top_logprobs": 5}, "top_logprobs is not supported"),
-        ({"temprature": 1}, "'temprature' is not a sampling parameter; known are frequency_penalty, ignore_eos,"),
+        (
+            {"temprature": 1},
+            "'temprature' is not a sampling parameter; known are frequency_penalty, ignore_eos,",
+        ),
         ({"temprature": None}, "'temprature' is not"),
         ({"x" * 9999: 1}, "'xxxxxxxxxxxx"),
         ({"temperature": "hot"}, "temperature='hot' must be"),
@@ -183,4 +209,7 @@ def test_token_ids_must_be_in_the_vocabulary():
         ("logit_bias", SamplingParams(logit_bias={100: 1.0})),
         ("stop_token_ids", SamplingParams(stop_token_ids=(5, 100))),
     ):
-        assert refusal(params.check_vocabulary, 100) == f"{name}: token 100 is outside the vocabulary, 0 to 99"
+        assert (
+            refusal(params.check_vocabulary, 100)
+            == f"{name}: token 100 is outside the vocabulary, 0 to 99"
+        )

@@ -6,11 +6,11 @@ import statistics
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer import scheduler
-from swiftkv_jax.infer.engine import Engine
-from swiftkv_jax.infer.requests import Event, Request, ScoreRequest
-from swiftkv_jax.infer.sampling import SamplingParams
-from swiftkv_jax.infer.scheduler import PATIENCE
+from swiftkv_jax.infer.engine import scheduler
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
 from tests.infer.mock_device import VOCAB, continuation, mock_engine, next_token
 
 
@@ -40,10 +40,12 @@ def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
 def check_empty(engine: Engine) -> None:
     assert engine.pages_in_use == 0
     assert not engine._scheduler.has_work and not engine._tasks and not engine._scores
-    assert sorted(slot for lane in engine._scheduler._slots for slot in lane) == list(range(engine.options.max_num_seqs))
+    assert sorted(slot for lane in engine._scheduler._slots for slot in lane) == list(
+        range(engine.options.max_num_seqs)
+    )
 
 
-def drain(engine: Engine) -> list[Event]:
+def drain(engine: Engine) -> list[RequestOutput]:
     events = []
     while engine.has_work:
         events += engine.step()
@@ -53,7 +55,10 @@ def drain(engine: Engine) -> list[Event]:
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_each_prompt_gets_its_continuation(lanes):
     engine, _ = mock_engine(lanes=lanes)
-    prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 3, 4, 5, 8, 9, 30, 40, 17, 1, 4))]
+    prompts = [
+        prompt_of(seed, length)
+        for seed, length in enumerate((1, 2, 3, 4, 5, 8, 9, 30, 40, 17, 1, 4))
+    ]
     found = answers(engine, [ask(prompt) for prompt in prompts])
     assert found == {(row, 0): continuation(prompt, 8) for row, prompt in enumerate(prompts)}
     check_empty(engine)
@@ -68,50 +73,64 @@ def test_short_prompts_share_a_chunk():
 
 def test_a_long_prompt_runs_in_chunks_while_others_decode():
     engine, device = mock_engine(chunk=8, steps=1)
-    engine.submit(ask(prompt_of(1, 4), 20, ignore_eos=True))
+    engine.add_request(ask(prompt_of(1, 4), 20, ignore_eos=True))
     engine.step()
-    engine.submit(ask(prompt_of(2, 33)))
+    engine.add_request(ask(prompt_of(2, 33)))
     drain(engine)
     assert device.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
 
 
 def test_short_requests_overtake_a_long_one_that_has_no_room_but_not_for_ever():
     engine, _ = mock_engine(slots=4, num_pages=16)
-    first = engine.submit(ask(prompt_of(0, 20), 12, ignore_eos=True))
-    big = engine.submit(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
-    small = [engine.submit(ask(prompt_of(2 + i, 3), 2, ignore_eos=True)) for i in range(PATIENCE + 20)]
+    first = engine.add_request(ask(prompt_of(0, 20), 12, ignore_eos=True))
+    big = engine.add_request(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
+    small = [
+        engine.add_request(ask(prompt_of(2 + i, 3), 2, ignore_eos=True))
+        for i in range(MAX_SKIPS + 20)
+    ]
     ends = [event.request for event in drain(engine) if event.finish_reason]
     before = ends[: ends.index(big)]
-    assert set(before) == {first, *small[:PATIENCE]} and before.index(first) > 3
-    assert set(ends[len(before) + 1 :]) == set(small[PATIENCE:])
+    assert set(before) == {first, *small[:MAX_SKIPS]} and before.index(first) > 3
+    assert set(ends[len(before) + 1 :]) == set(small[MAX_SKIPS:])
 
 
 def test_requests_begin_in_their_order_while_there_is_room():
     engine, _ = mock_engine(slots=2)
-    numbers = [engine.submit(ask(prompt_of(seed, length), 2, ignore_eos=True)) for seed, length in enumerate((30, 3, 20, 5, 40, 3))]
+    numbers = [
+        engine.add_request(ask(prompt_of(seed, length), 2, ignore_eos=True))
+        for seed, length in enumerate((30, 3, 20, 5, 40, 3))
+    ]
     starts = {event.request: event.timing.started or 0.0 for event in drain(engine)}
     assert sorted(numbers, key=starts.__getitem__) == numbers
 
 
 def first_events(patience: int, lengths, monkeypatch) -> dict[int, list[int]]:
     """Length -> the step of each request's first event, if `patience` requests may overtake one."""
-    monkeypatch.setattr(scheduler, "PATIENCE", patience)
-    engine, _ = mock_engine(slots=16, num_pages=520, chunk=256, max_model_len=2048, page_size=4, steps=8)
-    ids = [engine.submit(ask(prompt_of(seed, length - 40), 40, ignore_eos=True)) for seed, length in enumerate(lengths)]
+    monkeypatch.setattr(scheduler, "MAX_SKIPS", patience)
+    engine, _ = mock_engine(
+        slots=16, num_pages=520, chunk=256, max_model_len=2048, page_size=4, steps=8
+    )
+    ids = [
+        engine.add_request(ask(prompt_of(seed, length - 40), 40, ignore_eos=True))
+        for seed, length in enumerate(lengths)
+    ]
     found: dict[int, int] = {}
     step = 0
     while engine.has_work:
         found |= {event.request: step for event in engine.step() if event.request not in found}
         step += 1
     check_empty(engine)
-    return {length: [found[id] for id, own in zip(ids, lengths, strict=True) if own == length] for length in set(lengths)}
+    return {
+        length: [found[id] for id, own in zip(ids, lengths, strict=True) if own == length]
+        for length in set(lengths)
+    }
 
 
 def test_long_and_short_requests_share_memory(monkeypatch):
-    """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less, and long ones no longer, than
-    if each waited for all before it."""
+    """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less,
+    and long ones no longer, than if each waited for all before it."""
     lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
-    strict, fair = (first_events(patience, lengths, monkeypatch) for patience in (1, PATIENCE))
+    strict, fair = (first_events(patience, lengths, monkeypatch) for patience in (1, MAX_SKIPS))
     assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])
     assert statistics.mean(fair[512]) < 0.8 * statistics.mean(strict[512])
     assert statistics.mean(fair[2048]) < statistics.mean(strict[2048])
@@ -125,10 +144,12 @@ def test_the_same_requests_leave_the_same_slots_and_pages():
         junk.append([object() for _ in range(1000 * attempt)])
         engine, _ = mock_engine(slots=12, num_pages=64)
         for seed in range(4):
-            engine.cancel(engine.submit(ask(prompt_of(seed, 6), 4, n=3)), 1)
+            engine.abort_request(engine.add_request(ask(prompt_of(seed, 6), 4, n=3)), 1)
             junk.append([object() for _ in range(attempt * seed)])
         drain(engine)
-        left.append((engine._scheduler._slots, engine._pools[0]._free, list(engine._pools[0]._unused)))
+        left.append(
+            (engine._scheduler._slots, engine._pools[0]._free, list(engine._pools[0]._unused))
+        )
     assert all(one == left[0] for one in left)
 
 
@@ -136,8 +157,15 @@ def test_prefixes_are_shared_with_what_runs_and_what_ran():
     engine, _ = mock_engine(chunk=32)
     prefix = prompt_of(5, 16)
     prompts = [[*prefix, *prompt_of(seed, 3)] for seed in range(3)]
-    cached = {event.request: event.cached_tokens for event in engine.run([ask(prompt) for prompt in prompts])}
-    assert cached == {0: 0, 1: 16, 2: 16}  # the second finds what the first writes in the same chunk
+    cached = {
+        event.request: event.cached_tokens
+        for event in engine.run([ask(prompt) for prompt in prompts])
+    }
+    assert cached == {
+        0: 0,
+        1: 16,
+        2: 16,
+    }  # the second finds what the first writes in the same chunk
     again = list(engine.run([ask(prompts[0])]))
     assert again[0].cached_tokens == 16  # of 19: whole pages, and never the last token
     assert engine.prefix_stats.hits == 48
@@ -166,8 +194,10 @@ def test_a_fully_cached_prompt_needs_no_prefill():
 def test_salts_are_not_shared():
     engine, _ = mock_engine()
     prompt = prompt_of(3, 17)
-    for salt, cached in (("a", 0), ("b", 0), ("a", 16)):
-        (event, *_) = engine.run([Request(prompt, SamplingParams(max_tokens=2), salt=salt)])
+    for cache_salt, cached in (("a", 0), ("b", 0), ("a", 16)):
+        (event, *_) = engine.run(
+            [Request(prompt, SamplingParams(max_tokens=2), cache_salt=cache_salt)]
+        )
         assert event.cached_tokens == cached
 
 
@@ -203,15 +233,17 @@ def test_requests_that_can_never_run_are_refused():
         (ask([1], stop_token_ids=(VOCAB,)), str(VOCAB)),
         (ScoreRequest([1, 2], 2), "start=2 must be from 1 to 1"),
         (ScoreRequest([1, 2], 0), "start=0 must be from 1 to 1"),
-        (ScoreRequest([1, 2], 1, top=21), "top=21"),
+        (ScoreRequest([1, 2], 1, top_logprobs=21), "top_logprobs=21"),
         (ScoreRequest([1] * 65, 1), "65 tokens are above the limit of 64"),
     ):
         with pytest.raises(UsageError, match=message):
-            engine.submit(request)
+            engine.add_request(request)
     assert not engine.has_work
     small, _ = mock_engine(num_pages=16)
-    with pytest.raises(UsageError, match="the request needs 48 pages of KV cache and 3 rows, there are 16 and 4"):
-        small.submit(ask([1] * 4, 60, n=3))
+    with pytest.raises(
+        UsageError, match="the request needs 48 pages of KV cache and 3 rows, there are 16 and 4"
+    ):
+        small.add_request(ask([1] * 4, 60, n=3))
 
 
 def test_whoever_stops_listening_stops_the_requests():
@@ -226,26 +258,27 @@ def test_whoever_stops_listening_stops_the_requests():
 def test_a_sample_cancelled_before_it_begins_never_speaks():
     engine, _ = mock_engine(slots=2, chunk=4)
     prompt = prompt_of(7, 14)
-    busy = engine.submit(ask(prompt_of(8, 4), 3, n=2, ignore_eos=True))
-    waiting, prefilling = engine.submit(ask(prompt, 6, n=2)), None
-    engine.cancel(waiting, 0)
+    busy = engine.add_request(ask(prompt_of(8, 4), 3, n=2, ignore_eos=True))
+    waiting, prefilling = engine.add_request(ask(prompt, 6, n=2)), None
+    engine.abort_request(waiting, 0)
     spoken = []
     while engine.has_work:
         spoken += [(event.request, event.sample) for event in engine.step()]
         if prefilling is None and (busy, 0) in spoken:
-            prefilling = engine.submit(ask(prompt[:9], 6, n=2))
-            engine.cancel(prefilling, 1)
+            prefilling = engine.add_request(ask(prompt[:9], 6, n=2))
+            engine.abort_request(prefilling, 1)
     assert {sample for id, sample in spoken if id == waiting} == {1}
     assert {sample for id, sample in spoken if id == prefilling} == {0}
-    one = engine.submit(ask(prompt, 6))
-    engine.cancel(one, 0)
+    one = engine.add_request(ask(prompt, 6))
+    engine.abort_request(one, 0)
     assert not engine.has_work
     check_empty(engine)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_at_random(seed):
-    """Requests of all kinds come, go and are cancelled at any moment; every answer is right, and nothing leaks."""
+    """Requests of all kinds come, go and are cancelled at any moment; every answer is right, and
+    nothing leaks."""
     rng = random.Random(seed)
     lanes, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
     engine, device = mock_engine(
@@ -270,9 +303,11 @@ def test_at_random(seed):
             request: Request | ScoreRequest = ScoreRequest(prompt, rng.randint(1, len(prompt) - 1))
         else:
             n = rng.randint(1, min(3, device.shapes.slots))
-            request = ask(prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5)
+            request = ask(
+                prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5
+            )
         try:
-            live[engine.submit(request)] = request, {}
+            live[engine.add_request(request)] = request, {}
         except UsageError as error:
             assert "the request needs" in str(error)
 
@@ -284,7 +319,7 @@ def test_at_random(seed):
             cancelled, _ = live[id]
             n = cancelled.params.n if isinstance(cancelled, Request) else 1
             sample = rng.choice([None, *range(n)])
-            engine.cancel(id, sample)
+            engine.abort_request(id, sample)
             gone |= {(id, number) for number in (range(n) if sample is None else [sample])}
             if sample is None:
                 live.pop(id)
@@ -296,7 +331,7 @@ def test_at_random(seed):
                 finished += 1
                 check(request, event.sample, outputs[event.sample])
     for id in list(live):
-        engine.cancel(id)
+        engine.abort_request(id)
     drain(engine)
     check_empty(engine)
     assert finished > 20
@@ -304,7 +339,11 @@ def test_at_random(seed):
 
 def check(request: Request | ScoreRequest, sample: int, tokens: list[int]) -> None:
     if isinstance(request, ScoreRequest):
-        assert tokens == [next_token(request.tokens[:at]) for at in range(request.start, len(request.tokens))]
+        assert tokens == [
+            next_token(request.tokens[:at]) for at in range(request.start, len(request.tokens))
+        ]
     else:
         params = request.params
-        assert tokens == continuation(request.prompt, params.max_tokens, sample, ends=not params.ignore_eos)
+        assert tokens == continuation(
+            request.prompt, params.max_tokens, sample, ends=not params.ignore_eos
+        )

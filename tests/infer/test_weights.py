@@ -1,4 +1,5 @@
-"""Served weights that are quantised: the same student and teacher, whose shapes and places are known beforehand."""
+"""Served weights that are quantised: the same student and teacher, whose shapes and places are
+known beforehand."""
 
 import dataclasses
 
@@ -8,12 +9,19 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.infer.weights import num_bytes, served_config, serving_weights, weight_shapes, weight_shardings
+from swiftkv_jax.infer.runner.weights import (
+    num_bytes,
+    served_config,
+    serving_weights,
+    weight_shapes,
+    weight_shardings,
+)
 from swiftkv_jax.layers import rope_table
-from swiftkv_jax.model import project_fused_kv, project_kv
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.quantization import Scheme
-from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
+from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
+from swiftkv_jax.transformer import project_fused_kv, project_kv
 from tests.test_quantization import SCHEMES, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
@@ -40,7 +48,9 @@ def test_fused_keys_and_values_are_those_of_the_delta(name):
     rope = rope_table(model.config, jnp.broadcast_to(jnp.arange(5), (2, 5)))
     weights = weights_of(model, True)
     assert model.swiftkv is not None
-    fused = project_fused_kv(model.config, weights.boundary_norm, weights.kv, weights.kv_bias, x, rope)
+    fused = project_fused_kv(
+        model.config, weights.norm_swiftkv, weights.kv, weights.kv_bias, x, rope
+    )
     for ours, theirs in zip(fused, project_kv(model.config, model.swiftkv, x, rope), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -50,9 +60,13 @@ def test_fused_keys_and_values_are_those_of_the_delta(name):
 def test_shapes_are_known_without_weights(scheme, swiftkv):
     model = tiny_model(scheme)
     weights = weights_of(model, swiftkv)
-    assert weight_shapes(model.config, swiftkv, jnp.float32, scheme) == jax.eval_shape(lambda: weights)
+    assert weight_shapes(model.config, swiftkv, jnp.float32, scheme) == jax.eval_shape(
+        lambda: weights
+    )
     if scheme is not None:
-        assert weights.lower[0].o.values.shape == (32, 32) and weights.lower[0].o.scale.shape == (32,)
+        assert weights.lower[0].o.values.shape == (32, 32) and weights.lower[0].o.scale.shape == (
+            32,
+        )
         assert not swiftkv or weights.kv.scale.shape == (2, 2, 2, 8)
     assert len(weights.lower) == served_config(model.config, swiftkv).num_lower_layers
 
@@ -68,14 +82,20 @@ def test_places_are_known_without_weights(name, swiftkv):
     weights = weights_of(dataclasses.replace(model, llama=llama, swiftkv=delta), swiftkv)
 
     def same(array, sharding):
-        assert array.sharding.is_equivalent_to(sharding, array.ndim), f"{array.sharding}, expected {sharding.spec}"
+        assert array.sharding.is_equivalent_to(sharding, array.ndim), (
+            f"{array.sharding}, expected {sharding.spec}"
+        )
 
     jax.tree.map(same, weights, weight_shardings(model.config, swiftkv, mesh, scheme))
 
 
 def test_bytes_of_8b():
-    """Of 8.03e9 parameters 1.05e9 are embedding and head; the student has 0.34e9 more and leaves 0.40e9 of the teacher's out."""
-    bfloat16, fp8 = (num_bytes(weight_shapes(LLAMA_8B, True, jnp.bfloat16, scheme)) for scheme in (None, Scheme("fp8")))
+    """Of 8.03e9 parameters 1.05e9 are embedding and head; the student has 0.34e9 more and leaves
+    0.40e9 of the teacher's out."""
+    bfloat16, fp8 = (
+        num_bytes(weight_shapes(LLAMA_8B, True, jnp.bfloat16, scheme))
+        for scheme in (None, Scheme("fp8"))
+    )
     matrices = 2 * 128256 * 4096
     vectors = 4096 * (2 * 32 + 2)
     layers = 32 * (2 * 4096 * 4096 + 3 * 4096 * 14336) + (16 + 16) * 2 * 1024 * 4096

@@ -1,4 +1,5 @@
-"""Device kernels on the device they are for, or, where there is none, interpreted on the CPU with race detection."""
+"""Device kernels on the device they are for, or, where there is none, interpreted on the CPU with
+race detection."""
 
 import contextlib
 
@@ -15,12 +16,15 @@ V5E = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
 
 
 def on_hardware(implementation: str) -> bool:
-    return jax.default_backend() == {"hopper": "gpu", "cudnn": "gpu", "tpu": "tpu"}.get(implementation)
+    return jax.default_backend() == {"hopper": "gpu", "cudnn": "gpu", "tpu": "tpu"}.get(
+        implementation
+    )
 
 
 @contextlib.contextmanager
 def device_of(implementation: str):
-    """Code traced and run in here sees the device that `implementation` is for. A race fails on leaving."""
+    """Code traced and run in here sees the device that `implementation` is for. A race fails on
+    leaving."""
     if implementation == "xla" or on_hardware(implementation):
         yield
     elif implementation == "hopper":
@@ -38,7 +42,11 @@ def _interpreted_hopper():
     mosaic_interpreter.install()
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     registers = mosaic_interpreter.REGISTERS
-    with _device(H100), plgpu.force_gpu_interpret_mode(parameters), _no_races(gpu_callbacks, "GPURaceDetectionState", registers):
+    with (
+        _device(H100),
+        plgpu.force_gpu_interpret_mode(parameters),
+        _no_races(gpu_callbacks, "GPURaceDetectionState", registers),
+    ):
         try:
             yield
         finally:
@@ -50,7 +58,11 @@ def _interpreted_tpu():
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     parameters = pltpu.InterpretParams(detect_races=True)
-    with _device(V5E), pltpu.force_tpu_interpret_mode(parameters), _no_races(interpret_pallas_call, "RaceDetectionState"):
+    with (
+        _device(V5E),
+        pltpu.force_tpu_interpret_mode(parameters),
+        _no_races(interpret_pallas_call, "RaceDetectionState"),
+    ):
         try:
             yield
         finally:
@@ -63,10 +75,11 @@ def _device(device: AbstractDevice):
 
 @contextlib.contextmanager
 def _no_races(module, name: str, registers: int | None = None):
-    """Every kernel starts a race detector of its own, `module.name`. All are kept, and asked in the end.
+    """Every kernel starts a race detector of its own, `module.name`. All are kept, and asked in the
+    end.
 
-    `registers` is a memory space to pass over: a thread's registers are its own, but the clocks of their users start anew
-    with each thread block while the history of accesses goes on.
+    `registers` is a memory space to pass over: a thread's registers are its own, but the clocks of
+    their users start anew with each thread block while the history of accesses goes on.
     """
     detector, started = getattr(module, name), []
 

@@ -24,7 +24,9 @@ def install():
     if getattr(interpreter, "_extended", False):
         return
     interpreter._extended = True
-    interpreter._interpret_wgmma_ref_p = _with_operand_in_registers(interpreter._interpret_wgmma_ref_p)
+    interpreter._interpret_wgmma_ref_p = _with_operand_in_registers(
+        interpreter._interpret_wgmma_ref_p
+    )
     interpreter.interpret = _with_run_state(interpreter.interpret)
 
 
@@ -41,7 +43,11 @@ def _allocate(interpreter, eqn, token, value):
         memory_space_id=REGISTERS,
     )
     return gpu_callbacks.call_allocate_buffer(
-        token=token, allocation_request_as_array=request, value=value, source_info=eqn.source_info, **_where(interpreter)
+        token=token,
+        allocation_request_as_array=request,
+        value=value,
+        source_info=eqn.source_info,
+        **_where(interpreter),
     )
 
 
@@ -52,7 +58,8 @@ def _release(interpreter, eqn, token, key):
 
 
 def _run_state(interpreter, eqn, token, values):
-    """Interpret a `run_state`: operands that are arrays become buffers for its body, refs pass through."""
+    """Interpret a `run_state`: operands that are arrays become buffers for its body, refs pass
+    through."""
     jaxpr = eqn.params["jaxpr"]
     is_array = [not isinstance(variable.aval, state_types.AbstractRef) for variable in eqn.invars]
     operands = []
@@ -107,9 +114,17 @@ def _with_run_state(original):
                 return token
             produced = {variable for eqn in pending for variable in eqn.outvars}
             needed = dict.fromkeys(
-                atom for eqn in pending for atom in eqn.invars if not isinstance(atom, core.Literal) and atom not in produced
+                atom
+                for eqn in pending
+                for atom in eqn.invars
+                if not isinstance(atom, core.Literal) and atom not in produced
             )
-            kept = [variable for eqn in pending for variable in eqn.outvars if not isinstance(variable, core.DropVar)]
+            kept = [
+                variable
+                for eqn in pending
+                for variable in eqn.outvars
+                if not isinstance(variable, core.DropVar)
+            ]
             part = core.Jaxpr(
                 constvars=(),
                 invars=list(needed),

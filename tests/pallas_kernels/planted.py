@@ -1,8 +1,10 @@
-"""Run one kernel in the interpreter with one statement of it left out: what the race detector and the oracle are worth.
+"""Run one kernel in the interpreter with one statement of it left out: what the race detector and
+the oracle are worth.
 
     python -m tests.pallas_kernels.planted hopper.prefill 'plgpu.barrier_wait(k_ready.at[0])'
 
-Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and leaves the interpreter unusable.
+Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and
+leaves the interpreter unusable.
 """
 
 import functools
@@ -23,14 +25,24 @@ from tests.pallas_kernels.shapes import Decode, Prefill
 from tests.pallas_kernels.test_attention import check, decode_inputs, inputs, prefill_mask
 
 STATEMENTS = ("plgpu.barrier_wait(", "plgpu.commit_smem(", ".wait()")
-"""Waits for data or for room, and fences. Leaving one out lets a kernel read too early or write too soon."""
+"""Waits for data or for room, and fences. Leaving one out lets a kernel read too early or write too
+soon."""
 
-SHORT = {"hopper": {"block_kv": 64, "stages": 2, "splits": 1}, "tpu": {"block_bytes": 2**15, "buffers": 2}}
+SHORT = {
+    "hopper": {"block_kv": 64, "stages": 2, "splits": 1},
+    "tpu": {"block_bytes": 2**15, "buffers": 2},
+}
 
 
 def statements(kernel: str) -> dict[str, int]:
-    """Source text -> line number of every such statement of `hopper.prefill`, say. Repeated texts are told apart by a count."""
-    found, lines = {}, inspect.getsource(importlib.import_module(f"swiftkv_jax.pallas_kernels.{kernel}")).splitlines()
+    """Source text -> line number of every such statement of `hopper.prefill`, say. Repeated texts
+    are told apart by a count."""
+    found, lines = (
+        {},
+        inspect.getsource(
+            importlib.import_module(f"swiftkv_jax.pallas_kernels.{kernel}")
+        ).splitlines(),
+    )
     for number, line in enumerate(lines, start=1):
         code = line.split("#")[0].strip()
         if any(statement in code for statement in STATEMENTS):
@@ -50,7 +62,10 @@ def leave_out(line: int):
 
         return call
 
-    plgpu.barrier_wait, plgpu.commit_smem = unless_there(plgpu.barrier_wait), unless_there(plgpu.commit_smem)
+    plgpu.barrier_wait, plgpu.commit_smem = (
+        unless_there(plgpu.barrier_wait),
+        unless_there(plgpu.commit_smem),
+    )
     make_copy = pltpu.make_async_copy
 
     def copy_without_wait(*args, **kwargs):
@@ -71,8 +86,15 @@ def run(kernel: str):
             # Called as the op would, but with rings that are shorter than the row.
             kernel_module = importlib.import_module(f"swiftkv_jax.pallas_kernels.{kernel}")
             tuning = kernel_module.Tuning(**SHORT[implementation])
-            operands, options, expected = decode_inputs(Decode(2, 1, 8, 2, 500, 64, (500, 300)), "bfloat16")
-            check(jax.jit(functools.partial(kernel_module.attention, **options, tuning=tuning))(*operands), *expected)
+            operands, options, expected = decode_inputs(
+                Decode(2, 1, 8, 2, 500, 64, (500, 300)), "bfloat16"
+            )
+            check(
+                jax.jit(functools.partial(kernel_module.attention, **options, tuning=tuning))(
+                    *operands
+                ),
+                *expected,
+            )
             return
         shape = Prefill(1, 512, 2, 1, 512, 64)
         q, k, v = inputs(shape, "bfloat16")
@@ -85,7 +107,9 @@ def run(kernel: str):
         found = jax.jit(lambda *operands: jax.vjp(attend, *operands)[1](ones))(q, k, v)
     expected = jax.vjp(functools.partial(prefill_attention, implementation="xla"), q, k, v)[1](ones)
     for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=3e-2 * float(jnp.abs(wanted).max()))
+        np.testing.assert_allclose(
+            np.float32(got), np.float32(wanted), atol=3e-2 * float(jnp.abs(wanted).max())
+        )
 
 
 if __name__ == "__main__":

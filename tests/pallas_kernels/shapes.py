@@ -60,14 +60,24 @@ PREFILL = {
 }
 PIECES = {  # of prompts in a pool of blocks
     "of one prompt": Pieces(3, 128, 2, 1, 384, 128, (0, 128, 256), (128, 128, 70), 128, (0, 0, 0)),
-    "of two prompts, an idle row first": Pieces(4, 70, 4, 2, 384, 64, (5, 130, 60, 0), (0, 70, 70, 33), 128, (1, 1, 3, 3)),
-    "pages of 64, up to the last position": Pieces(3, 64, 2, 2, 320, 64, (280, 216, 0), (40, 64, 0), 64, (0, 0, 2)),
+    "of two prompts, an idle row first": Pieces(
+        4, 70, 4, 2, 384, 64, (5, 130, 60, 0), (0, 70, 70, 33), 128, (1, 1, 3, 3)
+    ),
+    "pages of 64, up to the last position": Pieces(
+        3, 64, 2, 2, 320, 64, (280, 216, 0), (40, 64, 0), 64, (0, 0, 2)
+    ),
     "pages of 256": Pieces(2, 40, 2, 1, 512, 96, (0, 300), (40, 40), 256, (0, 1)),
     "pages of 1536": Pieces(1, 20, 1, 1, 3072, 128, (2000,), (20,), 1536, (0,)),
-    "more pages than are loaded at once": Pieces(2, 16, 2, 1, 1280, 64, (1100, 3), (16, 9), 128, (0, 1)),
-    "fewer positions than queries": Pieces(2, 150, 2, 1, 128, 128, (0, 28), (128, 100), 128, (0, 0)),
+    "more pages than are loaded at once": Pieces(
+        2, 16, 2, 1, 1280, 64, (1100, 3), (16, 9), 128, (0, 1)
+    ),
+    "fewer positions than queries": Pieces(
+        2, 150, 2, 1, 128, 128, (0, 28), (128, 100), 128, (0, 0)
+    ),
     "pages of 7": Pieces(3, 300, 4, 2, 490, 24, (0, 188, 300), (300, 300, 9), 7, (0, 0, 2)),
-    "pages of 16, in one block": Pieces(3, 33, 4, 4, 96, 64, (0, 33, 66), (33, 33, 1), 16, (0, 0, 0)),
+    "pages of 16, in one block": Pieces(
+        3, 33, 4, 4, 96, 64, (0, 33, 66), (33, 33, 1), 16, (0, 0, 0)
+    ),
 }
 DECODE = {
     "8B": Decode(2, 1, 8, 2, 200, 128, (200, 77)),

@@ -15,7 +15,11 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("entry", tuning.read_table(), ids=lambda entry: "-".join(str(entry[field]) for field in list(entry)[:4]))
+@pytest.mark.parametrize(
+    "entry",
+    tuning.read_table(),
+    ids=lambda entry: "-".join(str(entry[field]) for field in list(entry)[:4]),
+)
 def test_entries_are_valid(entry):
     """Each constructs its dataclass, which rejects nonsense, and says what it rests on."""
     CLASSES[entry["kernel"]](**entry["tuning"])
@@ -29,15 +33,32 @@ def test_the_table_is_complete(kernel, head_dim):
     for dtype in formats:
         for device in ("H100", "H200") if kernel.startswith("hopper") else ("v5e",):
             with under(device):
-                assert dataclasses.is_dataclass(tuning.tuning_for(CLASSES[kernel], kernel, head_dim, dtype))
+                assert dataclasses.is_dataclass(
+                    tuning.tuning_for(CLASSES[kernel], kernel, head_dim, dtype)
+                )
 
 
 def test_the_first_entry_that_fits_is_taken(tmp_path, monkeypatch):
     def entry(device, head_dim, dtype, block):
-        return {"kernel": "k", "device": device, "head_dim": head_dim, "dtype": dtype, "tuning": {"block": block}, "basis": "-"}
+        return {
+            "kernel": "k",
+            "device": device,
+            "head_dim": head_dim,
+            "dtype": dtype,
+            "tuning": {"block": block},
+            "basis": "-",
+        }
 
     table = tmp_path / "tuning.json"
-    table.write_text(json.dumps([entry("NVIDIA H200", 64, "int8", 1), entry("NVIDIA H200", 64, "any", 2), entry("any", 64, "any", 3)]))
+    table.write_text(
+        json.dumps(
+            [
+                entry("NVIDIA H200", 64, "int8", 1),
+                entry("NVIDIA H200", 64, "any", 2),
+                entry("any", 64, "any", 3),
+            ]
+        )
+    )
     entries = tuning.read_table(table)
     monkeypatch.setattr(tuning, "read_table", lambda: entries)
     with under("H200"):
@@ -45,7 +66,10 @@ def test_the_first_entry_that_fits_is_taken(tmp_path, monkeypatch):
         assert tuning.tuning_for(dict, "k", 64, "bfloat16") == {"block": 2}
     with under("H100"):
         assert tuning.tuning_for(dict, "k", 64, "int8") == {"block": 3}
-        with pytest.raises(NotImplementedError, match="k has no tuning for head_dim=128 and int8 keys on NVIDIA H100"):
+        with pytest.raises(
+            NotImplementedError,
+            match="k has no tuning for head_dim=128 and int8 keys on NVIDIA H100",
+        ):
             tuning.tuning_for(dict, "k", 128, "int8")
 
 

@@ -1,8 +1,10 @@
-"""Twenty kills: runs are ended by SIGKILL at random moments and started again, and must end as if nothing had happened.
+"""Twenty kills: runs are ended by SIGKILL at random moments and started again, and must end as if
+nothing had happened.
 
-The moments are spread evenly over what a whole run takes, from its imports to its export, counted in CPU seconds: those of a
-run are the same on a busy machine. A run that gets to its end between two kills is checked, and the next one begins. Takes some
-minutes on Linux, and is in no other target than `make test-soak`.
+The moments are spread evenly over what a whole run takes, from its imports to its export, counted
+in CPU seconds: those of a run are the same on a busy machine. A run that gets to its end between
+two kills is checked, and the next one begins. Takes some minutes on Linux, and is in no other
+target than `make test-soak`.
 """
 
 import collections
@@ -17,7 +19,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n" * 40
+TEXT = (
+    "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
+    * 40
+)
 STEPS, KILLS, SEED = 120, 20, 0
 
 
@@ -33,23 +38,45 @@ def test_killed_runs_end_like_one_never_killed(tmp_path):
     kills, runs = collections.Counter(), 0
     while kills.total() < KILLS:
         run = tmp_path / f"run-{runs}"
-        while when := attempt(data, run, moments.uniform(0.5, usual) if kills.total() < KILLS else math.inf):
+        while when := attempt(
+            data, run, moments.uniform(0.5, usual) if kills.total() < KILLS else math.inf
+        ):
             kills[when] += 1
             print(f"kill {kills.total()} of {KILLS}: {when}", flush=True)
         runs += 1
         assert outcome(run) == outcome(undisturbed)
         assert names(run) == names(undisturbed), "something was left behind"
-    print(f"a run takes {usual:.0f} CPU seconds; {runs} runs, {KILLS} kills: {', '.join(f'{n} {when}' for when, n in kills.items())}")
+    print(
+        f"a run takes {usual:.0f} CPU seconds; {runs} runs, {KILLS} kills: "
+        f"{', '.join(f'{n} {when}' for when, n in kills.items())}"
+    )
 
 
 def attempt(data: Path, run: Path, kill_after: float = math.inf) -> str | None:
-    """Start or continue `run`. None if it ended well; if it was killed, after so many CPU seconds, when that was."""
-    sizes = "--max-length 32 --batch-size 4 --save-steps 4 --logging-steps 1 --eval-steps 30 --eval-batches 2"
-    command = [sys.executable, "-m", "swiftkv_jax.train", *sizes.split(), "--max-steps", str(STEPS), "--output-dir", str(run)]
+    """Start or continue `run`. None if it ended well; if it was killed, after so many CPU seconds,
+    when that was."""
+    sizes = (
+        "--max-length 32 --batch-size 4 --save-steps 4 --logging-steps 1 --eval-steps 30 "
+        "--eval-batches 2"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "swiftkv_jax.train",
+        *sizes.split(),
+        "--max-steps",
+        str(STEPS),
+        "--output-dir",
+        str(run),
+    ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     log = run.with_suffix(".log")
     with log.open("w") as stderr:
-        process = subprocess.Popen([*command, "--data", str(data), "--eval-data", str(data)], env=environment, stderr=stderr)
+        process = subprocess.Popen(
+            [*command, "--data", str(data), "--eval-data", str(data)],
+            env=environment,
+            stderr=stderr,
+        )
         try:
             while process.poll() is None:
                 if cpu_seconds(process.pid) > kill_after:
@@ -83,7 +110,9 @@ def outcome(run: Path) -> tuple[bytes, list[dict]]:
     """The exported weights, and all numbers recorded that are not speeds."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     speeds = {"tokens_per_second", "useful_tokens_per_second", "mfu", "seconds"}
-    return (run / "model" / "model.safetensors").read_bytes(), [{k: v for k, v in row.items() if k not in speeds} for row in rows]
+    return (run / "model" / "model.safetensors").read_bytes(), [
+        {k: v for k, v in row.items() if k not in speeds} for row in rows
+    ]
 
 
 def names(run: Path) -> list[str]:

@@ -1,6 +1,8 @@
-"""The interpreter is worth something: with one wait or fence left out, a kernel races, stops or goes wrong, and it is noticed.
+"""The interpreter is worth something: with one wait or fence left out, a kernel races, stops or
+goes wrong, and it is noticed.
 
-That is a property of the kernels and of JAX's interpreters, to be looked at again when either changes: two minutes.
+That is a property of the kernels and of JAX's interpreters, to be looked at again when either
+changes: two minutes.
 """
 
 import subprocess
@@ -17,7 +19,11 @@ PLANTED = {
         "pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))",
         "plgpu.commit_smem()",
     ],
-    "hopper.decode": ["plgpu.barrier_wait(full.at[k_slot])", "plgpu.barrier_wait(free.at[slot])", "plgpu.commit_smem() #2"],
+    "hopper.decode": [
+        "plgpu.barrier_wait(full.at[k_slot])",
+        "plgpu.barrier_wait(free.at[slot])",
+        "plgpu.commit_smem() #2",
+    ],
     "hopper.backward_dq": ["plgpu.barrier_wait(kv_full.at[k_stage])"],
     "hopper.backward_dkv": ["plgpu.barrier_wait(do_full.at[stage])"],
     "tpu.decode": ["copy.wait()", "copy.wait() #2"],

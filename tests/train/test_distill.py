@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Config, Model, add_swiftkv, distill_loss
-from swiftkv_jax.model import Batch, whole_rows
 from swiftkv_jax.params import init_llama
 from swiftkv_jax.train import distill
+from swiftkv_jax.transformer import Batch, unpacked_batch
 
-CONFIG = Config(vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8)
+CONFIG = Config(
+    vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8
+)
 
 
 def make_model(num_key_value_layers=3, group=1, *, noise=0.0) -> Model:
     llama = init_llama(CONFIG, jax.random.key(0), scale=0.3)
-    model = add_swiftkv(Model(llama=llama, swiftkv=None, config=CONFIG), num_key_value_layers, group)
+    model = add_swiftkv(
+        Model(llama=llama, swiftkv=None, config=CONFIG), num_key_value_layers, group
+    )
     leaves, tree = jax.tree.flatten(model.swiftkv)
-    noisy = [leaf + noise * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
+    noisy = [
+        leaf + noise * jax.random.normal(jax.random.key(i), leaf.shape)
+        for i, leaf in enumerate(leaves)
+    ]
     return dataclasses.replace(model, swiftkv=jax.tree.unflatten(tree, noisy))
 
 
@@ -29,15 +36,22 @@ def make_tokens(batch=2, length=13):
 
 @pytest.mark.parametrize("hidden_layer", [-2, -1, 4])
 def test_a_student_that_equals_its_teacher_has_no_loss(hidden_layer):
-    model = make_model(num_key_value_layers=5)  # the only upper layer computes the very same keys, values and queries
+    model = make_model(
+        num_key_value_layers=5
+    )  # the only upper layer computes the very same keys, values and queries
     loss, metrics = distill_loss(model, make_tokens(), jnp.ones((2, 13)), hidden_layer=hidden_layer)
-    assert float(loss) < 1e-6, "rounding in two separate sums of exponentials is all that may be left"
+    assert float(loss) < 1e-6, (
+        "rounding in two separate sums of exponentials is all that may be left"
+    )
     assert set(metrics) == {"logits_loss", "hidden_loss"}
 
 
 def test_hidden_layers_are_counted_as_hugging_face_does():
     model, tokens, mask = make_model(noise=0.2), make_tokens(), jnp.ones((2, 13))
-    hidden = {i: float(distill_loss(model, tokens, mask, hidden_layer=i)[1]["hidden_loss"]) for i in (0, 3, 4, 5, 6, -2, -1)}
+    hidden = {
+        i: float(distill_loss(model, tokens, mask, hidden_layer=i)[1]["hidden_loss"])
+        for i in (0, 3, 4, 5, 6, -2, -1)
+    }
     assert hidden[-2] == hidden[5] and hidden[-1] == hidden[6]
     assert hidden[0] == hidden[3] == 0, "up to the boundary both models are one"
     assert 0 < hidden[4] < hidden[5]
@@ -55,39 +69,63 @@ def test_gradient_agrees_with_finite_differences_and_reaches_only_the_delta():
     of_delta, of_llama = jax.grad(loss, argnums=(0, 1))(model.swiftkv, model.llama)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(of_delta))
     assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(of_llama))
-    direction = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(9), leaf.shape), model.swiftkv)
+    direction = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(9), leaf.shape), model.swiftkv
+    )
     step = 1e-3
-    ahead, behind = (jax.tree.map(lambda p, d, s=s: p + s * d, model.swiftkv, direction) for s in (step, -step))
+    ahead, behind = (
+        jax.tree.map(lambda p, d, s=s: p + s * d, model.swiftkv, direction) for s in (step, -step)
+    )
     numeric = (loss(ahead, model.llama) - loss(behind, model.llama)) / (2 * step)
-    exact = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(of_delta), jax.tree.leaves(direction), strict=True))
+    exact = sum(
+        jnp.vdot(g, d)
+        for g, d in zip(jax.tree.leaves(of_delta), jax.tree.leaves(direction), strict=True)
+    )
     np.testing.assert_allclose(numeric, exact, rtol=1e-2)
 
 
 @pytest.mark.parametrize("remat", ["mlp", "layer"])
 def test_recomputation_changes_nothing(remat):
     model = make_model(noise=0.1, group=3)
-    batch = whole_rows(make_tokens())
+    batch = unpacked_batch(make_tokens())
 
     def gradient(remat):
-        return jax.grad(lambda delta: distill.distill_loss(model.config, delta, model.llama, batch, remat=remat)[0])(model.swiftkv)
+        return jax.grad(
+            lambda delta: distill.distill_loss(
+                model.config, delta, model.llama, batch, remat=remat
+            )[0]
+        )(model.swiftkv)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient("none"), gradient(remat))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        gradient("none"),
+        gradient(remat),
+    )
 
 
 def test_packed_documents_weigh_as_they_would_alone():
-    """Sums of a packed row equal the sums of its documents; padding and masked positions add nothing."""
+    """Sums of a packed row equal the sums of its documents; padding and masked positions add
+    nothing."""
     model = make_model(noise=0.1)
     a, b = make_tokens(1, 5), make_tokens(1, 6) + 1
     zeros = jnp.zeros((1, 2), jnp.int32)
     packed = Batch(
         tokens=jnp.concatenate([a, b, zeros + 7], axis=1),
         positions=jnp.concatenate([jnp.arange(5), jnp.arange(6), jnp.arange(2)])[None],
-        segment_ids=jnp.concatenate([zeros[:, :1].repeat(5, 1) + 1, zeros[:, :1].repeat(6, 1) + 2, zeros], axis=1),
+        segment_ids=jnp.concatenate(
+            [zeros[:, :1].repeat(5, 1) + 1, zeros[:, :1].repeat(6, 1) + 2, zeros], axis=1
+        ),
         loss_mask=jnp.array([[0, 1, 1, 1, 0] + [1, 1, 1, 1, 1, 0] + [0, 0]], jnp.float32),
     )
-    alone = [whole_rows(a, packed.loss_mask[:, :5]), whole_rows(b, packed.loss_mask[:, 5:11])]
+    alone = [
+        unpacked_batch(a, packed.loss_mask[:, :5]),
+        unpacked_batch(b, packed.loss_mask[:, 5:11]),
+    ]
     assert model.swiftkv is not None
-    sums = [distill.distill_sums(model.config, model.swiftkv, model.llama, batch) for batch in (packed, *alone)]
+    sums = [
+        distill.distill_sums(model.config, model.swiftkv, model.llama, batch)
+        for batch in (packed, *alone)
+    ]
     expected = jax.tree.map(lambda x, y: x + y, sums[1], sums[2])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), sums[0], expected)
     assert float(sums[0].tokens) == 11 and float(sums[0].targets) == 8

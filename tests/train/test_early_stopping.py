@@ -6,19 +6,39 @@ from pathlib import Path
 
 from swiftkv_jax.train.__main__ import main
 
-TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n" * 10
+TEXT = (
+    "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
+    * 10
+)
 
 
 def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp_path, capsys):
-    """At a learning rate that changes no weight, the held-out loss is the same from the first evaluation on."""
+    """At a learning rate that changes no weight, the held-out loss is the same from the first
+    evaluation on."""
     code, run = tmp_path / "code.txt", tmp_path / "run"
     code.write_text(TEXT)
-    settings = "--max-length 32 --batch-size 2 --max-steps 12 --learning-rate 1e-30 --logging-steps 1 --eval-steps 2"
-    command = [*settings.split(), "--early-stopping-patience", "2", "--data", str(code), "--eval-data", str(code), "--output-dir", str(run)]
+    settings = (
+        "--max-length 32 --batch-size 2 --max-steps 12 --learning-rate 1e-30 "
+        "--logging-steps 1 --eval-steps 2"
+    )
+    command = [
+        *settings.split(),
+        "--early-stopping-patience",
+        "2",
+        "--data",
+        str(code),
+        "--eval-data",
+        str(code),
+        "--output-dir",
+        str(run),
+    ]
     for _ in range(2):
         assert main(command) == 0
         error = capsys.readouterr().err
-        assert "step 4: the held-out loss has not fallen in 2 evaluations" in error and "finished after step 4 of 12" in error
+        assert (
+            "step 4: the held-out loss has not fallen in 2 evaluations" in error
+            and "finished after step 4 of 12" in error
+        )
         assert [row["step"] for row in steps(run)] == [1, 2, 3, 4]
         shutil.rmtree(run / "model")  # as after a kill in the export
 

@@ -1,4 +1,5 @@
-"""What a run records and shows: cut back on resume in every sink, speeds that add up, traces of whole steps."""
+"""What a run records and shows: cut back on resume in every sink, speeds that add up, traces of
+whole steps."""
 
 import contextlib
 import json
@@ -14,7 +15,7 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.hardware import Hardware
-from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train import progress
 from swiftkv_jax.train.metrics import MetricsLog, parse_report_to, read_metrics
 from swiftkv_jax.train.profiling import ProfileWindow
@@ -34,13 +35,15 @@ def write_steps(log: MetricsLog, first: int, last: int, *, attempt: float) -> No
             log.write({"step": step, "eval_agreement": attempt})
 
 
-# JSON lines -------------------------------------------------------------------------------------------------------
+# JSON lines -------------------------------------------------------------------
 
 
 def test_rows_come_back_as_they_were_written(tmp_path):
     with metrics_log(tmp_path, 0) as log:
         log.write({"step": 1, "loss": jnp.float32(0.5), "batch": 7, "grad_norm": np.float64(2.0)})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5, "batch": 7, "grad_norm": 2.0}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 0.5, "batch": 7, "grad_norm": 2.0}
+    ]
 
 
 def test_a_resumed_run_cuts_back_to_its_first_step(tmp_path):
@@ -52,8 +55,19 @@ def test_a_resumed_run_cuts_back_to_its_first_step(tmp_path):
     with metrics_log(tmp_path, 4) as log:
         write_steps(log, 5, 6, attempt=2)
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
-    assert [(row["step"], row["eval_agreement"]) for row in rows if "loss" not in row] == [(2, 1), (4, 1), (6, 2)]
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (5, 2),
+        (6, 2),
+    ]
+    assert [(row["step"], row["eval_agreement"]) for row in rows if "loss" not in row] == [
+        (2, 1),
+        (4, 1),
+        (6, 2),
+    ]
     assert all(json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
 
 
@@ -80,27 +94,35 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-# Other sinks ------------------------------------------------------------------------------------------------------
+# Other sinks ------------------------------------------------------------------
 
 
 def test_names_to_report_to():
     assert parse_report_to("jsonl") == ("jsonl",)
     assert parse_report_to("tensorboard, jsonl,tensorboard") == ("jsonl", "tensorboard")
-    with pytest.raises(UsageError, match="--report-to 'jsonl,board': 'board' is unknown; choose from jsonl, tensorboard, wandb"):
+    with pytest.raises(
+        UsageError,
+        match="--report-to 'jsonl,board': 'board' is unknown; choose from jsonl, tensorboard, "
+        "wandb",
+    ):
         parse_report_to("jsonl,board")
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "command"), [("tensorboard", "tensorboardX", "'swiftkv-jax.report.'"), ("wandb", "wandb", "wandb")]
+    ("name", "module", "command"),
+    [("tensorboard", "tensorboardX", "'swiftkv-jax.report.'"), ("wandb", "wandb", "wandb")],
 )
 def test_a_missing_package_is_named_at_once(name, module, command, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=f"--report-to {name} needs {module}: pip install {command}"):
+    with pytest.raises(
+        UsageError, match=f"--report-to {name} needs {module}: pip install {command}"
+    ):
         parse_report_to(name)
 
 
 def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """{name: {step: value}} as TensorBoard reads it: the start of a session drops what stood at its step and after."""
+    """{name: {step: value}} as TensorBoard reads it: the start of a session drops what stood at its
+    step and after."""
     from tensorboardX.proto import event_pb2
 
     Event, SessionLog = (getattr(event_pb2, name) for name in ("Event", "SessionLog"))
@@ -112,7 +134,10 @@ def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
             event = Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
             if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                scalars = {name: {s: v for s, v in steps.items() if s < event.step} for name, steps in scalars.items()}
+                scalars = {
+                    name: {s: v for s, v in steps.items() if s < event.step}
+                    for name, steps in scalars.items()
+                }
             for value in event.summary.value:
                 scalars.setdefault(value.tag, {})[event.step] = value.simple_value
     return scalars
@@ -155,16 +180,23 @@ def test_wandb_continues_one_run(tmp_path, monkeypatch):
         with metrics_log(tmp_path, first, "wandb") as log:
             write_steps(log, first + 1, first + 1, attempt=1)
     assert [settings["id"] for settings in asked] == [None, "abc123"]
-    assert all(settings["resume"] == "allow" and settings["dir"] == str(tmp_path) for settings in asked)
-    assert [run.rows for run in runs] == [[(1, {"train/loss": 1.0})], [(2, {"train/loss": 1.0}), (2, {"eval/agreement": 1})]]
+    assert all(
+        settings["resume"] == "allow" and settings["dir"] == str(tmp_path) for settings in asked
+    )
+    assert [run.rows for run in runs] == [
+        [(1, {"train/loss": 1.0})],
+        [(2, {"train/loss": 1.0}), (2, {"eval/agreement": 1})],
+    ]
     assert all(run.finished for run in runs)
 
 
-# Progress ---------------------------------------------------------------------------------------------------------
+# Progress ---------------------------------------------------------------------
 
 
 def make_progress() -> Progress:
-    return Progress(first_step=0, steps=10, tokens_per_step=100, flops_per_token=3.0, ceiling=Ceiling(600.0, ""))
+    return Progress(
+        first_step=0, steps=10, tokens_per_step=100, flops_per_token=3.0, ceiling=Ceiling(600.0, "")
+    )
 
 
 def test_speeds_add_up(monkeypatch, capsys):
@@ -173,26 +205,39 @@ def test_speeds_add_up(monkeypatch, capsys):
     bar = make_progress()
     bar.advance(jnp.zeros(()))
     bar.advance(jnp.zeros(()))
-    values = {"loss": 1.5, "logits_loss": jnp.float32(1.25), "hidden_loss": 0.25, "agreement": 0.5, "grad_norm": 3.0, "tokens": 190}
+    values = {
+        "loss": 1.5,
+        "logits_loss": jnp.float32(1.25),
+        "hidden_loss": 0.25,
+        "agreement": 0.5,
+        "grad_norm": 3.0,
+        "tokens": 190,
+    }
     assert bar.report(2, values, useful_share=0.95) == {
         "tokens_per_second": 40.0,
         "useful_tokens_per_second": 38.0,
         "mfu": 0.2,
         "seconds": 5.0,
     }
-    shown = "loss 1.5000  agreement 0.5000  KL 1.2500  hidden 0.2500  grad norm 3.0000  tokens/s 40  MFU 20.0%  left 00:20"
+    shown = (
+        "loss 1.5000  agreement 0.5000  KL 1.2500  hidden 0.2500  grad norm 3.0000  tokens/s "
+        "40  MFU 20.0%  left 00:20"
+    )
     assert capsys.readouterr().err == f"step 2/10  {shown}\n"
 
 
 @pytest.mark.parametrize("ready", [True, False], ids=["waits", "runs ahead"])
 def test_only_finished_steps_count(ready, monkeypatch):
-    """Steps of one second, read one late: on a device that runs ahead of the host, and where starting a step runs it."""
+    """Steps of one second, read one late: on a device that runs ahead of the host, and where
+    starting a step runs it."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     bar = make_progress()
     speeds = []
     for step in range(1, 5):
-        now[0] = step if ready else step - 1  # when the step before has been read, and this one started
+        now[0] = (
+            step if ready else step - 1
+        )  # when the step before has been read, and this one started
         bar.advance(types.SimpleNamespace(is_ready=lambda: ready))
         if step > 1:
             speeds.append(bar.report(step - 1, {}, useful_share=1.0)["tokens_per_second"])
@@ -216,21 +261,29 @@ def test_the_ceiling_is_the_published_peak_where_it_is_known(monkeypatch):
     monkeypatch.setattr(progress, "hardware_of", lambda kind: Hardware("Abacus", 9e12, 1, 1))
     known = flops_ceiling(mesh, jnp.float32)
     assert known.flops == 9e12
-    assert known.description == "1 x Abacus: published bfloat16 peak 9 TFLOP/s, a large float32 matrix product reaches 5 TFLOP/s"
+    assert (
+        known.description
+        == "1 x Abacus: published bfloat16 peak 9 TFLOP/s, a large float32 matrix product reaches "
+        "5 TFLOP/s"
+    )
 
 
-# Profile ----------------------------------------------------------------------------------------------------------
+# Profile ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def traced(monkeypatch) -> list[str]:
     events: list[str] = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append(f"start {folder}"))
+    monkeypatch.setattr(
+        jax.profiler, "start_trace", lambda folder: events.append(f"start {folder}")
+    )
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
     return events
 
 
-def run_steps(window: str | None, folder: Path, events: list[str], first: int, last: int) -> list[str]:
+def run_steps(
+    window: str | None, folder: Path, events: list[str], first: int, last: int
+) -> list[str]:
     with ProfileWindow(window, folder) as profile:
         for number in range(first, last + 1):
             profile.step(number, jnp.zeros(()))
@@ -239,7 +292,15 @@ def run_steps(window: str | None, folder: Path, events: list[str], first: int, l
 
 
 def test_whole_steps_are_traced(traced, tmp_path):
-    assert run_steps("2:3", tmp_path, traced, 1, 5) == ["1", f"start {tmp_path}", "2", "3", "stop", "4", "5"]
+    assert run_steps("2:3", tmp_path, traced, 1, 5) == [
+        "1",
+        f"start {tmp_path}",
+        "2",
+        "3",
+        "stop",
+        "4",
+        "5",
+    ]
 
 
 def test_a_run_that_ends_inside_the_window_closes_the_trace(traced, tmp_path):

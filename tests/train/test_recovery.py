@@ -19,9 +19,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax.errors import CheckpointError, UsageError
+from swiftkv_jax.mesh import MODEL, make_mesh
 from swiftkv_jax.params import SwiftKV
-from swiftkv_jax.sharding import MODEL, make_mesh
-from swiftkv_jax.train.recovery import Resume, RunCheckpoints
+from swiftkv_jax.train.checkpointing import Resume, RunCheckpoints
 from swiftkv_jax.train.step import TrainState
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,7 +34,9 @@ def state_at(step: int, mesh: tuple[int, int] = (1, 1)) -> TrainState:
 
     def leaf(*shape: int) -> jax.Array:
         spec = PartitionSpec(None, MODEL) if len(shape) == 3 else PartitionSpec()
-        return jax.device_put(rng.normal(size=shape).astype(np.float32), NamedSharding(make_mesh(mesh), spec))
+        return jax.device_put(
+            rng.normal(size=shape).astype(np.float32), NamedSharding(make_mesh(mesh), spec)
+        )
 
     delta = SwiftKV(norm=leaf(16), q=leaf(4, 8, 64), k=leaf(2, 8, 64), v=leaf(2, 8, 64))
     return TrainState(jnp.int32(step), delta, {"mu": jax.tree.map(lambda x: x * x, delta)})
@@ -45,11 +47,15 @@ def shapes_and_shardings(mesh: tuple[int, int] = (1, 1)):
     return jax.eval_shape(lambda: state), jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
-def open_run(folder: Path, *, keep: int = 10, resume: Resume = "auto", fingerprint=FINGERPRINT) -> RunCheckpoints:
+def open_run(
+    folder: Path, *, keep: int = 10, resume: Resume = "auto", fingerprint=FINGERPRINT
+) -> RunCheckpoints:
     return RunCheckpoints(folder, fingerprint, keep=keep, resume=resume)
 
 
-def save_steps(folder: Path, *steps: int, keep: int = 10, scores: dict[int, float] | None = None) -> None:
+def save_steps(
+    folder: Path, *steps: int, keep: int = 10, scores: dict[int, float] | None = None
+) -> None:
     checkpoints = open_run(folder, keep=keep)
     checkpoints.restore(*shapes_and_shardings())
     for step in steps:
@@ -57,7 +63,9 @@ def save_steps(folder: Path, *steps: int, keep: int = 10, scores: dict[int, floa
     checkpoints.close()
 
 
-def restore(folder: Path, *, resume: Resume = "auto", mesh: tuple[int, int] = (1, 1)) -> TrainState | None:
+def restore(
+    folder: Path, *, resume: Resume = "auto", mesh: tuple[int, int] = (1, 1)
+) -> TrainState | None:
     checkpoints = open_run(folder, resume=resume)
     try:
         return checkpoints.restore(*shapes_and_shardings(mesh))
@@ -76,11 +84,15 @@ def assert_is(state: TrainState | None, step: int) -> None:
 
 def data_file(folder: Path, step: int) -> Path:
     """The file that holds the arrays."""
-    return max((folder / "checkpoints" / str(step)).rglob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    return max(
+        (folder / "checkpoints" / str(step)).rglob("ocdbt.process_0/d/*"),
+        key=lambda file: file.stat().st_size,
+    )
 
 
 def flip_a_bit(folder: Path, step: int) -> None:
-    """In the middle of the arrays, which noise keeps from being compressed: what is read there is another number."""
+    """In the middle of the arrays, which noise keeps from being compressed: what is read there is
+    another number."""
     with data_file(folder, step).open("r+b") as file:
         file.seek(file.seek(0, os.SEEK_END) // 2)
         byte = file.read(1)[0]
@@ -96,7 +108,7 @@ def lose_metadata(folder: Path, step: int) -> None:
     (folder / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").unlink()
 
 
-# Restoring ------------------------------------------------------------------------------------------------------
+# Restoring --------------------------------------------------------------------
 
 
 def test_a_new_run_starts_from_nothing(tmp_path):
@@ -111,7 +123,9 @@ def test_any_mesh_continues_what_any_other_saved(tmp_path):
     for mesh in (2, 2), (1, 1), (1, 8):
         state = restore(tmp_path, mesh=mesh)
         assert_is(state, 1)
-        assert state is not None and state.delta.q.sharding.is_equivalent_to(state_at(1, mesh).delta.q.sharding, 3)
+        assert state is not None and state.delta.q.sharding.is_equivalent_to(
+            state_at(1, mesh).delta.q.sharding, 3
+        )
 
 
 def test_saving_does_not_wait_and_does_not_see_later_changes(tmp_path):
@@ -130,8 +144,13 @@ def test_saving_does_not_wait_and_does_not_see_later_changes(tmp_path):
 def test_another_run_is_refused_by_every_difference_and_never_skipped(tmp_path):
     save_steps(tmp_path, 1)
     other = open_run(tmp_path, fingerprint={"seed": 1, "data": "0badc0de", "learning_rate": 0.1})
-    differences = r"learning_rate was None and is now 0.1; mesh_free was \[1, 2\] and is now None; seed was 0 and is now 1"
-    with pytest.raises(CheckpointError, match=rf"checkpoints/1 belongs to another run \({differences}\)"):
+    differences = (
+        r"learning_rate was None and is now 0.1; mesh_free was \[1, 2\] and is now "
+        r"None; seed was 0 and is now 1"
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoints/1 belongs to another run \({differences}\)"
+    ):
         other.restore(*shapes_and_shardings())
     other.close()
     assert there(tmp_path) == ["1"]
@@ -146,15 +165,20 @@ def test_a_tuple_in_the_fingerprint_is_the_list_it_becomes(tmp_path):
 
 def test_a_state_with_other_leaves_is_not_taken_for_damage(tmp_path):
     save_steps(tmp_path, 1)
-    shapes, shardings = (tree.replace(opt_state={"nu": tree.opt_state["mu"]}) for tree in shapes_and_shardings())
+    shapes, shardings = (
+        tree.replace(opt_state={"nu": tree.opt_state["mu"]}) for tree in shapes_and_shardings()
+    )
     checkpoints = open_run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"another version of this program \(it differs in opt_state.mu.k, .*opt_state.nu.v\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"another version of this program \(it differs in opt_state.mu.k, .*opt_state.nu.v\)",
+    ):
         checkpoints.restore(shapes, shardings)
     checkpoints.close()
     assert there(tmp_path) == ["1"]
 
 
-# --resume -------------------------------------------------------------------------------------------------------
+# --resume ---------------------------------------------------------------------
 
 
 def test_must_and_never(tmp_path):
@@ -177,10 +201,14 @@ def test_a_step_by_number_sets_later_ones_aside_and_writes_them_again(tmp_path):
 
 
 def test_a_step_by_number_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="--resume 2: no checkpoint of that step in .*; there is none"):
+    with pytest.raises(
+        UsageError, match="--resume 2: no checkpoint of that step in .*; there is none"
+    ):
         open_run(tmp_path, resume=2)
     save_steps(tmp_path, 1, 3)
-    with pytest.raises(UsageError, match="--resume 2: no checkpoint of that step in .*; there are 1, 3"):
+    with pytest.raises(
+        UsageError, match="--resume 2: no checkpoint of that step in .*; there are 1, 3"
+    ):
         open_run(tmp_path, resume=2)
 
 
@@ -192,18 +220,23 @@ def test_a_step_by_number_that_is_damaged(tmp_path):
     assert there(tmp_path) == ["1", "2", "3"]
 
 
-# Damage ---------------------------------------------------------------------------------------------------------
+# Damage -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (flip_a_bit, r"(delta|opt_state\.mu)\.[a-z]+ (is damaged: its digest is not the one|cannot be read)"),
+        (
+            flip_a_bit,
+            r"(delta|opt_state\.mu)\.[a-z]+ (is damaged: its digest is not the one|cannot be read)",
+        ),
         (truncate, r"(delta|opt_state\.mu)\.[a-z]+ cannot be read \(.+\)"),
         (lose_metadata, r"its metadata cannot be read"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops tasks that fail
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Orbax drops tasks that fail
 def test_damage_falls_back_with_a_warning_that_names_the_leaf(damage, what, tmp_path, capfd):
     save_steps(tmp_path, 1, 2, 3)
     damage(tmp_path, 3)
@@ -212,7 +245,9 @@ def test_damage_falls_back_with_a_warning_that_names_the_leaf(damage, what, tmp_
     warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning:")]
     assert len(warnings) == 1
     aside = tmp_path / "checkpoints-damaged" / "3"
-    assert re.fullmatch(rf"warning: .*checkpoints/3: {what}.*; moved to {aside}, using step 2 instead", warnings[0])
+    assert re.fullmatch(
+        rf"warning: .*checkpoints/3: {what}.*; moved to {aside}, using step 2 instead", warnings[0]
+    )
 
 
 def test_one_flipped_bit_anywhere_is_noticed(tmp_path):
@@ -221,7 +256,9 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path):
     file = data_file(tmp_path, 1)
     content = file.read_bytes()
     for position in random.Random(0).sample(range(len(content)), 8):
-        file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        file.write_bytes(
+            content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        )
         try:
             state = restore(tmp_path)
         except CheckpointError:
@@ -233,7 +270,10 @@ def test_all_damaged_is_an_error_that_names_the_newest(tmp_path):
     save_steps(tmp_path, 1, 2)
     flip_a_bit(tmp_path, 1)
     flip_a_bit(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="checkpoints/2: .* damaged: .*; no other checkpoint of this run is intact"):
+    with pytest.raises(
+        CheckpointError,
+        match="checkpoints/2: .* damaged: .*; no other checkpoint of this run is intact",
+    ):
         restore(tmp_path)
     assert there(tmp_path) == ["1", "2"], "nothing is moved when there is nothing to go back to"
 
@@ -244,7 +284,7 @@ def test_an_older_damaged_one_is_no_obstacle(tmp_path):
     assert_is(restore(tmp_path), 2)
 
 
-# Retention ------------------------------------------------------------------------------------------------------
+# Retention --------------------------------------------------------------------
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -273,19 +313,30 @@ def test_without_scores_none_is_best(tmp_path):
     checkpoints.close()
 
 
-# Processes that die ---------------------------------------------------------------------------------------------
+# Processes that die -----------------------------------------------------------
 
 
 def child(folder: Path, code: str) -> list[str]:
     """A command that runs `code` with this module's names and `folder`."""
-    lines = ["import importlib.util, os, resource, sys, jax", "jax.config.update('jax_num_cpu_devices', 1)"]
+    lines = [
+        "import importlib.util, os, resource, sys, jax",
+        "jax.config.update('jax_num_cpu_devices', 1)",
+    ]
     lines += [f"spec = importlib.util.spec_from_file_location('recovery_test', {__file__!r})"]
-    lines += ["here = importlib.util.module_from_spec(spec); sys.modules['recovery_test'] = here; spec.loader.exec_module(here)"]
-    return [sys.executable, "-c", "\n".join([*lines, f"folder = here.Path({str(folder)!r})", textwrap.dedent(code)])]
+    lines += [
+        "here = importlib.util.module_from_spec(spec); sys.modules['recovery_test'] = here; "
+        "spec.loader.exec_module(here)"
+    ]
+    return [
+        sys.executable,
+        "-c",
+        "\n".join([*lines, f"folder = here.Path({str(folder)!r})", textwrap.dedent(code)]),
+    ]
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
-    """Files may not grow beyond 4 KB, so the second save fails in the background: `close` says so."""
+    """Files may not grow beyond 4 KB, so the second save fails in the background: `close` says
+    so."""
     code = """
         from swiftkv_jax import cli
         def main():
@@ -299,11 +350,17 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
             return 0
         sys.exit(cli.run(main))
     """
-    run = subprocess.run(child(tmp_path, code), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        child(tmp_path, code), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == 1, run.stderr
     reported = [line for line in run.stderr.splitlines() if line]
-    assert len(reported) == 1 and reported[0].startswith(f"error: checkpoint {tmp_path}/checkpoints/2 could not be saved (")
-    assert "File too large" in reported[0] and reported[0].endswith("; the newest complete one is 1")
+    assert len(reported) == 1 and reported[0].startswith(
+        f"error: checkpoint {tmp_path}/checkpoints/2 could not be saved ("
+    )
+    assert "File too large" in reported[0] and reported[0].endswith(
+        "; the newest complete one is 1"
+    )
     assert_is(restore(tmp_path, resume="must"), 1)
 
 
@@ -314,7 +371,9 @@ def test_a_save_that_failed_is_told_by_the_next_one(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
         checkpoints.save(state_at(1))
-        with pytest.raises(OSError, match="checkpoints/1 could not be saved .*; there is no older one"):
+        with pytest.raises(
+            OSError, match="checkpoints/1 could not be saved .*; there is no older one"
+        ):
             checkpoints.save(state_at(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -325,7 +384,8 @@ def test_a_save_that_failed_is_told_by_the_next_one(tmp_path):
 
 
 def test_killed_while_saving(tmp_path):
-    """kill -9 at three random moments of a process that saves all the time: the newest complete step is intact."""
+    """kill -9 at three random moments of a process that saves all the time: the newest complete
+    step is intact."""
     code = """
         state = here.restore(folder)
         checkpoints = here.open_run(folder, keep=2)
@@ -337,7 +397,9 @@ def test_killed_while_saving(tmp_path):
     """
     moments, before = random.Random(1), 0
     for _ in range(3):
-        with subprocess.Popen(child(tmp_path, code), cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            child(tmp_path, code), cwd=ROOT, stderr=subprocess.PIPE, text=True
+        ) as process:
             while not any(step > before for step in saved(tmp_path)) and process.poll() is None:
                 time.sleep(0.01)
             time.sleep(moments.uniform(0, 0.2))
@@ -347,18 +409,26 @@ def test_killed_while_saving(tmp_path):
         newest = max(saved(tmp_path))
         assert newest > before
         assert_is(restore(tmp_path, resume="must"), newest)
-        assert all(name.isdecimal() for name in there(tmp_path)), "what the killed process left is still there"
+        assert all(name.isdecimal() for name in there(tmp_path)), (
+            "what the killed process left is still there"
+        )
         assert not (tmp_path / "checkpoints-damaged").exists()
         before = newest
 
 
 def saved(folder: Path) -> list[int]:
-    return [int(name) for name in there(folder) if name.isdecimal()] if (folder / "checkpoints").exists() else []
+    return (
+        [int(name) for name in there(folder) if name.isdecimal()]
+        if (folder / "checkpoints").exists()
+        else []
+    )
 
 
 def test_the_metadata_is_plain_json(tmp_path):
     """What other programs may read: fingerprint, score, and a digest per leaf."""
     save_steps(tmp_path, 1, scores={1: 0.25})
-    metadata = json.loads((tmp_path / "checkpoints" / "1" / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+    metadata = json.loads((tmp_path / "checkpoints" / "1" / "_CHECKPOINT_METADATA").read_text())[
+        "custom_metadata"
+    ]
     assert metadata["fingerprint"] == FINGERPRINT and metadata["score"] == 0.25
     assert {"step", "delta.norm", "delta.q", "opt_state.mu.v"} < metadata["digests"].keys()

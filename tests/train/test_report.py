@@ -1,4 +1,5 @@
-"""The page of a run: what it says follows from the rows, at any moment of the run, and it stands alone."""
+"""The page of a run: what it says follows from the rows, at any moment of the run, and it stands
+alone."""
 
 import json
 import re
@@ -46,7 +47,12 @@ def step_row(step: int) -> dict:
     return (
         {"step": step}
         | losses
-        | {"tokens_per_second": 1000.0 * step, "useful_tokens_per_second": 900.0 * step, "mfu": 0.4, "seconds": 60.0}
+        | {
+            "tokens_per_second": 1000.0 * step,
+            "useful_tokens_per_second": 900.0 * step,
+            "mfu": 0.4,
+            "seconds": 60.0,
+        }
     )
 
 
@@ -61,7 +67,11 @@ def page(folder: Path, rows: list[dict], recipe: dict = RECIPE) -> str:
 
 
 def cells(text: str, tag: str = "td") -> list[list[str]]:
-    return [re.findall(f"<{tag}>(.*?)</{tag}>", line) for line in re.findall("<tr>(.*?)</tr>", text) if f"<{tag}>" in line]
+    return [
+        re.findall(f"<{tag}>(.*?)</{tag}>", line)
+        for line in re.findall("<tr>(.*?)</tr>", text)
+        if f"<{tag}>" in line
+    ]
 
 
 def test_a_finished_run(tmp_path):
@@ -72,16 +82,34 @@ def test_a_finished_run(tmp_path):
     assert rows["student&#x27;s perplexity above the teacher&#x27;s"] == ["+20.00%", "+5.00%"]
     assert rows["next token agrees with the teacher"] == ["90.0%", "90.0%"]
     assert rows["model"] == ["llama &lt;8B&gt;"], "escaped"
-    assert rows["data"] == ["a.jsonl, b.jsonl"] and rows["mfu_of"] == ["an abacus"] and "eval_data" not in rows
+    assert (
+        rows["data"] == ["a.jsonl, b.jsonl"]
+        and rows["mfu_of"] == ["an abacus"]
+        and "eval_data" not in rows
+    )
     assert rows["num_key_value_layers"] == ["16"], "the cut that was taken"
-    assert "step 40 of 40; 02:00 in logged steps; median 30,000 tokens/s (27,000 without padding), MFU 40.0%" in text
+    assert (
+        "step 40 of 40; 02:00 in logged steps; median 30,000 tokens/s (27,000 without padding), "
+        "MFU 40.0%" in text
+    )
 
 
 def test_the_picture_is_in_the_page(tmp_path):
     text = page(tmp_path, FINISHED)
     svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + len("</svg>")])
-    words = {"".join(node.itertext()).strip() for node in svg.iter("{http://www.w3.org/2000/svg}text")}
-    titles = {"Loss", "Held-out perplexity", "Learning rate", "Speed", "tokens per second", "teacher", "student", "step"}
+    words = {
+        "".join(node.itertext()).strip() for node in svg.iter("{http://www.w3.org/2000/svg}text")
+    }
+    titles = {
+        "Loss",
+        "Held-out perplexity",
+        "Learning rate",
+        "Speed",
+        "tokens per second",
+        "teacher",
+        "student",
+        "step",
+    }
     assert titles <= words
     assert not re.findall(r'(?:src|href)="(?!#)', text), "nothing is fetched"
 
@@ -96,7 +124,9 @@ def test_a_run_that_goes_on(count, tmp_path):
 
 def test_a_run_without_held_out_data_or_speeds(tmp_path):
     text = page(tmp_path, [{"step": 1, "loss": 2.0, "grad_norm": 1.0}])
-    assert "held-out</th>" not in text and "step 1 of 40" in text and "tokens per second" not in text
+    assert (
+        "held-out</th>" not in text and "step 1 of 40" in text and "tokens per second" not in text
+    )
 
 
 def test_without_matplotlib_nothing_fails(tmp_path, monkeypatch, capsys):
@@ -114,7 +144,10 @@ def test_matplotlib_is_looked_for(monkeypatch):
     assert "pip install 'swiftkv-jax[report]'" in (report.matplotlib_missing() or "")
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no recipe.json in it"), ("", "metrics.jsonl: nothing is logged yet")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no recipe.json in it"), ("", "metrics.jsonl: nothing is logged yet")],
+)
 def test_folders_without_a_run(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "recipe.json").write_text("{}")

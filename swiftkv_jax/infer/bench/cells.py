@@ -1,4 +1,5 @@
-"""What is measured: one cell for each combination of lengths, batches and rates on the command line."""
+"""What is measured: one cell for each combination of lengths, batches and rates on the command
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Cell:
     prompts: int
     """Rows that run together in prefill and decode; all requests of offline and latency."""
     request_rate: float | None = None
-    """Latency: requests a second on average, at the times of a Poisson process; infinite is all at once."""
+    """Latency: requests a second on average, at the times of a Poisson process; infinite is all at
+    once."""
     max_concurrency: int | None = None
     """Latency: a request waits outside the engine while so many are inside."""
 
@@ -57,9 +59,14 @@ def make_cells(
         return [Cell(length, 1, batch) for length, batch in itertools.product(input_lens, batches)]
     if mode == "decode":
         if output_len < 2 * decode_steps:
-            raise UsageError(f"--output-len {output_len} must be at least {2 * decode_steps}: two calls of --decode-steps {decode_steps}")
+            raise UsageError(
+                f"--output-len {output_len} must be at least {2 * decode_steps}: two calls of "
+                f"--decode-steps {decode_steps}"
+            )
         whole = -(-output_len // decode_steps) * decode_steps
-        return [Cell(length, whole, batch) for length, batch in itertools.product(input_lens, batches)]
+        return [
+            Cell(length, whole, batch) for length, batch in itertools.product(input_lens, batches)
+        ]
     if mode == "offline":
         return [Cell(length, output_len, num_prompts) for length in input_lens]
     rates = itertools.product(input_lens, request_rates)
@@ -71,7 +78,8 @@ def check_lengths(cells: Sequence[Cell], positions: int) -> None:
     longest = max(cells, key=lambda cell: cell.length)
     if longest.length > positions:
         raise UsageError(
-            f"--input-len {longest.input_len} and {longest.output_len} new tokens are {longest.length} positions, "
+            f"--input-len {longest.input_len} and {longest.output_len} new tokens are "
+            f"{longest.length} positions, "
             f"above the limit of {positions}"
         )
 

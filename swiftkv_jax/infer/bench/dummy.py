@@ -1,7 +1,9 @@
-"""Random weights of any architecture, made where they are used: no checkpoint, no float32 copy, no traffic between devices.
+"""Random weights of any architecture, made where they are used: no checkpoint, no float32 copy, no
+traffic between devices.
 
-Every number is a hash of its place, so a device makes its own shards alone and needs no memory but theirs. Matrices are
-uniform with a standard deviation of 0.02, in 8 bits over the whole range with the scale that gives the same.
+Every number is a hash of its place, so a device makes its own shards alone and needs no memory but
+theirs. Matrices are uniform with a standard deviation of 0.02, in 8 bits over the whole range with
+the scale that gives the same.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...bundle import Model
 from ...config import Config
+from ...model import Model
 from ...params import llama_shapes, swiftkv_shapes
 from ...quantization import Format, Quantized, Scheme, quantized_shapes
 from ...sharding import llama_shardings, swiftkv_shardings
@@ -26,40 +28,69 @@ _RANGE: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
 
 
 def dummy_model(
-    config: Config, dtype, *, mesh: Mesh | None = None, quantization: Scheme | None = None, student: bool = True, teacher: bool = True
+    config: Config,
+    dtype,
+    *,
+    mesh: Mesh | None = None,
+    quantization: Scheme | None = None,
+    student: bool = True,
+    teacher: bool = True,
 ) -> Model:
     """A model with random weights, each shard made on its device.
 
-    Without `teacher` it lacks the teacher's upper q, k, v, which a served student does not read; without `student` the delta.
+    Without `teacher` it lacks the teacher's upper q, k, v, which a served student does not read;
+    without `student` the delta.
     """
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization)
-    shardings: tuple[Any, Any] = (None, None) if mesh is None else (
-        llama_shardings(config, mesh, quantization), swiftkv_shardings(config, mesh, quantization)
+    shardings: tuple[Any, Any] = (
+        (None, None)
+        if mesh is None
+        else (
+            llama_shardings(config, mesh, quantization),
+            swiftkv_shardings(config, mesh, quantization),
+        )
     )
     if not teacher:
         llama = dataclasses.replace(llama, upper_qkv=None)
-        shardings = shardings if mesh is None else (dataclasses.replace(shardings[0], upper_qkv=None), shardings[1])
+        shardings = (
+            shardings
+            if mesh is None
+            else (dataclasses.replace(shardings[0], upper_qkv=None), shardings[1])
+        )
     wanted = student and config.num_upper_layers > 0
-    made = [_make_tree(_with_shardings(tree, where)) for tree, where in zip((llama, delta if wanted else None), shardings, strict=True)]
+    made = [
+        _make_tree(_with_shardings(tree, where))
+        for tree, where in zip((llama, delta if wanted else None), shardings, strict=True)
+    ]
     return Model(made[0], made[1], config)
 
 
 def _with_shardings(shapes, shardings):
     if shardings is None or shapes is None:
         return shapes
-    return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
 
 
 def _make_tree(shapes):
-    return jax.tree_util.tree_map_with_path(_make, shapes, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return jax.tree_util.tree_map_with_path(
+        _make, shapes, is_leaf=lambda leaf: isinstance(leaf, Quantized)
+    )
 
 
 def _make(path, leaf: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:
     name = ".".join(key.name for key in path)
     if isinstance(leaf, Quantized):
         largest = _RANGE[leaf.scheme.format]
-        return Quantized(_uniform(leaf.values, largest, _seed(name)), _constant(leaf.scale, _LARGEST / largest), leaf.scheme)
+        return Quantized(
+            _uniform(leaf.values, largest, _seed(name)),
+            _constant(leaf.scale, _LARGEST / largest),
+            leaf.scheme,
+        )
     if name.endswith("norm"):
         return _constant(leaf, 1.0)
     return _constant(leaf, 0.0) if name.endswith("bias") else _uniform(leaf, _LARGEST, _seed(name))
@@ -75,13 +106,17 @@ def _constant(leaf: jax.ShapeDtypeStruct, value: float) -> jax.Array:
 
 
 def _uniform(leaf: jax.ShapeDtypeStruct, largest: float, seed: int) -> jax.Array:
-    return jax.jit(_hashed, static_argnums=(0, 1, 2), out_shardings=leaf.sharding)(leaf.shape, leaf.dtype, largest, jnp.uint32(seed))
+    return jax.jit(_hashed, static_argnums=(0, 1, 2), out_shardings=leaf.sharding)(
+        leaf.shape, leaf.dtype, largest, jnp.uint32(seed)
+    )
 
 
 def _hashed(shape: tuple[int, ...], dtype, largest: float, index: jax.Array) -> jax.Array:
     for axis in range(len(shape)):
         index = index * jnp.uint32(shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return (_scramble(index).astype(jnp.int32).astype(jnp.float32) * (largest * 2.0**-31)).astype(dtype)
+    return (_scramble(index).astype(jnp.int32).astype(jnp.float32) * (largest * 2.0**-31)).astype(
+        dtype
+    )
 
 
 def _scramble(x: jax.Array) -> jax.Array:

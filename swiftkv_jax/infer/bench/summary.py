@@ -1,10 +1,12 @@
-"""From raw times to rates, shares of the roofline, and SwiftKV against its teacher; and the table of them.
+"""From raw times to rates, shares of the roofline, and SwiftKV against its teacher; and the table
+of them.
 
-Rates are those of the median repetition. Executed FLOPs are what each variant needs (`cost`): in prefill the teacher needs
-only the keys and values of its last layer, and the engine runs no more, so the student's gain is a little less than that of
-half the layers. Normalised FLOPs are the paper's yardstick: 2 x the teacher's parameters x tokens, for both alike. Bytes are
-what must move at least: weights once a call, keys and values once when they are written and once for each decode step that
-attends to them.
+Rates are those of the median repetition. Executed FLOPs are what each variant needs (`cost`): in
+prefill the teacher needs only the keys and values of its last layer, and the engine runs no more,
+so the student's gain is a little less than that of half the layers. Normalised FLOPs are the
+paper's yardstick: 2 x the teacher's parameters x tokens, for both alike. Bytes are what must move
+at least: weights once a call, keys and values once when they are written and once for each decode
+step that attends to them.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from ...cache import bytes_per_token
 from ...config import Config
 from ...cost import decode_flops, prefill_flops
 from ...params import llama_shapes
-from ..engine import Engine
-from ..weights import num_bytes
+from ...roofline import Roofline
+from ..engine.engine import Engine
+from ..runner.weights import num_bytes
 from .cells import Cell, Mode
-from .roofline import Roofline
 from .timing import Raw
 
 PERCENTILES = (50, 90, 99)
@@ -43,10 +45,11 @@ class Variant:
     prefill_bytes: int
     """Of weights, read by each chunk of prefill on every lane."""
     weight_bytes: int
-    """Read in each decode step, by every lane: all but an embedding that is not the output matrix too, of which only rows are
-    read."""
+    """Read in each decode step, by every lane: all but an embedding that is not the output matrix
+    too, of which only rows are read."""
     kv_bytes: int
-    """Read in each decode step for each position of each row: by every layer, whether it shares them or not."""
+    """Read in each decode step for each position of each row: by every layer, whether it shares
+    them or not."""
     written_bytes: int
     """Of keys and values, for each token."""
     decode_steps: int
@@ -57,10 +60,14 @@ class Variant:
 
 
 def variant_of(name: str, config: Config, engine: Engine) -> Variant:
-    device, weights = engine.device, engine.device.weights
-    filling = num_bytes((weights.lower, weights.lower_qkv, weights.boundary_norm, weights.kv, weights.kv_bias))
+    device, weights = engine.model_runner, engine.model_runner.weights
+    filling = num_bytes(
+        (weights.lower, weights.lower_qkv, weights.norm_swiftkv, weights.kv, weights.kv_bias)
+    )
     if not weights.upper:  # of the last layer only the keys and values are needed
-        filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(weights.lower_qkv[-1].q)
+        filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
+            weights.lower_qkv[-1].q
+        )
     unread = 0 if device.weights.lm_head is None else device.weights.embed.nbytes
     kv_bytes = bytes_per_token(config, device.cache_dtype, swiftkv=False)
     lanes = device.shapes.lanes
@@ -75,30 +82,51 @@ def variant_of(name: str, config: Config, engine: Engine) -> Variant:
     )
 
 
-def derive(mode: Mode, cell: Cell, raws: Sequence[Raw], variant: Variant, roofline: Roofline) -> dict[str, Any]:
+def derive(
+    mode: Mode, cell: Cell, raws: Sequence[Raw], variant: Variant, roofline: Roofline
+) -> dict[str, Any]:
     """The figures of a cell, seconds and units a second."""
     seconds = statistics.median(raw["seconds"] for raw in raws)
-    row: dict[str, Any] = {"compilations": sum(raw["compilations"] for raw in raws), "seconds": seconds}
-    row |= {"prefill": _prefill, "decode": _decode, "offline": _offline, "latency": _latency}[mode](cell, raws, variant, seconds)
+    row: dict[str, Any] = {
+        "compilations": sum(raw["compilations"] for raw in raws),
+        "seconds": seconds,
+    }
+    row |= {"prefill": _prefill, "decode": _decode, "offline": _offline, "latency": _latency}[mode](
+        cell, raws, variant, seconds
+    )
     shares = {"flops_share": "flops_per_s", "normalised_flops_share": "normalised_flops_per_s"}
     row |= {share: row[rate] / roofline.flops for share, rate in shares.items()}
     return row | {"bandwidth_share": row["bytes_per_s"] / roofline.bandwidth}
 
 
 def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[str, float]:
-    """How many times as fast the student is, by the medians, by the best repetitions, and by processor time.
+    """How many times as fast the student is, by the medians, by the best repetitions, and by
+    processor time.
 
-    With requests that arrive one by one, by what they wait on average: when they end is mostly a matter of when they come.
+    With requests that arrive one by one, by what they wait on average: when they end is mostly a
+    matter of when they come.
     """
     if mode == "latency":
-        means = {name: [statistics.fmean(_pooled(raws, name) or [math.nan]) for raws in (teacher, student)] for name in TIMES}
-        ratios = {f"{name}_speed_up": slow / fast for name, (slow, fast) in means.items() if fast > 0}
-        return {"speed_up": ratios["e2e_speed_up"]} | {name: ratio for name, ratio in ratios.items() if not math.isnan(ratio)}
+        means = {
+            name: [
+                statistics.fmean(_pooled(raws, name) or [math.nan]) for raws in (teacher, student)
+            ]
+            for name in TIMES
+        }
+        ratios = {
+            f"{name}_speed_up": slow / fast for name, (slow, fast) in means.items() if fast > 0
+        }
+        return {"speed_up": ratios["e2e_speed_up"]} | {
+            name: ratio for name, ratio in ratios.items() if not math.isnan(ratio)
+        }
 
     def ratio(choose: Callable, key: str) -> float:
         return choose(raw[key] for raw in teacher) / choose(raw[key] for raw in student)
 
-    found = {"speed_up": ratio(statistics.median, "seconds"), "speed_up_of_best": ratio(min, "seconds")}
+    found = {
+        "speed_up": ratio(statistics.median, "seconds"),
+        "speed_up_of_best": ratio(min, "seconds"),
+    }
     if jax.default_backend() == "cpu":
         found["speed_up_in_cpu_time"] = ratio(min, "cpu_seconds")
     if mode == "prefill":
@@ -113,20 +141,33 @@ def parameters(config: Config) -> int:
 
 def _rates(variant: Variant, executed: float, tokens: int, seconds: float) -> dict[str, float]:
     normalised = 2 * parameters(variant.config) * tokens
-    return {"flops": executed, "flops_per_s": executed / seconds, "normalised_flops_per_s": normalised / seconds}
+    return {
+        "flops": executed,
+        "flops_per_s": executed / seconds,
+        "normalised_flops_per_s": normalised / seconds,
+    }
 
 
 def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     length = cell.input_len - 1
-    tokens, executed = cell.prompts * length, cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv)
+    tokens, executed = (
+        cell.prompts * length,
+        cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv),
+    )
     ttft = statistics.median(raw["ttft"] for raw in raws)
     moved = raws[0]["chunks"] * variant.prefill_bytes + tokens * variant.written_bytes
-    return {"tokens_per_s": tokens / seconds, "ttft": ttft, "bytes_per_s": moved / seconds} | _rates(variant, executed, tokens, seconds)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "ttft": ttft,
+        "bytes_per_s": moved / seconds,
+    } | _rates(variant, executed, tokens, seconds)
 
 
 def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     steps = raws[0]["steps"]
-    context = cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2  # the mean over the steps that were timed
+    context = (
+        cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2
+    )  # the mean over the steps that were timed
     executed = cell.prompts * steps * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
     read = steps * (variant.weight_bytes + cell.prompts * context * variant.kv_bytes)
     return {
@@ -140,11 +181,20 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
 
 def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     new, total = cell.prompts * cell.output_len, cell.prompts * cell.length
-    first, last = cell.input_len, cell.length - 1  # positions that the first and the last decode step attend to
-    decoding = cell.output_len * decode_flops(variant.config, (first + last) / 2, swiftkv=variant.swiftkv)
-    executed = cell.prompts * (prefill_flops(variant.config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding)
+    first, last = (
+        cell.input_len,
+        cell.length - 1,
+    )  # positions that the first and the last decode step attend to
+    decoding = cell.output_len * decode_flops(
+        variant.config, (first + last) / 2, swiftkv=variant.swiftkv
+    )
+    executed = cell.prompts * (
+        prefill_flops(variant.config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding
+    )
     calls = [statistics.median(raw[kind] for raw in raws) for kind in ("chunks", "decode_calls")]
-    moved = calls[0] * variant.prefill_bytes + calls[1] * variant.decode_steps * variant.weight_bytes
+    moved = (
+        calls[0] * variant.prefill_bytes + calls[1] * variant.decode_steps * variant.weight_bytes
+    )
     moved += total * variant.written_bytes + new * (first + last) / 2 * variant.kv_bytes
     return {
         "tokens_per_s": total / seconds,
@@ -160,16 +210,20 @@ def _latency(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
     for name in TIMES:
         if values := _pooled(raws, name):
             row[f"{name}_mean"] = statistics.fmean(values)
-            row |= {f"{name}_p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
+            row |= {
+                f"{name}_p{percent}": float(np.percentile(values, percent))
+                for percent in PERCENTILES
+            }
     return row
 
 
 def _pooled(raws: Sequence[Raw], name: str) -> list[float]:
-    """Of all requests of all repetitions. A request with a single token has no time per further token."""
+    """Of all requests of all repetitions. A request with a single token has no time per further
+    token."""
     return [value for raw in raws for value in raw[name] if value is not None]
 
 
-# The table ------------------------------------------------------------------------------------------------------
+# The table --------------------------------------------------------------------
 
 Column = tuple[str, str, str, float]
 """Heading, key, format, scale."""
@@ -179,10 +233,18 @@ _FLOPS: tuple[Column, ...] = (
     ("normalised TFLOP/s", "normalised_flops_per_s", ".4g", 1e-12),
     ("% of FLOP/s, normalised", "normalised_flops_share", ".1f", 100),
 )
-_BYTES: tuple[Column, ...] = (("GB/s", "bytes_per_s", ".1f", 1e-9), ("% of bandwidth", "bandwidth_share", ".1f", 100))
+_BYTES: tuple[Column, ...] = (
+    ("GB/s", "bytes_per_s", ".1f", 1e-9),
+    ("% of bandwidth", "bandwidth_share", ".1f", 100),
+)
 _HOST: tuple[Column, ...] = (("host %", "host_share", ".1f", 100),)
 _COLUMNS: dict[Mode, tuple[Column, ...]] = {
-    "prefill": (("tokens/s", "tokens_per_s", ".0f", 1), ("TTFT ms", "ttft", ".1f", 1e3), *_FLOPS, *_BYTES),
+    "prefill": (
+        ("tokens/s", "tokens_per_s", ".0f", 1),
+        ("TTFT ms", "ttft", ".1f", 1e3),
+        *_FLOPS,
+        *_BYTES,
+    ),
     "decode": (
         ("ms/token", "seconds_per_output_token", ".3f", 1e3),
         ("tokens/s", "tokens_per_s", ".0f", 1),
@@ -199,7 +261,11 @@ _COLUMNS: dict[Mode, tuple[Column, ...]] = {
     ),
     "latency": (
         ("output tokens/s", "output_tokens_per_s", ".1f", 1),
-        *((f"{name.upper()} {part} ms", f"{name}_{part}", ".1f", 1e3) for name in TIMES for part in ("mean", "p50", "p90", "p99")),
+        *(
+            (f"{name.upper()} {part} ms", f"{name}_{part}", ".1f", 1e3)
+            for name in TIMES
+            for part in ("mean", "p50", "p90", "p99")
+        ),
         *_HOST,
     ),
 }
@@ -210,7 +276,9 @@ def table(mode: Mode, rows: Sequence[dict[str, Any]]) -> str:
     columns = _COLUMNS[mode]
     lines = [["cell", "variant", *(heading for heading, *_ in columns), "times as fast"]]
     for row in rows:
-        figures = [format(scale * row[key], spec) if key in row else "" for _, key, spec, scale in columns]
+        figures = [
+            format(scale * row[key], spec) if key in row else "" for _, key, spec, scale in columns
+        ]
         faster = f"{row['speed_up']:.3f}" if "speed_up" in row else ""
         lines.append([row["label"], row["variant"], *figures, faster])
     rule = ["---", "---", *["---:"] * (len(columns) + 1)]

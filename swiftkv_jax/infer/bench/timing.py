@@ -1,9 +1,10 @@
 """One repetition of a cell: raw times, from which `summary` derives the rest.
 
-Prompts are random and new in every repetition, so there is never a prefix to be found in the cache. `prefill` and `decode`
-run the engine's own programs on the engine's own chunks, but nothing else at the same time: prefill without decoding, and
-decoding of rows that all enter at the same length, after a prefill that is not timed. As in the engine, one call is always
-queued behind the one that runs. `offline` and `latency` use the engine as its users do.
+Prompts are random and new in every repetition, so there is never a prefix to be found in the cache.
+`prefill` and `decode` run the engine's own programs on the engine's own chunks, but nothing else at
+the same time: prefill without decoding, and decoding of rows that all enter at the same length,
+after a prefill that is not timed. As in the engine, one call is always queued behind the one that
+runs. `offline` and `latency` use the engine as its users do.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ...errors import UsageError
-from ..compiling import CompileCounter
-from ..engine import Engine
-from ..pages import PagePool
-from ..requests import Event, Request
-from ..sampling import SamplingParams
-from ..scheduler import Scheduler
-from ..tasks import Sample, Task
+from ..engine.engine import Engine
+from ..engine.page_pool import PagePool
+from ..engine.request_state import RequestState, Sequence
+from ..engine.requests import Request, RequestOutput
+from ..engine.sampling_params import SamplingParams
+from ..engine.scheduler import Scheduler
+from ..runner.compilation import CompileCounter
 from .cells import Cell, Mode
 
 Raw = dict[str, Any]
@@ -32,14 +34,22 @@ Raw = dict[str, Any]
 
 
 def measure(mode: Mode, engine: Engine, cell: Cell, seed: int) -> Raw:
-    """One repetition. `cpu_seconds` is processor time of this process, all threads: on a busy CPU the steadier figure."""
+    """One repetition. `cpu_seconds` is processor time of this process, all threads: on a busy CPU
+    the steadier figure."""
     compiled, found = CompileCounter.read(), engine.prefix_stats.hits
-    raw = {"prefill": prefill, "decode": decode, "offline": offline, "latency": latency}[mode](engine, cell, seed)
-    return raw | {"seed": seed, "compilations": CompileCounter.read() - compiled, "prefix_hits": engine.prefix_stats.hits - found}
+    raw = {"prefill": prefill, "decode": decode, "offline": offline, "latency": latency}[mode](
+        engine, cell, seed
+    )
+    return raw | {
+        "seed": seed,
+        "compilations": CompileCounter.read() - compiled,
+        "prefix_hits": engine.prefix_stats.hits - found,
+    }
 
 
 def prefill(engine: Engine, cell: Cell, seed: int) -> Raw:
-    """`seconds` from the first chunk of the prompts to the end of the last, and the time to the first token of one alone.
+    """`seconds` from the first chunk of the prompts to the end of the last, and the time to the
+    first token of one alone.
 
     The last token of a prompt belongs to its first decode step, so T - 1 tokens of each prompt run.
     """
@@ -55,8 +65,9 @@ def prefill(engine: Engine, cell: Cell, seed: int) -> Raw:
 
 
 def decode(engine: Engine, cell: Cell, seed: int) -> Raw:
-    """`seconds` for `steps` tokens of every row, after a first call; `wait` is the part in which the host had nothing to do."""
-    device, calls = engine.device, cell.output_len // engine.device.shapes.decode_steps
+    """`seconds` for `steps` tokens of every row, after a first call; `wait` is the part in which
+    the host had nothing to do."""
+    device, calls = engine.model_runner, cell.output_len // engine.model_runner.shapes.decode_steps
     samples, _ = _fill(engine, _requests(engine, cell, seed, cell.prompts))
     device.enter(samples)
     queued = device.run_decode(samples)
@@ -82,10 +93,12 @@ def offline(engine: Engine, cell: Cell, seed: int) -> Raw:
 
 
 def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
-    """Requests that arrive one by one. Each list has an entry a request, `itl` one for every wait between two of its events.
+    """Requests that arrive one by one. Each list has an entry a request, `itl` one for every wait
+    between two of its events.
 
-    Times count from when a request arrives, also if it then waits for `max_concurrency`. An event brings up to
-    `decode_steps` tokens. TPOT is (e2e - TTFT) / (output tokens - 1), as in `vllm bench serve`.
+    Times count from when a request arrives, also if it then waits for `max_concurrency`. An event
+    brings up to `decode_steps` tokens. TPOT is (e2e - TTFT) / (output tokens - 1), as in `vllm
+    bench serve`.
     """
     requests = collections.deque(_requests(engine, cell, seed, cell.prompts))
     arrivals = collections.deque(_arrivals(cell, seed))
@@ -94,17 +107,30 @@ def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
     with _clock() as raw:
         start = time.perf_counter()
         while requests or inside:
-            while requests and arrivals[0] <= time.perf_counter() - start and len(inside) < (cell.max_concurrency or cell.prompts):
-                inside[engine.submit(requests.popleft())] = _Life(start + arrivals.popleft())
+            while (
+                requests
+                and arrivals[0] <= time.perf_counter() - start
+                and len(inside) < (cell.max_concurrency or cell.prompts)
+            ):
+                inside[engine.add_request(requests.popleft())] = _Life(start + arrivals.popleft())
             if not inside:
                 time.sleep(max(0.0, start + arrivals[0] - time.perf_counter()))
             for event in engine.step() if engine.has_work else ():
                 inside[event.request].hear(event)
                 if event.finish_reason is not None:
                     done.append(inside.pop(event.request))
-    lists = {"ttft": [life.ttft for life in done], "tpot": [life.tpot for life in done], "e2e": [life.e2e for life in done]}
+    lists = {
+        "ttft": [life.ttft for life in done],
+        "tpot": [life.tpot for life in done],
+        "e2e": [life.e2e for life in done],
+    }
     new = sum(life.tokens for life in done)
-    return raw | lists | {"itl": [wait for life in done for wait in life.waits], "new_tokens": new} | _engine_seconds(engine, before)
+    return (
+        raw
+        | lists
+        | {"itl": [wait for life in done for wait in life.waits], "new_tokens": new}
+        | _engine_seconds(engine, before)
+    )
 
 
 @dataclasses.dataclass
@@ -117,7 +143,7 @@ class _Life:
     last: float = 0.0
     waits: list[float] = dataclasses.field(default_factory=list)
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: RequestOutput) -> None:
         now = time.perf_counter()
         if self.first is None:
             self.first = now
@@ -149,21 +175,27 @@ def _arrivals(cell: Cell, seed: int) -> list[float]:
 
 def _requests(engine: Engine, cell: Cell, seed: int, count: int) -> list[Request]:
     """Greedy, with exactly as many new tokens as the cell says."""
-    tokens = np.random.default_rng([seed, 0]).integers(0, engine.config.vocab_size, (count, cell.input_len))
+    tokens = np.random.default_rng([seed, 0]).integers(
+        0, engine.config.vocab_size, (count, cell.input_len)
+    )
     params = SamplingParams(max_tokens=cell.output_len, ignore_eos=True)
     return [Request(prompt, params) for prompt in tokens.tolist()]
 
 
-def _fill(engine: Engine, requests: Sequence[Request]) -> tuple[list[Sample], int]:
-    """Run the prompts through prefill, and wait: (rows that can enter, chunks). The engine must be idle.
+def _fill(engine: Engine, requests: abc.Sequence[Request]) -> tuple[list[Sequence], int]:
+    """Run the prompts through prefill, and wait: (rows that can enter, chunks). The engine must be
+    idle.
 
-    The pages are planned apart from the engine's. What it remembers of earlier prompts is overwritten, which nobody will
-    notice, since prompts never come again. Raises `UsageError` if the cache cannot hold all at once.
+    The pages are planned apart from the engine's. What it remembers of earlier prompts is
+    overwritten, which nobody will notice, since prompts never come again. Raises `UsageError` if
+    the cache cannot hold all at once.
     """
-    device, shapes = engine.device, engine.device.shapes
-    scheduler = Scheduler([PagePool(shapes.num_pages, shapes.page_size) for _ in range(shapes.lanes)], device.limits)
+    device, shapes = engine.model_runner, engine.model_runner.shapes
+    scheduler = Scheduler(
+        [PagePool(shapes.num_pages, shapes.page_size) for _ in range(shapes.lanes)], device.limits
+    )
     for number, request in enumerate(requests):
-        scheduler.add(Task(number, request))
+        scheduler.add(RequestState(number, request))
     samples, chunks, queued = [], 0, None
     while (chunk := scheduler.next_chunk()) is not None:
         done, queued = queued, device.run_chunk(chunk)
@@ -190,11 +222,18 @@ def _clock() -> Iterator[Raw]:
 
 def _seconds_to_read(engine: Engine, handle) -> float:
     start = time.perf_counter()
-    engine.device.read(handle)
+    engine.model_runner.read(handle)
     return time.perf_counter() - start
 
 
 def _engine_seconds(engine: Engine, before) -> Raw:
     """What the engine's clocks say since `before`, and its counters of calls."""
-    names = {"host": "host_seconds", "wait": "wait_seconds", "chunks": "chunks", "decode_calls": "decode_calls"}
-    return {name: getattr(engine.stats, field) - getattr(before, field) for name, field in names.items()}
+    names = {
+        "host": "host_seconds",
+        "wait": "wait_seconds",
+        "chunks": "chunks",
+        "decode_calls": "decode_calls",
+    }
+    return {
+        name: getattr(engine.stats, field) - getattr(before, field) for name, field in names.items()
+    }

@@ -1,1 +1,2 @@
-"""What `python -m swiftkv_jax.infer` runs, and what stands between people and the engine: flags, text, files."""
+"""What `python -m swiftkv_jax.infer` runs, and what stands between people and the engine: flags,
+text, files."""

@@ -1,4 +1,5 @@
-"""Many rows through one engine: read as room appears, written in their order, and as many in memory as that takes."""
+"""Many rows through one engine: read as room appears, written in their order, and as many in memory
+as that takes."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import DataError, UsageError
-from ..device import Device
-from ..engine import Engine
-from ..requests import Event, Request, ScoreRequest, Timing
-from .jsonl import lines_of, parse
+from ...io.jsonl import lines_of, parse
+from ..engine.engine import Engine
+from ..engine.requests import Request, RequestOutput, ScoreRequest, Timing
+from ..runner.model_runner import ModelRunner
 
 WINDOW = 1024
-"""Rows read and not written yet, if more than may run: so many short ones can overtake a long one."""
+"""Rows read and not written yet, if more than may run: so many short ones can overtake a long
+one."""
 READ_AT_ONCE = 32
 """Rows read and tokenised between two steps, during which the device may run out of work."""
 
@@ -40,8 +42,9 @@ class Result(Protocol):
         """Of the row, by which progress is told: generated, or read to be scored."""
         ...
 
-    def take(self, event: Event) -> bool:
-        """Take the news. False if the sample needs no more, whatever the engine thinks. Raises `DataError` for a row that is lost."""
+    def take(self, event: RequestOutput) -> bool:
+        """Take the news. False if the sample needs no more, whatever the engine thinks. Raises
+        `DataError` for a row that is lost."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +94,8 @@ Make = Callable[[int, dict[str, Any]], tuple[Request | ScoreRequest, Result]]
 
 
 def read_rows(path: Path, make: Make, *, skip: int = 0) -> Iterator[Row]:
-    """The rows of a file after the first `skip`, made when they are asked for. `id` or `custom_id` defaults to the row's number."""
+    """The rows of a file after the first `skip`, made when they are asked for. `id` or `custom_id`
+    defaults to the row's number."""
     for line in lines_of(path, skip=skip):
         row = Row(line.number, line.where)
         try:
@@ -111,7 +115,8 @@ def _id(fields: dict[str, Any], number: int) -> str | int:
 
 
 def run_rows(engine: Engine, rows: Iterable[Row], writer: Writer, *, in_flight: int) -> None:
-    """Run all rows, at most `in_flight` of them known to the engine, and write each when it and all before it have ended."""
+    """Run all rows, at most `in_flight` of them known to the engine, and write each when it and all
+    before it have ended."""
     source, unwritten, running = iter(rows), deque[Row](), dict[int, Row]()
     window = max(WINDOW, 2 * in_flight)
     more = True
@@ -134,28 +139,29 @@ def _submit(engine: Engine, row: Row, running: dict[int, Row]) -> None:
     if row.error is None:
         assert row.request is not None
         try:
-            running[engine.submit(row.request)] = row
+            running[engine.add_request(row.request)] = row
         except UsageError as error:
             row.fail(error)
 
 
-def _take(engine: Engine, event: Event, running: dict[int, Row]) -> None:
+def _take(engine: Engine, event: RequestOutput, running: dict[int, Row]) -> None:
     if event.request not in running:
         return  # of the other samples of a row that is lost
     row = running[event.request]
     assert row.result is not None
     try:
         if not row.result.take(event) and event.finish_reason is None:
-            engine.cancel(event.request, event.sample)
+            engine.abort_request(event.request, event.sample)
     except DataError as error:
         row.fail(error)
-        engine.cancel(event.request)
+        engine.abort_request(event.request)
     if row.done:
         del running[event.request]
 
 
 class Speed:
-    """The rates of a run. Prefill and decoding overlap: each is timed from its first beginning to its last end."""
+    """The rates of a run. Prefill and decoding overlap: each is timed from its first beginning to
+    its last end."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -177,14 +183,19 @@ class Speed:
         stats, now, (earliest, latest) = engine.stats, time.perf_counter(), self._first_tokens
         prefix = engine.prefix_stats
         parts = [
-            f"prompt: {stats.prompt_tokens} tokens, {stats.prompt_tokens / (latest - self._start):.0f} tokens/s, "
+            f"prompt: {stats.prompt_tokens} tokens, "
+            f"{stats.prompt_tokens / (latest - self._start):.0f} tokens/s, "
             f"{prefix.hits / max(prefix.queries, 1):.0%} cached",
-            f"first token after {statistics.median(self._waits):.3f} s" + (" (median)" if len(self._waits) > 1 else ""),
+            f"first token after {statistics.median(self._waits):.3f} s"
+            + (" (median)" if len(self._waits) > 1 else ""),
         ]
         if stats.new_tokens:
-            parts.append(f"generated: {stats.new_tokens} tokens, {stats.new_tokens / (now - earliest):.1f} tokens/s")
-        if isinstance(engine.device, Device):
-            parts.append(f"KV cache: {engine.device.kv_bytes_per_token} bytes/token")
+            parts.append(
+                f"generated: {stats.new_tokens} tokens, {stats.new_tokens / (now - earliest):.1f} "
+                f"tokens/s"
+            )
+        if isinstance(engine.model_runner, ModelRunner):
+            parts.append(f"KV cache: {engine.model_runner.kv_bytes_per_token} bytes/token")
         if stats.compilations:
             parts.append(f"{stats.compilations} programs compiled while it ran")
         return "; ".join(parts)

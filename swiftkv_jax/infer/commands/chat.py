@@ -1,7 +1,8 @@
 """`python -m swiftkv_jax.infer chat`: a conversation in the terminal.
 
-What the model has seen of a conversation stays in the KV cache, so each turn prefills only what is new. Ctrl-C stops a reply
-and keeps what there is of it; while nothing is being said it ends the session. Lines that begin with / are commands:
+What the model has seen of a conversation stays in the KV cache, so each turn prefills only what is
+new. Ctrl-C stops a reply and keeps what there is of it; while nothing is being said it ends the
+session. Lines that begin with / are commands:
 
     /reset        forget the conversation          /stats        of the last reply
     /undo         forget the last line and reply   /save FILE    the conversation as JSON; /save! FILE replaces a file
@@ -22,15 +23,23 @@ from typing import Any
 
 import jax
 
-from ...cli import OK, log
+from ...cli.exit import OK, log
 from ...errors import DataError, UsageError
-from ...files import write_json
-from ..engine import Engine
-from ..requests import NOT_FINITE, Event, Request
-from ..sampling import SamplingParams
-from .flags import add_engine_flags, add_model_flags, add_sampling_flags, engine_options, load_model, sampling_params, start_engine
-from .jsonl import parse
-from .text import TextStream, encode_chat
+from ...io.files import write_json
+from ...io.jsonl import parse
+from ..engine.engine import Engine
+from ..engine.requests import NOT_FINITE, Request, RequestOutput
+from ..engine.sampling_params import SamplingParams
+from ..text import TextStream, encode_chat
+from .flags import (
+    add_engine_flags,
+    add_model_flags,
+    add_sampling_flags,
+    engine_options,
+    load_model,
+    sampling_params,
+    start_engine,
+)
 
 MAX_MODEL_LEN = 8192
 Message = dict[str, str]
@@ -38,7 +47,9 @@ Message = dict[str, str]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser, demo=False)  # which continues Python, and knows no turns
-    parser.add_argument("--system-prompt", metavar="TEXT", help="first message of every conversation")
+    parser.add_argument(
+        "--system-prompt", metavar="TEXT", help="first message of every conversation"
+    )
     add_sampling_flags(parser, max_tokens=512)
     add_engine_flags(parser)
 
@@ -48,14 +59,21 @@ def main(args: argparse.Namespace) -> int:
     engine_options(args)
     model, mesh = load_model(args)
     if jax.process_count() > 1:
-        raise UsageError("chat reads a terminal, which belongs to one process, and there are several: use generate")
+        raise UsageError(
+            "chat reads a terminal, which belongs to one process, and there are several: use "
+            "generate"
+        )
     params, tokenizer = sampling_params(args, model), model.tokenizer
-    encode_chat(tokenizer, [{"role": "user", "content": ""}])  # a tokenizer without a template fails now
+    encode_chat(
+        tokenizer, [{"role": "user", "content": ""}]
+    )  # a tokenizer without a template fails now
     longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
     options = engine_options(args, max_model_len=longest, max_num_seqs=1, decode_steps=1)
     engine = start_engine(args, model, mesh, options)
     del model  # the engine has its own copy of the layers: memory for one, not two
-    log("/reset forgets the conversation, /exit ends it, Ctrl-C stops a reply; /help lists the rest")
+    log(
+        "/reset forgets the conversation, /exit ends it, Ctrl-C stops a reply; /help lists the rest"
+    )
     Chat(engine, tokenizer, params, args.system_prompt).loop()
     return OK
 
@@ -67,10 +85,12 @@ class Chat:
         self._engine, self._tokenizer, self._params = engine, tokenizer, params
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._system)
-        self._last: tuple[Event, int, int] | None = None
+        self._last: tuple[RequestOutput, int, int] | None = None
         """Last event of the last reply, its tokens, and those of its prompt."""
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: log(__doc__.partition("commands:\n\n")[2].rstrip() if __doc__ else ""),
+            "/help": lambda _: log(
+                __doc__.partition("commands:\n\n")[2].rstrip() if __doc__ else ""
+            ),
             "/load": self._load,
             "/reset": self._reset,
             "/save": self._save,
@@ -88,35 +108,43 @@ class Chat:
                 if command in self._commands:
                     self._commands[command](rest.strip())
                 elif command.startswith("/"):
-                    log(f"error: {command}: no such command; known are /exit, {', '.join(self._commands)}")
+                    log(
+                        f"error: {command}: no such command; known are /exit, "
+                        f"{', '.join(self._commands)}"
+                    )
                 elif line:
                     self._turn(line)
             except (UsageError, DataError, OSError) as error:
                 log(f"error: {error}")
 
-    # Turns --------------------------------------------------------------------------------------------------------
+    # Turns --------------------------------------------------------------------
 
     def _turn(self, line: str) -> None:
-        """The user's line and the reply, printed as it comes. Raises `UsageError` if the line does not fit, and forgets it."""
+        """The user's line and the reply, printed as it comes. Raises `UsageError` if the line does
+        not fit, and forgets it."""
         asked = [*self.messages, {"role": "user", "content": line}]
         prompt = encode_chat(self._tokenizer, asked)
         room, limit = self._engine.max_model_len - len(prompt), self._engine.max_model_len
         if room < 1:
             raise UsageError(
-                f"the conversation would have {len(prompt)} tokens, and needs at least one more for a reply, above the limit of {limit}: "
+                f"the conversation would have {len(prompt)} tokens, and needs at least one more "
+                f"for a reply, above the limit of {limit}: "
                 "/undo, /reset, or a higher --max-model-len"
             )
         tokens = min(self._params.max_tokens, room)
-        params = dataclasses.replace(self._params, max_tokens=tokens, min_tokens=min(self._params.min_tokens, tokens))
+        params = dataclasses.replace(
+            self._params, max_tokens=tokens, min_tokens=min(self._params.min_tokens, tokens)
+        )
         reply, end = self._reply(Request(prompt, params))
         self.messages = [*asked, {"role": "assistant", "content": reply}]
         if end == "length" and tokens == room:
             log(f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)")
 
     def _reply(self, request: Request) -> tuple[str, str | None]:
-        """The text, and why it ended; None if Ctrl-C did it. Raises `DataError` where the model broke down."""
-        stream, reply, end = self._stream(request), "", None
-        id = self._engine.submit(request)
+        """The text, and why it ended; None if Ctrl-C did it. Raises `DataError` where the model
+        broke down."""
+        stream, reply, end = TextStream.of(self._tokenizer, request), "", None
+        id = self._engine.add_request(request)
         with _interrupts() as interrupted:
             while end is None and not interrupted:
                 for event in self._engine.step():
@@ -124,7 +152,7 @@ class Chat:
                         reply += _print(stream.push(event.tokens))
                         end = "stop" if stream.stopped else event.finish_reason
                         self._last = event, len(stream.token_ids), len(request.prompt)
-        self._engine.cancel(id)
+        self._engine.abort_request(id)
         reply += _print(stream.finish())
         _print("\n")
         if interrupted:
@@ -133,10 +161,7 @@ class Chat:
             raise DataError(NOT_FINITE)
         return reply, end
 
-    def _stream(self, request: Request) -> TextStream:
-        return TextStream(self._tokenizer, request.params.stop, prompt=request.prompt, min_tokens=request.params.min_tokens)
-
-    # Commands -----------------------------------------------------------------------------------------------------
+    # Commands -----------------------------------------------------------------
 
     def _reset(self, _: str) -> None:
         self.messages = list(self._system)
@@ -147,7 +172,11 @@ class Chat:
         del self.messages[-2:]
 
     def _set_system(self, text: str) -> None:
-        begun = self.messages[1:] if self.messages and self.messages[0]["role"] == "system" else self.messages
+        begun = (
+            self.messages[1:]
+            if self.messages and self.messages[0]["role"] == "system"
+            else self.messages
+        )
         self._system = [{"role": "system", "content": text}] if text else []
         self.messages = [*self._system, *begun]
 
@@ -160,7 +189,8 @@ class Chat:
         seconds = timing.last_token - timing.first_token
         rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""
         log(
-            f"prompt: {prompt} tokens, {event.cached_tokens} cached; first token after {timing.first_token - timing.submitted:.3f} s; "
+            f"prompt: {prompt} tokens, {event.cached_tokens} cached; first token after "
+            f"{timing.first_token - timing.submitted:.3f} s; "
             f"reply: {tokens} tokens{rate}"
         )
 
@@ -178,14 +208,20 @@ class Chat:
         except DataError as error:
             raise DataError(f"/load {path}: {error}") from None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise DataError(f'/load {path}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+            raise DataError(
+                f'/load {path}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
+            )
         encode_chat(self._tokenizer, messages)  # what the template refuses is not taken over
         self.messages = messages
         log(f"loaded {len(messages)} messages from {path}")
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(isinstance(text, str) for text in value.values())
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and all(isinstance(text, str) for text in value.values())
+    )
 
 
 def _path(command: str, name: str) -> Path:

@@ -1,4 +1,5 @@
-"""Where rows go: text for people, JSON lines for programs. In the order of the input, whichever ended first."""
+"""Where rows go: text for people, JSON lines for programs. In the order of the input, whichever
+ended first."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ... import cli, demo
-from ...bundle import Model
 from ...errors import DataError, UsageError
+from ...model import Model
 from .batch import Row, Speed, Writer
 from .flags import SWIFTKV, log, writes
 from .resume import Output, checkpoint_digest
@@ -27,8 +28,18 @@ MAX_ERRORS_SHOWN = 10
 def add_output_flags(parser: argparse.ArgumentParser, default: str) -> None:
     """Of every command that writes rows."""
     flag = parser.add_argument
-    flag("--output", "-o", type=Path, metavar="JSONL", help=f"a row per row of input, in its order (default: {default})")
-    flag("--resume", action="store_true", help="go on with the --output of an interrupted run, if there is one")
+    flag(
+        "--output",
+        "-o",
+        type=Path,
+        metavar="JSONL",
+        help=f"a row per row of input, in its order (default: {default})",
+    )
+    flag(
+        "--resume",
+        action="store_true",
+        help="go on with the --output of an interrupted run, if there is one",
+    )
 
 
 def open_output(args: argparse.Namespace) -> Output | None:
@@ -39,13 +50,19 @@ def open_output(args: argparse.Namespace) -> Output | None:
 
 
 def tell_complete(output: Output, settings: dict[str, Any]) -> int:
-    """The exit code of the run that has written all of an output that is `complete`, told. Raises `UsageError` if it was another run."""
+    """The exit code of the run that has written all of an output that is `complete`, told. Raises
+    `UsageError` if it was another run."""
     rows, failed = output.count(settings)
-    log(f"{output.path} is complete: {rows} rows" + (f", {failed} failed; their lines say why" if failed else ""))
+    log(
+        f"{output.path} is complete: {rows} rows"
+        + (f", {failed} failed; their lines say why" if failed else "")
+    )
     return cli.SOME_ROWS_FAILED if failed else cli.OK
 
 
-def settings_json(args: argparse.Namespace, model: Model, digest: str, **more: Any) -> dict[str, Any]:
+def settings_json(
+    args: argparse.Namespace, model: Model, digest: str, **more: Any
+) -> dict[str, Any]:
     """Everything that decides what becomes of a row."""
     return {
         "command": args.command,
@@ -62,13 +79,19 @@ def settings_json(args: argparse.Namespace, model: Model, digest: str, **more: A
 
 def json_line(value: dict[str, Any]) -> bytes:
     """One line of UTF-8, with its end."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+    return (
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+        + b"\n"
+    )
 
 
 class TextWriter:
-    """Completions one after the other, each ended by a newline. With `live`, the first row as it grows."""
+    """Completions one after the other, each ended by a newline. With `live`, the first row as it
+    grows."""
 
-    def __init__(self, file: TextIO, texts: Callable[[Row], Iterable[str]], *, live: bool, prefix: str = ""):
+    def __init__(
+        self, file: TextIO, texts: Callable[[Row], Iterable[str]], *, live: bool, prefix: str = ""
+    ):
         """`texts` of a row; `prefix` goes before each."""
         self._file, self._texts, self._live, self._prefix = file, texts, live, prefix
         self._written = 0
@@ -117,7 +140,8 @@ class Monitor:
     """Passes rows on to a writer, counts them, and shows how far it is."""
 
     def __init__(self, *, total: int, progress: bool, add: Callable[[dict[str, Any]], None]):
-        """`add` is told each row of output, also those that an earlier run has written. `progress`: on a terminal, a bar."""
+        """`add` is told each row of output, also those that an earlier run has written. `progress`:
+        on a terminal, a bar."""
         self.writer: Writer = Silent()
         self.speed, self.done, self.failed = Speed(), 0, 0
         self._add, self._errors = add, list[str]()
@@ -143,7 +167,9 @@ class Monitor:
             self.speed.add(row.result.timing)
             self._tokens += row.result.tokens
         self._count(row.to_json())
-        self._bar.set_postfix_str(f"{self._tokens / (time.perf_counter() - self._start):.0f} tokens/s", refresh=False)
+        self._bar.set_postfix_str(
+            f"{self._tokens / (time.perf_counter() - self._start):.0f} tokens/s", refresh=False
+        )
         self._bar.update()
 
     def _count(self, row: dict[str, Any]) -> None:
@@ -172,7 +198,8 @@ def monitored(
     progress: bool = True,
     add: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Iterator[Monitor]:
-    """A monitor over `output`, or over `writer` where there is none; `Monitor.done` rows are there already.
+    """A monitor over `output`, or over `writer` where there is none; `Monitor.done` rows are there
+    already.
 
     Interrupted, it says how to go on. Raises as `Output.open` does, in all processes if in one.
     """
@@ -194,7 +221,10 @@ def monitored(
             yield monitor
         except KeyboardInterrupt:
             if output is not None:
-                log(f"{output.partial} has {monitor.done} of {total} rows; the same command with --resume goes on")
+                log(
+                    f"{output.partial} has {monitor.done} of {total} rows; the same command with "
+                    f"--resume goes on"
+                )
             raise
 
 

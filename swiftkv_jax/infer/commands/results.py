@@ -1,4 +1,5 @@
-"""What becomes of a prompt: its samples as they grow, and the row of output that they make (see `complete`)."""
+"""What becomes of a prompt: its samples as they grow, and the row of output that they make (see
+`complete`)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import math
 from typing import Any
 
 from ...errors import DataError
-from ..requests import NOT_FINITE, Event, Logprob, Request, Timing
-from .text import TextStream
+from ..engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, Timing
+from ..text import TextStream
 
 
 class Completion:
@@ -15,18 +16,17 @@ class Completion:
 
     def __init__(self, tokenizer: Any, request: Request):
         """Without a tokenizer there is no text, and no stop string can be found."""
-        self._params = params = request.params
-        self._stream = None
-        if tokenizer is not None:
-            self._stream = TextStream(tokenizer, params.stop, prompt=request.prompt, min_tokens=params.min_tokens)
+        self._params = request.params
+        self._stream = None if tokenizer is None else TextStream.of(tokenizer, request)
         self._stop_reason: str | int | None = None
         self._token_ids: list[int] = [] if self._stream is None else self._stream.token_ids
-        self._logprobs: list[Logprob] | None = None if params.logprobs is None else []
+        self._logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
         self.text = ""
         self.finish_reason: str | None = None
 
-    def push(self, event: Event) -> None:
-        """A stop string ends the sample, and drops the tokens that came after it. Raises `DataError` where the model broke down."""
+    def push(self, event: RequestOutput) -> None:
+        """A stop string ends the sample, and drops the tokens that came after it. Raises
+        `DataError` where the model broke down."""
         if event.finish_reason == "error":
             raise DataError(NOT_FINITE)
         self.finish_reason = event.finish_reason
@@ -53,12 +53,23 @@ class Completion:
         if self._stop_reason is not None:
             result["stop_reason"] = self._stop_reason
         if self._logprobs is not None:
-            result["logprobs"] = [_logprob_json(*pair) for pair in zip(self._token_ids, self._logprobs, strict=False)]
+            result["logprobs"] = [
+                _logprob_json(*pair) for pair in zip(self._token_ids, self._logprobs, strict=False)
+            ]
         return result
 
 
 def _logprob_json(token: int, logprob: Logprob) -> dict[str, Any]:
-    top = {"top": [{"token_id": other, "logprob": _finite(value)} for other, value in logprob.top]} if logprob.top else {}
+    top = (
+        {
+            "top": [
+                {"token_id": other, "logprob": _finite(value)}
+                for other, value in logprob.top_logprobs
+            ]
+        }
+        if logprob.top_logprobs
+        else {}
+    )
     return {"token_id": token, "logprob": _finite(logprob.logprob)} | top
 
 
@@ -83,7 +94,7 @@ class Completions:
     def tokens(self) -> int:
         return sum(map(len, self.samples))
 
-    def take(self, event: Event) -> bool:
+    def take(self, event: RequestOutput) -> bool:
         sample = self.samples[event.sample]
         sample.push(event)
         self.timing, self._cached_tokens = event.timing, event.cached_tokens
@@ -93,8 +104,16 @@ class Completions:
         if len(self.samples) == 1:
             result = self.samples[0].to_json()
         else:
-            result = {"choices": [{"index": index} | sample.to_json() for index, sample in enumerate(self.samples)]}
-        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.tokens, "cached_tokens": self._cached_tokens}
+            result = {
+                "choices": [
+                    {"index": index} | sample.to_json() for index, sample in enumerate(self.samples)
+                ]
+            }
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self.tokens,
+            "cached_tokens": self._cached_tokens,
+        }
         return result | {"usage": usage, "timing": timing_json(self.timing)}
 
 
@@ -102,4 +121,7 @@ def timing_json(timing: Timing | None) -> dict[str, float | None]:
     """Seconds from when the row entered the engine."""
     moments = {"queue_s": "started", "ttft_s": "first_token", "total_s": "last_token"}
     since = {name: getattr(timing, moment, None) for name, moment in moments.items()}
-    return {name: None if at is None or timing is None else round(at - timing.submitted, 6) for name, at in since.items()}
+    return {
+        name: None if at is None or timing is None else round(at - timing.submitted, 6)
+        for name, at in since.items()
+    }

@@ -1,4 +1,5 @@
-"""`python -m swiftkv_jax.infer score`: exact log-likelihoods of given text, under the model's own probabilities.
+"""`python -m swiftkv_jax.infer score`: exact log-likelihoods of given text, under the model's own
+probabilities.
 
 Rows of input, each with an optional `id`:
 
@@ -6,8 +7,8 @@ Rows of input, each with an optional `id`:
     {"token_ids": [1, 450, 14744], "start": 2}            scores token_ids[start:]; start is 1 if left out
     {"prompt": "The sky is blue"}                         scores everything after the first token
 
-A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token that begins texts. Texts get
-the tokenizer's special tokens, as prompts do.
+A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token
+that begins texts. Texts get the tokenizer's special tokens, as prompts do.
 
 Rows of output, in the order of the input, natural logarithms:
 
@@ -26,12 +27,19 @@ from typing import Any
 
 from ... import cli
 from ...errors import DataError, UsageError
-from ..requests import NOT_FINITE, Event, ScoreRequest, Timing
+from ...io.jsonl import survey
+from ..engine.requests import NOT_FINITE, RequestOutput, ScoreRequest, Timing
+from ..text import encode, encode_pair
 from .batch import read_rows, run_rows
 from .flags import add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine
-from .jsonl import survey
-from .output import JsonWriter, add_output_flags, monitored, open_output, settings_json, tell_complete
-from .text import encode, encode_pair
+from .output import (
+    JsonWriter,
+    add_output_flags,
+    monitored,
+    open_output,
+    settings_json,
+    tell_complete,
+)
 
 IN_FLIGHT = 64
 """Rows known to the engine at once: enough to fill its chunks with short ones."""
@@ -51,7 +59,7 @@ class Scores:
 
     def __init__(self, request: ScoreRequest):
         self._tokens, self.tokens = list(request.tokens[request.start :]), len(request.tokens)
-        self._event: Event | None = None
+        self._event: RequestOutput | None = None
 
     @property
     def done(self) -> bool:
@@ -61,7 +69,7 @@ class Scores:
     def timing(self) -> Timing | None:
         return None if self._event is None else self._event.timing
 
-    def take(self, event: Event) -> bool:
+    def take(self, event: RequestOutput) -> bool:
         assert event.logprobs is not None
         if not all(math.isfinite(entry.logprob) for entry in event.logprobs):
             raise DataError(NOT_FINITE)
@@ -73,7 +81,12 @@ class Scores:
         logprobs = [entry.logprob for entry in self._event.logprobs]
         total = math.fsum(logprobs)
         greedy = self._event.tokens == self._tokens
-        result = {"logprob": total, "tokens": self._tokens, "logprobs": logprobs, "is_greedy": greedy}
+        result = {
+            "logprob": total,
+            "tokens": self._tokens,
+            "logprobs": logprobs,
+            "is_greedy": greedy,
+        }
         return result | {"perplexity": perplexity(total, len(logprobs))}
 
 
@@ -95,11 +108,17 @@ class Reader:
         """Raises `UsageError` that names the field."""
         if set(row) not in FORMS:
             fields = ", ".join(sorted(row)) or "nothing"
-            raise UsageError(f"expected context and continuation, or token_ids and perhaps start, or prompt; got {fields}")
+            raise UsageError(
+                f"expected context and continuation, or token_ids and perhaps start, or prompt; "
+                f"got {fields}"
+            )
         if "token_ids" in row:
             return _of_tokens(row["token_ids"], row.get("start", 1))
         if self._tokenizer is None:
-            raise UsageError(f"{' and '.join(sorted(row))}: needs a tokenizer, and this checkpoint has none: give token_ids and start")
+            raise UsageError(
+                f"{' and '.join(sorted(row))}: needs a tokenizer, and this checkpoint has none: "
+                f"give token_ids and start"
+            )
         if wrong := [name for name, value in row.items() if not isinstance(value, str)]:
             raise UsageError(f"{', '.join(wrong)} must be a string")
         if "prompt" in row:
@@ -127,13 +146,20 @@ class Total:
 
     def add(self, row: dict[str, Any]) -> None:
         if "error" not in row:
-            self._rows, self._tokens, self._logprob = self._rows + 1, self._tokens + len(row["tokens"]), self._logprob + row["logprob"]
+            self._rows, self._tokens, self._logprob = (
+                self._rows + 1,
+                self._tokens + len(row["tokens"]),
+                self._logprob + row["logprob"],
+            )
 
     def __str__(self) -> str:
         if not self._rows:
             return "no row was scored"
         mean = perplexity(self._logprob, self._tokens)
-        return f"{self._tokens} tokens of {self._rows} rows: log-likelihood {self._logprob:.4f}, perplexity {mean:.4f}"
+        return (
+            f"{self._tokens} tokens of {self._rows} rows: log-likelihood {self._logprob:.4f}, "
+            f"perplexity {mean:.4f}"
+        )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -154,8 +180,12 @@ def main(args: argparse.Namespace) -> int:
         return request, Scores(request)
 
     total = Total()
-    with monitored(JsonWriter(sys.stdout.buffer), output, settings, total=rows, add=total.add) as monitor:
-        run_rows(engine, read_rows(args.input, make, skip=monitor.done), monitor, in_flight=IN_FLIGHT)
+    with monitored(
+        JsonWriter(sys.stdout.buffer), output, settings, total=rows, add=total.add
+    ) as monitor:
+        run_rows(
+            engine, read_rows(args.input, make, skip=monitor.done), monitor, in_flight=IN_FLIGHT
+        )
     if summary := monitor.speed.summary(engine):
         log(summary)
     log(str(total))

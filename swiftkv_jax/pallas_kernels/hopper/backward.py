@@ -1,9 +1,9 @@
 """Gradient of causal attention for training on Hopper: nothing of size T x T is ever stored.
 
-The scores are computed again from `q`, `k` and the forward's `lse`, block by block, and with them
-P = exp(S - lse), dP = dO V^T and dS = P (dP - delta), where delta = rowsum(out * dO) comes from XLA. Two kernels, so that
-every output has one owner, which sums it in float32 registers and writes it once: no atomics, no copy per query head, and
-the same bits on every run.
+The scores are computed again from `q`, `k` and the forward's `lse`, block by block, and with them P
+= exp(S - lse), dP = dO V^T and dS = P (dP - delta), where delta = rowsum(out * dO) comes from XLA.
+Two kernels, so that every output has one owner, which sums it in float32 registers and writes it
+once: no atomics, no copy per query head, and the same bits on every run.
 
 dq: a thread block owns 64 query rows of one head per compute warpgroup and walks the key blocks its rows can see.
     S = Q K^T, dP = dO V^T, dQ += dS K.
@@ -12,14 +12,15 @@ dk, dv: a thread block owns 64 keys of one key/value head per compute warpgroup 
     left operand of the next: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q. Above head dim 128 dk and dv together
     exceed the register file, and of two warpgroups on the same keys one sums dv, the other dk (S is computed by both).
 
-In both a producer warpgroup, left with few registers, loads through TMA into a ring of stages while the others multiply
-(WGMMA) and do the exponentials; one warpgroup's products hide the other's. Blocks above the diagonal or of other
-documents are never loaded, and only blocks that the diagonal or the edge of a document crosses are masked. Heavy tiles
-are launched first.
+In both a producer warpgroup, left with few registers, loads through TMA into a ring of stages while
+the others multiply (WGMMA) and do the exponentials; one warpgroup's products hide the other's.
+Blocks above the diagonal or of other documents are never loaded, and only blocks that the diagonal
+or the edge of a document crosses are masked. Heavy tiles are launched first.
 
-Per visible (query, key) pair and query head: 3 products of 2H FLOPs for dq and 4 (above head dim 128: 5) for dk, dv;
-5 are the minimum, and a causal batch has T (T + 1) / 2 pairs per head, so the floor is 5 T^2 H N B / peak seconds.
-Every input is read from memory a few times at most (the walks share L2): bytes do not matter from T = 1024 or so.
+Per visible (query, key) pair and query head: 3 products of 2H FLOPs for dq and 4 (above head dim
+128: 5) for dk, dv; 5 are the minimum, and a causal batch has T (T + 1) / 2 pairs per head, so the
+floor is 5 T^2 H N B / peak seconds. Every input is read from memory a few times at most (the walks
+share L2): bytes do not matter from T = 1024 or so.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _SMEM_BYTES = 227 * 1024
 class Tuning:
     """Blocks and ring sizes of the two kernels.
 
-    A stage of the dq kernel holds one block of keys or of values (they alternate); a stage of the dk, dv kernel holds a
-    block of queries together with its block of d_out.
+    A stage of the dq kernel holds one block of keys or of values (they alternate); a stage of the
+    dk, dv kernel holds a block of queries together with its block of d_out.
     """
 
     dq_block_kv: int = 128
@@ -70,14 +71,25 @@ class Tuning:
         """Raise `ValueError` if these blocks do not suit a 16-bit head of this size."""
         multiple = plgpu.find_swizzle(16 * head_dim) // 2
         if self.dq_block_kv % multiple or self.dkv_block_q % multiple:
-            raise ValueError(f"with {head_dim=} blocks must be multiples of {multiple}, got {self.dq_block_kv=}, {self.dkv_block_q=}")
+            raise ValueError(
+                f"with {head_dim=} blocks must be multiples of {multiple}, got "
+                f"{self.dq_block_kv=}, {self.dkv_block_q=}"
+            )
         if head_dim > 128 and self.dkv_warpgroups != 2:
             raise ValueError(f"{self.dkv_warpgroups=} must be 2 with {head_dim=}")
         rows = {"dq": 2 * ROWS * self.dq_warpgroups + self.dq_stages * self.dq_block_kv}
-        rows["dkv"] = 2 * (ROWS * (1 if head_dim > 128 else self.dkv_warpgroups) + self.dkv_stages * self.dkv_block_q)
+        rows["dkv"] = 2 * (
+            ROWS * (1 if head_dim > 128 else self.dkv_warpgroups)
+            + self.dkv_stages * self.dkv_block_q
+        )
         for kernel, count in rows.items():
-            if (size := 2 * count * head_dim + 8 * self.dkv_stages * self.dkv_block_q + 1024) > _SMEM_BYTES:
-                raise ValueError(f"the {kernel} kernel needs {size} bytes of shared memory of {_SMEM_BYTES} with {head_dim=} and {self}")
+            if (
+                size := 2 * count * head_dim + 8 * self.dkv_stages * self.dkv_block_q + 1024
+            ) > _SMEM_BYTES:
+                raise ValueError(
+                    f"the {kernel} kernel needs {size} bytes of shared memory of {_SMEM_BYTES} "
+                    f"with {head_dim=} and {self}"
+                )
 
 
 def attention_grad(
@@ -91,10 +103,12 @@ def attention_grad(
     *,
     tuning: Tuning,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-    """Gradients of causal attention with respect to q, k and v, in their dtype, given that of `out`.
+    """Gradients of causal attention with respect to q, k and v, in their dtype, given that of
+    `out`.
 
-    `lse` is the natural logarithm of the sum of exp(scaled scores). With `segment_ids` a query attends only to its own
-    document. TMA needs T to be a multiple of 8: q, k, v and d_out are padded (copied) where it is not.
+    `lse` is the natural logarithm of the sum of exp(scaled scores). With `segment_ids` a query
+    attends only to its own document. TMA needs T to be a multiple of 8: q, k, v and d_out are
+    padded (copied) where it is not.
     """
     _check(q, k, v, segment_ids, out, lse, d_out, tuning)
     length = q.shape[1]
@@ -115,11 +129,19 @@ def _check(q, k, v, segment_ids, out, lse, d_out, tuning):
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"{head_dim=} is not supported; supported: {HEAD_DIMS}")
     if heads % k.shape[1] or k.shape != (batch, k.shape[1], length, head_dim) or v.shape != k.shape:
-        raise ValueError(f"k and v must be B K T H with K a divisor of N, got {q.shape=}, {k.shape=}, {v.shape=}")
+        raise ValueError(
+            f"k and v must be B K T H with K a divisor of N, got {q.shape=}, {k.shape=}, {v.shape=}"
+        )
     if out.shape != q.shape or d_out.shape != q.shape or lse.shape != (batch, heads, length):
-        raise ValueError(f"out and d_out must be B T N H and lse B N T, got {q.shape=}, {out.shape=}, {d_out.shape=}, {lse.shape=}")
+        raise ValueError(
+            f"out and d_out must be B T N H and lse B N T, got {q.shape=}, {out.shape=}, "
+            f"{d_out.shape=}, {lse.shape=}"
+        )
     if segment_ids is not None and segment_ids.shape != (batch, length):
         raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
     if {x.dtype for x in (k, v, d_out)} != {q.dtype}:
-        raise ValueError(f"q, k, v and d_out must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, {d_out.dtype}")
+        raise ValueError(
+            f"q, k, v and d_out must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, "
+            f"{d_out.dtype}"
+        )
     tuning.check(head_dim)

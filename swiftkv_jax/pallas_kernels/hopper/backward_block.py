@@ -1,4 +1,5 @@
-"""What the two backward kernels share: the recomputed weights of a block, its mask, and small helpers."""
+"""What the two backward kernels share: the recomputed weights of a block, its mask, and small
+helpers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64  # rows of a tile that one warpgroup owns: the M of a WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector with one value per row of a tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # and per column
-REGISTERS = {2: (24, 240), 3: (32, 160)}  # of the producer and of each compute warpgroup, by their number
+REGISTERS = {
+    2: (24, 240),
+    3: (32, 160),
+}  # of the producer and of each compute warpgroup, by their number
 LOG2E = math.log2(math.e)
 Accumulator = plgpu.WGMMAAccumulatorRef
 
@@ -26,18 +30,22 @@ def weights(s, mask, lse, head_dim):
 
 def causal_mask(row_start, row_ids, col_start, ids_gmem, b, shape, compare):
     """Which pairs of a block see each other: in causal order, and of the same document."""
-    # Vectors, not tiles, of positions: the compiler keeps what does not change with the block in registers.
+    # Vectors, not tiles, of positions: the compiler keeps what does not change with the block in
+    # registers.
     row = row_start + plgpu.broadcasted_iota(jnp.int32, (shape[0],), 0, layout=ROW)
     col = col_start + plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=COLUMN)
     mask = compare(down(row, shape), across(col, shape))
     if ids_gmem is not None:
-        col_ids = plgpu.load(ids_gmem.at[b, pl.ds(col_start, shape[1])], layout=COLUMN, optimized=False)
+        col_ids = plgpu.load(
+            ids_gmem.at[b, pl.ds(col_start, shape[1])], layout=COLUMN, optimized=False
+        )
         mask &= down(row_ids, shape) == across(col_ids, shape)
     return mask
 
 
 def hidden_zero(step):
-    """Zero, but the compiler cannot know: a WGMMA descriptor that depends on it is not hoisted out of the loop into a register."""
+    """Zero, but the compiler cannot know: a WGMMA descriptor that depends on it is not hoisted out
+    of the loop into a register."""
     return lax.shift_right_logical(step, i32(30))
 
 
@@ -54,4 +62,6 @@ def i32(x):
 
 
 def compiler_params():
-    return plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    return plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    )

@@ -12,7 +12,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import segments
-from .backward_block import COLUMN, REGISTERS, ROW, ROWS, Accumulator, across, causal_mask, compiler_params, hidden_zero, i32, weights
+from .backward_block import (
+    COLUMN,
+    REGISTERS,
+    ROW,
+    ROWS,
+    Accumulator,
+    across,
+    causal_mask,
+    compiler_params,
+    hidden_zero,
+    i32,
+    weights,
+)
 from .padding import pad
 
 
@@ -38,7 +50,8 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
         lse_gmem,  # B N T, like delta padded at the end and in base 2
         delta_gmem,  # B N T
         ids_gmem,  # B T or None
-        bounds_gmem,  # 3 B tiles: first visible block, first that an edge of a document crosses, end
+        # 3 B tiles: first visible block, first that an edge of a document crosses, end
+        bounds_gmem,
         dk_gmem,  # B K T H
         dv_gmem,  # B K T H
         k_smem,  # owners 64 H; dk in the end
@@ -56,7 +69,10 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
     ):
         tile, b, h, wg = (lax.axis_index(name) for name in ("tile", "batch", "kv_head", "wg"))
         first, clear, end = (bounds_gmem[x, b, tile] for x in range(3))
-        start, stop = first * group, end * group  # a step is one query block of one head; the heads of a block in a row
+        start, stop = (
+            first * group,
+            end * group,
+        )  # a step is one query block of one head; the heads of a block in a row
 
         @pl.when(wg == warpgroups)
         def _producer():
@@ -74,9 +90,15 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
                     (q_gmem, lse_gmem, q_smem, lse_smem, q_full, q_free),
                     (do_gmem, delta_gmem, do_smem, delta_smem, do_full, do_free),
                 ):
-                    pl.when(step >= start + stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
-                    plgpu.copy_gmem_to_smem(block.at[b, rows, n], block_smem.at[stage], full.at[stage])
-                    plgpu.copy_gmem_to_smem(vector.at[b, n, rows], vector_smem.at[stage], full.at[stage])
+                    pl.when(step >= start + stages)(
+                        functools.partial(plgpu.barrier_wait, free.at[stage])
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        block.at[b, rows, n], block_smem.at[stage], full.at[stage]
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        vector.at[b, n, rows], vector_smem.at[stage], full.at[stage]
+                    )
 
             # Whatever was loaded must be seen consumed before the block ends.
             @pl.loop(lax.max(stop - stages, start), stop)
@@ -89,7 +111,11 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
             """Sum the gradients in `names` of part `owner` of the tile."""
             k_start = tile * tile_kv + owner * ROWS
             rows, shape = pl.ds(k_start, ROWS), (ROWS, block_q)
-            row_ids = None if ids_gmem is None else plgpu.load(ids_gmem.at[b, rows], layout=ROW, optimized=False)
+            row_ids = (
+                None
+                if ids_gmem is None
+                else plgpu.load(ids_gmem.at[b, rows], layout=ROW, optimized=False)
+            )
             plgpu.barrier_wait(kv_full.at[owner])
 
             def walk(*accs):
@@ -98,25 +124,46 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
                 def block(step, masked):
                     stage = lax.rem(step, i32(stages))
                     q_start = lax.div(step, i32(group)) * block_q
-                    mask = functools.partial(causal_mask, k_start, row_ids, q_start, ids_gmem, b, shape, lax.le) if masked else None
+                    mask = (
+                        functools.partial(
+                            causal_mask, k_start, row_ids, q_start, ids_gmem, b, shape, lax.le
+                        )
+                        if masked
+                        else None
+                    )
 
                     # 1. P, transposed.
                     def scores(s_acc):
                         plgpu.barrier_wait(q_full.at[stage])
-                        plgpu.wgmma(s_acc, k_smem.at[owner + hidden_zero(step)], q_smem.at[stage].transpose((1, 0)))
+                        plgpu.wgmma(
+                            s_acc,
+                            k_smem.at[owner + hidden_zero(step)],
+                            q_smem.at[stage].transpose((1, 0)),
+                        )
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                        return weights(s, mask, across(plgpu.load(lse_smem.at[stage], layout=COLUMN), shape), head_dim)
+                        return weights(
+                            s,
+                            mask,
+                            across(plgpu.load(lse_smem.at[stage], layout=COLUMN), shape),
+                            head_dim,
+                        )
 
                     p = pl.run_scoped(scores, Accumulator(shape, jnp.float32))
                     plgpu.barrier_wait(do_full.at[stage])
 
                     # 2. dP and dV += P dO, which is still running when dP is read.
                     def d_scores(dp_acc):
-                        plgpu.wgmma(dp_acc, v_smem.at[owner + hidden_zero(step)], do_smem.at[stage].transpose((1, 0)))
+                        plgpu.wgmma(
+                            dp_acc,
+                            v_smem.at[owner + hidden_zero(step)],
+                            do_smem.at[stage].transpose((1, 0)),
+                        )
                         if "dv" in acc:
                             plgpu.wgmma(acc["dv"], p.astype(q.dtype), do_smem.at[stage])
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(acc) - 1)
-                        return p * (dp - across(plgpu.load(delta_smem.at[stage], layout=COLUMN), shape))
+                        return p * (
+                            dp - across(plgpu.load(delta_smem.at[stage], layout=COLUMN), shape)
+                        )
 
                     # 3. dK += dS Q.
                     if "dk" in acc:
@@ -143,7 +190,9 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
                 plgpu.barrier_arrive(kv_read)
                 plgpu.barrier_wait(kv_read)
             for name, grad in zip(names, grads, strict=True):
-                scale, smem, gmem = (head_dim**-0.5, k_smem, dk_gmem) if name == "dk" else (1.0, v_smem, dv_gmem)
+                scale, smem, gmem = (
+                    (head_dim**-0.5, k_smem, dk_gmem) if name == "dk" else (1.0, v_smem, dv_gmem)
+                )
                 smem.at[owner][...] = (grad * scale).astype(q.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(smem.at[owner], gmem.at[b, h, rows])

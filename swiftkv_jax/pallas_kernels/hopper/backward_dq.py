@@ -12,7 +12,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import segments
-from .backward_block import REGISTERS, ROW, ROWS, Accumulator, causal_mask, compiler_params, down, hidden_zero, i32, weights
+from .backward_block import (
+    REGISTERS,
+    ROW,
+    ROWS,
+    Accumulator,
+    causal_mask,
+    compiler_params,
+    down,
+    hidden_zero,
+    i32,
+    weights,
+)
 from .padding import pad
 
 
@@ -26,7 +37,9 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
     documents = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
     first, end = segments.visible_kv_blocks(documents, tile_q, block_kv)
     last_query = jnp.minimum(jnp.arange(1, tiles + 1) * tile_q, documents.shape[1]) - 1
-    bounds = jnp.stack([first, pl.cdiv(segments.run_starts(documents)[:, last_query], block_kv), end])
+    bounds = jnp.stack(
+        [first, pl.cdiv(segments.run_starts(documents)[:, last_query], block_kv), end]
+    )
 
     def kernel(
         q_gmem,  # B T N H
@@ -36,7 +49,8 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
         lse_gmem,  # B N T, like delta padded at the end and in base 2
         delta_gmem,  # B N T
         ids_gmem,  # B T or None
-        bounds_gmem,  # 3 B tiles: first visible block, first that no edge of a document crosses, end
+        # 3 B tiles: first visible block, first that no edge of a document crosses, end
+        bounds_gmem,
         dq_gmem,  # B T N H
         q_smem,  # warpgroups 64 H; dq in the end
         do_smem,  # warpgroups 64 H
@@ -61,9 +75,15 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
             def _load(j):
                 for turn, gmem in enumerate((v_gmem, k_gmem)):
                     stage = lax.rem(2 * j + turn, i32(stages))
-                    pl.when(2 * j + turn >= 2 * first + stages)(functools.partial(plgpu.barrier_wait, kv_free.at[stage]))
+                    pl.when(2 * j + turn >= 2 * first + stages)(
+                        functools.partial(plgpu.barrier_wait, kv_free.at[stage])
+                    )
                     rows = pl.ds(j * block_kv, block_kv)
-                    plgpu.copy_gmem_to_smem(gmem.at[b, lax.div(n, i32(group)), rows], kv_smem.at[stage], kv_full.at[stage])
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[b, lax.div(n, i32(group)), rows],
+                        kv_smem.at[stage],
+                        kv_full.at[stage],
+                    )
 
             # Whatever was loaded must be seen consumed before the block ends.
             @pl.loop(lax.max(2 * end - stages, 2 * first), 2 * end)
@@ -77,24 +97,49 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
             rows, shape = pl.ds(q_start, ROWS), (ROWS, block_kv)
             lse = plgpu.load(lse_gmem.at[b, n, rows], layout=ROW, optimized=False)
             delta = plgpu.load(delta_gmem.at[b, n, rows], layout=ROW, optimized=False)
-            row_ids = None if ids_gmem is None else plgpu.load(ids_gmem.at[b, rows], layout=ROW, optimized=False)
+            row_ids = (
+                None
+                if ids_gmem is None
+                else plgpu.load(ids_gmem.at[b, rows], layout=ROW, optimized=False)
+            )
             plgpu.barrier_wait(q_full.at[wg])
 
             def walk(dq_acc):
                 def block(j, masked):
                     v_stage, k_stage = lax.rem(2 * j, i32(stages)), lax.rem(2 * j + 1, i32(stages))
-                    mask = functools.partial(causal_mask, q_start, row_ids, j * block_kv, ids_gmem, b, shape, lax.ge) if masked else None
+                    mask = (
+                        functools.partial(
+                            causal_mask, q_start, row_ids, j * block_kv, ids_gmem, b, shape, lax.ge
+                        )
+                        if masked
+                        else None
+                    )
 
                     # 1. S and dP; the exponentials of S run while dP is still being multiplied.
                     def scores(s_acc, dp_acc):
                         plgpu.barrier_wait(kv_full.at[v_stage])
                         plgpu.barrier_wait(kv_full.at[k_stage])
-                        plgpu.wgmma(s_acc, q_smem.at[wg + hidden_zero(j)], kv_smem.at[k_stage].transpose((1, 0)))
-                        plgpu.wgmma(dp_acc, do_smem.at[wg + hidden_zero(j)], kv_smem.at[v_stage].transpose((1, 0)))
-                        p = weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), mask, down(lse, shape), head_dim)
+                        plgpu.wgmma(
+                            s_acc,
+                            q_smem.at[wg + hidden_zero(j)],
+                            kv_smem.at[k_stage].transpose((1, 0)),
+                        )
+                        plgpu.wgmma(
+                            dp_acc,
+                            do_smem.at[wg + hidden_zero(j)],
+                            kv_smem.at[v_stage].transpose((1, 0)),
+                        )
+                        p = weights(
+                            plgpu.wgmma_accumulator_load(s_acc, wait_n=1),
+                            mask,
+                            down(lse, shape),
+                            head_dim,
+                        )
                         return p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
 
-                    p, dp = pl.run_scoped(scores, Accumulator(shape, jnp.float32), Accumulator(shape, jnp.float32))
+                    p, dp = pl.run_scoped(
+                        scores, Accumulator(shape, jnp.float32), Accumulator(shape, jnp.float32)
+                    )
                     plgpu.barrier_arrive(kv_free.at[v_stage])
 
                     # 2. dQ += dS K.

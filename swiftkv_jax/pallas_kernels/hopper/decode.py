@@ -1,22 +1,25 @@
 """Decode attention for Hopper: a few queries per row against a long cache, at the speed of memory.
 
-The floor is one read of the cache: 4 H bytes per position and head in bf16, 2 H + 8 in 8 bits. B=64, K=8, S=2048, H=128 is
-0.54 GB, 125 us at the 4.3 TB/s an H200 copies with. Little's law asks for 4.3 TB/s x 1 us / 132 SMs = 33 kB in flight on
-each SM; the rings hold about 200 kB.
+The floor is one read of the cache: 4 H bytes per position and head in bf16, 2 H + 8 in 8 bits.
+B=64, K=8, S=2048, H=128 is 0.54 GB, 125 us at the 4.3 TB/s an H200 copies with. Little's law asks
+for 4.3 TB/s x 1 us / 132 SMs = 33 kB in flight on each SM; the rings hold about 200 kB.
 
-A block has one row, one key/value head and one share of the sequence (a split). The T * G queries that read the head form
-one tile, so each byte is read once, and no tile beyond `length` is. One warpgroup keeps a ring of TMA loads full, the other
-multiplies. Where registers and shared memory allow, two blocks share an SM: one fills its ring while the other finishes.
-With several splits a second, small computation in XLA weighs their results.
+A block has one row, one key/value head and one share of the sequence (a split). The T * G queries
+that read the head form one tile, so each byte is read once, and no tile beyond `length` is. One
+warpgroup keeps a ring of TMA loads full, the other multiplies. Where registers and shared memory
+allow, two blocks share an SM: one fills its ring while the other finishes. With several splits a
+second, small computation in XLA weighs their results.
 
-wgmma always multiplies 64 rows, so the operands are swapped: S^T = K Q^T and O^T = V^T P^T have keys and head dims on the
-rows and only C = 8, 16 .. 64 columns of queries. A byte of bf16 then costs C FLOPs, 34 TFLOP/s at 4.3 TB/s and C=8; queries
-padded to 64 rows would always need 275, and 550 for an 8-bit cache, of the roughly 800 there are. In return the maximum
-runs over the rows of an accumulator, an exchange between the warps per tile; the sums stay apart until the end.
+wgmma always multiplies 64 rows, so the operands are swapped: S^T = K Q^T and O^T = V^T P^T have
+keys and head dims on the rows and only C = 8, 16 .. 64 columns of queries. A byte of bf16 then
+costs C FLOPs, 34 TFLOP/s at 4.3 TB/s and C=8; queries padded to 64 rows would always need 275, and
+550 for an 8-bit cache, of the roughly 800 there are. In return the maximum runs over the rows of an
+accumulator, an exchange between the warps per tile; the sums stay apart until the end.
 
-8-bit keys are widened in registers and multiplied from there. wgmma transposes only 16-bit operands in shared memory, so
-8-bit values are widened into a tile there. All told that is 480 (FP8) or 545 (int8) instructions per warp and 64 positions
-of H=128, which arrive in 900 cycles: long tiles and a second block on the SM are to hide the latency of the rest.
+8-bit keys are widened in registers and multiplied from there. wgmma transposes only 16-bit operands
+in shared memory, so 8-bit values are widened into a tile there. All told that is 480 (FP8) or 545
+(int8) instructions per warp and 64 positions of H=128, which arrive in 900 cycles: long tiles and a
+second block on the SM are to hide the latency of the rest.
 """
 
 from __future__ import annotations
@@ -48,33 +51,40 @@ def attention(
     length: Int[Array, " B"],
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
 ) -> Float[Array, "B T N H"]:
-    """Attention of the last T of the `length[b]` valid positions, each to all up to its own. Length 0 yields zeros.
+    """Attention of the last T of the `length[b]` valid positions, each to all up to its own. Length
+    0 yields zeros.
 
-    With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale. With `block_table` it is
-    a pool: position s of row b is position `s % page` of block `block_table[b, s // page]`. Positions from `length` on
-    may hold any finite rubbish. Without a block table, an S that is no multiple of 8 costs a padded copy of the cache.
+    With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale.
+    With `page_table` it is a pool: position s of row b is position `s % page` of block
+    `page_table[b, s // page]`. Positions from `length` on may hold any finite rubbish. Without a
+    block table, an S that is no multiple of 8 costs a padded copy of the cache.
     """
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
-    if reason := obstacle(q, k, block_table, tuning):
+    if reason := obstacle(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on Hopper {reason}")
-    tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if block_table is None else S)
-    if block_table is not None:
-        S *= block_table.shape[1]
+    tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
+    if page_table is not None:
+        S *= page_table.shape[1]
     elif S % 8:
         k, v, k_scale, v_scale = jax.tree.map(lambda x: pad(x, 2, 8), (k, v, k_scale, v_scale))
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
     rows = pad(rows, 2, 8)
-    splits = tuning.splits or choose_splits(B * K, pl.cdiv(S, tuning.block_kv), resident=1 if k_scale is None else 2)
+    splits = tuning.splits or choose_splits(
+        B * K, pl.cdiv(S, tuning.block_kv), resident=1 if k_scale is None else 2
+    )
 
     R, C, wide = rows.shape[2], pl.cdiv(T * G, 8) * 8, k_scale is not None
     block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, _tile(H, 2)
     whole = (jax.ShapeDtypeStruct((B, K, R, H), q.dtype), None)
-    partial = (jax.ShapeDtypeStruct((B, K, splits, H, C), jnp.float32), jax.ShapeDtypeStruct((B, K, splits, C), jnp.float32))
+    partial = (
+        jax.ShapeDtypeStruct((B, K, splits, H, C), jnp.float32),
+        jax.ShapeDtypeStruct((B, K, splits, C), jnp.float32),
+    )
     scratch: Any = dict(
         q_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile),
         ring_smem=plgpu.SMEM((slots, block_kv, H), k.dtype, transforms=_tile(H, k.dtype.itemsize)),
@@ -87,7 +97,11 @@ def attention(
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
     )
     # The scratch for reductions lets all columns be reduced in one exchange between the warps.
-    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=128 * C)
+    params = plgpu.CompilerParams(
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        reduction_scratch_bytes=128 * C,
+    )
     o, lse = plgpu.kernel(
         functools.partial(_kernel, queries=T, group_size=G, splits=splits),
         out_type=whole if splits == 1 else partial,
@@ -98,7 +112,7 @@ def attention(
         thread_name="warpgroup",
         kernel_name="hopper_decode",
         compiler_params=params,
-    )(rows, k, v, length, k_scale, v_scale, block_table)
+    )(rows, k, v, length, k_scale, v_scale, page_table)
 
     if splits > 1:
         o = jnp.einsum("BKJC,BKJHC->BKCH", jax.nn.softmax(lse, axis=2), o).astype(q.dtype)
@@ -106,7 +120,8 @@ def attention(
 
 
 def _tile(head_dim, itemsize):
-    """How a tile lies in shared memory. 8-bit rows of 16 are too narrow to swizzle; wgmma does not read those itself."""
+    """How a tile lies in shared memory. 8-bit rows of 16 are too narrow to swizzle; wgmma does not
+    read those itself."""
     width = math.gcd(head_dim, 64)
     if width * itemsize == 16:
         return ()
@@ -142,7 +157,9 @@ def _kernel(
 ):
     (slots, block_kv, H), C = ring_smem.shape, q_smem.shape[0]
     stages = jnp.int32(slots // 2)
-    row, head, split, warpgroup = (lax.axis_index(name) for name in ("row", "head", "split", "warpgroup"))
+    row, head, split, warpgroup = (
+        lax.axis_index(name) for name in ("row", "head", "split", "warpgroup")
+    )
     length = length_gmem[row]
     tiles = lax.div(length + (block_kv - 1), jnp.int32(block_kv))
     first, end = (lax.div(j * tiles, jnp.int32(splits)) for j in (split, split + 1))
@@ -156,11 +173,18 @@ def _kernel(
         @pl.loop(first, end)
         def _(i):
             block, tile = row, i
-            if table_gmem is not None:  # looked up before the wait for a slot, which hides the latency
+            if (
+                table_gmem is not None
+            ):  # looked up before the wait for a slot, which hides the latency
                 tiles_per_page = jnp.int32(k_gmem.shape[2] // block_kv)
-                block, tile = table_gmem[row, lax.div(i, tiles_per_page)], lax.rem(i, tiles_per_page)
+                block, tile = (
+                    table_gmem[row, lax.div(i, tiles_per_page)],
+                    lax.rem(i, tiles_per_page),
+                )
             at = (block, head, pl.ds(tile * block_kv, block_kv))
-            for slot, source, scales in zip(slots_of(i), (k_gmem, v_gmem), (k_scale_gmem, v_scale_gmem), strict=True):
+            for slot, source, scales in zip(
+                slots_of(i), (k_gmem, v_gmem), (k_scale_gmem, v_scale_gmem), strict=True
+            ):
                 pl.when(i - first >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                 plgpu.copy_gmem_to_smem(source.at[at], ring_smem.at[slot], full.at[slot])
                 if scales is not None:
@@ -175,20 +199,36 @@ def _kernel(
     def _multiply():
         plgpu.copy_gmem_to_smem(q_gmem.at[row, head, pl.ds(0, C)], q_smem, q_full.at[0])
         plgpu.barrier_wait(q_full.at[0])
-        # wgmma takes 64 rows at a time, keys or head dims; where H is no multiple of 64 its last 64 overlap the first.
+        # wgmma takes 64 rows at a time, keys or head dims; where H is no multiple of 64 its last 64
+        # overlap the first.
         keys = [pl.ds(start, 64) for start in range(0, block_kv, 64)]
         parts = [pl.ds(0, H)] if H % 64 == 0 else [pl.ds(0, 64), pl.ds(H - 64, 64)]
         chunks = [pl.ds(start, math.gcd(H, 64)) for start in range(0, H, math.gcd(H, 64))]
-        key, query = (plgpu.broadcasted_iota(jnp.int32, (64, C), dimension, layout=_LAYOUT) for dimension in (0, 1))
-        visible_end = length if queries == 1 else length - (queries - 1) + lax.div(query, jnp.int32(group_size))
+        key, query = (
+            plgpu.broadcasted_iota(jnp.int32, (64, C), dimension, layout=_LAYOUT)
+            for dimension in (0, 1)
+        )
+        visible_end = (
+            length
+            if queries == 1
+            else length - (queries - 1) + lax.div(query, jnp.int32(group_size))
+        )
 
         def scores(slot, rows, acc):
             if wide_smem is None:
                 plgpu.wgmma(acc, ring_smem.at[slot, rows], q_smem.T)
             else:
                 for chunk in chunks:
-                    plgpu.wgmma(acc, _widen(ring_smem[slot, rows, chunk], q_smem.dtype), q_smem.at[:, chunk].T)
-                    plgpu.wgmma_wait(0)  # frees the registers of the chunk: over 128 a thread and the second block is gone
+                    plgpu.wgmma(
+                        acc,
+                        _widen(ring_smem[slot, rows, chunk], q_smem.dtype),
+                        q_smem.at[:, chunk].T,
+                    )
+                    plgpu.wgmma_wait(
+                        0
+                        # frees the registers of the chunk: over 128 a thread and the second block is
+                        # gone
+                    )
             return acc[...]
 
         def step(i, carry):
@@ -197,9 +237,20 @@ def _kernel(
 
             # 1. S^T = K Q^T, in units of log2
             plgpu.barrier_wait(full.at[k_slot])
-            s = [pl.run_scoped(functools.partial(scores, k_slot, rows), _Accumulator((64, C), jnp.float32)) for rows in keys]
-            s = [_scale_rows(x, scale_smem, (k_slot, rows), H**-0.5 * math.log2(math.e)) for x, rows in zip(s, keys, strict=True)]
-            s = [jnp.where(key + (i * block_kv + rows.start) < visible_end, x, -jnp.inf) for x, rows in zip(s, keys, strict=True)]
+            s = [
+                pl.run_scoped(
+                    functools.partial(scores, k_slot, rows), _Accumulator((64, C), jnp.float32)
+                )
+                for rows in keys
+            ]
+            s = [
+                _scale_rows(x, scale_smem, (k_slot, rows), H**-0.5 * math.log2(math.e))
+                for x, rows in zip(s, keys, strict=True)
+            ]
+            s = [
+                jnp.where(key + (i * block_kv + rows.start) < visible_end, x, -jnp.inf)
+                for x, rows in zip(s, keys, strict=True)
+            ]
 
             # 2. P^T, and what the new maximum makes of the old sums
             m_new = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(axis=0))
@@ -210,11 +261,14 @@ def _kernel(
             # 3. P and, if need be, V in 16 bits to shared memory
             plgpu.barrier_wait(full.at[v_slot])
             for x, rows in zip(p, keys, strict=True):
-                p_smem.at[:, rows].T[...] = _scale_rows(x, scale_smem, (v_slot, rows)).astype(p_smem.dtype)
+                p_smem.at[:, rows].T[...] = _scale_rows(x, scale_smem, (v_slot, rows)).astype(
+                    p_smem.dtype
+                )
             if wide_smem is not None:
                 for rows, chunk in itertools.product(keys, chunks):
                     wide_smem[rows, chunk] = _widen(ring_smem[v_slot, rows, chunk], wide_smem.dtype)
-            plgpu.commit_smem()  # for wgmma; it also keeps the next TMA write behind our own reads of the slots
+            # for wgmma; it also keeps the next TMA write behind our own reads of the slots
+            plgpu.commit_smem()
             plgpu.barrier_arrive(free.at[k_slot])
 
             # 4. O^T += V^T P^T
@@ -223,13 +277,17 @@ def _kernel(
                 for acc, part in zip(accumulators, parts, strict=True):
                     plgpu.wgmma(acc, values.at[:, part].T, p_smem.T)
 
-            o = pl.run_state(accumulate)([_Accumulator.init(x * _to_columns(correction, x.shape[0])) for x in o])
+            o = pl.run_state(accumulate)(
+                [_Accumulator.init(x * _to_columns(correction, x.shape[0])) for x in o]
+            )
             plgpu.barrier_arrive(free.at[v_slot])
             return o, m_new, total
 
         o = [plgpu.layout_cast(jnp.zeros((part.size, C), jnp.float32), _LAYOUT) for part in parts]
         m = plgpu.layout_cast(jnp.full((C,), _UNSEEN, jnp.float32), _LAYOUT.reduce(0))
-        total = plgpu.layout_cast(jnp.zeros((64, C), jnp.float32), _LAYOUT)  # summed over its rows at the end
+        total = plgpu.layout_cast(
+            jnp.zeros((64, C), jnp.float32), _LAYOUT
+        )  # summed over its rows at the end
         o, m, total = lax.fori_loop(first, end, step, (o, m, total))
 
         # 5. Normalise and store. A split that saw nothing stores zeros and the weight of nothing.
@@ -245,18 +303,25 @@ def _kernel(
         else:
             for x, part in zip(o, parts, strict=True):
                 o_gmem[row, head, split, part] = x
-            lse_gmem[row, head, split] = jnp.where(total > 0, m * math.log(2) + jnp.log(total), _UNSEEN)
+            lse_gmem[row, head, split] = jnp.where(
+                total > 0, m * math.log(2) + jnp.log(total), _UNSEEN
+            )
 
 
 def _widen(x, dtype):
-    """int8 or float8_e4m3fn in 16 bits, exactly. Hopper converts FP8 only to float16, so bfloat16 goes by way of float32."""
-    return (x.astype(jnp.float32) if x.dtype == jnp.float8_e4m3fn and dtype != jnp.float16 else x).astype(dtype)
+    """int8 or float8_e4m3fn in 16 bits, exactly. Hopper converts FP8 only to float16, so bfloat16
+    goes by way of float32."""
+    return (
+        x.astype(jnp.float32) if x.dtype == jnp.float8_e4m3fn and dtype != jnp.float16 else x
+    ).astype(dtype)
 
 
 def _scale_rows(x, scales, index, factor=1.0):
     if scales is None:
         return x * factor
-    return x * lax.broadcast_in_dim(plgpu.layout_cast(scales[index], _LAYOUT.reduce(1)) * factor, x.shape, [0])
+    return x * lax.broadcast_in_dim(
+        plgpu.layout_cast(scales[index], _LAYOUT.reduce(1)) * factor, x.shape, [0]
+    )
 
 
 def _to_columns(x, rows):

@@ -12,12 +12,14 @@ from ..device import HEAD_DIMS
 _SMS = 132
 _MAX_SHARED_BYTES = 227 * 1024
 _ROWS = 64  # queries per key/value head: the columns of a tile
-_COMBINE_TILES = 4  # what the second computation costs, in tiles an SM could have read meanwhile (about 1 us each)
+# what the second computation costs, in tiles an SM could have read meanwhile (about 1 us each)
+_COMBINE_TILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the work is cut up. More than 16 queries per key/value head leave room only for shorter tiles and fewer stages."""
+    """How the work is cut up. More than 16 queries per key/value head leave room only for shorter
+    tiles and fewer stages."""
 
     block_kv: int = 64  # positions per tile
     stages: int = 3  # tiles of K, and as many of V, in the ring
@@ -27,54 +29,79 @@ class Tuning:
         if self.block_kv <= 0 or self.block_kv % 64:
             raise ValueError(f"{self.block_kv=} must be a positive multiple of 64")
         if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2, or loads and products cannot overlap")
+            raise ValueError(
+                f"{self.stages=} must be at least 2, or loads and products cannot overlap"
+            )
         if self.splits is not None and self.splits < 1:
             raise ValueError(f"{self.splits=} must be at least 1")
         if 2 * self.stages * self.block_kv * 64 > _MAX_SHARED_BYTES:
-            raise ValueError(f"{self.stages=} of {self.block_kv=} do not fit {_MAX_SHARED_BYTES} bytes of shared memory at any head dim")
+            raise ValueError(
+                f"{self.stages=} of {self.block_kv=} do not fit {_MAX_SHARED_BYTES} bytes of "
+                f"shared memory at any head dim"
+            )
 
 
-def obstacle(q, k, block_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands like these; None if it can. That they belong together is the caller's to check."""
+def obstacle(q, k, page_table, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run on operands like these; None if it can. That they belong together
+    is the caller's to check."""
     (_, T, N, H), (K, page) = q.shape, k.shape[1:3]
     rows = T * (N // K)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 or float16, got {q.dtype=}"
     if k.dtype not in (q.dtype, jnp.int8, jnp.float8_e4m3fn):
-        return f"takes keys in the dtype of q, or int8 or float8_e4m3fn with scales; got {k.dtype=}, {q.dtype=}"
+        return (
+            f"takes keys in the dtype of q, or int8 or float8_e4m3fn with scales; got "
+            f"{k.dtype=}, {q.dtype=}"
+        )
     if H not in HEAD_DIMS:
         return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
     if rows > _ROWS:
-        return f"takes at most {_ROWS} queries per key/value head (T N / K), got {rows} with {q.shape=}, {k.shape=}"
-    if block_table is not None and page % 64:
+        return (
+            f"takes at most {_ROWS} queries per key/value head (T N / K), got {rows} with "
+            f"{q.shape=}, {k.shape=}"
+        )
+    if page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
     try:
-        fit(tuning, H, rows, k.dtype.itemsize, None if block_table is None else page)
+        fit(tuning, H, rows, k.dtype.itemsize, None if page_table is None else page)
     except NotImplementedError as error:
         return str(error)
     return None
 
 
 def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | None = None) -> Tuning:
-    """`tuning` with what many queries cost: registers for the scores (no long tiles) and shared memory (fewer stages).
+    """`tuning` with what many queries cost: registers for the scores (no long tiles) and shared
+    memory (fewer stages).
 
-    A tile that does not divide `page`, a multiple of 64, is cut to one that does, and the ring gets as many more. Raises
-    `NotImplementedError` where two stages do not fit.
+    A tile that does not divide `page`, a multiple of 64, is cut to one that does, and the ring gets
+    as many more. Raises `NotImplementedError` where two stages do not fit.
     """
     columns, eight_bit = pl.cdiv(rows, 8) * 8, itemsize == 1
     block_kv, stages = tuning.block_kv if columns <= 16 else 64, tuning.stages
     if page is not None and page % block_kv:
-        whole, block_kv = block_kv, max(block for block in range(64, block_kv, 64) if page % block == 0)
+        whole, block_kv = (
+            block_kv,
+            max(block for block in range(64, block_kv, 64) if page % block == 0),
+        )
         stages *= whole // block_kv
-    fixed = columns * (4 * head_dim + 2 * block_kv + 128) + eight_bit * 2 * block_kv * head_dim + 1024  # the last for barriers
+    fixed = (
+        columns * (4 * head_dim + 2 * block_kv + 128) + eight_bit * 2 * block_kv * head_dim + 1024
+    )  # the last for barriers
     stage = 2 * block_kv * (head_dim * itemsize + 4 * eight_bit)
     stages = min(stages, (_MAX_SHARED_BYTES - fixed) // stage)
     if stages < 2:
-        raise NotImplementedError(f"has no room in shared memory for two stages of {block_kv=} with {head_dim=}, {rows=} and {itemsize=}")
+        raise NotImplementedError(
+            f"has no room in shared memory for two stages of {block_kv=} with {head_dim=}, "
+            f"{rows=} and {itemsize=}"
+        )
     return dataclasses.replace(tuning, block_kv=block_kv, stages=stages)
 
 
 def choose_splits(items: int, tiles: int, resident: int) -> int:
-    """The split count whose busiest SM is done first; with fewer than `resident` blocks an SM cannot keep up with the memory."""
-    cost = {j: max(pl.cdiv(items * j, _SMS), resident) * pl.cdiv(tiles, j) + (j > 1) * _COMBINE_TILES for j in range(1, tiles + 1)}
+    """The split count whose busiest SM is done first; with fewer than `resident` blocks an SM
+    cannot keep up with the memory."""
+    cost = {
+        j: max(pl.cdiv(items * j, _SMS), resident) * pl.cdiv(tiles, j) + (j > 1) * _COMBINE_TILES
+        for j in range(1, tiles + 1)
+    }
     return min(cost, key=cost.__getitem__)

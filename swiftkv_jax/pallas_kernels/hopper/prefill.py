@@ -1,18 +1,22 @@
-"""Causal grouped-query attention of many queries on Hopper: FlashAttention-3's schedule in Pallas Mosaic GPU.
+"""Causal grouped-query attention of many queries on Hopper: FlashAttention-3's schedule in Pallas
+Mosaic GPU.
 
-A thread block owns a tile of 2 x `block_q` queries of one head and has three warpgroups. One only issues TMA copies of K
-and V blocks into rings of `stages` slots; the other two each multiply for their half of the queries. The softmax, which
-tensor cores cannot do, is hidden twice: behind the warpgroup's own products (step i issues S_i = Q K_i^T and
-O += P_{i-1} V_{i-1} together, and turns S_i into P_i while the second one runs), and behind the other warpgroup's (they
-take turns at issuing, `ping_pong`, so that one exponentiates while the other multiplies).
+A thread block owns a tile of 2 x `block_q` queries of one head and has three warpgroups. One only
+issues TMA copies of K and V blocks into rings of `stages` slots; the other two each multiply for
+their half of the queries. The softmax, which tensor cores cannot do, is hidden twice: behind the
+warpgroup's own products (step i issues S_i = Q K_i^T and O += P_{i-1} V_{i-1} together, and turns
+S_i into P_i while the second one runs), and behind the other warpgroup's (they take turns at
+issuing, `ping_pong`, so that one exponentiates while the other multiplies).
 
-Key blocks are walked from the last visible one to the first. Blocks past the last visible key of the tile, or before its
-first document, are neither loaded nor multiplied; only blocks cut by the diagonal or by the edge of a document are masked.
-Tiles with the most keys start first, and the query heads of one key/value head run next to each other to share the L2.
+Key blocks are walked from the last visible one to the first. Blocks past the last visible key of
+the tile, or before its first document, are neither loaded nor multiplied; only blocks cut by the
+diagonal or by the edge of a document are masked. Tiles with the most keys start first, and the
+query heads of one key/value head run next to each other to share the L2.
 
-Cost for T queries after P cached keys: 4 H (T P + T^2 / 2) FLOPs per head and 2 (2 T N + 2 (P + T) K) H bytes, so from a
-few hundred queries on the floor is the tensor cores' 989 TFLOP/s. The exponentials, one per 4 H FLOPs at 16 per clock and
-multiprocessor, take half as long as the products at H = 128 and just as long at H = 64.
+Cost for T queries after P cached keys: 4 H (T P + T^2 / 2) FLOPs per head and 2 (2 T N + 2 (P + T)
+K) H bytes, so from a few hundred queries on the floor is the tensor cores' 989 TFLOP/s. The
+exponentials, one per 4 H FLOPs at 16 per clock and multiprocessor, take half as long as the
+products at H = 128 and just as long at H = 64.
 """
 
 from __future__ import annotations
@@ -47,30 +51,38 @@ def attention(
     offset: Int[Array, "B"],
     lengths: Int[Array, "B"],
     segment_ids: Int[Array, "B T"] | None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of query t of row b to the keys s <= offset[b] + t, if t < lengths[b]; otherwise zeros.
+    """Attention of query t of row b to the keys s <= offset[b] + t, if t < lengths[b]; otherwise
+    zeros.
 
-    With `segment_ids` (then S = T and offset = 0) only to those of its own document. `offset[b] + T <= S`; keys and values
-    that no query sees may be anything finite. With `save_lse` also returns log(sum(exp(scores))), +inf where a query sees
-    nothing. An S that is not a multiple of 8 costs a padded copy of k and v, a T only one of q.
+    With `segment_ids` (then S = T and offset = 0) only to those of its own document. `offset[b] + T
+    <= S`; keys and values that no query sees may be anything finite. With `save_lse` also returns
+    log(sum(exp(scores))), +inf where a query sees nothing. An S that is not a multiple of 8 costs a
+    padded copy of k and v, a T only one of q.
 
-    With `block_table` (and no segment ids) k and v are a pool: position s of row b is position `s % page` of block
-    `block_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Blocks that no real query sees are not looked up.
+    With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
+    page` of block `page_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Blocks
+    that no real query sees are not looked up.
     """
     batch, queries, heads, head_dim = q.shape
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype=}, {k.dtype=}, {v.dtype=}")
-    if reason := obstacle(q, k, block_table, tuning):
+    if reason := obstacle(q, k, page_table, tuning):
         raise NotImplementedError(f"attention on Hopper {reason}")
-    tuning = fit(tuning, None if block_table is None else k.shape[2])
+    tuning = fit(tuning, None if page_table is None else k.shape[2])
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
     tiles = pl.cdiv(queries, tile := _CONSUMERS * block_q)
-    # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and write nothing.
-    q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)  # never a pool: its pages are multiples of 64
+    # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and
+    # write nothing.
+    q, k, v = (
+        pad(q, 1, 8),
+        pad(k, 2, 8),
+        pad(v, 2, 8),
+    )  # never a pool: its pages are multiples of 64
     ids = first_visible = first_full = None
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
@@ -96,14 +108,30 @@ def attention(
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="hopper_prefill",
-        # Lane: every layout is stated here. Rows are reduced within a quad of threads, which needs no scratch.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(q, k, v, offset.astype(jnp.int32), lengths.astype(jnp.int32), first_visible, first_full, ids, block_table)
+        # Lane: every layout is stated here. Rows are reduced within a quad of threads, which needs
+        # no scratch.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(
+        q,
+        k,
+        v,
+        offset.astype(jnp.int32),
+        lengths.astype(jnp.int32),
+        first_visible,
+        first_full,
+        ids,
+        page_table,
+    )
     return out[:, :queries], None if lse is None else lse[:, :, :queries]
 
 
 def _first_full_block(ids, block_q, block_kv):
-    """int32[B, I]: the first key block from which on all keys before query block i are of the document of all its queries."""
+    """int32[B, I]: the first key block from which on all keys before query block i are of the
+    document of all its queries."""
     return pl.cdiv(segments.run_starts(ids)[:, block_q - 1 :: block_q], block_kv)
 
 
@@ -142,7 +170,8 @@ def _kernel(
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     tile_start = tile * (_CONSUMERS * block_q)
     offset, length = offset_gmem[batch], lengths_gmem[batch]
-    # Key blocks [first, end) are visible to the tile. They are counted backwards: step i works on block end - 1 - i.
+    # Key blocks [first, end) are visible to the tile. They are counted backwards: step i works on
+    # block end - 1 - i.
     end = pl.cdiv(offset + lax.min(tile_start + _CONSUMERS * block_q, length), jnp.int32(block_kv))
     first = jnp.int32(0) if ids_gmem is None else first_visible_gmem[batch, tile]
     steps = jnp.where(tile_start < length, end - first, 0)
@@ -161,15 +190,23 @@ def _kernel(
         per_page = jnp.int32(k_gmem.shape[2] // block_kv)
 
         def row_or_page(i):
-            return batch if table_gmem is None else table_gmem[batch, lax.div(end - 1 - i, per_page)]
+            return (
+                batch if table_gmem is None else table_gmem[batch, lax.div(end - 1 - i, per_page)]
+            )
 
         def keys_there(i):
-            return keys(i) if table_gmem is None else pl.ds(lax.rem(end - 1 - i, per_page) * block_kv, block_kv)
+            return (
+                keys(i)
+                if table_gmem is None
+                else pl.ds(lax.rem(end - 1 - i, per_page) * block_kv, block_kv)
+            )
 
         def load(i, gmem, smem, ready, free):
             place = row_or_page(i)  # looked up before the wait for a slot, which hides the latency
             pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))
-            plgpu.copy_gmem_to_smem(gmem.at[place, kv_head, keys_there(i)], smem.at[slot(i)], ready.at[slot(i)])
+            plgpu.copy_gmem_to_smem(
+                gmem.at[place, kv_head, keys_there(i)], smem.at[slot(i)], ready.at[slot(i)]
+            )
 
         # In the order of use: K_0, K_1 V_0, K_2 V_1, ..., V_last.
         @pl.loop(0, steps + 1)
@@ -209,35 +246,52 @@ def _kernel(
                 store(lse, lse_smem.at[warpgroup], lse_gmem.at[batch, head, rows])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(steps == 0)(lambda: finish(full((block_q, head_dim), 0.0, _TILE), full((block_q,), jnp.inf, _ROWS)))
+        pl.when(steps == 0)(
+            lambda: finish(full((block_q, head_dim), 0.0, _TILE), full((block_q,), jnp.inf, _ROWS))
+        )
 
         @pl.when(steps > 0)
         def _():
             plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], qo, q_ready.at[warpgroup])
-            position = offset + start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=_ROWS)
+            position = (
+                offset + start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=_ROWS)
+            )
             zeros = full((block_q, block_kv), 0.0, _TILE)
-            # Neither the diagonal nor the edge of a document cuts the blocks of the steps between these two.
+            # Neither the diagonal nor the edge of a document cuts the blocks of the steps between
+            # these two.
             diagonal_end = end - lax.div(offset + start + 1, jnp.int32(block_kv))
-            document_edge = steps if ids_gmem is None else end - first_full_gmem[batch, tile * _CONSUMERS + warpgroup]
+            document_edge = (
+                steps
+                if ids_gmem is None
+                else end - first_full_gmem[batch, tile * _CONSUMERS + warpgroup]
+            )
 
             def mask(i, s):
                 key = keys(i).start + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
                 visible = key <= spread(position, block_kv)
-                if ids_gmem is not None:  # read for each of the few masked blocks: registers are short
+                if (
+                    ids_gmem is not None
+                ):  # read for each of the few masked blocks: registers are short
                     q_ids = plgpu.load(ids_gmem.at[batch, rows], layout=_ROWS, optimized=False)
-                    kv_ids = plgpu.load(ids_gmem.at[batch, keys(i)], layout=_TILE.reduce(0), optimized=False)
+                    kv_ids = plgpu.load(
+                        ids_gmem.at[batch, keys(i)], layout=_TILE.reduce(0), optimized=False
+                    )
                     visible &= lax.broadcast_in_dim(kv_ids, s.shape, [1]) == spread(q_ids, block_kv)
                 return jnp.where(visible, s, -jnp.inf)
 
             def softmax(s, m, total):
-                """The exponentials of a block, the new maxima and sums, and the factor that what was summed shrinks by."""
+                """The exponentials of a block, the new maxima and sums, and the factor that what
+                was summed shrinks by."""
                 m_new = jnp.maximum(m, s.max(axis=1) * scale)
-                # A row that has seen nothing yet has the maximum -inf: any finite shift gives it exponentials of 0.
+                # A row that has seen nothing yet has the maximum -inf: any finite shift gives it
+                # exponentials of 0.
                 shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
                 alpha = jnp.exp2(m - shift)
                 p = jnp.exp2(s * scale - spread(shift, block_kv))
                 # Each thread sums what it holds; the sum over threads waits until the end.
-                total = total * spread(alpha, _LANES) + sum(p[:, j : j + _LANES] for j in range(0, block_kv, _LANES))
+                total = total * spread(alpha, _LANES) + sum(
+                    p[:, j : j + _LANES] for j in range(0, block_kv, _LANES)
+                )
                 return p, m_new, total, alpha
 
             def step(i, carry):
@@ -252,9 +306,12 @@ def _kernel(
                     pl.when(tuning.ping_pong)(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # P V goes on
                     plgpu.barrier_arrive(k_free.at[slot(i)])
-                    s = lax.cond((i < diagonal_end) | (i >= document_edge), lambda: mask(i, s), lambda: s)
-                    # Compilers like to move the exponentials past the wait for P V that ends this function. LLVM keeps to the
-                    # barrier on the values, ptxas does not cross the branches of the wait for the next K.
+                    s = lax.cond(
+                        (i < diagonal_end) | (i >= document_edge), lambda: mask(i, s), lambda: s
+                    )
+                    # Compilers like to move the exponentials past the wait for P V that ends this
+                    # function. LLVM keeps to the barrier on the values, ptxas does not cross the
+                    # branches of the wait for the next K.
                     values = lax.optimization_barrier(softmax(s, m_ref[...], total_ref[...]))
                     p_ref[...], m_ref[...], total_ref[...], alpha_ref[...] = values
                     pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(k_ready.at[slot(i + 1)]))
@@ -270,7 +327,9 @@ def _kernel(
             plgpu.barrier_wait(k_ready.at[0])
             s = mask(jnp.int32(0), product(zeros, qo, k_smem.at[0].transpose((1, 0))))
             plgpu.barrier_arrive(k_free.at[0])
-            p, m, total, _ = softmax(s, full((block_q,), -jnp.inf, _ROWS), full((block_q, _LANES), 0.0, _TILE))
+            p, m, total, _ = softmax(
+                s, full((block_q,), -jnp.inf, _ROWS), full((block_q, _LANES), 0.0, _TILE)
+            )
             pl.when(steps > 1)(lambda: plgpu.barrier_wait(k_ready.at[1]))
 
             # 2. The other blocks.
@@ -283,7 +342,9 @@ def _kernel(
             acc = product(acc, p, v_smem.at[last])
             plgpu.barrier_arrive(v_free.at[last])
             total = total.sum(axis=1)
-            valid = position < offset_gmem[batch] + lengths_gmem[batch]  # read again: registers are short
+            valid = (
+                position < offset_gmem[batch] + lengths_gmem[batch]
+            )  # read again: registers are short
             out = jnp.where(spread(valid, head_dim), acc * spread(1.0 / total, head_dim), 0.0)
             finish(out, jnp.where(valid, m * (1 / _LOG2E) + jnp.log(total), jnp.inf))
             pl.when(tuning.ping_pong and warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))

@@ -29,25 +29,34 @@ class Tuning:
             raise ValueError(f"{self.stages=} must be at least 2")
 
 
-def obstacle(q, k, block_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands like these; None if it can. Keys have, or are widened to, the dtype of q."""
+def obstacle(q, k, page_table, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run on operands like these; None if it can. Keys have, or are widened
+    to, the dtype of q."""
     head_dim, page = q.shape[3], k.shape[2]
-    if block_table is not None and page % 64:
+    if page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
-    tuning = fit(tuning, None if block_table is None else page)
+    tuning = fit(tuning, None if page_table is None else page)
     block_q, block_kv = tuning.block_q, tuning.block_kv
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 or float16, got {q.dtype=}"
     if head_dim not in HEAD_DIMS:
         return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
-    if (registers := block_q // 64 * (head_dim // 2 + 3 * block_kv // 4) + block_kv // 4) > _REGISTERS:
-        return f"needs {registers} registers for O, S, P and the mask with {tuning} and {q.shape=}, at most {_REGISTERS} fit"
+    if (
+        registers := block_q // 64 * (head_dim // 2 + 3 * block_kv // 4) + block_kv // 4
+    ) > _REGISTERS:
+        return (
+            f"needs {registers} registers for O, S, P and the mask with {tuning} and "
+            f"{q.shape=}, at most {_REGISTERS} fit"
+        )
     return None
 
 
 def fit(tuning: Tuning, page: int | None = None) -> Tuning:
-    """`tuning` with blocks of keys that divide `page`, a multiple of 64; if they are cut, the ring gets as many more."""
+    """`tuning` with blocks of keys that divide `page`, a multiple of 64; if they are cut, the ring
+    gets as many more."""
     if page is None or page % tuning.block_kv == 0:
         return tuning
     block_kv = max(block for block in range(64, tuning.block_kv, 64) if page % block == 0)
-    return dataclasses.replace(tuning, block_kv=block_kv, stages=tuning.stages * tuning.block_kv // block_kv)
+    return dataclasses.replace(
+        tuning, block_kv=block_kv, stages=tuning.stages * tuning.block_kv // block_kv
+    )

@@ -1,21 +1,26 @@
-"""Gradient of causal attention on TPUs: two passes over the visible blocks that recompute the weights from `lse`.
+"""Gradient of causal attention on TPUs: two passes over the visible blocks that recompute the
+weights from `lse`.
 
-With P = exp(scores - lse), the softmax as the forward pass left it, and delta = sum(out * d_out) of each query,
+With P = exp(scores - lse), the softmax as the forward pass left it, and delta = sum(out * d_out) of
+each query,
 
     dV = P^T dO,    dS = P * (dO V^T - delta),    dQ = dS K / sqrt(H),    dK = dS^T Q / sqrt(H).
 
-The dQ pass walks like the forward kernel: the steps of a task hold one block of queries (of the heads that share a
-key/value head) and run over its key blocks. The dK, dV pass holds one block of keys and runs over the query blocks and
-heads that see it, so the sum over the group's query heads happens in float32 VMEM scratch; it works on transposed scores,
-keys x queries, in which `lse` and `delta` lie along the lanes as they are stored and no product needs a transposed operand.
-No score ever reaches HBM, and nothing is added up across grid steps of different tasks. Both passes visit, fetch and
-mask blocks as the forward kernel does (`schedule.Schedule`).
+The dQ pass walks like the forward kernel: the steps of a task hold one block of queries (of the
+heads that share a key/value head) and run over its key blocks. The dK, dV pass holds one block of
+keys and runs over the query blocks and heads that see it, so the sum over the group's query heads
+happens in float32 VMEM scratch; it works on transposed scores, keys x queries, in which `lse` and
+`delta` lie along the lanes as they are stored and no product needs a transposed operand. No score
+ever reaches HBM, and nothing is added up across grid steps of different tasks. Both passes visit,
+fetch and mask blocks as the forward kernel does (`schedule.Schedule`).
 
-Cost for P visible (query, key) pairs and a head: 6 P H FLOPs for dQ and 8 P H for dK, dV, with P exponentials each;
-the scores and dO V^T are computed twice, which is cheaper than adding dQ up through HBM.
+Cost for P visible (query, key) pairs and a head: 6 P H FLOPs for dQ and 8 P H for dK, dV, with P
+exponentials each; the scores and dO V^T are computed twice, which is cheaper than adding dQ up
+through HBM.
 
-Layout: q, d_out and dQ are transposed to B N T H and back by XLA, in a model as part of the neighbouring projections. Any T
-is taken without padding k, v, q or d_out; only `lse` and `delta`, 1 / H of their size, are padded to whole blocks.
+Layout: q, d_out and dQ are transposed to B N T H and back by XLA, in a model as part of the
+neighbouring projections. Any T is taken without padding k, v, q or d_out; only `lse` and `delta`, 1
+/ H of their size, are padded to whole blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ def attention_grad(
     *,
     tuning: Tuning,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-    """(dq, dk, dv) of `prefill.attention` with offset 0, as many keys as queries and no padding queries."""
+    """(dq, dk, dv) of `prefill.attention` with offset 0, as many keys as queries and no padding
+    queries."""
     prefill.check_dtypes(q, k, v)
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -58,7 +64,9 @@ def attention_grad(
 
     # 1. The blocks that see each other.
     if segment_ids is None:
-        i, j = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (num_q, num_kv))
+        i, j = (
+            jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (num_q, num_kv)
+        )
         first_kv, end_kv = jnp.zeros_like(i), jnp.minimum(pl.cdiv((i + 1) * bq, bkv), num_kv)
         first_q, end_q = j * bkv // bq, jnp.full_like(j, num_q)
         ids = single_ids = (None, None)
@@ -66,17 +74,30 @@ def attention_grad(
         first_kv, end_kv = visible_kv_blocks(segment_ids, bq, bkv)
         first_q, end_q = visible_q_blocks(segment_ids, bq, bkv)
         ids = (segment_ids[:, None],) * 2
-        single_ids = prefill.only_id(segment_ids, bq, prefill.MIXED_Q), prefill.only_id(segment_ids, bkv, prefill.MIXED_KV)
+        single_ids = (
+            prefill.only_id(segment_ids, bq, prefill.MIXED_Q),
+            prefill.only_id(segment_ids, bkv, prefill.MIXED_KV),
+        )
 
     # 2. Operands.
     def head_major(x):
         return x.reshape(batch, length, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
 
     def whole_blocks(x):
-        return jnp.pad(x, ((0, 0), (0, 0), (0, num_q * bq - length))).reshape(batch, parts, heads, num_q * bq)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, num_q * bq - length))).reshape(
+            batch, parts, heads, num_q * bq
+        )
 
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
-    operands = head_major(q), k, v, head_major(d_out), whole_blocks(lse * LOG2E), whole_blocks(delta), *ids
+    operands = (
+        head_major(q),
+        k,
+        v,
+        head_major(d_out),
+        whole_blocks(lse * LOG2E),
+        whole_blocks(delta),
+        *ids,
+    )
 
     # 3. What each grid step works on.
     def dq_blocks(n, step, _, *scalars):
@@ -92,21 +113,29 @@ def attention_grad(
         id_specs = [None, None] if segment_ids is None else [specs["q_ids"], specs["kv_ids"]]
         pairs = batch * num_heads * length * (length + 1) / 2
         return pl.pallas_call(
-            functools.partial(kernel, length=length, num_q=num_q, num_kv=num_kv, chunk=tuning.block_kv_compute),
+            functools.partial(
+                kernel, length=length, num_q=num_q, num_kv=num_kv, chunk=tuning.block_kv_compute
+            ),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=6,
                 grid=grid,
-                in_specs=[*(specs[kind] for kind in ("q", "kv", "kv", "q", "lse", "lse")), *id_specs],
+                in_specs=[
+                    *(specs[kind] for kind in ("q", "kv", "kv", "q", "lse", "lse")),
+                    *id_specs,
+                ],
                 out_specs=[specs[out_spec]] * len(out_like),
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for like in out_like],
             # Heads may be shared out between two cores; the steps of a task must stay in order.
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tuning.vmem_limit_bytes
+                dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+                vmem_limit_bytes=tuning.vmem_limit_bytes,
             ),
             cost_estimate=pl.CostEstimate(
-                flops=int(2 * products * pairs * head_dim), transcendentals=int(pairs), bytes_accessed=elements * q.dtype.itemsize
+                flops=int(2 * products * pairs * head_dim),
+                transcendentals=int(pairs),
+                bytes_accessed=elements * q.dtype.itemsize,
             ),
             name=kernel.__name__.replace("_attention_", "tpu_"),
         )(*schedule, *single_ids, *operands)
@@ -115,12 +144,32 @@ def attention_grad(
     schedule = make_schedule(first_kv, end_kv, num_kv)
     grid, scratch = (parts, schedule.start[-1], 1), [(rows, LANES), (rows, LANES), (rows, head_dim)]
     elements = 3 * q.size + k.size * num_q * group
-    (dq,) = run(_attention_dq, dq_blocks, schedule, grid, "q", operands[:1], scratch, products=3, elements=elements)
+    (dq,) = run(
+        _attention_dq,
+        dq_blocks,
+        schedule,
+        grid,
+        "q",
+        operands[:1],
+        scratch,
+        products=3,
+        elements=elements,
+    )
 
     schedule = make_schedule(first_q, end_q, num_q)
     grid, scratch = (kv_heads, schedule.start[-1], group), [(bkv, head_dim), (bkv, head_dim)]
     elements = 4 * k.size + q.size * num_kv
-    dk, dv = run(_attention_dkv, dkv_blocks, schedule, grid, "kv", (k, v), scratch, products=4, elements=elements)
+    dk, dv = run(
+        _attention_dkv,
+        dkv_blocks,
+        schedule,
+        grid,
+        "kv",
+        (k, v),
+        scratch,
+        products=4,
+        elements=elements,
+    )
     return dq.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim), dk, dv
 
 
@@ -172,7 +221,9 @@ def _attention_dq(
             visible = query + query0 >= key + (key0 + c * chunk)
             if q_ids_ref is not None:
                 visible &= lanes(column(q_ids_ref[...]), chunk) == kv_ids_ref[:, part]
-            scores = jnp.where(visible, scores.reshape(heads, bq, chunk), prefill.MASKED).reshape(rows, chunk)
+            scores = jnp.where(visible, scores.reshape(heads, bq, chunk), prefill.MASKED).reshape(
+                rows, chunk
+            )
         p = jnp.exp2(scores - lanes(lse_rows_ref[...], chunk))
         ds = p * (dot(do, v, transpose_b=True) - lanes(delta_rows_ref[...], chunk))
         acc_ref[...] += dot(ds.astype(k.dtype), k)

@@ -1,7 +1,8 @@
 """Decode attention on TPUs: a few new tokens of each row against a long cache, at the speed of HBM.
 
-Every key and value byte is read once. A bfloat16 position of one head is 4 H bytes and 4 T G H FLOPs, far below what
-the chip could multiply meanwhile, so the floor is bytes / bandwidth and the schedule serves the copies alone.
+Every key and value byte is read once. A bfloat16 position of one head is 4 H bytes and 4 T G H
+FLOPs, far below what the chip could multiply meanwhile, so the floor is bytes / bandwidth and the
+schedule serves the copies alone.
 
 - The scalar core walks one list of work: the key/value blocks of row 0, of row 1, ... as far as `length` says; rows
   of length 0 are not on it. A ring of `buffers` blocks runs ahead of the arithmetic along that list, across rows and
@@ -11,8 +12,9 @@ the chip could multiply meanwhile, so the floor is bytes / bandwidth and the sch
 - A grid step is `rows` rows of queries and outputs, which Pallas copies, and only those. The outer grid axis, over
   groups of heads, is parallel: two cores (v4, v5p) need two groups, all other chips are fastest with one.
 
-XLA lays out a head dim that is no multiple of the 128 lanes with the positions minor, so as not to pad it. It is read
-as B K H S, which in that layout moves nothing. An S that is no multiple of 128 is padded by copying the cache, each call.
+XLA lays out a head dim that is no multiple of the 128 lanes with the positions minor, so as not to
+pad it. It is read as B K H S, which in that layout moves nothing. An S that is no multiple of 128
+is padded by copying the cache, each call.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from .decode_tuning import CHUNK, LANES, Tuning, obstacle
 
-FLOAT8_SHIFT = 60  # half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16
+FLOAT8_SHIFT = (
+    60  # half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16
+)
 
 
 def attention(
@@ -39,26 +43,31 @@ def attention(
     length: Int[Array, " B"],
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
 ) -> Float[Array, "B T N H"]:
-    """Attention of the last T of `length[b]` tokens of each row; zeros for a query that sees nothing.
+    """Attention of the last T of `length[b]` tokens of each row; zeros for a query that sees
+    nothing.
 
-    k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head. With `block_table`
-    they are a pool: position s of row b is at `s % page` in block `block_table[b, s // page]`.
+    k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head.
+    With `page_table` they are a pool: position s of row b is at `s % page` in block
+    `page_table[b, s // page]`.
     """
-    if reason := obstacle(q, k, block_table, tuning):
+    if reason := obstacle(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on TPUs {reason}")
     batch, queries, heads, head_dim = q.shape
     all_kv_heads, page = k.shape[1:3]
     kv, scales = (k, v), () if k_scale is None else (k_scale, v_scale)
     if pad := -page % CHUNK:
-        kv, scales = jax.tree.map(lambda x: jnp.pad(x, [(0, pad if axis == 2 else 0) for axis in range(x.ndim)]), (kv, scales))
+        kv, scales = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, pad if axis == 2 else 0) for axis in range(x.ndim)]),
+            (kv, scales),
+        )
         page += pad
     if positions_minor := head_dim % LANES != 0:
         kv = tuple(x.swapaxes(2, 3) for x in kv)
-    capacity = page if block_table is None else page * block_table.shape[1]
+    capacity = page if page_table is None else page * page_table.shape[1]
 
     # Query heads that share a key/value head become rows of one tile: B T (K G) H -> B K (T G) H.
     group = heads // all_kv_heads
@@ -69,18 +78,39 @@ def attention(
         tiles *= 2.0**FLOAT8_SHIFT
 
     rows = min(tuning.rows, batch)
-    block_kv, kv_heads = tuning.block(all_kv_heads, page, block_table is not None, head_dim, k.dtype.itemsize)
-    tile_spec = pl.BlockSpec((rows, kv_heads, queries * group, head_dim), lambda h, i, *_: (i, h, 0, 0))
+    block_kv, kv_heads = tuning.block(
+        all_kv_heads, page, page_table is not None, head_dim, k.dtype.itemsize
+    )
+    tile_spec = pl.BlockSpec(
+        (rows, kv_heads, queries * group, head_dim), lambda h, i, *_: (i, h, 0, 0)
+    )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM((tuning.buffers, kv_heads, *((head_dim, block_kv) if positions_minor else (block_kv, head_dim))), k.dtype)
-    # Eight rows of scales share a tile of HBM, which cannot be cut: a group of fewer heads takes the scales of all.
+    buffer = pltpu.VMEM(
+        (
+            tuning.buffers,
+            kv_heads,
+            *((head_dim, block_kv) if positions_minor else (block_kv, head_dim)),
+        ),
+        k.dtype,
+    )
+    # Eight rows of scales share a tile of HBM, which cannot be cut: a group of fewer heads takes
+    # the scales of all.
     scale_heads = kv_heads if kv_heads % 8 == 0 else all_kv_heads
     scale_buffer = pltpu.VMEM((tuning.buffers, scale_heads, block_kv), jnp.float32)
 
     work = batch * heads * queries * capacity
-    cache_bytes = 2 * batch * capacity * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
+    cache_bytes = (
+        2 * batch * capacity * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
+    )
     out = pl.pallas_call(
-        functools.partial(_kernel, batch=batch, queries=queries, capacity=capacity, block_kv=block_kv, positions_minor=positions_minor),
+        functools.partial(
+            _kernel,
+            batch=batch,
+            queries=queries,
+            capacity=capacity,
+            block_kv=block_kv,
+            positions_minor=positions_minor,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(all_kv_heads // kv_heads, pl.cdiv(batch, rows)),
@@ -95,10 +125,14 @@ def attention(
         ),
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(flops=4 * work * head_dim, transcendentals=work, bytes_accessed=cache_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * work * head_dim, transcendentals=work, bytes_accessed=cache_bytes
+        ),
         name="tpu_decode",
-    )(length, block_table, tiles, kv, scales)
-    return out.reshape(batch, all_kv_heads, queries, group, head_dim).swapaxes(1, 2).reshape(q.shape)
+    )(length, page_table, tiles, kv, scales)
+    return (
+        out.reshape(batch, all_kv_heads, queries, group, head_dim).swapaxes(1, 2).reshape(q.shape)
+    )
 
 
 def _kernel(
@@ -107,7 +141,9 @@ def _kernel(
     table_ref,  # [B, P] or None
     # inputs
     q_ref,  # [rows, kv_heads, T * G, H]
-    kv_refs,  # keys and values in HBM: each [B, K, S, H], or a pool [X, K, page, H], or either with the last two swapped
+    # keys and values in HBM: each [B, K, S, H], or a pool [X, K, page, H], or either with the last
+    # two swapped
+    kv_refs,
     scale_refs,  # their scales in HBM: each [B, K, S] or [X, K, page]; or ()
     # outputs
     out_ref,  # [rows, kv_heads, T * G, H]
@@ -144,22 +180,43 @@ def _kernel(
 
     def next_busy(row):
         """The first row from `row` on that has something to read; `batch` if none has."""
-        return lax.while_loop(lambda r: (r < batch) & (length_ref[jnp.minimum(r, batch - 1)] <= 0), lambda r: r + 1, row)
+        return lax.while_loop(
+            lambda r: (r < batch) & (length_ref[jnp.minimum(r, batch - 1)] <= 0),
+            lambda r: r + 1,
+            row,
+        )
 
     def copies(row, block, slot, first, size):
         """The copies of `size` positions, the first `first` within their block, into the ring."""
         if table_ref is None:
             source, start = row, block * block_kv + first
         else:
-            source, start = table_ref[row, lax.div(block * block_kv, page)], lax.rem(block * block_kv, page) + first
-        there, here = pl.ds(pl.multiple_of(start, CHUNK), size), pl.ds(pl.multiple_of(first, CHUNK), size)
-        ends = [(hbm.at[source, heads, *kv_at(there)], buf.at[slot, :, *kv_at(here)]) for hbm, buf in zip(kv_refs, kv_buffers, strict=True)]
+            source, start = (
+                table_ref[row, lax.div(block * block_kv, page)],
+                lax.rem(block * block_kv, page) + first,
+            )
+        there, here = (
+            pl.ds(pl.multiple_of(start, CHUNK), size),
+            pl.ds(pl.multiple_of(first, CHUNK), size),
+        )
+        ends = [
+            (hbm.at[source, heads, *kv_at(there)], buf.at[slot, :, *kv_at(here)])
+            for hbm, buf in zip(kv_refs, kv_buffers, strict=True)
+        ]
         for hbm, buf in zip(scale_refs, scale_buffers, strict=True):
-            ends.append((hbm.at[source, heads if buf.shape[1] == kv_heads else slice(None), there], buf.at[slot, :, here]))
-        return [pltpu.make_async_copy(from_hbm, to_vmem, copied.at[slot]) for from_hbm, to_vmem in ends]
+            ends.append(
+                (
+                    hbm.at[source, heads if buf.shape[1] == kv_heads else slice(None), there],
+                    buf.at[slot, :, here],
+                )
+            )
+        return [
+            pltpu.make_async_copy(from_hbm, to_vmem, copied.at[slot]) for from_hbm, to_vmem in ends
+        ]
 
     def start_copy(slot):
-        """Start to fill `slot` with the block under the cursor, and move the cursor on. Past the last block: nothing."""
+        """Start to fill `slot` with the block under the cursor, and move the cursor on. Past the
+        last block: nothing."""
         row, block = cursor[0], cursor[1]
 
         @pl.when(row < batch)
@@ -199,7 +256,12 @@ def _kernel(
     def _(r):
         row = first_row + r
         length = valid(row)
-        end = length - queries + 1 + lax.div(lax.broadcasted_iota(jnp.int32, (tile, 1), 0), tile // queries)  # one past the last seen
+        end = (
+            length
+            - queries
+            + 1
+            + lax.div(lax.broadcasted_iota(jnp.int32, (tile, 1), 0), tile // queries)
+        )  # one past the last seen
         q = q_ref[r]
 
         def attend(block, slot, first, size, carry):
@@ -207,8 +269,14 @@ def _kernel(
             running_max, total, acc = carry
             here = pl.ds(pl.multiple_of(first, CHUNK), size)
             k, v = (buffer[slot, :, *kv_at(here)] for buffer in kv_buffers)
-            k_scale, v_scale = (my_heads(buffer[slot, :, here])[:, None] for buffer in scale_buffers) if scale_buffers else (1.0, 1.0)
-            scores = _dot("KRH,KHS->KRS" if positions_minor else "KRH,KSH->KRS", q, k) * (k_scale * factor)
+            k_scale, v_scale = (
+                (my_heads(buffer[slot, :, here])[:, None] for buffer in scale_buffers)
+                if scale_buffers
+                else (1.0, 1.0)
+            )
+            scores = _dot("KRH,KHS->KRS" if positions_minor else "KRH,KSH->KRS", q, k) * (
+                k_scale * factor
+            )
             position = block * block_kv + first + lax.broadcasted_iota(jnp.int32, (tile, size), 1)
             scores = jnp.where(position < end, scores, -jnp.inf)
             new_max = jnp.maximum(running_max, scores.max(axis=2, keepdims=True))
@@ -219,7 +287,8 @@ def _kernel(
             seen = _dot("KRS,KHS->KRH" if positions_minor else "KRS,KSH->KRH", weights, v)
             return new_max, total, decay * acc + seen
 
-        # The maximum starts finite: a query that sees nothing in a block then gets weights of exp2(-inf) = 0, not nan.
+        # The maximum starts finite: a query that sees nothing in a block then gets weights of
+        # exp2(-inf) = 0, not nan.
         start = jnp.full((kv_heads, tile, 1), jnp.finfo(jnp.float32).min, jnp.float32)
         carry = start, jnp.zeros_like(start), jnp.zeros((kv_heads, tile, head_dim), jnp.float32)
 
@@ -233,7 +302,8 @@ def _kernel(
         full = lax.div(length, block_kv)
         carry = lax.fori_loop(0, full, whole_block, carry)
 
-        # 3. The rest of the row. Its chunks share a semaphore, which tells only when all have arrived.
+        # 3. The rest of the row. Its chunks share a semaphore, which tells only when all have
+        # arrived.
         chunks = pl.cdiv(length - full * block_kv, CHUNK)
         slot = lax.cond(chunks > 0, take_slot, lambda: jnp.int32(0))
 
@@ -242,22 +312,31 @@ def _kernel(
             for copy in copies(row, full, slot, chunk * CHUNK, CHUNK):
                 copy.wait()
 
-        _, total, acc = lax.fori_loop(0, chunks, lambda chunk, carry: attend(full, slot, chunk * CHUNK, CHUNK, carry), carry)
+        _, total, acc = lax.fori_loop(
+            0, chunks, lambda chunk, carry: attend(full, slot, chunk * CHUNK, CHUNK, carry), carry
+        )
         out_ref[r] = jnp.where(total > 0, acc * unshift / total, 0.0).astype(out_ref.dtype)
 
 
 def _dot(equation, x, y):
-    """A product with float32 sums in the dtype of `x`; float32 stays float32, which the matrix units do not do unasked."""
+    """A product with float32 sums in the dtype of `x`; float32 stays float32, which the matrix
+    units do not do unasked."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = _bfloat16(y) if y.dtype == jnp.float8_e4m3fn else y.astype(x.dtype)
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _bfloat16(x):
-    """`x / 2**120` of a float8_e4m3fn `x`, in a third of the instructions of a conversion, which the copies would outrun.
+    """`x / 2**120` of a float8_e4m3fn `x`, in a third of the instructions of a conversion, which
+    the copies would outrun.
 
-    s eeee mmm is widened to 16 bits with its sign and shifted left by 4; freed of the copies of the sign, that reads
-    s 0000eeee mmm0000 as bfloat16. What was subnormal (below 2**-6, the largest being 448) still is, and may count as 0.
+    s eeee mmm is widened to 16 bits with its sign and shifted left by 4; freed of the copies of the
+    sign, that reads s 0000eeee mmm0000 as bfloat16. What was subnormal (below 2**-6, the largest
+    being 448) still is, and may count as 0.
     """
-    words = pltpu.bitcast(pltpu.bitcast(x, jnp.int8).astype(jnp.int16), jnp.int32)  # not every chip shifts 16 bits
-    return pltpu.bitcast((words << 4) & jnp.int32(-0x780F7810), jnp.bfloat16)  # the mask is 0x87F0, twice
+    words = pltpu.bitcast(
+        pltpu.bitcast(x, jnp.int8).astype(jnp.int16), jnp.int32
+    )  # not every chip shifts 16 bits
+    return pltpu.bitcast(
+        (words << 4) & jnp.int32(-0x780F7810), jnp.bfloat16
+    )  # the mask is 0x87F0, twice

@@ -15,7 +15,8 @@ VMEM_BYTES = 14 * 2**20  # of the 16 MiB that a kernel may use
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A ring of `buffers` blocks, each of about `block_bytes` of keys and as many of values; heads split over `cores`."""
+    """A ring of `buffers` blocks, each of about `block_bytes` of keys and as many of values; heads
+    split over `cores`."""
 
     block_bytes: int = 2**19
     buffers: int = 4
@@ -26,30 +27,46 @@ class Tuning:
         if not 2**14 <= self.block_bytes <= VMEM_BYTES:
             raise ValueError(f"{self.block_bytes=} must be from 16 KiB to {VMEM_BYTES}")
         if self.buffers < 2 or min(self.rows, self.cores) < 1:
-            raise ValueError(f"{self.buffers=} must be at least 2, {self.rows=} and {self.cores=} positive")
+            raise ValueError(
+                f"{self.buffers=} must be at least 2, {self.rows=} and {self.cores=} positive"
+            )
 
-    def block(self, kv_heads: int, positions: int, paged: bool, head_dim: int, itemsize: int) -> tuple[int, int]:
-        """(positions, heads) of a block: whole chunks of a row of `positions`, or of a page that they divide."""
+    def block(
+        self, kv_heads: int, positions: int, paged: bool, head_dim: int, itemsize: int
+    ) -> tuple[int, int]:
+        """(positions, heads) of a block: whole chunks of a row of `positions`, or of a page that
+        they divide."""
         heads = kv_heads // self.cores if kv_heads % self.cores == 0 else kv_heads
         while heads > 1 and heads * CHUNK * head_dim * itemsize > self.block_bytes:
             heads = next(count for count in range(heads - 1, 0, -1) if kv_heads % count == 0)
-        chunks = max(1, min(positions // CHUNK, self.block_bytes // (heads * CHUNK * head_dim * itemsize)))
+        chunks = max(
+            1, min(positions // CHUNK, self.block_bytes // (heads * CHUNK * head_dim * itemsize))
+        )
         return CHUNK * (math.gcd(chunks, positions // CHUNK) if paged else chunks), heads
 
 
-def obstacle(q, k, block_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands like these; None if it can. That they belong together is the caller's to check."""
+def obstacle(q, k, page_table, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run on operands like these; None if it can. That they belong together
+    is the caller's to check."""
     (batch, queries, heads, head_dim), (all_kv_heads, page) = q.shape, k.shape[1:3]
     if k.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
-        return f"takes bfloat16 or float32 keys, or with scales float8_e4m3fn or int8; got {k.dtype=}"
-    if block_table is not None and page % CHUNK:
+        return (
+            f"takes bfloat16 or float32 keys, or with scales float8_e4m3fn or int8; got {k.dtype=}"
+        )
+    if page_table is not None and page % CHUNK:
         return f"takes pages of a multiple of {CHUNK} positions, got {page} with {k.shape=}"
     page, itemsize = pl.cdiv(page, CHUNK) * CHUNK, k.dtype.itemsize
-    block_kv, kv_heads = tuning.block(all_kv_heads, page, block_table is not None, head_dim, itemsize)
-    # The ring, and two buffers each of queries and outputs; those are bfloat16 but for float32 keys.
+    block_kv, kv_heads = tuning.block(
+        all_kv_heads, page, page_table is not None, head_dim, itemsize
+    )
+    # The ring, and two buffers each of queries and outputs; those are bfloat16 but for float32
+    # keys.
     vmem = 2 * tuning.buffers * kv_heads * head_dim * block_kv * itemsize
     tile = max(queries * heads // all_kv_heads, 16) * pl.cdiv(head_dim, LANES) * LANES
     vmem += 4 * min(tuning.rows, batch) * kv_heads * tile * (4 if k.dtype == jnp.float32 else 2)
     if vmem > VMEM_BYTES:
-        return f"needs {vmem} bytes of VMEM, of {VMEM_BYTES}, with {tuning} for {q.shape=}, {k.shape=}, {k.dtype=}"
+        return (
+            f"needs {vmem} bytes of VMEM, of {VMEM_BYTES}, with {tuning} for {q.shape=}, "
+            f"{k.shape=}, {k.dtype=}"
+        )
     return None

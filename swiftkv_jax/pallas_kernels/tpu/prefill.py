@@ -1,19 +1,25 @@
-"""Causal attention of many queries on TPUs, forward: FlashAttention over a list of the blocks that somebody can see.
+"""Causal attention of many queries on TPUs, forward: FlashAttention over a list of the blocks that
+somebody can see.
 
-Grid: (query heads / heads per step, steps). A step multiplies the queries of one *task* (a row of the batch, a block of
-queries, the query heads that share a key/value head) with one block of keys and values; the steps of a task follow each other
-and carry maximum, sum and output in float32 VMEM scratch. Task and key block of a step are looked up in a `Schedule` in scalar
-memory that lists the visible blocks only: those in the future, of other documents or past `lengths` are never visited, and the
-next step's block is always being fetched while this one is multiplied, also across the border of two tasks. A block of padding
-queries takes one step that writes zeros and fetches nothing. The queries x heads of a step are one matrix operand, so each fetched
-block serves the whole group. Blocks that every query sees entirely skip the mask arithmetic and are unrolled over chunks of
-`block_kv_compute` keys, so that one chunk's softmax overlaps the next one's products; others stop at the last visible chunk.
+Grid: (query heads / heads per step, steps). A step multiplies the queries of one *task* (a row of
+the batch, a block of queries, the query heads that share a key/value head) with one block of keys
+and values; the steps of a task follow each other and carry maximum, sum and output in float32 VMEM
+scratch. Task and key block of a step are looked up in a `Schedule` in scalar memory that lists the
+visible blocks only: those in the future, of other documents or past `lengths` are never visited,
+and the next step's block is always being fetched while this one is multiplied, also across the
+border of two tasks. A block of padding queries takes one step that writes zeros and fetches
+nothing. The queries x heads of a step are one matrix operand, so each fetched block serves the
+whole group. Blocks that every query sees entirely skip the mask arithmetic and are unrolled over
+chunks of `block_kv_compute` keys, so that one chunk's softmax overlaps the next one's products;
+others stop at the last visible chunk.
 
-Cost for P visible (query, key) pairs a head: 4 P H FLOPs, P exponentials. The multiply unit is the floor from a few hundred
-queries on: K and V are read T / block_q times over, a byte for each `block_rows` FLOPs in bfloat16.
+Cost for P visible (query, key) pairs a head: 4 P H FLOPs, P exponentials. The multiply unit is the
+floor from a few hundred queries on: K and V are read T / block_q times over, a byte for each
+`block_rows` FLOPs in bfloat16.
 
-Layout: q and out are B N T H inside; XLA transposes, in a model as part of rotary embedding and output projection. K and V are never
-padded or copied: the DMA clips edge blocks, the rest is masked. Blocks span all of H; one off a multiple of 128 leaves lanes unused.
+Layout: q and out are B N T H inside; XLA transposes, in a model as part of rotary embedding and
+output projection. K and V are never padded or copied: the DMA clips edge blocks, the rest is
+masked. Blocks span all of H; one off a multiple of 128 leaves lanes unused.
 """
 
 from __future__ import annotations
@@ -33,25 +39,31 @@ from .prefill_tuning import LANES, Tuning, fit, obstacle
 from .schedule import block_specs, fetched, make_schedule, paged_specs
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2**x: scores are kept in units of log 2
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, or a row that has seen nothing yet would compute inf - inf
+MASKED = -0.7 * float(
+    jnp.finfo(jnp.float32).max
+)  # finite, or a row that has seen nothing yet would compute inf - inf
 MIXED_Q, MIXED_KV = -(2**31), -(2**31) + 1  # stand for "several documents" in a block; never equal
 
 
 def only_id(segment_ids: Int[Array, "B T"], block: int, several: int) -> Int[Array, "blocks"]:
     """The segment id of each block of each row, `several` where there is more than one."""
-    ids = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % block)), mode="edge").reshape(-1, block)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % block)), mode="edge").reshape(
+        -1, block
+    )
     return jnp.where(ids.min(axis=1) == ids.max(axis=1), ids[:, 0], several).astype(jnp.int32)
 
 
 def dot(a, b, *, transpose_b=False):
-    """Matrix product with float32 sums; float32 operands are not rounded to bfloat16 on the way into the multiply unit."""
+    """Matrix product with float32 sums; float32 operands are not rounded to bfloat16 on the way
+    into the multiply unit."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
 def column(x: Array) -> Array:
-    """1 n -> n 128: turn values that lie along the lanes into rows, each repeated over the lanes."""
+    """1 n -> n 128: turn values that lie along the lanes into rows, each repeated over the
+    lanes."""
     return jnp.broadcast_to(x, (LANES, x.shape[1])).T
 
 
@@ -61,7 +73,8 @@ def lanes(x: Array, width: int) -> Array:
 
 
 def zero_past(x: Array, rows) -> Array:
-    """x with zeros from row `rows` on: an edge block's memory past the array may hold NaN, and 0 x NaN is NaN."""
+    """x with zeros from row `rows` on: an edge block's memory past the array may hold NaN, and 0 x
+    NaN is NaN."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows, x, jnp.zeros_like(x))
 
 
@@ -74,14 +87,23 @@ def dot_keys(q: Array, pages: list[Array], positions_minor: bool) -> Array:
 def dot_values(weights: Array, pages: list[Array], positions_minor: bool) -> Array:
     """The sum of the values of all pages, weighed."""
     size = weights.shape[1] // len(pages)
-    parts = [weights] if len(pages) == 1 else [weights[:, i * size : (i + 1) * size] for i in range(len(pages))]
-    products = (dot(part, page, transpose_b=positions_minor) for part, page in zip(parts, pages, strict=True))
+    parts = (
+        [weights]
+        if len(pages) == 1
+        else [weights[:, i * size : (i + 1) * size] for i in range(len(pages))]
+    )
+    products = (
+        dot(part, page, transpose_b=positions_minor)
+        for part, page in zip(parts, pages, strict=True)
+    )
     return functools.reduce(jnp.add, products)
 
 
 def check_dtypes(q, k, v):
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have the same dtype, got {q.dtype=}, {k.dtype=} and {v.dtype=}")
+        raise ValueError(
+            f"q, k and v must have the same dtype, got {q.dtype=}, {k.dtype=} and {v.dtype=}"
+        )
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"TPU attention takes bfloat16 or float32, got {q.dtype=}")
 
@@ -93,26 +115,28 @@ def attention(
     offset: Int[Array, "B"],
     lengths: Int[Array, "B"],
     segment_ids: Int[Array, "B T"] | None = None,
-    block_table: Int[Array, "B P"] | None = None,
+    page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of queries at positions offset[b] + t, and with `save_lse` the logarithm of each softmax's denominator.
+    """Attention of queries at positions offset[b] + t, and with `save_lse` the logarithm of each
+    softmax's denominator.
 
-    Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T, offset 0) those of its
-    own document. Queries t >= lengths[b] are padding: zeros, with lse = inf. With `block_table` (and no segment ids) k and v
-    are a pool: position s of row b is position `s % page` of block `block_table[b, s // page]`.
+    Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T,
+    offset 0) those of its own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
+    With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
+    page` of block `page_table[b, s // page]`.
     """
     check_dtypes(q, k, v)
-    if reason := obstacle(q, k, block_table, tuning):
+    if reason := obstacle(q, k, page_table, tuning):
         raise NotImplementedError(f"attention on TPUs {reason}")
     batch, queries, num_heads, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
-    positions_minor = block_table is not None and head_dim % LANES != 0
-    if block_table is not None:
-        page, keys = keys, keys * block_table.shape[1]
-        tuning = fit(tuning, page, block_table.shape[1])
+    positions_minor = page_table is not None and head_dim % LANES != 0
+    if page_table is not None:
+        page, keys = keys, keys * page_table.shape[1]
+        tuning = fit(tuning, page, page_table.shape[1])
         if positions_minor:  # XLA stores such heads so, unpadded: this moves nothing
             k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
     bkv = tuning.block_kv
@@ -121,7 +145,10 @@ def attention(
 
     # 1. Which key blocks each query block sees.
     query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
-    first, end = jnp.zeros((batch, num_q), jnp.int32), pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv)
+    first, end = (
+        jnp.zeros((batch, num_q), jnp.int32),
+        pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv),
+    )
     q_id = kv_id = None
     if segment_ids is not None:
         first, document_end = visible_kv_blocks(segment_ids, bq, bkv)
@@ -139,30 +166,65 @@ def attention(
 
     inputs, outputs = (block_specs(locate, heads, bq, bkv, head_dim) for locate in (reads, writes))
     kv_specs = (inputs["kv"],)
-    if block_table is not None:
+    if page_table is not None:
         keys = num_kv * bkv  # pages are whole: no block sticks out
-        kv_specs, block_table = paged_specs(reads, bkv, k.shape, block_table, positions_minor=positions_minor)
+        kv_specs, page_table = paged_specs(
+            reads, bkv, k.shape, page_table, positions_minor=positions_minor
+        )
     ids_specs = [None, None] if segment_ids is None else [inputs["q_ids"], inputs["kv_ids"]]
     q = q.reshape(batch, queries, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
-    visible = max(keys - (queries - 1) / 2, 1)  # keys a query, as if the last query were the last key
-    pairs, kv_elements = batch * num_heads * queries * visible, 2 * batch * head_dim * num_q * parts * visible
+    visible = max(
+        keys - (queries - 1) / 2, 1
+    )  # keys a query, as if the last query were the last key
+    pairs, kv_elements = (
+        batch * num_heads * queries * visible,
+        2 * batch * head_dim * num_q * parts * visible,
+    )
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, num_q=num_q, num_kv=num_kv, keys=keys, chunk=tuning.block_kv_compute, positions_minor=positions_minor),
+        functools.partial(
+            _kernel,
+            num_q=num_q,
+            num_kv=num_kv,
+            keys=keys,
+            chunk=tuning.block_kv_compute,
+            positions_minor=positions_minor,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=9,
             grid=(parts, schedule.start[-1]),
             in_specs=[inputs["q"], kv_specs, kv_specs, *ids_specs],
             out_specs=[outputs["q"], outputs["lse"] if save_lse else None],
-            scratch_shapes=[pltpu.VMEM((heads * bq, width), jnp.float32) for width in (LANES, LANES, head_dim)],
+            scratch_shapes=[
+                pltpu.VMEM((heads * bq, width), jnp.float32) for width in (LANES, LANES, head_dim)
+            ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32) if save_lse else None],
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32) if save_lse else None,
+        ],
         # Heads may be shared out between two cores; the steps of a task must stay in order.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tuning.vmem_limit_bytes),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tuning.vmem_limit_bytes
+        ),
         cost_estimate=pl.CostEstimate(
-            flops=int(4 * pairs * head_dim), transcendentals=int(pairs), bytes_accessed=int((2 * q.size + kv_elements) * q.dtype.itemsize)
+            flops=int(4 * pairs * head_dim),
+            transcendentals=int(pairs),
+            bytes_accessed=int((2 * q.size + kv_elements) * q.dtype.itemsize),
         ),
         name="tpu_prefill",
-    )(*schedule, q_id, kv_id, offset, lengths, block_table, q, (k,) * len(kv_specs), (v,) * len(kv_specs), segment_ids, segment_ids)
+    )(
+        *schedule,
+        q_id,
+        kv_id,
+        offset,
+        lengths,
+        page_table,
+        q,
+        (k,) * len(kv_specs),
+        (v,) * len(kv_specs),
+        segment_ids,
+        segment_ids,
+    )
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, num_heads, head_dim)
     return out, None if lse is None else lse.reshape(batch, num_heads, queries)
 
@@ -204,7 +266,9 @@ def _kernel(
     task = task_ref[step := pl.program_id(1)]
     row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
     query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
-    key_end = offset_ref[row] + jnp.minimum((i + 1) * bq, length)  # nobody in this block of queries sees further
+    key_end = offset_ref[row] + jnp.minimum(
+        (i + 1) * bq, length
+    )  # nobody in this block of queries sees further
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -213,25 +277,32 @@ def _kernel(
             here = (slice(None), part) if positions_minor else (part, slice(None))
             k, v = [k_refs[0][here]], [v_refs[0][here]]
         else:  # c is static: the chunk is whole pages
-            k, v = ([ref[...] for ref in refs[c * chunk // size : (c + 1) * chunk // size]] for refs in (k_refs, v_refs))
+            k, v = (
+                [ref[...] for ref in refs[c * chunk // size : (c + 1) * chunk // size]]
+                for refs in (k_refs, v_refs)
+            )
         scores = dot_keys(q, k, positions_minor) * (head_dim**-0.5 * LOG2E)
         if masked:
             query, key = (lax.broadcasted_iota(jnp.int32, (bq, chunk), axis) for axis in (0, 1))
             visible = query + query0 >= key + (key0 + c * chunk)
             if q_ids_ref is not None:
                 visible &= lanes(column(q_ids_ref[...]), chunk) == kv_ids_ref[:, part]
-            scores = jnp.where(visible, scores.reshape(heads, bq, chunk), MASKED).reshape(rows, chunk)
+            scores = jnp.where(visible, scores.reshape(heads, bq, chunk), MASKED).reshape(
+                rows, chunk
+            )
             if keys % bkv:
                 v = [zero_past(v[0], keys - key0 - c * chunk)]
-        # While a row has seen nothing its maximum is MASKED and what it adds up is rubbish; the first visible key's
-        # correction, 2**(MASKED - score) = 0, wipes that out.
+        # While a row has seen nothing its maximum is MASKED and what it adds up is rubbish; the
+        # first visible key's correction, 2**(MASKED - score) = 0, wipes that out.
         old_max = max_ref[...]
         new_max = jnp.maximum(old_max, scores.max(axis=1, keepdims=True))
         correction = jnp.exp2(old_max - new_max)
         p = jnp.exp2(scores - lanes(new_max, chunk))
         max_ref[...] = new_max
         sum_ref[...] = sum_ref[...] * correction + p.sum(axis=1, keepdims=True)
-        acc_ref[...] = acc_ref[...] * lanes(correction, head_dim) + dot_values(p.astype(v[0].dtype), v, positions_minor)
+        acc_ref[...] = acc_ref[...] * lanes(correction, head_dim) + dot_values(
+            p.astype(v[0].dtype), v, positions_minor
+        )
 
     # 1. A new block of queries begins.
     @pl.when(step == start_ref[task])
@@ -264,7 +335,9 @@ def _kernel(
     # 4. The last block of keys is done.
     @pl.when(step + 1 == start_ref[task + 1])
     def _():
-        exists = (i * bq + lax.broadcasted_iota(jnp.int32, (heads, bq, LANES), 1) < length).reshape(rows, LANES)
+        exists = (i * bq + lax.broadcasted_iota(jnp.int32, (heads, bq, LANES), 1) < length).reshape(
+            rows, LANES
+        )
         out = jnp.where(lanes(exists, head_dim), acc_ref[...] / lanes(sum_ref[...], head_dim), 0.0)
         out_ref[...] = out.astype(out_ref.dtype).reshape(out_ref.shape)
         if lse_ref is not None:

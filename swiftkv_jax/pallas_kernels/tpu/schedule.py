@@ -1,4 +1,5 @@
-"""The list of blocks that a prefill or gradient kernel visits, in scalar memory, and where their operands lie in HBM."""
+"""The list of blocks that a prefill or gradient kernel visits, in scalar memory, and where their
+operands lie in HBM."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from .prefill_tuning import schedule_obstacle
 
 
 class Schedule(NamedTuple):
-    """Which blocks each grid step works on. A task is one outer block of one row of the batch, numbered row-major."""
+    """Which blocks each grid step works on. A task is one outer block of one row of the batch,
+    numbered row-major."""
 
-    task: Array  # i32[steps]: the task each step serves; as long as if everything were visible, used up to start[-1]
+    # i32[steps]: the task each step serves; as long as if everything were visible, used up to
+    # start[-1]
+    task: Array
     start: Array  # i32[tasks + 1]: the first step of each task; start[-1] is the number of steps
-    source: Array  # i32[tasks]: the task itself, or for one with nothing to do the last one before it that had
+    # i32[tasks]: the task itself, or for one with nothing to do the last one before it that had
+    source: Array
     first: Array  # i32[tasks]: the first inner block of each task; the others follow it
 
 
 def make_schedule(first: Int[Array, "B I"], end: Int[Array, "B I"], inner_blocks: int) -> Schedule:
-    """The schedule that visits inner blocks first <= j < end of every outer block; empty ranges get one idle step."""
+    """The schedule that visits inner blocks first <= j < end of every outer block; empty ranges get
+    one idle step."""
     if reason := schedule_obstacle(first.size, inner_blocks):
         raise NotImplementedError(f"attention on TPUs {reason}")
     count = jnp.maximum(end - first, 0).reshape(-1)
@@ -30,7 +36,12 @@ def make_schedule(first: Int[Array, "B I"], end: Int[Array, "B I"], inner_blocks
     start = jnp.pad(jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32), (1, 0))
     task = jnp.searchsorted(start[1:], steps, side="right", method="compare_all").astype(jnp.int32)
     source = lax.cummax(jnp.where(count > 0, tasks, 0))
-    return Schedule(jnp.minimum(task, count.size - 1), start, source, jnp.where(count > 0, first.reshape(-1), 0).astype(jnp.int32))
+    return Schedule(
+        jnp.minimum(task, count.size - 1),
+        start,
+        source,
+        jnp.where(count > 0, first.reshape(-1), 0).astype(jnp.int32),
+    )
 
 
 def fetched(step, task, start, source, first):
@@ -39,8 +50,11 @@ def fetched(step, task, start, source, first):
     return busy, first[busy] + jnp.minimum(step - start[busy], start[busy + 1] - start[busy] - 1)
 
 
-def block_specs(locate, heads: int, block_q: int, block_kv: int, head_dim: int) -> dict[str, pl.BlockSpec]:
-    """`locate` maps grid indices and scalars to (batch row, block of query heads, kv head, query block, key block)."""
+def block_specs(
+    locate, heads: int, block_q: int, block_kv: int, head_dim: int
+) -> dict[str, pl.BlockSpec]:
+    """`locate` maps grid indices and scalars to (batch row, block of query heads, kv head, query
+    block, key block)."""
 
     def spec(block, pick):
         return pl.BlockSpec(block, lambda *args: pick(*locate(*args)))
@@ -54,19 +68,35 @@ def block_specs(locate, heads: int, block_q: int, block_kv: int, head_dim: int) 
     }
 
 
-def paged_specs(locate, block_kv: int, pool: tuple[int, ...], block_table: Int[Array, "B P"], *, positions_minor: bool):
-    """(block specs that look their pages up, the table as the last of the scalars): one spec for each page of a block of keys."""
+def paged_specs(
+    locate,
+    block_kv: int,
+    pool: tuple[int, ...],
+    page_table: Int[Array, "B P"],
+    *,
+    positions_minor: bool,
+):
+    """(block specs that look their pages up, the table as the last of the scalars): one spec for
+    each page of a block of keys."""
     blocks, page = pool[0], pool[3 if positions_minor else 2]
     size = min(page, block_kv)
-    each, parts = block_kv // size, page // size  # pages of a block, blocks of a page: one of them is 1
-    # An idle row and what lies beyond the last key may hold anything, and are fetched at times, though not looked at.
-    table = jnp.pad(jnp.clip(block_table, 0, blocks - 1), ((0, 0), (0, -block_table.shape[1] % each)))
+    each, parts = (
+        block_kv // size,
+        page // size,
+    )  # pages of a block, blocks of a page: one of them is 1
+    # An idle row and what lies beyond the last key may hold anything, and are fetched at times,
+    # though not looked at.
+    table = jnp.pad(jnp.clip(page_table, 0, blocks - 1), ((0, 0), (0, -page_table.shape[1] % each)))
 
     def spec(i):
         def index(*args):
             b, _, k, _, j = locate(*args)
             entry, part = (j * each + i, 0) if parts == 1 else (j // parts, j % parts)
-            return (args[-1][b * table.shape[1] + entry], k, *((0, part) if positions_minor else (part, 0)))
+            return (
+                args[-1][b * table.shape[1] + entry],
+                k,
+                *((0, part) if positions_minor else (part, 0)),
+            )
 
         block = (pool[2], size) if positions_minor else (size, pool[3])
         return pl.BlockSpec((None, None, *block), index)

@@ -1,4 +1,5 @@
-"""`python -m swiftkv_jax.train prepare` and `... show`: build stores ahead of a run, and look at what a run would learn."""
+"""`python -m swiftkv_jax.train prepare` and `... show`: build stores ahead of a run, and look at
+what a run would learn."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ...checkpoints.side_files import load_tokenizer, read_side_files
-from ...cli import OK, run
+from ...checkpoints.auxiliary import load_tokenizer, read_side_files
+from ...cli.exit import OK, run
 from ...errors import UsageError
+from .dataset import Store, is_store
 from .packing import PackedRow
 from .prepare import MAX_UNREADABLE_SHARE, build, check_store, describe, tokenizer_fingerprint
 from .sources import DataSource, parse_source
-from .store import Store, is_store
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -26,14 +27,37 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 def prepare_main(argv: list[str] | None = None) -> int:
     """Build one store per source; print the `--data` flags that name them."""
     parser = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train prepare", description="Tokenise and pack training data into stores, which --data accepts."
+        prog="python -m swiftkv_jax.train prepare",
+        description="Tokenise and pack training data into stores, which --data accepts.",
     )
     flag = parser.add_argument
-    flag("--model", required=True, type=Path, help="checkpoint whose tokenizer and chat template are used")
-    flag("--data", required=True, action="append", metavar="PATH[:WEIGHT]", help="as for training; repeat to add more")
+    flag(
+        "--model",
+        required=True,
+        type=Path,
+        help="checkpoint whose tokenizer and chat template are used",
+    )
+    flag(
+        "--data",
+        required=True,
+        action="append",
+        metavar="PATH[:WEIGHT]",
+        help="as for training; repeat to add more",
+    )
     flag("--max-length", required=True, type=int, help="tokens in a packed row")
-    flag("--output-dir", required=True, type=Path, metavar="STORE", help="the new store; with several --data, a folder of them: 0, 1, ...")
-    flag("--max-unreadable-share", type=float, default=MAX_UNREADABLE_SHARE, help="rows of a source that may be bad (default: %(default)s)")
+    flag(
+        "--output-dir",
+        required=True,
+        type=Path,
+        metavar="STORE",
+        help="the new store; with several --data, a folder of them: 0, 1, ...",
+    )
+    flag(
+        "--max-unreadable-share",
+        type=float,
+        default=MAX_UNREADABLE_SHARE,
+        help="rows of a source that may be bad (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
 
     def command() -> int:
@@ -41,12 +65,29 @@ def prepare_main(argv: list[str] | None = None) -> int:
             raise UsageError(f"--max-length {args.max_length}: must be at least 2")
         sources = [parse_source(text) for text in args.data]
         tokenizer = _tokenizer(args.model)
-        paths = [args.output_dir] if len(sources) == 1 else [args.output_dir / str(number) for number in range(len(sources))]
+        paths = (
+            [args.output_dir]
+            if len(sources) == 1
+            else [args.output_dir / str(number) for number in range(len(sources))]
+        )
         for source, path in zip(sources, paths, strict=True):
             if is_store(Path(source.path)):
-                raise UsageError(f"--data {source.path}: prepared already; give it to training as it is")
-            build(source, tokenizer, args.max_length, path, max_unreadable_share=args.max_unreadable_share)
-        print(" ".join(f"--data {_argument(path, source)}" for source, path in zip(sources, paths, strict=True)))
+                raise UsageError(
+                    f"--data {source.path}: prepared already; give it to training as it is"
+                )
+            build(
+                source,
+                tokenizer,
+                args.max_length,
+                path,
+                max_unreadable_share=args.max_unreadable_share,
+            )
+        print(
+            " ".join(
+                f"--data {_argument(path, source)}"
+                for source, path in zip(sources, paths, strict=True)
+            )
+        )
         return OK
 
     return run(command)
@@ -56,22 +97,35 @@ def show_main(argv: list[str] | None = None) -> int:
     """Print the first rows of a store as text, with what is to be predicted marked."""
     parser = argparse.ArgumentParser(
         prog="python -m swiftkv_jax.train show",
-        description="Print rows of a prepared store. Text to be predicted is green on a terminal, and in [[...]] elsewhere.",
+        description="Print rows of a prepared store. Text to be predicted is green on a terminal, "
+        "and in [[...]] elsewhere.",
     )
     parser.add_argument("store", type=Path)
-    parser.add_argument("--model", required=True, type=Path, help="checkpoint whose tokenizer the store was prepared with")
-    parser.add_argument("--rows", type=int, default=3, help="how many, from the first (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=Path,
+        help="checkpoint whose tokenizer the store was prepared with",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=3, help="how many, from the first (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
 
     def command() -> int:
         store, tokenizer = Store(args.store), _tokenizer(args.model)
         check_store(store, store.manifest.length, tokenizer_fingerprint(tokenizer))
-        marks = (_GREEN, _PLAIN) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("[[", "]]")
+        marks = (
+            (_GREEN, _PLAIN)
+            if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            else ("[[", "]]")
+        )
         print(describe(store))
         for number in range(min(args.rows, len(store))):
             row = store[number]
             print(
-                f"\n=== row {number}: {len(row.lengths)} documents, {len(row.tokens):,} of {store.manifest.length:,} tokens, "
+                f"\n=== row {number}: {len(row.lengths)} documents, {len(row.tokens):,} of "
+                f"{store.manifest.length:,} tokens, "
                 f"{int(row.predicting().sum()):,} to predict"
             )
             for document, text in enumerate(_marked_documents(row, tokenizer, marks)):
@@ -93,7 +147,8 @@ def _argument(path: Path, source: DataSource) -> str:
 
 
 def _marked_documents(row: PackedRow, tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:
-    """Text of each document. Its first token is never marked: nothing comes before it that could predict it."""
+    """Text of each document. Its first token is never marked: nothing comes before it that could
+    predict it."""
     predicted = np.append(False, row.predicting()[:-1])
     stops = np.cumsum(row.lengths)
     for start, stop in zip(stops - row.lengths, stops, strict=True):

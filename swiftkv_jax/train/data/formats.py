@@ -1,4 +1,5 @@
-"""Readers of the file formats: each yields the rows of one file in order and never holds the whole file, text files aside."""
+"""Readers of the file formats: each yields the rows of one file in order and never holds the whole
+file, text files aside."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, UsageError
-from .rows import COLUMNS, FORMS, Document, Unreadable, parse_json, parse_row
+from .documents import COLUMNS, FORMS, Document, Unreadable, parse_json, parse_row
 
 Rows = Iterator[Document | Unreadable]
 
-_TEXT_SUFFIXES = tuple(".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split())
+_TEXT_SUFFIXES = tuple(
+    ".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split()
+)
 _RECORDS_PER_READ = 256
 
 
@@ -80,7 +83,9 @@ def _read_parquet(file: Path) -> Rows:
     try:
         with parquet.ParquetFile(file) as table:
             columns = _known_columns(file, table.schema_arrow.names)
-            yield from _record_batches(file, table.iter_batches(_RECORDS_PER_READ, columns=columns), columns)
+            yield from _record_batches(
+                file, table.iter_batches(_RECORDS_PER_READ, columns=columns), columns
+            )
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
 
@@ -94,13 +99,17 @@ def read_arrow_stream(file: Path) -> Rows:
         with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_stream(stream) as batches:
             yield from _record_batches(file, batches, _known_columns(file, batches.schema.names))
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a readable Arrow stream file ({_first_line(error)})") from None
+        raise DataError(
+            f"{file}: not a readable Arrow stream file ({_first_line(error)})"
+        ) from None
 
 
 def _record_batches(file: Path, batches: Iterable[Any], columns: list[str]) -> Rows:
     number = 0
     for batch in batches:
-        for start in range(0, batch.num_rows, _RECORDS_PER_READ):  # a batch may hold thousands of long rows
+        for start in range(
+            0, batch.num_rows, _RECORDS_PER_READ
+        ):  # a batch may hold thousands of long rows
             for row in batch.select(columns).slice(start, _RECORDS_PER_READ).to_pylist():
                 yield parse_row(row, f"{file}:row {number}")
                 number += 1
@@ -117,7 +126,9 @@ def _require_pyarrow(file: Path) -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise UsageError(f"{file}: reading it needs pyarrow: pip install 'swiftkv-jax[arrow]'") from None
+        raise UsageError(
+            f"{file}: reading it needs pyarrow: pip install 'swiftkv-jax[arrow]'"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """Batches from stores, through Grain.
 
-Batch i of the endless mixture is a function of the stores, their weights, the batch size, the seed and i. Neither the
-number of processes nor threads nor a restart changes it, so the whole data state of a run is one integer.
+Batch i of the endless mixture is a function of the stores, their weights, the batch size, the seed
+and i. Neither the number of processes nor threads nor a restart changes it, so the whole data state
+of a run is one integer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import grain
 import numpy as np
 
 from ...errors import DataError
-from ...model import Batch
+from ...transformer import Batch
+from .dataset import Store
 from .packing import EMPTY_ROW, PackedRow
-from .store import Store
 
 _NamedRow = tuple[str, PackedRow]
 
@@ -36,16 +37,18 @@ class LocalBatch(NamedTuple):
     batch: Batch
     """NumPy arrays, one row for each position asked for."""
     row_ids: list[str]
-    """Where each row comes from, such as `a.jsonl#1234`, for messages; empty for a row of padding."""
+    """Where each row comes from, such as `a.jsonl#1234`, for messages; empty for a row of
+    padding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowMixture:
     """Stores of one row length, and the proportions in which their rows are drawn.
 
-    If every weight is 1, all rows count alike: the proportions are the numbers of rows, and an epoch holds every row once.
-    Otherwise rows are drawn in proportion to the weights, and an epoch ends, to a row, when every source has been seen once;
-    sources that are small for their weight have come round again by then. Every round of a source has its own order.
+    If every weight is 1, all rows count alike: the proportions are the numbers of rows, and an
+    epoch holds every row once. Otherwise rows are drawn in proportion to the weights, and an epoch
+    ends, to a row, when every source has been seen once; sources that are small for their weight
+    have come round again by then. Every round of a source has its own order.
     """
 
     stores: tuple[Store, ...]
@@ -54,7 +57,9 @@ class RowMixture:
     def __post_init__(self):
         if len({store.manifest.length for store in self.stores}) > 1:
             lengths = ", ".join(f"{store.path}: {store.manifest.length}" for store in self.stores)
-            raise DataError(f"prepared stores of different --max-length cannot be mixed ({lengths})")
+            raise DataError(
+                f"prepared stores of different --max-length cannot be mixed ({lengths})"
+            )
 
     @property
     def length(self) -> int:
@@ -67,15 +72,23 @@ class RowMixture:
         if set(self.weights) == {1.0}:
             parts = [len(store) for store in self.stores]
         else:
-            fractions = [Fraction(str(weight)) for weight in self.weights]  # 0.7 is meant, not the nearest float
-            parts = [int(part * math.lcm(*(fraction.denominator for fraction in fractions))) for part in fractions]
+            fractions = [
+                Fraction(str(weight)) for weight in self.weights
+            ]  # 0.7 is meant, not the nearest float
+            parts = [
+                int(part * math.lcm(*(fraction.denominator for fraction in fractions)))
+                for part in fractions
+            ]
         return tuple(part // math.gcd(*parts) for part in parts)
 
     @property
     def num_rows(self) -> int:
         """Rows of an epoch."""
         total = sum(self.proportions)
-        return max(math.ceil(len(store) * total / part) for store, part in zip(self.stores, self.proportions, strict=True))
+        return max(
+            math.ceil(len(store) * total / part)
+            for store, part in zip(self.stores, self.proportions, strict=True)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -85,18 +98,29 @@ class RowMixture:
     @property
     def fingerprint(self) -> str:
         """The same exactly if the batches are the same, up to batch size and seed."""
-        parts = [(store.manifest.fingerprint, part) for store, part in zip(self.stores, self.proportions, strict=True)]
+        parts = [
+            (store.manifest.fingerprint, part)
+            for store, part in zip(self.stores, self.proportions, strict=True)
+        ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def batches(
-    rows: RowMixture, batch_size: int, *, positions: Sequence[int], seed: int, start: int = 0, stop: int, workers: int = 0
+    rows: RowMixture,
+    batch_size: int,
+    *,
+    positions: Sequence[int],
+    seed: int,
+    start: int = 0,
+    stop: int,
+    workers: int = 0,
 ) -> Generator[LocalBatch, None, None]:
     """Batches `start` to `stop - 1` of the endless shuffled mixture.
 
-    `positions` are those of the batch's `batch_size` rows that this process wants; it reads no others. Threads read ahead;
-    with `workers` they run in as many processes of Grain's, which start in seconds and pay off only where one process
-    cannot unpack rows as fast as they are used. The batches are the same. Close the generator to stop reading ahead.
+    `positions` are those of the batch's `batch_size` rows that this process wants; it reads no
+    others. Threads read ahead; with `workers` they run in as many processes of Grain's, which start
+    in seconds and pay off only where one process cannot unpack rows as fast as they are used. The
+    batches are the same. Close the generator to stop reading ahead.
     """
     shuffled = [_shuffled(store, seed, number) for number, store in enumerate(rows.stores)]
 
@@ -106,13 +130,20 @@ def batches(
 
     stack = functools.partial(_stack, length=rows.length)
     found = grain.MapDataset.range(start, stop).map(read)
-    dataset = _in_processes(found.to_iter_dataset(_READ), workers).map(stack) if workers else found.map(stack).to_iter_dataset(_READ)
+    dataset = (
+        _in_processes(found.to_iter_dataset(_READ), workers).map(stack)
+        if workers
+        else found.map(stack).to_iter_dataset(_READ)
+    )
     with contextlib.closing(iter(dataset)) as iterator:
         yield from iterator
 
 
-def first_batches(rows: RowMixture, batch_size: int, *, positions: Sequence[int], limit: int) -> Iterator[LocalBatch]:
-    """At most `limit` batches of all rows in order, each once; empty rows, which carry no weight, fill the last one."""
+def first_batches(
+    rows: RowMixture, batch_size: int, *, positions: Sequence[int], limit: int
+) -> Iterator[LocalBatch]:
+    """At most `limit` batches of all rows in order, each once; empty rows, which carry no weight,
+    fill the last one."""
     sources = [_numbered(store) for store in rows.stores]
     starts = [0, *itertools.accumulate(map(len, sources))]
 
@@ -129,8 +160,9 @@ def first_batches(rows: RowMixture, batch_size: int, *, positions: Sequence[int]
 def pick(index: int, proportions: Sequence[int]) -> tuple[int, int]:
     """Source of row `index` of a mixture, and how many rows of that source came before it.
 
-    The rows of the first source are spread evenly, those of the second evenly over what is left, and so on: at any point
-    each source has had its share to within two rows. (Grain's own `mix` rounds the proportions to a hundredth of the least.)
+    The rows of the first source are spread evenly, those of the second evenly over what is left,
+    and so on: at any point each source has had its share to within two rows. (Grain's own `mix`
+    rounds the proportions to a hundredth of the least.)
     """
     total = sum(proportions)
     for source, part in enumerate(proportions):
@@ -147,7 +179,8 @@ def _numbered(store: Store) -> Any:
 
 
 def _shuffled(store: Store, seed: int, number: int) -> Any:
-    """Endless rounds of a store, each in its own order; the sources of a mixture are shuffled independently."""
+    """Endless rounds of a store, each in its own order; the sources of a mixture are shuffled
+    independently."""
     source_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
     return _numbered(store).shuffle(seed=source_seed).repeat()
 
@@ -155,19 +188,27 @@ def _shuffled(store: Store, seed: int, number: int) -> Any:
 def _in_processes(dataset: Any, workers: int) -> Any:
     """The same elements in the same order, worker w reading every `workers`-th from the w-th on.
 
-    They cross as pickled rows, not as arrays: Grain passes arrays through shared memory, and those in flight at the end leak.
+    They cross as pickled rows, not as arrays: Grain passes arrays through shared memory, and those
+    in flight at the end leak.
     """
     from absl import flags
 
-    flags.FLAGS.mark_as_parsed()  # Grain asks absl for a flag that only programs with absl's own `main` have parsed
-    return dataset.mp_prefetch(grain.MultiprocessingOptions(workers), worker_init_fn=_ignore_interrupts)
+    # Grain asks absl for a flag that only programs with absl's own `main` have parsed
+    flags.FLAGS.mark_as_parsed()
+    return dataset.mp_prefetch(
+        grain.MultiprocessingOptions(workers), worker_init_fn=_ignore_interrupts
+    )
 
 
 def _ignore_interrupts(worker: int, workers: int) -> None:
-    """Ctrl-C goes to every process of a terminal; a run that wants to finish its step first still needs its workers."""
+    """Ctrl-C goes to every process of a terminal; a run that wants to finish its step first still
+    needs its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stack(rows: list[_NamedRow], length: int) -> LocalBatch:
     fields = [row.fields(length) for _, row in rows]
-    return LocalBatch(Batch(**{name: np.stack([field[name] for field in fields]) for name in fields[0]}), [name for name, _ in rows])
+    return LocalBatch(
+        Batch(**{name: np.stack([field[name] for field in fields]) for name in fields[0]}),
+        [name for name, _ in rows],
+    )

@@ -1,4 +1,5 @@
-"""Best-fit packing: documents of any length into rows of one length, each document in its own segment."""
+"""Best-fit packing: documents of any length into rows of one length, each document in its own
+segment."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ class PackedRow:
         starts = np.cumsum(self.lengths) - self.lengths
         found = {
             "tokens": self.tokens,
-            "positions": np.arange(len(self.tokens), dtype=np.int32) - np.repeat(starts, self.lengths).astype(np.int32),
-            "segment_ids": np.repeat(np.arange(1, len(self.lengths) + 1, dtype=np.int32), self.lengths),
+            "positions": np.arange(len(self.tokens), dtype=np.int32)
+            - np.repeat(starts, self.lengths).astype(np.int32),
+            "segment_ids": np.repeat(
+                np.arange(1, len(self.lengths) + 1, dtype=np.int32), self.lengths
+            ),
             "loss_mask": self.predicting().astype(np.float32),
         }
         return {name: np.pad(field, (0, length - len(field))) for name, field in found.items()}
@@ -52,15 +56,21 @@ EMPTY_ROW = PackedRow(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.i
 """A row of padding."""
 
 
-def pack(examples: Iterable[Example], length: int, window_tokens: int = WINDOW_TOKENS) -> Iterator[PackedRow]:
-    """Cut examples into pieces of at most `length`, and put each piece into the fullest row that still has room.
+def pack(
+    examples: Iterable[Example], length: int, window_tokens: int = WINDOW_TOKENS
+) -> Iterator[PackedRow]:
+    """Cut examples into pieces of at most `length`, and put each piece into the fullest row that
+    still has room.
 
-    A piece is one segment with positions from 0. Rows are formed within windows of about `window_tokens` tokens, so memory
-    is bounded. Deterministic in the order of `examples`.
+    A piece is one segment with positions from 0. Rows are formed within windows of about
+    `window_tokens` tokens, so memory is bounded. Deterministic in the order of `examples`.
     """
     window, size = [], 0
     for example in examples:
-        window += [(example.tokens[at : at + length], example.is_target[at : at + length]) for at in range(0, len(example.tokens), length)]
+        window += [
+            (example.tokens[at : at + length], example.is_target[at : at + length])
+            for at in range(0, len(example.tokens), length)
+        ]
         size += len(example.tokens)
         if size >= window_tokens:
             yield from _best_fit(window, length)
@@ -82,4 +92,8 @@ def _best_fit(pieces: list[tuple[np.ndarray, np.ndarray]], length: int) -> Itera
             bisect.insort(space, (free - size, row))
     for row in rows:
         tokens, is_target = zip(*row, strict=True)
-        yield PackedRow(np.concatenate(tokens), np.concatenate(is_target), np.array([len(part) for part in tokens], np.int32))
+        yield PackedRow(
+            np.concatenate(tokens),
+            np.concatenate(is_target),
+            np.array([len(part) for part in tokens], np.int32),
+        )

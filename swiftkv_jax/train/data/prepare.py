@@ -1,4 +1,5 @@
-"""From a source to a store: read, tokenise and pack once, and use the result in every run with the same data and tokenizer."""
+"""From a source to a store: read, tokenise and pack once, and use the result in every run with the
+same data and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from ...checkpoints.atomic import new_directory
-from ...cli import log
+from ...cli.exit import log
 from ...errors import DataError
+from ...io.atomic import new_directory
+from .dataset import ROWS, UNREADABLE, Manifest, Store, is_store, write_manifest, write_rows
+from .documents import Unreadable
 from .packing import pack
-from .rows import Unreadable
 from .sources import DataSource, find_files, read_file
-from .store import ROWS, UNREADABLE, Manifest, Store, is_store, write_manifest, write_rows
 from .tokenize import Example, tokenize
 
 MAX_UNREADABLE_SHARE = 0.01
@@ -38,11 +39,12 @@ def prepare(
     held_out: bool = False,
     max_unreadable_share: float = MAX_UNREADABLE_SHARE,
 ) -> Store:
-    """The source as packed rows of `length` tokens: itself if it is a store, else one in `cache`, built if it is not there.
+    """The source as packed rows of `length` tokens: itself if it is a store, else one in `cache`,
+    built if it is not there.
 
-    A store in the cache is used again while the source's files (path, size, time of change), the tokenizer and the length
-    are the same. With several processes all of them call this, and `cache` is a folder they share: process 0 builds.
-    Raises `DataError`.
+    A store in the cache is used again while the source's files (path, size, time of change), the
+    tokenizer and the length are the same. With several processes all of them call this, and `cache`
+    is a folder they share: process 0 builds. Raises `DataError`.
     """
     tokenizer_id = tokenizer_fingerprint(tokenizer)
     if is_store(Path(source.path)):
@@ -50,12 +52,21 @@ def prepare(
 
     def look_up() -> np.ndarray:
         key = _key(find_files(source, held_out=held_out), tokenizer_id, length)
-        return np.array([*np.frombuffer(key, np.uint32), is_store(cache / _folder(source, key))], np.uint32)
+        return np.array(
+            [*np.frombuffer(key, np.uint32), is_store(cache / _folder(source, key))], np.uint32
+        )
 
     *words, found = _on_process_0(look_up, np.zeros(5, np.uint32))
     path = cache / _folder(source, np.array(words, np.uint32).tobytes())
     if not found:
-        return build(source, tokenizer, length, path, held_out=held_out, max_unreadable_share=max_unreadable_share)
+        return build(
+            source,
+            tokenizer,
+            length,
+            path,
+            held_out=held_out,
+            max_unreadable_share=max_unreadable_share,
+        )
     store = check_store(Store(path), length, tokenizer_id)
     _check_share(source, store, max_unreadable_share)
     _log_once(f"{'held-out ' * held_out}{describe(store)}; prepared before")
@@ -71,7 +82,8 @@ def build(
     held_out: bool = False,
     max_unreadable_share: float = MAX_UNREADABLE_SHARE,
 ) -> Store:
-    """Prepare `source` as a new store at `path`, which appears complete or not at all. Arguments as for `prepare`.
+    """Prepare `source` as a new store at `path`, which appears complete or not at all. Arguments as
+    for `prepare`.
 
     Raises `DataError`, or `UsageError` if `path` exists.
     """
@@ -79,7 +91,9 @@ def build(
 
         def write() -> None:
             files = find_files(source, held_out=held_out)
-            write_manifest(partial, _write(partial, source, files, tokenizer, length, max_unreadable_share))
+            write_manifest(
+                partial, _write(partial, source, files, tokenizer, length, max_unreadable_share)
+            )
 
         _on_process_0(write, None)
     store = Store(path)
@@ -91,9 +105,15 @@ def check_store(store: Store, length: int, tokenizer_id: str) -> Store:
     """The store, if it fits the run. Raises `DataError`."""
     manifest = store.manifest
     if manifest.length != length:
-        raise DataError(f"{store.path}: prepared with --max-length {manifest.length}, but the run has --max-length {length}")
+        raise DataError(
+            f"{store.path}: prepared with --max-length {manifest.length}, but the run has "
+            f"--max-length {length}"
+        )
     if manifest.tokenizer != tokenizer_id:
-        raise DataError(f"{store.path}: prepared with another tokenizer or chat template than this model's; prepare the data again")
+        raise DataError(
+            f"{store.path}: prepared with another tokenizer or chat template than this model's; "
+            f"prepare the data again"
+        )
     return store
 
 
@@ -101,10 +121,15 @@ def describe(store: Store) -> str:
     """One line about a store."""
     found = store.manifest
     line = (
-        f"{store.name}: {found.tokens:,} tokens ({found.targets:,} to predict) of {found.documents:,} documents "
+        f"{store.name}: {found.tokens:,} tokens ({found.targets:,} to predict) of "
+        f"{found.documents:,} documents "
         f"in {found.rows:,} rows of {found.length:,}, {found.fill:.1%} full"
     )
-    return line + (f"; {found.unreadable:,} unreadable, listed in {store.path / UNREADABLE}" if found.unreadable else "")
+    return line + (
+        f"; {found.unreadable:,} unreadable, listed in {store.path / UNREADABLE}"
+        if found.unreadable
+        else ""
+    )
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -115,7 +140,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def _key(files: list[Path], tokenizer_id: str, length: int) -> bytes:
     """16 bytes that name the store of these files in a cache."""
-    return hashlib.sha256(json.dumps([_describe_files(files), tokenizer_id, length]).encode()).digest()[:16]
+    return hashlib.sha256(
+        json.dumps([_describe_files(files), tokenizer_id, length]).encode()
+    ).digest()[:16]
 
 
 def _folder(source: DataSource, key: bytes) -> str:
@@ -124,20 +151,40 @@ def _folder(source: DataSource, key: bytes) -> str:
 
 def _describe_files(files: list[Path]) -> list[dict[str, Any]]:
     found = [(file, file.stat()) for file in files]
-    return [{"path": str(file.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for file, stat in found]
+    return [
+        {"path": str(file.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        for file, stat in found
+    ]
 
 
-def _write(folder: Path, source: DataSource, files: list[Path], tokenizer: Any, length: int, max_share: float) -> Manifest:
+def _write(
+    folder: Path,
+    source: DataSource,
+    files: list[Path],
+    tokenizer: Any,
+    length: int,
+    max_share: float,
+) -> Manifest:
     """All of a store but its manifest, which is returned."""
-    described = _describe_files(files)  # before reading: a file that changes meanwhile must not pass for what was read
+    described = _describe_files(
+        files
+    )  # before reading: a file that changes meanwhile must not pass for what was read
     rows = itertools.chain.from_iterable(map(read_file, files))
-    examples = tqdm(tokenize(rows, tokenizer), desc=f"preparing {source.name}", unit=" rows", leave=False, disable=None)
+    examples = tqdm(
+        tokenize(rows, tokenizer),
+        desc=f"preparing {source.name}",
+        unit=" rows",
+        leave=False,
+        disable=None,
+    )
     with (folder / UNREADABLE).open("w", encoding="utf-8", errors="backslashreplace") as report:
         sieve = _Sieve(source, max_share, report)
         totals = write_rows(folder / ROWS, pack(sieve.readable(examples), length), length)
     sieve.check()
     if not totals.targets:
-        raise DataError(f"{source.path}: it holds no token to predict: it is empty, or every row is blank")
+        raise DataError(
+            f"{source.path}: it holds no token to predict: it is empty, or every row is blank"
+        )
     return Manifest(
         source=source.path,
         files=described,
@@ -154,7 +201,8 @@ def _write(folder: Path, source: DataSource, files: list[Path], tokenizer: Any, 
 
 
 class _Sieve:
-    """Lets readable rows through; counts and reports the others, and stops when they are too many."""
+    """Lets readable rows through; counts and reports the others, and stops when they are too
+    many."""
 
     def __init__(self, source: DataSource, max_share: float, report: TextIO):
         self._source, self._max_share, self._report = source, max_share, report
@@ -183,11 +231,14 @@ class _Sieve:
                 log(f"left out: {line}")
 
 
-def _check_unreadable(source: DataSource, unreadable: int, read: int, max_share: float, first: str) -> None:
+def _check_unreadable(
+    source: DataSource, unreadable: int, read: int, max_share: float, first: str
+) -> None:
     """Raise `DataError` if more than `max_share` of the rows read are unreadable."""
     if unreadable > max_share * read:
         raise DataError(
-            f"{source.path}: {unreadable:,} of {read:,} rows cannot be read ({unreadable / read:.2%}); "
+            f"{source.path}: {unreadable:,} of {read:,} rows cannot be read "
+            f"({unreadable / read:.2%}); "
             f"--max-unreadable-share {max_share:g} allows fewer; the first: {first}"
         )
 
@@ -196,7 +247,9 @@ def _check_share(source: DataSource, store: Store, max_share: float) -> None:
     """The same check on a store that an earlier run built, perhaps with a wider limit."""
     found = store.manifest
     first = (store.path / UNREADABLE).read_text(encoding="utf-8").partition("\n")[0]
-    _check_unreadable(source, found.unreadable, found.documents + found.unreadable, max_share, first)
+    _check_unreadable(
+        source, found.unreadable, found.documents + found.unreadable, max_share, first
+    )
 
 
 def _log_once(message: str) -> None:
@@ -206,7 +259,8 @@ def _log_once(message: str) -> None:
 
 
 def _on_process_0[T](work: Callable[[], T], otherwise: T) -> T:
-    """What `work` returns on process 0, on every process. An error there is raised on all: none waits for a process that gave up.
+    """What `work` returns on process 0, on every process. An error there is raised on all: none
+    waits for a process that gave up.
 
     The result is a pytree of arrays shaped like `otherwise`.
     """

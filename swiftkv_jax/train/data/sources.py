@@ -1,4 +1,5 @@
-"""Where training text comes from: files, folders, Hugging Face dataset folders, and the standard library as the default."""
+"""Where training text comes from: files, folders, Hugging Face dataset folders, and the standard
+library as the default."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .formats import Rows, known_suffixes, read_arrow_stream, reader
 STDLIB = "stdlib"
 # Generated tables, vendored wheels and tests teach little and would take most of the budget.
 _STDLIB_SKIPPED = frozenset(
-    "test tests idle_test turtledemo site-packages dist-packages encodings ensurepip lib2to3 __pycache__ pydoc_data".split()
+    "test tests idle_test turtledemo site-packages dist-packages encodings ensurepip lib2to3 "
+    "__pycache__ pydoc_data".split()
 )
 
 
@@ -35,7 +37,8 @@ class DataSource:
 
 
 def parse_source(text: str) -> DataSource:
-    """`PATH[:WEIGHT]`. A path that exists with the colon in it is taken whole. Raises `UsageError`."""
+    """`PATH[:WEIGHT]`. A path that exists with the colon in it is taken whole. Raises
+    `UsageError`."""
     path, colon, ending = text.rpartition(":")
     if not text or (colon and not path):
         raise UsageError(f"--data {text!r}: expected PATH or PATH:WEIGHT")
@@ -51,9 +54,11 @@ def parse_source(text: str) -> DataSource:
 
 
 def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
-    """The files of a source, in the order they are read. Raises `DataError` if it has none or is of no known kind.
+    """The files of a source, in the order they are read. Raises `DataError` if it has none or is of
+    no known kind.
 
-    `held_out` selects the standard library's held-out packages and is meaningless for other sources.
+    `held_out` selects the standard library's held-out packages and is meaningless for other
+    sources.
     """
     if source.path == STDLIB:
         return _stdlib_files(held_out)
@@ -62,17 +67,25 @@ def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
         raise DataError(f"{path}: no such file or folder")
     if path.is_file():
         if reader(path) is None:
-            raise DataError(f"{path}: not a format that can be read; expected a name ending in {known_suffixes()}")
+            raise DataError(
+                f"{path}: not a format that can be read; expected a name ending in "
+                f"{known_suffixes()}"
+            )
         return [path]
     files = _folder_files(path)
     if not files:
-        raise DataError(f"{path}: nothing to read in it; expected files ending in {known_suffixes()}")
+        raise DataError(
+            f"{path}: nothing to read in it; expected files ending in {known_suffixes()}"
+        )
     return files
 
 
 def read_file(file: Path) -> Rows:
-    """The rows of one of the files that `find_files` named. Raises `DataError` if the file as a whole is damaged."""
-    read = reader(file) or read_arrow_stream  # the only files named without a known ending belong to a dataset folder
+    """The rows of one of the files that `find_files` named. Raises `DataError` if the file as a
+    whole is damaged."""
+    read = (
+        reader(file) or read_arrow_stream
+    )  # the only files named without a known ending belong to a dataset folder
     return read(file)
 
 
@@ -89,7 +102,11 @@ def _folder_files(folder: Path) -> list[Path]:
             found += _dataset_files(here)
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [here / name for name in sorted(files) if not name.startswith(".") and reader(here / name)]
+        found += [
+            here / name
+            for name in sorted(files)
+            if not name.startswith(".") and reader(here / name)
+        ]
     return found
 
 
@@ -99,19 +116,24 @@ def _dataset_files(folder: Path) -> list[Path]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{folder / 'state.json'}: not the list of data files that datasets.save_to_disk writes") from None
+        raise DataError(
+            f"{folder / 'state.json'}: not the list of data files that datasets.save_to_disk writes"
+        ) from None
     if missing := next((file for file in files if not file.is_file()), None):
         raise DataError(f"{missing}: no such file; state.json beside it names it")
     return files
 
 
 def _stdlib_files(held_out: bool) -> list[Path]:
-    """Python files of the running interpreter's standard library. One package in sixteen is held out, chosen by name."""
+    """Python files of the running interpreter's standard library. One package in sixteen is held
+    out, chosen by name."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).parts
-        if _STDLIB_SKIPPED.intersection(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
+        if _STDLIB_SKIPPED.intersection(parts) or parts[0].startswith(
+            ("config-", "_sysconfigdata")
+        ):
             continue
         package = parts[0].removesuffix(".py")
         if (zlib.crc32(package.encode()) % 16 == 0) == held_out:

@@ -1,7 +1,8 @@
 """From documents to tokens and targets.
 
-Of a conversation only the assistant's turns are targets. Where they are is the difference between two renderings of the
-conversation, so it follows any chat template that leaves earlier turns alone, and repeated or trimmed answers are no trap.
+Of a conversation only the assistant's turns are targets. Where they are is the difference between
+two renderings of the conversation, so it follows any chat template that leaves earlier turns alone,
+and repeated or trimmed answers are no trap.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jinja2
 import numpy as np
 
 from ...errors import DataError
-from .rows import Document, Unreadable
+from .documents import Document, Unreadable
 
 # A tokenizer call runs on all cores when it gets many texts; the second limit bounds its memory.
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**22
@@ -43,21 +44,41 @@ class _Rendered:
     is_chat: bool
 
 
-def tokenize(documents: Iterable[Document | Unreadable], tokenizer: Any) -> Iterator[Example | Unreadable]:
-    """Examples in the order of the documents; what cannot be learned from comes out as `Unreadable`.
+def tokenize(
+    documents: Iterable[Document | Unreadable], tokenizer: Any
+) -> Iterator[Example | Unreadable]:
+    """Examples in the order of the documents; what cannot be learned from comes out as
+    `Unreadable`.
 
-    Text gets the tokenizer's own special tokens and an end token; a chat template writes its own. Of `prompt` and
-    `completion` texts the completion and the end token are targets. A token that straddles the edge of a target is none.
+    Text gets the tokenizer's own special tokens and an end token; a chat template writes its own.
+    Of `prompt` and `completion` texts the completion and the end token are targets. A token that
+    straddles the edge of a target is none.
     """
-    for batch in _batches(_render(document, tokenizer) if isinstance(document, Document) else document for document in documents):
-        texts = iter(_encode([item for item in batch if isinstance(item, _Rendered) and not item.is_chat], tokenizer))
-        chats = iter(_encode([item for item in batch if isinstance(item, _Rendered) and item.is_chat], tokenizer))
+    for batch in _batches(
+        _render(document, tokenizer) if isinstance(document, Document) else document
+        for document in documents
+    ):
+        texts = iter(
+            _encode(
+                [item for item in batch if isinstance(item, _Rendered) and not item.is_chat],
+                tokenizer,
+            )
+        )
+        chats = iter(
+            _encode(
+                [item for item in batch if isinstance(item, _Rendered) and item.is_chat], tokenizer
+            )
+        )
         for item in batch:
             if isinstance(item, Unreadable):
                 yield item
                 continue
             example = next(chats if item.is_chat else texts)
-            yield example if example.is_target[1:].any() else Unreadable(item.origin, "it yields no token to predict")
+            yield (
+                example
+                if example.is_target[1:].any()
+                else Unreadable(item.origin, "it yields no token to predict")
+            )
 
 
 def _batches(items: Iterable[_Rendered | Unreadable]) -> Iterator[list[_Rendered | Unreadable]]:
@@ -75,14 +96,18 @@ def _render(document: Document, tokenizer: Any) -> _Rendered | Unreadable:
     try:
         if document.messages is None:
             text = document.text or ""
-            rendered = _Rendered(document.origin, text, ((document.given, len(text)),), is_chat=False)
+            rendered = _Rendered(
+                document.origin, text, ((document.given, len(text)),), is_chat=False
+            )
         else:
             rendered = _render_chat(document, tokenizer)
         rendered.text.encode("utf-8")
     except _Refused as error:
         return Unreadable(document.origin, str(error))
     except UnicodeEncodeError as error:
-        return Unreadable(document.origin, f"not Unicode text (a lone surrogate at character {error.start})")
+        return Unreadable(
+            document.origin, f"not Unicode text (a lone surrogate at character {error.start})"
+        )
     return rendered
 
 
@@ -91,11 +116,19 @@ class _Refused(ValueError):
 
 
 def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
-    """Targets are all that an assistant turn adds to the rendering that ends with the generation prompt."""
+    """Targets are all that an assistant turn adds to the rendering that ends with the generation
+    prompt."""
     if tokenizer.chat_template is None:
-        raise DataError(f"{document.origin}: the model's tokenizer has no chat template, so messages cannot be rendered")
+        raise DataError(
+            f"{document.origin}: the model's tokenizer has no chat template, so messages cannot "
+            f"be rendered"
+        )
     messages = document.messages or []
-    answers = [turn for turn in range(document.given, len(messages)) if messages[turn]["role"] == "assistant"]
+    answers = [
+        turn
+        for turn in range(document.given, len(messages))
+        if messages[turn]["role"] == "assistant"
+    ]
     if not answers:
         raise _Refused("no message with role 'assistant' to learn")
     text = _apply_template(tokenizer, document, len(messages), generation_prompt=False)
@@ -104,16 +137,23 @@ def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
         before = _apply_template(tokenizer, document, turn, generation_prompt=True)
         after = _apply_template(tokenizer, document, turn + 1, generation_prompt=False)
         if not (after.startswith(before) and text.startswith(after)):
-            raise _Refused(f"the chat template rewrites earlier turns, so answer {turn} cannot be located")
+            raise _Refused(
+                f"the chat template rewrites earlier turns, so answer {turn} cannot be located"
+            )
         spans.append((len(before), len(after)))
     return _Rendered(document.origin, text, tuple(spans), is_chat=True)
 
 
-def _apply_template(tokenizer: Any, document: Document, turns: int, *, generation_prompt: bool) -> str:
+def _apply_template(
+    tokenizer: Any, document: Document, turns: int, *, generation_prompt: bool
+) -> str:
     """The first `turns` messages as text."""
     try:
         return tokenizer.apply_chat_template(
-            (document.messages or [])[:turns], tools=document.tools, tokenize=False, add_generation_prompt=generation_prompt
+            (document.messages or [])[:turns],
+            tools=document.tools,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
         raise _Refused(f"the chat template refuses the first {turns} messages ({error})") from None
@@ -132,17 +172,26 @@ def _encode(batch: list[_Rendered], tokenizer: Any) -> Iterator[Example]:
         verbose=False,
     )
     end = [] if is_chat or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for item, tokens, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    for item, tokens, offsets in zip(
+        batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
         is_target = _inside(np.array(offsets, np.int64).reshape(-1, 2), item.spans)
-        yield Example(item.origin, np.array([*tokens, *end], np.int32), np.append(is_target, [True] * len(end)).astype(bool))
+        yield Example(
+            item.origin,
+            np.array([*tokens, *end], np.int32),
+            np.append(is_target, [True] * len(end)).astype(bool),
+        )
 
 
 def _inside(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Which tokens lie in a span: i64[n, 2], (start, stop) characters of each token -> bool[n].
 
-    Tokenizers that trim white space from offsets give a token of nothing but spaces the empty range at its end.
+    Tokenizers that trim white space from offsets give a token of nothing but spaces the empty range
+    at its end.
     """
     edges = np.array(list(itertools.chain.from_iterable(spans)))
     starts, stops = offsets[:, 0], offsets[:, 1]
-    span = np.searchsorted(edges, stops, side="left")  # odd: past the start of a span and not past its stop
+    span = np.searchsorted(
+        edges, stops, side="left"
+    )  # odd: past the start of a span and not past its stop
     return (span % 2 == 1) & (starts >= edges[np.maximum(span, 1) - 1])

@@ -1,4 +1,5 @@
-"""Files of rows: what is read, what is written, in which order; and runs that are killed and go on."""
+"""Files of rows: what is read, what is written, in which order; and runs that are killed and go
+on."""
 
 import dataclasses
 import json
@@ -10,12 +11,12 @@ import swiftkv_jax as skv
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.infer.commands import batch
 from swiftkv_jax.infer.commands.batch import Row, run_rows
-from swiftkv_jax.infer.commands.jsonl import lines_of, parse, survey
 from swiftkv_jax.infer.commands.prompts import Reader
 from swiftkv_jax.infer.commands.results import Completions
-from swiftkv_jax.infer.commands.text import encode
-from swiftkv_jax.infer.requests import NOT_FINITE, Request
-from swiftkv_jax.infer.sampling import SamplingParams
+from swiftkv_jax.infer.engine.requests import NOT_FINITE, Request
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.text import encode
+from swiftkv_jax.io.jsonl import lines_of, parse, survey
 from tests.infer.mock_device import continuation, mock_engine
 
 
@@ -29,7 +30,7 @@ def rows_file(folder: Path, *rows: dict | str) -> Path:
     return path
 
 
-# Rows ---------------------------------------------------------------------------------------------------------------
+# Rows -------------------------------------------------------------------------
 
 
 def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
@@ -65,14 +66,24 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         "text": tokenizer.decode(first),
         "token_ids": first,
         "finish_reason": "length",
-        "usage": {"prompt_tokens": len(encode(tokenizer, "def x")), "completion_tokens": 8, "cached_tokens": 0},
+        "usage": {
+            "prompt_tokens": len(encode(tokenizer, "def x")),
+            "completion_tokens": 8,
+            "cached_tokens": 0,
+        },
     }
     assert 0 <= timing["queue_s"] <= timing["ttft_s"] <= timing["total_s"]
-    assert found[3]["id"] == 3 and found[3]["token_ids"] == second and found[-1]["token_ids"] == second[:2]
+    assert (
+        found[3]["id"] == 3
+        and found[3]["token_ids"] == second
+        and found[-1]["token_ids"] == second[:2]
+    )
     errors = {row["id"]: row["error"] for row in found if "error" in row}
     assert list(errors) == [1, "long", "b", "c", "d", 7, "e", "f", 10, "h", "l", "m", "i", 15, "j"]
     assert errors[1].startswith(f"{rows}:2: not valid JSON")
-    assert errors["long"].startswith(f"{rows}:3: the prompt has 200 tokens, with 8 new ones that is 208, above the limit of 128")
+    assert errors["long"].startswith(
+        f"{rows}:3: the prompt has 200 tokens, with 8 new ones that is 208, above the limit of 128"
+    )
     assert errors["long"].endswith("(id 'long')")
     assert "'maximum' is not a sampling parameter" in errors["b"]
     assert "must not be empty" in errors["c"]
@@ -82,12 +93,22 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
     assert "temperature='hot' must be a number" in errors["f"]
     assert "NaN is not a number" in errors[10]
     assert "token id 320 is outside the vocabulary of 320" in errors["h"]
-    assert "token id -1 is outside the vocabulary of 320" in errors["l"] and "a list of token ids" in errors["m"]
-    assert "expected one of prompt, prompt_token_ids, messages; got prompt, prompt_token_ids" in errors["i"]
+    assert (
+        "token id -1 is outside the vocabulary of 320" in errors["l"]
+        and "a list of token ids" in errors["m"]
+    )
+    assert (
+        "expected one of prompt, prompt_token_ids, messages; got prompt, prompt_token_ids"
+        in errors["i"]
+    )
     assert "id, or custom_id, must be a string or a whole number" in errors[15]
     assert "n=3 samples do not fit into --max-num-seqs 2" in errors["j"]
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("error: ") == 11 and "error: 5 more rows failed" in captured.err
+    assert (
+        captured.out == ""
+        and captured.err.count("error: ") == 11
+        and "error: 5 more rows failed" in captured.err
+    )
     assert not list(tmp_path.glob("*.partial*"))
 
 
@@ -98,20 +119,45 @@ def test_rows_have_samples_logprobs_and_stop_strings(checkpoint, tokenizer, gree
     stop = text[len(text) // 2 :][:3]
     first = {"prompt": "def x", "n": 2, "logprobs": 2, "stop": stop}
     rows = rows_file(tmp_path, first, {"prompt_token_ids": ids, "logprobs": 0, "max_tokens": 3})
-    assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / "out.jsonl", "--max-tokens", 8, "--max-num-seqs", 2) == 0
+    assert (
+        run(
+            "-m",
+            checkpoint,
+            "-i",
+            rows,
+            "-o",
+            tmp_path / "out.jsonl",
+            "--max-tokens",
+            8,
+            "--max-num-seqs",
+            2,
+        )
+        == 0
+    )
     several, one = written(tmp_path / "out.jsonl")
-    assert [choice.pop("index") for choice in several["choices"]] == [0, 1] and "text" not in several
+    assert [choice.pop("index") for choice in several["choices"]] == [
+        0,
+        1,
+    ] and "text" not in several
     assert several["choices"][0] == several["choices"][1]
     choice = several["choices"][0]
-    assert choice["text"] == text[: text.index(stop)] and (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["text"] == text[: text.index(stop)] and (
+        choice["finish_reason"],
+        choice["stop_reason"],
+    ) == ("stop", stop)
     assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
     assert several["usage"]["completion_tokens"] == 2 * len(choice["token_ids"])
     assert [entry["token_id"] for entry in choice["logprobs"]] == choice["token_ids"]
-    assert all(entry["top"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"]} for entry in choice["logprobs"])
+    assert all(
+        entry["top"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"]}
+        for entry in choice["logprobs"]
+    )
     assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in choice["logprobs"])
     assert [entry["token_id"] for entry in one["logprobs"]] == tokens[:3]
     assert all(entry.keys() == {"token_id", "logprob"} for entry in one["logprobs"])
-    assert [entry["logprob"] for entry in one["logprobs"]] == pytest.approx([entry["logprob"] for entry in choice["logprobs"][:3]])
+    assert [entry["logprob"] for entry in one["logprobs"]] == pytest.approx(
+        [entry["logprob"] for entry in choice["logprobs"][:3]]
+    )
     assert "stop_reason" not in one and one["finish_reason"] == "length"
 
 
@@ -119,9 +165,13 @@ def test_lines_of_batch_files(tokenizer):
     reader = Reader(tokenizer, SamplingParams(seed=1), warn=lambda message: None)
     body = {"model": "m", "prompt": "def x", "max_completion_tokens": 3, "stream": False}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
-    assert reader.from_row(4, line) == Request(encode(tokenizer, "def x"), SamplingParams(seed=1, max_tokens=3), stream=4)
+    assert reader.from_row(4, line) == Request(
+        encode(tokenizer, "def x"), SamplingParams(seed=1, max_tokens=3), rng_stream=4
+    )
     body = {"prompt": [5, 6], "seed": 7}
-    assert reader.from_row(4, line | {"body": body}) == Request([5, 6], SamplingParams(seed=7), stream=0)
+    assert reader.from_row(4, line | {"body": body}) == Request(
+        [5, 6], SamplingParams(seed=7), rng_stream=0
+    )
     chat = line | {"url": "/v1/chat/completions"}
     wrong = [
         (line | {"url": "/v1/embeddings"}, "method and url must be POST and one of"),
@@ -165,13 +215,20 @@ def test_files_that_are_no_rows(tmp_path):
     with pytest.raises(DataError, match="empty: no rows"):
         survey(empty)
     assert survey(rows_file(tmp_path, "a", "", "b"))[0] == 2
-    assert [(line.where[-2:], line.number, line.content) for line in lines_of(tmp_path / "in.jsonl", skip=1)] == [(":3", 1, b"b")]
-    for content, message in ((b'"\xff"', "not UTF-8 text"), (b"[" * 100_000, "nested too deeply"), (b"9" * 5000, "not valid JSON")):
+    assert [
+        (line.where[-2:], line.number, line.content)
+        for line in lines_of(tmp_path / "in.jsonl", skip=1)
+    ] == [(":3", 1, b"b")]
+    for content, message in (
+        (b'"\xff"', "not UTF-8 text"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"9" * 5000, "not valid JSON"),
+    ):
         with pytest.raises(DataError, match=message):
             parse(content)
 
 
-# The driver, on a device without a model ------------------------------------------------------------------------------
+# The driver, on a device without a model --------------------------------------
 
 
 class Recorder:
@@ -197,21 +254,25 @@ def test_rows_are_read_as_room_appears_and_written_in_order(monkeypatch):
         nonlocal most_ahead, most_known
         for number in range(1000):
             length = 400 if number == 0 else 1 + number % 5
-            request = Request([1 + number % 90, 2, 3], SamplingParams(max_tokens=length, ignore_eos=True))
+            request = Request(
+                [1 + number % 90, 2, 3], SamplingParams(max_tokens=length, ignore_eos=True)
+            )
             yield Row(number, "", request, Completions(None, request))
             most_ahead = max(most_ahead, number - len(recorder.rows))
             most_known = max(most_known, len(engine._tasks))
 
     run_rows(engine, rows(), recorder, in_flight=8)
     assert len(recorder.rows) == 1000 and most_known == 7  # the eighth is being made
-    assert most_ahead == 48  # behind the long first row; with the one being made, 50 are not written
+    assert (
+        most_ahead == 48
+    )  # behind the long first row; with the one being made, 50 are not written
     for row in recorder.rows[::97]:
         assert isinstance(row.request, Request) and row.result is not None
         expected = continuation(row.request.prompt, row.request.params.max_tokens, ends=False)
         assert row.result.to_json()["token_ids"] == expected
 
 
-# What breaks down -----------------------------------------------------------------------------------------------------
+# What breaks down -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +280,22 @@ def broken(checkpoint, tmp_path_factory) -> Path:
     """A checkpoint in which token 5 is not a number."""
     path = tmp_path_factory.mktemp("broken") / "model"
     model = skv.load(checkpoint)
-    model = dataclasses.replace(model, llama=dataclasses.replace(model.llama, embed=model.llama.embed.at[5].set(float("nan"))))
+    model = dataclasses.replace(
+        model,
+        llama=dataclasses.replace(model.llama, embed=model.llama.embed.at[5].set(float("nan"))),
+    )
     skv.save_hf(model, path)
     model.tokenizer.save_pretrained(path)
     return path
 
 
 def test_a_row_that_breaks_down_is_an_error(broken, greedy, run, tmp_path, capsys):
-    rows = rows_file(tmp_path, {"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [7, 5, 8], "n": 2}, {"prompt_token_ids": [9]})
+    rows = rows_file(
+        tmp_path,
+        {"prompt_token_ids": [7, 8]},
+        {"prompt_token_ids": [7, 5, 8], "n": 2},
+        {"prompt_token_ids": [9]},
+    )
     assert run("-m", broken, "-i", rows, "-o", tmp_path / "out", "--max-tokens", 8) == 3
     first, second, third = written(tmp_path / "out")
     assert [first["token_ids"], third["token_ids"]] == [greedy([7, 8], 8), greedy([9], 8)]

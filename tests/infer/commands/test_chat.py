@@ -1,4 +1,5 @@
-"""Conversations through standard input: replies on standard output and nothing else, and what each command does."""
+"""Conversations through standard input: replies on standard output and nothing else, and what each
+command does."""
 
 import io
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_jax.infer.engine import Engine
+from swiftkv_jax.infer.engine.engine import Engine
 from tests.infer.conftest import CHAT_TEMPLATE
 
 
@@ -40,8 +41,13 @@ def reply(tokenizer, greedy):
     """The model's, to messages [(role, content), ...]."""
 
     def text(*messages: tuple[str, str], count: int = 6) -> str:
-        prompt = "<s>" + "".join(f"[{role}]{content}\n" for role, content in messages) + "[assistant]"
-        return tokenizer.decode(greedy(tokenizer(prompt, add_special_tokens=False)["input_ids"], count), skip_special_tokens=True)
+        prompt = (
+            "<s>" + "".join(f"[{role}]{content}\n" for role, content in messages) + "[assistant]"
+        )
+        return tokenizer.decode(
+            greedy(tokenizer(prompt, add_special_tokens=False)["input_ids"], count),
+            skip_special_tokens=True,
+        )
 
     return text
 
@@ -51,24 +57,42 @@ HELLO, MORE = ("user", "hello"), ("user", "more")
 
 def test_a_conversation(chat, reply):
     flags = ("--max-tokens", 6, "--system-prompt", "be brief")
-    out, err = chat("hello", "", "more", "/reset", "hello", "x" * 300, "/exit", "unread", flags=flags)
+    out, err = chat(
+        "hello", "", "more", "/reset", "hello", "x" * 300, "/exit", "unread", flags=flags
+    )
     system = ("system", "be brief")
     first = reply(system, HELLO)
     second = reply(system, HELLO, ("assistant", first), MORE)
     assert out == f"{first}\n{second}\n{first}\n"
-    assert re.search(r"error: the conversation would have \d+ tokens.*above the limit of 128: /undo, /reset", err)
+    assert re.search(
+        r"error: the conversation would have \d+ tokens.*above the limit of 128: /undo, /reset", err
+    )
 
 
 def test_a_turn_prefills_only_what_is_new(chat):
     _, err = chat("hello hello hello", "/stats", "more", "/stats")
-    first, second = (list(map(int, pair)) for pair in re.findall(r"prompt: (\d+) tokens, (\d+) cached; first token after", err))
+    first, second = (
+        list(map(int, pair))
+        for pair in re.findall(r"prompt: (\d+) tokens, (\d+) cached; first token after", err)
+    )
     assert first[1] == 0
     assert second[1] >= first[0] - 8 and second[1] % 8 == 0  # all but the last, unfilled page
     assert "reply: 6 tokens, " in err
 
 
 def test_undo_and_system(chat, reply):
-    out, err = chat("/undo", "hello", "more", "/undo", "more", "/system be kind", "more", "/system", "/reset", "hello")
+    out, err = chat(
+        "/undo",
+        "hello",
+        "more",
+        "/undo",
+        "more",
+        "/system be kind",
+        "more",
+        "/system",
+        "/reset",
+        "hello",
+    )
     first = reply(HELLO)
     begun = (HELLO, ("assistant", first), MORE)
     second = reply(*begun)
@@ -79,11 +103,22 @@ def test_undo_and_system(chat, reply):
 
 def test_save_and_load(chat, reply, tmp_path):
     path = tmp_path / "talk.json"
-    out, err = chat("hello", f"/save {path}", f"/save {path}", "more", f"/save! {path}", "/save", f"/save {tmp_path / 'no' / 'where'}")
+    out, err = chat(
+        "hello",
+        f"/save {path}",
+        f"/save {path}",
+        "more",
+        f"/save! {path}",
+        "/save",
+        f"/save {tmp_path / 'no' / 'where'}",
+    )
     first, second = out.splitlines()
     saved = json.loads(path.read_text())["messages"]
     assert [message["content"] for message in saved] == ["hello", first, "more", second]
-    assert f"/save {path}: exists already; /save! {path} replaces it" in err and "/save needs the name of a file" in err
+    assert (
+        f"/save {path}: exists already; /save! {path} replaces it" in err
+        and "/save needs the name of a file" in err
+    )
     assert err.count("error: ") == 3 and [file.name for file in tmp_path.iterdir()] == ["talk.json"]
     out, _ = chat(f"/load {path}", "more")
     assert out == reply(HELLO, ("assistant", first), MORE, ("assistant", second), MORE) + "\n"
@@ -92,9 +127,21 @@ def test_save_and_load(chat, reply, tmp_path):
 def test_files_that_are_no_conversation(chat, reply, tmp_path):
     (tmp_path / "a").write_text("[]")
     (tmp_path / "b").write_text('{"messages": [{"role": "user"}]}')
-    out, err = chat(f"/load {tmp_path / 'a'}", f"/load {tmp_path / 'b'}", f"/load {tmp_path / 'c'}", "/nonsense", "/help", "hello")
+    out, err = chat(
+        f"/load {tmp_path / 'a'}",
+        f"/load {tmp_path / 'b'}",
+        f"/load {tmp_path / 'c'}",
+        "/nonsense",
+        "/help",
+        "hello",
+    )
     assert out == reply(HELLO) + "\n"  # the session goes on
-    assert "expected an object" in err and 'expected {"messages"' in err and "No such file" in err and "/nonsense: no such command" in err
+    assert (
+        "expected an object" in err
+        and 'expected {"messages"' in err
+        and "No such file" in err
+        and "/nonsense: no such command" in err
+    )
     assert "/system TEXT" in err
 
 
@@ -111,7 +158,11 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_session(chat, reply, monkeypatch):
     monkeypatch.setattr(Engine, "step", interrupted)
     out, err = chat("hello", "/reset", "hello", flags=("--max-tokens", 20))
     stopped, whole = out.splitlines()
-    assert whole == reply(HELLO, count=20) and whole.startswith(stopped.rstrip("�")) and len(stopped) < len(whole)
+    assert (
+        whole == reply(HELLO, count=20)
+        and whole.startswith(stopped.rstrip("�"))
+        and len(stopped) < len(whole)
+    )
     assert err.count("(stopped)") == 1 and signal.getsignal(signal.SIGINT) is before
 
 
@@ -123,4 +174,8 @@ def test_a_conversation_that_fills_the_window(chat):
 
 def test_chat_needs_a_template(checkpoint, run, capsys):
     assert run("chat", "-m", checkpoint) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: this model's tokenizer has no chat template")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: this model's tokenizer has no chat template")
+    )

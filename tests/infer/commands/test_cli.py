@@ -1,4 +1,5 @@
-"""`generate` on single prompts: what goes to standard output, which flags there are, and how each mistake ends."""
+"""`generate` on single prompts: what goes to standard output, which flags there are, and how each
+mistake ends."""
 
 import io
 import json
@@ -16,11 +17,14 @@ from swiftkv_jax import demo
 from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
 from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
 from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
-from swiftkv_jax.infer.commands.text import encode
-from swiftkv_jax.infer.memory import allow_most_of_a_gpu
+from swiftkv_jax.infer.runner.memory import allow_most_of_a_gpu
+from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
 
-MODEL = "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address --num-processes --process-id".split()
+MODEL = (
+    "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
+    "--num-processes --process-id".split()
+)
 ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype --kv-cache-memory --memory-utilization
     --page-size --enable-prefix-caching --no-prefix-caching --compile-cache""".split()
 SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty
@@ -37,7 +41,9 @@ def test_flags_are_these():
 def _flags(command: str) -> set[str]:
     actions = [action for action in parser(command)._actions if action.dest != "help"]
     assert all(action.help for action in actions)
-    return {action.option_strings[0] if action.option_strings else action.dest for action in actions}
+    return {
+        action.option_strings[0] if action.option_strings else action.dest for action in actions
+    }
 
 
 def parsed(*argv: str) -> Namespace:
@@ -45,22 +51,55 @@ def parsed(*argv: str) -> Namespace:
 
 
 def test_flags_become_options():
-    args = parsed(*"--kv-cache-memory 2m --gpu-memory-utilization 0.5 --max-num-batched-tokens 1k --no-prefix-caching".split())
+    args = parsed(
+        *"--kv-cache-memory 2m --gpu-memory-utilization 0.5 --max-num-batched-tokens 1k "
+        "--no-prefix-caching".split()
+    )
     options = engine_options(args, max_num_seqs=3, decode_steps=2)
-    assert (options.kv_cache_memory, options.memory_utilization, options.max_num_batched_tokens) == (2 << 20, 0.5, 1024)
-    assert (options.max_num_seqs, options.decode_steps, options.enable_prefix_caching) == (3, 2, False)
+    assert (
+        options.kv_cache_memory,
+        options.memory_utilization,
+        options.max_num_batched_tokens,
+    ) == (2 << 20, 0.5, 1024)
+    assert (options.max_num_seqs, options.decode_steps, options.enable_prefix_caching) == (
+        3,
+        2,
+        False,
+    )
     assert engine_options(parsed("--max-num-seqs", "5"), max_num_seqs=3).max_num_seqs == 5
     assert engine_options(parsed()).enable_prefix_caching
 
 
 def test_flags_become_sampling():
-    flags = "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 --presence-penalty 1 --frequency-penalty -1 --seed 3"
-    flags += " --logit-bias 5=-100 --logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 --logprobs 3 --stop a --stop b --ignore-eos"
+    flags = (
+        "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 "
+        "--presence-penalty 1 --frequency-penalty -1 --seed 3"
+    )
+    flags += (
+        " --logit-bias 5=-100 --logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 "
+        "--logprobs 3 --stop a --stop b --ignore-eos"
+    )
     flags += " --top-p .9 --top-k 4"
     params = sampling_params(parsed(*flags.split()))
-    assert (params.temperature, params.repetition_penalty, params.max_tokens, params.n, params.min_p) == (0.5, 1.5, 9, 2, 0.1)
-    assert (params.presence_penalty, params.frequency_penalty, params.seed, params.top_k, params.top_p) == (1, -1, 3, 4, 0.9)
-    assert params.logit_bias == {5: -100, 6: 2.5} and params.stop_token_ids == (7, 8) and params.stop == ("a", "b")
+    assert (
+        params.temperature,
+        params.repetition_penalty,
+        params.max_tokens,
+        params.n,
+        params.min_p,
+    ) == (0.5, 1.5, 9, 2, 0.1)
+    assert (
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.seed,
+        params.top_k,
+        params.top_p,
+    ) == (1, -1, 3, 4, 0.9)
+    assert (
+        params.logit_bias == {5: -100, 6: 2.5}
+        and params.stop_token_ids == (7, 8)
+        and params.stop == ("a", "b")
+    )
     assert (params.min_tokens, params.logprobs, params.ignore_eos) == (2, 3, True)
 
 
@@ -72,10 +111,21 @@ def with_generation_config(checkpoint: Path, folder: Path, **fields) -> Path:
 
 
 def test_sampling_defaults_are_the_checkpoints(checkpoint, tmp_path, capsys):
-    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+    said = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 40,
+        "repetition_penalty": 1.1,
+    }
     model = skv.load(with_generation_config(checkpoint, tmp_path, **said))
     params = sampling_params(parsed("--top-k", "3"), model)
-    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.9, 3, 1.1)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (
+        0.6,
+        0.9,
+        3,
+        1.1,
+    )
     assert "temperature 0.6, top_p 0.9, top_k 40, repetition_penalty 1.1" in capsys.readouterr().err
 
 
@@ -86,8 +136,15 @@ def test_a_checkpoint_that_does_not_sample_is_greedy(checkpoint, tmp_path, capsy
 
 
 def test_sampling_defaults_that_cannot_be(checkpoint, tmp_path, run, capsys):
-    assert run("-m", with_generation_config(checkpoint, tmp_path, do_sample=True, top_p=7), "-p", "x") == 4
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: generation_config.json: top_p=7 must be")
+    assert (
+        run("-m", with_generation_config(checkpoint, tmp_path, do_sample=True, top_p=7), "-p", "x")
+        == 4
+    )
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: generation_config.json: top_p=7 must be")
+    )
 
 
 def test_help_lists_the_commands(capsys):
@@ -96,14 +153,21 @@ def test_help_lists_the_commands(capsys):
     assert all(f"    {name}" in out and purpose in out for name, (_, purpose) in COMMANDS.items())
 
 
-def test_a_prompt_becomes_its_completion_and_nothing_else(checkpoint, tokenizer, greedy, run, capsys):
+def test_a_prompt_becomes_its_completion_and_nothing_else(
+    checkpoint, tokenizer, greedy, run, capsys
+):
     text = tokenizer.decode(greedy(encode(tokenizer, "def x"), 8))
     for stream in ("--stream", "--no-stream"):
         assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8, stream) == 0
         out, err = capsys.readouterr()
         assert out == text + "\n"
         assert "SwiftKV, prompts run 1 of 2 layers, 2 layers of KV" in err
-        assert "generated: 8 tokens" in err and "first token after" in err and "KV cache: 256 bytes/token" in err and "0% cached" in err
+        assert (
+            "generated: 8 tokens" in err
+            and "first token after" in err
+            and "KV cache: 256 bytes/token" in err
+            and "0% cached" in err
+        )
         assert "compiled while" not in err
 
 
@@ -116,7 +180,21 @@ def test_text_appears_as_it_comes(checkpoint, run, monkeypatch):
 
 
 def test_the_teacher_is_the_control(checkpoint, tokenizer, greedy, run, capsys):
-    assert run("generate", "--model", checkpoint, "--prompt", "def x", "--max-tokens", 8, "--swiftkv", "off", "--no-stream") == 0
+    assert (
+        run(
+            "generate",
+            "--model",
+            checkpoint,
+            "--prompt",
+            "def x",
+            "--max-tokens",
+            8,
+            "--swiftkv",
+            "off",
+            "--no-stream",
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out == tokenizer.decode(greedy(encode(tokenizer, "def x"), 8, False)) + "\n"
     assert "teacher, 2 layers" in err
@@ -130,23 +208,31 @@ def test_several_prompts_and_samples_come_in_order(checkpoint, tokenizer, greedy
     assert capsys.readouterr().out == "".join(f"{text}\n{text}\n" for text in texts)
 
 
-def test_prompt_from_a_file_and_from_standard_input(checkpoint, tokenizer, greedy, run, tmp_path, capsys, monkeypatch):
+def test_prompt_from_a_file_and_from_standard_input(
+    checkpoint, tokenizer, greedy, run, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "prompt.py").write_text("def naïve\n", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("def naïve\n"))
     assert run("-m", checkpoint, "-f", tmp_path / "prompt.py", "--max-tokens", 8) == 0
     assert run("-m", checkpoint, "-", "--max-tokens", 8) == 0
-    assert capsys.readouterr().out == 2 * (tokenizer.decode(greedy(encode(tokenizer, "def naïve\n"), 8)) + "\n")
+    assert capsys.readouterr().out == 2 * (
+        tokenizer.decode(greedy(encode(tokenizer, "def naïve\n"), 8)) + "\n"
+    )
 
 
 def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
     before = set(devices)
     args = parsed("--max-num-seqs", "9", "--max-tokens", "20")
     from swiftkv_jax.infer.commands.complete import _fitted
-    from swiftkv_jax.infer.requests import Request
+    from swiftkv_jax.infer.engine.requests import Request
 
-    options = _fitted(args, [Request([5] * 21, sampling_params(args))] * 2, skv.load(checkpoint), live=False)
+    options = _fitted(
+        args, [Request([5] * 21, sampling_params(args))] * 2, skv.load(checkpoint), live=False
+    )
     assert (options.max_model_len, options.max_num_seqs, options.decode_steps) == (64, 2, 8)
-    long = _fitted(args, [Request([5] * (LIMIT - 20), sampling_params(args))], skv.load(checkpoint), live=True)
+    long = _fitted(
+        args, [Request([5] * (LIMIT - 20), sampling_params(args))], skv.load(checkpoint), live=True
+    )
     assert (long.max_model_len, long.max_num_seqs, long.decode_steps) == (LIMIT, 1, 1)
     assert set(devices) == before
 
@@ -154,7 +240,11 @@ def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
 MISTAKES = [
     (["-p", ""], 2, "the prompt is empty"),
     (["-p", "\udcff x"], 2, "the text is not UTF-8"),
-    (["-p", "x", "-o", "/nowhere/out.jsonl"], 2, "--output /nowhere/out.jsonl: its folder does not exist"),
+    (
+        ["-p", "x", "-o", "/nowhere/out.jsonl"],
+        2,
+        "--output /nowhere/out.jsonl: its folder does not exist",
+    ),
     (["-p", "x", "--resume"], 2, "--resume goes with --output"),
     (["-p", "x", "--temperature", "nan"], 2, "temperature=nan must be"),
     (["-p", "x", "--top-p", "0"], 2, "top_p=0.0 must be"),
@@ -162,10 +252,18 @@ MISTAKES = [
     (["-p", "x", "--max-tokens", "0"], 2, "max_tokens=0 must be"),
     (["-p", "x", "--max-tokens", "127"], 2, "above the limit of 128"),
     (["-p", "x", "--n", "17"], 2, "n=17 must be"),
-    (["-p", "x", "--n", "5", "--max-tokens", "4", "--max-num-seqs", "4"], 2, "n=5 samples do not fit into --max-num-seqs 4"),
+    (
+        ["-p", "x", "--n", "5", "--max-tokens", "4", "--max-num-seqs", "4"],
+        2,
+        "n=5 samples do not fit into --max-num-seqs 4",
+    ),
     (["-p", "x", "--seed", "-1"], 2, "seed=-1 must be"),
     (["-p", "x", "--stop", ""], 2, "stop='' must be"),
-    (["-p", "x", "--logit-bias", "999=1", "--max-tokens", "4"], 2, "logit_bias: token 999 is outside the vocabulary"),
+    (
+        ["-p", "x", "--logit-bias", "999=1", "--max-tokens", "4"],
+        2,
+        "logit_bias: token 999 is outside the vocabulary",
+    ),
     (["-p", "x", "--logit-bias", "9=inf"], 2, "logit_bias[9]=inf must be"),
     (["-p", "x", "-i", "y"], 2, "give one of"),
     ([], 2, "nothing to generate from"),
@@ -173,14 +271,22 @@ MISTAKES = [
     (["-p", "x", "--decode-steps", "1000"], 2, "--decode-steps 1000 must be at most 128"),
     (["-p", "x", "--logprobs", "2"], 2, "--logprobs goes with --output or --input"),
     (["-p", "x", "--memory-utilization", "2"], 2, "--memory-utilization 2.0"),
-    (["-p", "x", "--max-model-len", "1k"], 2, "--max-model-len 1024 must be from 2 to the model's 256"),
+    (
+        ["-p", "x", "--max-model-len", "1k"],
+        2,
+        "--max-model-len 1024 must be from 2 to the model's 256",
+    ),
     (["-p", "x", "--kv-cache-memory", "20k", "--max-tokens", "8"], 2, "raise --kv-cache-memory"),
     (["-p", "x" * 300], 2, "above the limit of 128"),
     (["-p", "x" * 30, "--max-tokens", "8", "-c", "16"], 2, "above the limit of 16"),
     (["-p", "ok", "-p", "x" * 300, "--max-tokens", "8"], 2, "prompt 1: the prompt has"),
     (["-p", "x", "--mesh", "2by2"], 2, "--mesh '2by2'"),
     (["-p", "x", "--mesh", "data=1,fsdp=2"], 2, "fsdp is for training"),
-    (["-p", "x", "--num-processes", "2"], 2, "--coordinator-address, --num-processes and --process-id go together"),
+    (
+        ["-p", "x", "--num-processes", "2"],
+        2,
+        "--coordinator-address, --num-processes and --process-id go together",
+    ),
     (["-p", "x", "--max-tokens", "8", "--attention", "tpu"], 2, "tpu"),
     (["-f", "/nowhere/prompt"], 1, "/nowhere/prompt"),
     (["-i", "/nowhere/rows"], 1, "/nowhere/rows"),
@@ -192,12 +298,22 @@ MISTAKES = [
 def test_mistakes_are_one_line(checkpoint, run, capsys, argv, code, message):
     assert run("-m", checkpoint, *argv) == code
     out, err = capsys.readouterr()
-    assert out == "" and message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
+    assert (
+        out == "" and message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
+    )
 
 
 @pytest.mark.parametrize(
     "argv",
-    ["--max-model-len many", "--swiftkv maybe", "--nonsense", "serfe", "--logit-bias 5", "--stop-token-ids a", "--kv-cache-memory lots"],
+    [
+        "--max-model-len many",
+        "--swiftkv maybe",
+        "--nonsense",
+        "serfe",
+        "--logit-bias 5",
+        "--stop-token-ids a",
+        "--kv-cache-memory lots",
+    ],
 )
 def test_mistakes_in_the_command_line(argv, run, capsys):
     with pytest.raises(SystemExit) as error:
@@ -218,10 +334,15 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint, tokenizer, run, tmp
         vocabulary["model"]["vocab"][f"<{token}>"] = token
     (path / "tokenizer.json").write_text(json.dumps(vocabulary))
     assert run("-m", path, "-p", "x") == 4
-    assert "the tokenizer has 400 tokens, the model 320: these are files of different models" in capsys.readouterr().err
+    assert (
+        "the tokenizer has 400 tokens, the model 320: these are files of different models"
+        in capsys.readouterr().err
+    )
 
 
-def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(checkpoint, tokenizer, run, tmp_path, capsys):
+def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(
+    checkpoint, tokenizer, run, tmp_path, capsys
+):
     path = tmp_path / "model"
     shutil.copytree(checkpoint, path)
     extra = [f"<|{number}|>" for number in range(321 - len(tokenizer))]
@@ -234,7 +355,11 @@ def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(chec
     assert "token id 320 is outside the vocabulary of 320" in capsys.readouterr().err
 
 
-NO_COMMANDS = [("serve", "'serve' is no command: choose from generate, chat,"), ("generate x", "argument -"), ("chat", "--model")]
+NO_COMMANDS = [
+    ("serve", "'serve' is no command: choose from generate, chat,"),
+    ("generate x", "argument -"),
+    ("chat", "--model"),
+]
 
 
 @pytest.mark.parametrize(("argv", "message"), NO_COMMANDS)
@@ -250,19 +375,28 @@ def test_rows_without_an_output_file_are_json_lines(checkpoint, run, tmp_path, c
     (tmp_path / "rows").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": ""}\n')
     assert run("-m", checkpoint, "-i", tmp_path / "rows", "--max-tokens", 3) == 3
     good, bad = map(json.loads, capsys.readouterr().out.splitlines())
-    assert good["id"] == "a" and len(good["token_ids"]) == 3 and bad["id"] == "b" and "is empty" in bad["error"]
+    assert (
+        good["id"] == "a"
+        and len(good["token_ids"]) == 3
+        and bad["id"] == "b"
+        and "is empty" in bad["error"]
+    )
 
 
-@pytest.mark.parametrize("given", [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}],
+    ids=str,
+)
 def test_jax_may_use_most_of_a_gpu(given, monkeypatch):
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     allow_most_of_a_gpu()
-    assert {name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")} == (
-        given or {"XLA_CLIENT_MEM_FRACTION": "0.95"}
-    )
+    assert {
+        name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")
+    } == (given or {"XLA_CLIENT_MEM_FRACTION": "0.95"})
 
 
 def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):
@@ -297,9 +431,14 @@ def test_a_mesh_gives_the_same_text(checkpoint, tokenizer, greedy, run, capsys):
 
 def test_as_a_process(checkpoint, tokenizer, greedy, tmp_path):
     """Also what a reader of its output may do: go away."""
-    flags = f"-p print --max-tokens 8 -c 128 --max-num-batched-tokens 16 --compile-cache {tmp_path / 'compiled'}".split()
+    flags = (
+        f"-p print --max-tokens 8 -c 128 --max-num-batched-tokens 16 --compile-cache "
+        f"{tmp_path / 'compiled'}".split()
+    )
     command = [sys.executable, "-m", "swiftkv_jax.infer", "-m", str(checkpoint), *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     assert done.stdout == tokenizer.decode(greedy(encode(tokenizer, "print"), 8)) + "\n"
-    assert os.stat(tmp_path / "compiled").st_mode & 0o77 == 0 and any((tmp_path / "compiled").iterdir())
+    assert os.stat(tmp_path / "compiled").st_mode & 0o77 == 0 and any(
+        (tmp_path / "compiled").iterdir()
+    )

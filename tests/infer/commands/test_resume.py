@@ -1,4 +1,5 @@
-"""Outputs that survive their process: nothing is lost, nothing comes twice, nothing is overwritten."""
+"""Outputs that survive their process: nothing is lost, nothing comes twice, nothing is
+overwritten."""
 
 import json
 import os
@@ -14,14 +15,16 @@ from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.infer.commands.batch import Row
 from swiftkv_jax.infer.commands.output import Monitor
 from swiftkv_jax.infer.commands.resume import Output, checkpoint_digest
-from swiftkv_jax.infer.engine import Engine
-from swiftkv_jax.infer.requests import Event
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.requests import RequestOutput
 from tests.infer.commands.test_batch import rows_file, written
 
 SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
 
 
-def write(path: Path, *rows: dict, resume: bool = True, settings: dict = SETTINGS, end: bool = True) -> list[dict]:
+def write(
+    path: Path, *rows: dict, resume: bool = True, settings: dict = SETTINGS, end: bool = True
+) -> list[dict]:
     """Adds rows; returns those that were there. Without `end`, something happens before it."""
     old: list[dict] = []
     try:
@@ -39,7 +42,9 @@ def test_output_takes_its_name_at_the_end(tmp_path):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     assert write(out, {"id": 0}, {"id": 1}, resume=False, end=False) == []
     assert not out.exists() and written(partial) == [{"id": 0}, {"id": 1}]
-    with pytest.raises(UsageError, match="is of an interrupted run; go on with --resume, or remove it"):
+    with pytest.raises(
+        UsageError, match="is of an interrupted run; go on with --resume, or remove it"
+    ):
         Output(out, resume=False)
     with partial.open("ab") as file:
         file.write(b'{"id": 2, "te')
@@ -50,7 +55,9 @@ def test_output_takes_its_name_at_the_end(tmp_path):
     with pytest.raises(UsageError, match="exists already"):
         Output(out, resume=False)
     assert Output(out, resume=True).count(SETTINGS) == (4, 0)
-    with pytest.raises(UsageError, match="out was written with another command: 'generate' then, 'score' now"):
+    with pytest.raises(
+        UsageError, match="out was written with another command: 'generate' then, 'score' now"
+    ):
         Output(out, resume=True).count(SETTINGS | {"command": "score"})
 
 
@@ -62,7 +69,10 @@ def test_two_that_began_together_do_not_overwrite_each_other(tmp_path):
         file.flush()
         late = third.partial.open("a+b")
     for other in (second, third):
-        with pytest.raises(UsageError, match="another process has just written it"), other.open(SETTINGS, lambda row: None):
+        with (
+            pytest.raises(UsageError, match="another process has just written it"),
+            other.open(SETTINGS, lambda row: None),
+        ):
             pass
     late.close()
     assert written(out) == [{"id": 0}] and not second.partial.exists()
@@ -115,7 +125,10 @@ def test_a_digest_of_a_checkpoint_sees_other_weights(tmp_path):
 
 
 def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys, monkeypatch):
-    rows, out = rows_file(tmp_path, *({"prompt": f"x{number}"} for number in range(6))), tmp_path / "out.jsonl"
+    rows, out = (
+        rows_file(tmp_path, *({"prompt": f"x{number}"} for number in range(6))),
+        tmp_path / "out.jsonl",
+    )
     flags = ("-m", checkpoint, "-i", rows, "--max-tokens", 8, "--max-num-seqs", 2)
     assert run(*flags, "-o", tmp_path / "whole.jsonl") == 0
     step = Engine.step
@@ -130,7 +143,10 @@ def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys,
         assert run(*flags, "-o", out) == 130
     done = len(written(tmp_path / "out.jsonl.partial"))
     assert 0 < done < 6
-    assert f"out.jsonl.partial has {done} of 6 rows; the same command with --resume goes on" in capsys.readouterr().err
+    assert (
+        f"out.jsonl.partial has {done} of 6 rows; the same command with --resume goes on"
+        in capsys.readouterr().err
+    )
     assert run(*flags, "-o", out) == 2
     assert run(*flags, "-o", out, "--resume", "--temperature", 1) == 2
     assert "another sampling" in capsys.readouterr().err
@@ -143,7 +159,8 @@ def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys,
 
 
 def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
-    """The exit code is that of the run which wrote it, and a file of another input is not taken for it."""
+    """The exit code is that of the run which wrote it, and a file of another input is not taken for
+    it."""
     rows, out = rows_file(tmp_path, {"prompt": "a"}, {"prompt": ""}), tmp_path / "out.jsonl"
     flags = ("-m", checkpoint, "-i", rows, "--max-tokens", 2, "-o", out)
     assert run(*flags) == 3
@@ -163,20 +180,41 @@ def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
 
 def without_timing(path: Path) -> list[str]:
     """Lines, byte for byte but for the times."""
-    return [json.dumps({name: value for name, value in row.items() if name != "timing"}, ensure_ascii=False) for row in written(path)]
+    return [
+        json.dumps(
+            {name: value for name, value in row.items() if name != "timing"}, ensure_ascii=False
+        )
+        for row in written(path)
+    ]
 
 
 def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
-    """SIGKILL while rows are being written, and again; then the whole is as if nothing had happened."""
-    rows = rows_file(tmp_path, *({"id": f"r{number}", "prompt": f"x{number}"} if number % 7 else "broken" for number in range(400)))
+    """SIGKILL while rows are being written, and again; then the whole is as if nothing had
+    happened."""
+    rows = rows_file(
+        tmp_path,
+        *(
+            {"id": f"r{number}", "prompt": f"x{number}"} if number % 7 else "broken"
+            for number in range(400)
+        ),
+    )
     flags = f"-m {checkpoint} -i {rows} --max-tokens 8 --temperature 2 --max-num-seqs 2"
     flags += " -c 128 --max-num-batched-tokens 16 --decode-steps 3 --page-size 8"
     assert run(*flags.split(), "-o", tmp_path / "whole.jsonl") == 3
 
     def start() -> subprocess.Popen:
-        command = [sys.executable, "-m", "swiftkv_jax.infer", *flags.split(), "--compile-cache", str(tmp_path / "compiled")]
+        command = [
+            sys.executable,
+            "-m",
+            "swiftkv_jax.infer",
+            *flags.split(),
+            "--compile-cache",
+            str(tmp_path / "compiled"),
+        ]
         command += ["-o", str(tmp_path / "out.jsonl"), "--resume"]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+        return subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+        )
 
     partial, done = tmp_path / "out.jsonl.partial", 0
     for more in (60, 100):
@@ -203,7 +241,7 @@ class Counted:
     def __init__(self, tokens: int):
         self.tokens = tokens
 
-    def take(self, event: Event) -> bool:
+    def take(self, event: RequestOutput) -> bool:
         return False
 
     def to_json(self) -> dict:
@@ -211,7 +249,8 @@ class Counted:
 
 
 def test_progress_is_that_of_this_run(monkeypatch):
-    """Rows of an earlier run are done, but neither the rate of rows nor that of tokens counts them."""
+    """Rows of an earlier run are done, but neither the rate of rows nor that of tokens counts
+    them."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -221,5 +260,7 @@ def test_progress_is_that_of_this_run(monkeypatch):
     now = 2.0
     monitor.write(Row(6, result=Counted(30)))
     facts = monitor._bar.format_dict
-    assert (facts["n"], facts["initial"], facts["total"]) == (7, 6, 10) and facts["postfix"] == "15 tokens/s"
+    assert (facts["n"], facts["initial"], facts["total"]) == (7, 6, 10) and facts[
+        "postfix"
+    ] == "15 tokens/s"
     monitor.close()

@@ -1,4 +1,5 @@
-"""`score`: log-likelihoods against whole forward passes, and texts split where lm-evaluation-harness splits them."""
+"""`score`: log-likelihoods against whole forward passes, and texts split where
+lm-evaluation-harness splits them."""
 
 import json
 import math
@@ -11,14 +12,15 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.commands.score import Reader, perplexity
-from swiftkv_jax.infer.engine import Engine
-from swiftkv_jax.infer.requests import ScoreRequest
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.requests import ScoreRequest
 from tests.infer.conftest import LIMIT
 
 
 @pytest.fixture(scope="module")
 def logprobs(checkpoint):
-    """(log-probabilities of tokens[start:], whether each is the likeliest), by one pass through all layers."""
+    """(log-probabilities of tokens[start:], whether each is the likeliest), by one pass through all
+    layers."""
     model = skv.load(checkpoint)
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(skv.logits(model, tokens)))
 
@@ -27,37 +29,62 @@ def logprobs(checkpoint):
         row[0, : len(tokens)] = tokens
         table = np.asarray(forward(row)[0])
         places = range(start, len(tokens))
-        return [float(table[at - 1, tokens[at]]) for at in places], all(table[at - 1].argmax() == tokens[at] for at in places)
+        return [float(table[at - 1, tokens[at]]) for at in places], all(
+            table[at - 1].argmax() == tokens[at] for at in places
+        )
 
     return score
 
 
 def scores(run, folder: Path, checkpoint: Path, *rows: dict, code: int = 0) -> list[dict]:
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert run("score", "-m", checkpoint, "-i", folder / "in.jsonl", "-o", folder / "out.jsonl") == code
+    assert (
+        run("score", "-m", checkpoint, "-i", folder / "in.jsonl", "-o", folder / "out.jsonl")
+        == code
+    )
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
-def test_scores_are_those_of_a_whole_pass(checkpoint, tokenizer, greedy, logprobs, run, tmp_path, capsys):
+def test_scores_are_those_of_a_whole_pass(
+    checkpoint, tokenizer, greedy, logprobs, run, tmp_path, capsys
+):
     prompt = [5, 9, 200]
     likeliest = [*prompt, *greedy(prompt, 4)]
     text = "for word in argv: print(word)"
-    rows = [{"id": "a", "token_ids": likeliest, "start": 3}, {"token_ids": [7, 8, 9] * 20}, {"prompt": text}]
+    rows = [
+        {"id": "a", "token_ids": likeliest, "start": 3},
+        {"token_ids": [7, 8, 9] * 20},
+        {"prompt": text},
+    ]
     rows.append({"context": "for word in ", "continuation": "argv: print"})
     found = scores(run, tmp_path, checkpoint, *rows)
     pair = tokenizer("for word in argv: print")["input_ids"]
-    tokens = [(likeliest, 3), ([7, 8, 9] * 20, 1), (tokenizer(text)["input_ids"], 1), (pair, len(tokenizer("for word in")["input_ids"]))]
+    tokens = [
+        (likeliest, 3),
+        ([7, 8, 9] * 20, 1),
+        (tokenizer(text)["input_ids"], 1),
+        (pair, len(tokenizer("for word in")["input_ids"])),
+    ]
     total, count = 0.0, 0
     for row, (ids, start) in zip(found, tokens, strict=True):
         expected, likely = logprobs(ids, start)
         assert row["tokens"] == ids[start:]
-        assert row["logprobs"] == pytest.approx(expected, abs=1e-4) and row["logprob"] == pytest.approx(sum(expected), abs=1e-3)
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-4) and row[
+            "logprob"
+        ] == pytest.approx(sum(expected), abs=1e-3)
         assert row["is_greedy"] == likely
         assert row["perplexity"] == pytest.approx(math.exp(-row["logprob"] / len(expected)))
         total, count = total + row["logprob"], count + len(expected)
-    assert [row["id"] for row in found] == ["a", 1, 2, 3] and found[0]["is_greedy"] and not found[1]["is_greedy"]
+    assert (
+        [row["id"] for row in found] == ["a", 1, 2, 3]
+        and found[0]["is_greedy"]
+        and not found[1]["is_greedy"]
+    )
     err = capsys.readouterr().err
-    assert f"{count} tokens of 4 rows: log-likelihood {total:.4f}, perplexity {math.exp(-total / count):.4f}" in err
+    assert (
+        f"{count} tokens of 4 rows: log-likelihood {total:.4f}, perplexity "
+        f"{math.exp(-total / count):.4f}" in err
+    )
 
 
 def test_rows_fail_alone_and_go_to_standard_output(checkpoint, run, tmp_path, capsys):
@@ -75,13 +102,20 @@ def test_rows_fail_alone_and_go_to_standard_output(checkpoint, run, tmp_path, ca
     assert run("score", "-m", checkpoint, "-i", tmp_path / "in.jsonl") == 3
     out, err = capsys.readouterr()
     found = [json.loads(line) for line in out.splitlines()]
-    messages = ["start=3 must be from 1 to 2", "start=0 must be", "token id 999 is outside", "got begin, token_ids"]
+    messages = [
+        "start=3 must be from 1 to 2",
+        "start=0 must be",
+        "token id 999 is outside",
+        "got begin, token_ids",
+    ]
     messages += ["prompt must be a string", "adds no token", "above the limit of 128"]
     assert all(message in row["error"] for message, row in zip(messages, found, strict=False))
     assert found[0]["id"] == 7 and found[7]["tokens"] == [6] and err.count("error: ") == 7
 
 
-def test_an_interrupted_score_goes_on_with_its_total(checkpoint, run, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_score_goes_on_with_its_total(
+    checkpoint, run, tmp_path, capsys, monkeypatch
+):
     rows = [{"token_ids": [5, number, 7] * 8} for number in range(5)]
     whole = scores(run, tmp_path, checkpoint, *rows)
     total = capsys.readouterr().err.splitlines()[-1]
@@ -112,15 +146,24 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer):
     def request(context: str, continuation: str) -> ScoreRequest:
         return reader.request({"context": context, "continuation": continuation})
 
-    assert request("for word", " in") == request("for word ", "in") == ScoreRequest(encode("for word in"), len(encode("for word")))
-    # A token that the two would share: the context keeps its own, and the continuation is what both have after as many.
+    assert (
+        request("for word", " in")
+        == request("for word ", "in")
+        == ScoreRequest(encode("for word in"), len(encode("for word")))
+    )
+    # A token that the two would share: the context keeps its own, and the continuation is what both
+    # have after as many.
     context, both = encode("wor"), encode("word in")
     assert context != both[: len(context)]
     assert request("wor", "d in") == ScoreRequest([*context, *both[len(context) :]], len(context))
     with pytest.raises(UsageError, match="the continuation 'd' adds no token to its context"):
         request("wor", "d")
-    assert request("", "for") == ScoreRequest([0, *tokenizer("for", add_special_tokens=False)["input_ids"]], 1)
-    assert request("  ", "for") == ScoreRequest([0, *tokenizer("  for", add_special_tokens=False)["input_ids"]], 1)
+    assert request("", "for") == ScoreRequest(
+        [0, *tokenizer("for", add_special_tokens=False)["input_ids"]], 1
+    )
+    assert request("  ", "for") == ScoreRequest(
+        [0, *tokenizer("  for", add_special_tokens=False)["input_ids"]], 1
+    )
 
 
 def test_texts_need_a_tokenizer():

@@ -1,4 +1,5 @@
-"""Streamed text adds up to the whole text, never shows half a character, and ends before a stop string."""
+"""Streamed text adds up to the whole text, never shows half a character, and ends before a stop
+string."""
 
 import random
 
@@ -7,12 +8,22 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.commands.text import HELD_TOKENS, Detokenizer, StopStrings, TextStream, encode, encode_chat
+from swiftkv_jax.infer.text import (
+    HELD_TOKENS,
+    Detokenizer,
+    StopStrings,
+    TextStream,
+    encode,
+    encode_chat,
+)
 from tests.infer.conftest import CHAT_TEMPLATE, TEXT
 
 # Byte -> how ByteLevel writes it: printable ones as themselves, the others from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTES = [chr(byte if byte in _PRINTABLE else 256 + sum(other not in _PRINTABLE for other in range(byte))) for byte in range(256)]
+BYTES = [
+    chr(byte if byte in _PRINTABLE else 256 + sum(other not in _PRINTABLE for other in range(byte)))
+    for byte in range(256)
+]
 ALPHABET = "ab \nßé東京🙂👩‍👩‍👧\u0301�"
 
 
@@ -23,7 +34,11 @@ def streamed(tokenizer, ids) -> list[str]:
 
 def test_text_in_pieces_is_the_text(tokenizer):
     rng = random.Random(0)
-    for text in [TEXT, "", *("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))) for _ in range(200))]:
+    for text in [
+        TEXT,
+        "",
+        *("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))) for _ in range(200)),
+    ]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         pieces = streamed(tokenizer, ids)
         assert "".join(pieces) == text
@@ -36,19 +51,27 @@ def test_any_tokens_give_their_text(tokenizer):
     rng = random.Random(1)
     for _ in range(300):
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 30))]
-        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def test_a_stream_is_never_broken(tokenizer):
-    """Every piece is UTF-8, and no piece shows a replacement character that the whole text does not have there."""
+    """Every piece is UTF-8, and no piece shows a replacement character that the whole text does not
+    have there."""
     rng = random.Random(3)
     bytes_of = [token for token in range(len(tokenizer)) if len(tokenizer.decode([token])) == 1]
     for _ in range(300):
         text = "".join(rng.choices(ALPHABET, k=rng.randint(0, 5)))
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *rng.choices(bytes_of, k=rng.randint(0, 8))]
+        ids = [
+            *tokenizer(text, add_special_tokens=False)["input_ids"],
+            *rng.choices(bytes_of, k=rng.randint(0, 8)),
+        ]
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         stream, shown = TextStream(tokenizer, ["東b"]), ""
-        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).partition("東b")[0]
+        whole = tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        ).partition("東b")[0]
         while ids:
             count = rng.randint(1, 3)
             piece = stream.push(ids[:count])
@@ -67,10 +90,20 @@ def test_a_character_appears_when_its_last_byte_does(tokenizer):
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """As Llama 2's and Mistral's: a word's first token begins with its space, which is dropped from the first word of a text."""
-    vocabulary = {"<unk>": 0, "<s>": 1, "▁the": 2, "▁cat": 3, "s": 4, "▁sat": 5} | {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
-    llama = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    """As Llama 2's and Mistral's: a word's first token begins with its space, which is dropped from
+    the first word of a text."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "▁the": 2, "▁cat": 3, "s": 4, "▁sat": 5} | {
+        f"<0x{byte:02X}>": 6 + byte for byte in range(256)
+    }
+    llama = Tokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     llama.decoder = decoders.Sequence(parts)
     return PreTrainedTokenizerFast(tokenizer_object=llama, bos_token="<s>", unk_token="<unk>")
 
@@ -113,8 +146,15 @@ def test_bytes_that_become_no_character_are_not_held_for_ever(tokenizer, sentenc
 
     for _ in range(20):
         garbage = rng.choices((0x80, 0xBF, 0xE2, 0xF0, 0xFF), k=60)
-        check(tokenizer, garbage, "é🙂".encode(), lambda value: tokenizer.convert_tokens_to_ids(BYTES[value]))
-        check(sentencepiece, rng.choices((0x80, 0xBF, 0xFF), k=60), b"", lambda value: 6 + value)  # where no character can be
+        check(
+            tokenizer,
+            garbage,
+            "é🙂".encode(),
+            lambda value: tokenizer.convert_tokens_to_ids(BYTES[value]),
+        )
+        check(
+            sentencepiece, rng.choices((0x80, 0xBF, 0xFF), k=60), b"", lambda value: 6 + value
+        )  # where no character can be
 
 
 def test_min_tokens_guards_what_was_held_back(sentencepiece):
@@ -142,7 +182,14 @@ def test_stop_strings_split_anywhere():
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
     filter = StopStrings(["END"])
-    assert [filter.push(piece) for piece in ("abE", "N", "x", "E", "ND", "y")] == ["ab", "", "ENx", "", "", ""]
+    assert [filter.push(piece) for piece in ("abE", "N", "x", "E", "ND", "y")] == [
+        "ab",
+        "",
+        "ENx",
+        "",
+        "",
+        "",
+    ]
     assert filter.hit == "END"
 
 
@@ -150,8 +197,14 @@ def test_stream_counts_tokens_up_to_the_stop_string(tokenizer):
     ids = tokenizer('print(word, "x")', add_special_tokens=False)["input_ids"]
     stream = TextStream(tokenizer, ["word"])
     assert stream.push(ids) + stream.finish() == "print("
-    assert stream.stopped and stream.stop_reason == "word" and stream.token_ids == ids[: len(stream.token_ids)]
-    assert "word" in tokenizer.decode(stream.token_ids) and "word" not in tokenizer.decode(stream.token_ids[:-1])
+    assert (
+        stream.stopped
+        and stream.stop_reason == "word"
+        and stream.token_ids == ids[: len(stream.token_ids)]
+    )
+    assert "word" in tokenizer.decode(stream.token_ids) and "word" not in tokenizer.decode(
+        stream.token_ids[:-1]
+    )
 
 
 def test_an_empty_stop_string_is_refused():

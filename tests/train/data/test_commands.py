@@ -6,7 +6,7 @@ import pytest
 
 from swiftkv_jax import cli, demo
 from swiftkv_jax.train.data.commands import prepare_main, show_main
-from swiftkv_jax.train.data.store import Store
+from swiftkv_jax.train.data.dataset import Store
 
 MODEL = ["--model", str(demo.LLAMA)]
 
@@ -15,7 +15,12 @@ MODEL = ["--model", str(demo.LLAMA)]
 def chat(tmp_path):
     """The demo's tokenizer has no chat template, so prompts and completions."""
     file = tmp_path / "chat.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"question {i}\n", "completion": f"answer {i}\n"}) + "\n" for i in range(30)))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": f"question {i}\n", "completion": f"answer {i}\n"}) + "\n"
+            for i in range(30)
+        )
+    )
     return file
 
 
@@ -30,8 +35,14 @@ def test_prepare_and_show(tmp_path, chat, capfd):
     assert show_main([str(tmp_path / "store"), *MODEL, "--rows", "1"]) == cli.OK
     shown = capfd.readouterr().out
     row = Store(tmp_path / "store")[0]
-    assert shown.count("[[") == shown.count("--- document") == len(row.lengths) and shown.count("===") == 1
-    assert f"=== row 0: {len(row.lengths)} documents, {len(row.tokens)} of 32 tokens, {row.predicting().sum()} to predict" in shown
+    assert (
+        shown.count("[[") == shown.count("--- document") == len(row.lengths)
+        and shown.count("===") == 1
+    )
+    assert (
+        f"=== row 0: {len(row.lengths)} documents, {len(row.tokens)} of 32 tokens, "
+        f"{row.predicting().sum()} to predict" in shown
+    )
     assert "question 0\n[[answer 0\n<|end_of_text|>]]" in shown
 
 
@@ -48,7 +59,10 @@ def test_several_sources(tmp_path, chat, capfd):
     other = tmp_path / "note.txt"
     other.write_text("a note")
     assert prepare(f"{chat}:0.7", other, output=tmp_path / "stores") == cli.OK
-    assert capfd.readouterr().out == f"--data {tmp_path / 'stores' / '0'}:0.7 --data {tmp_path / 'stores' / '1'}\n"
+    assert (
+        capfd.readouterr().out
+        == f"--data {tmp_path / 'stores' / '0'}:0.7 --data {tmp_path / 'stores' / '1'}\n"
+    )
     assert Store(tmp_path / "stores" / "1").manifest.documents == 1
 
 
@@ -56,14 +70,21 @@ def test_several_sources(tmp_path, chat, capfd):
     ("flags", "code", "message"),
     [
         (["--data", "{chat}:0"], cli.USAGE, "the weight must be a number above 0"),
-        (["--data", "{chat}", "--max-length", "1"], cli.USAGE, "--max-length 1: must be at least 2"),
+        (
+            ["--data", "{chat}", "--max-length", "1"],
+            cli.USAGE,
+            "--max-length 1: must be at least 2",
+        ),
         (["--data", "{chat}", "--output-dir", "{chat}"], cli.USAGE, "exists already"),
         (["--data", "{chat}.gone"], cli.ERROR, "no such file or folder"),
     ],
 )
 def test_refusals(tmp_path, chat, capfd, flags, code, message):
     given = [flag.format(chat=chat) for flag in flags]
-    assert prepare_main([*MODEL, "--max-length", "32", "--output-dir", str(tmp_path / "out"), *given]) == code
+    assert (
+        prepare_main([*MODEL, "--max-length", "32", "--output-dir", str(tmp_path / "out"), *given])
+        == code
+    )
     error = capfd.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

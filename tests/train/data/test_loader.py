@@ -25,7 +25,10 @@ def make_store(folder, tokenizer, name, rows, length=LENGTH):
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("stores")
-    return [make_store(folder, tokenizer, name, rows) for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]]
+    return [
+        make_store(folder, tokenizer, name, rows)
+        for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,11 @@ def ids(found):
 
 def test_row_ids_name_the_rows(mixture, tokenizer):
     (found,) = read(mixture, 6, stop=1)
-    assert found.batch.tokens.shape == (6, LENGTH) and found.batch.tokens.dtype == np.int32 and found.batch.loss_mask.dtype == np.float32
+    assert (
+        found.batch.tokens.shape == (6, LENGTH)
+        and found.batch.tokens.dtype == np.int32
+        and found.batch.loss_mask.dtype == np.float32
+    )
     for tokens, row_id in zip(found.batch.tokens, found.row_ids, strict=True):
         source, number = row_id.split("#")
         store = mixture.stores[["a.jsonl", "b.jsonl"].index(source)]
@@ -66,7 +73,13 @@ def test_processes_read_their_part_of_the_same_batch(mixture, processes):
 def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
     whole = ids(read(mixture, 4, stop=30))
     assert ids(read(mixture, 4, start=11, stop=30)) == whole[11:]
-    rebuilt = RowMixture(tuple(make_store(tmp_path, tokenizer, name, rows) for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]), (0.7, 0.3))
+    rebuilt = RowMixture(
+        tuple(
+            make_store(tmp_path, tokenizer, name, rows)
+            for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]
+        ),
+        (0.7, 0.3),
+    )
     assert ids(read(rebuilt, 4, stop=30)) == whole and rebuilt.fingerprint == mixture.fingerprint
     assert ids(read(mixture, 4, seed=2, stop=30)) != whole
 
@@ -105,30 +118,51 @@ def test_weights_are_kept_everywhere_and_define_the_epoch(mixture, stores):
     for start in range(0, 300, 7):
         for stop in range(start, 301, 13):
             assert abs(seen[start:stop].count("a") - 0.7 * (stop - start)) <= 1
-    fingerprints = {RowMixture(tuple(stores), weights).fingerprint for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0)]}
+    fingerprints = {
+        RowMixture(tuple(stores), weights).fingerprint
+        for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0)]
+    }
     assert len(fingerprints) == 3
 
 
-@pytest.mark.parametrize("proportions", [(1,), (1, 1, 1), (999, 1), (1, 999), (123457, 7, 40000, 3)])
+@pytest.mark.parametrize(
+    "proportions", [(1,), (1, 1, 1), (999, 1), (1, 999), (123457, 7, 40000, 3)]
+)
 def test_pick_shares_out_every_row(proportions):
-    """Rows of a source come in order without a gap, and no source is ever two rows from its share."""
+    """Rows of a source come in order without a gap, and no source is ever two rows from its
+    share."""
     taken, total = [0] * len(proportions), sum(proportions)
     for index in range(3000):
         source, before = pick(index, proportions)
         assert before == taken[source]
         taken[source] += 1
-        assert all(abs(count - (index + 1) * part / total) < 2 for count, part in zip(taken, proportions, strict=True))
+        assert all(
+            abs(count - (index + 1) * part / total) < 2
+            for count, part in zip(taken, proportions, strict=True)
+        )
     assert pick(total * 10**12, proportions)[1] == proportions[pick(0, proportions)[0]] * 10**12
 
 
 def test_first_batches_visit_each_row_once_and_pad_with_empty_rows(mixture):
     found = list(first_batches(mixture, 5, positions=range(5), limit=100))
     seen = [row_id for batch in found for row_id in batch.row_ids]
-    assert seen == [f"a.jsonl#{row}" for row in range(20)] + [f"b.jsonl#{row}" for row in range(7)] + [""] * 3
+    assert (
+        seen
+        == [f"a.jsonl#{row}" for row in range(20)]
+        + [f"b.jsonl#{row}" for row in range(7)]
+        + [""] * 3
+    )
     assert found[-1].batch.tokens.shape == (5, LENGTH)
-    assert found[-1].batch.loss_mask[2:].sum() == 0 and found[-1].batch.segment_ids[2:].sum() == 0 and found[-1].batch.loss_mask[1].sum()
+    assert (
+        found[-1].batch.loss_mask[2:].sum() == 0
+        and found[-1].batch.segment_ids[2:].sum() == 0
+        and found[-1].batch.loss_mask[1].sum()
+    )
     assert len(list(first_batches(mixture, 5, positions=range(5), limit=2))) == 2
-    split = [list(first_batches(mixture, 5, positions=part, limit=100)) for part in (range(2), range(2, 5))]
+    split = [
+        list(first_batches(mixture, 5, positions=part, limit=100))
+        for part in (range(2), range(2, 5))
+    ]
     assert [a.row_ids + b.row_ids for a, b in zip(*split, strict=True)] == ids(found)
 
 
@@ -145,4 +179,8 @@ def test_damage_found_while_training_is_a_data_error(tmp_path, tokenizer, worker
     content[200] ^= 1
     (store.path / "rows.arrayrecord").write_bytes(content)
     with pytest.raises(DataError, match="rows.arrayrecord: damaged .row "):
-        list(batches(RowMixture((store,), (1.0,)), 3, positions=range(3), seed=0, stop=5, workers=workers))
+        list(
+            batches(
+                RowMixture((store,), (1.0,)), 3, positions=range(3), seed=0, stop=5, workers=workers
+            )
+        )

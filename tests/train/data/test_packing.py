@@ -27,7 +27,9 @@ def test_picture():
 
 def test_mask_is_shifted_to_the_predicting_position():
     assert fields([example(1, 2, 3, 4, targets=[0, 0, 1, 1])], 4)["loss_mask"] == [[0, 1, 1, 0]]
-    assert fields([example(1, 2, targets=[0, 1]), example(3, 4, targets=[1, 0])], 4)["loss_mask"] == [[1, 0, 0, 0]]
+    assert fields([example(1, 2, targets=[0, 1]), example(3, 4, targets=[1, 0])], 4)[
+        "loss_mask"
+    ] == [[1, 0, 0, 0]]
 
 
 def test_best_fit_takes_the_fullest_row_that_has_room():
@@ -43,14 +45,18 @@ def test_an_empty_row_is_padding():
 
 @pytest.mark.parametrize("window_tokens", [1, 300, 10**9])
 def test_every_token_is_kept_once_with_its_document(window_tokens):
-    """Tokens carry their document and place, so a segment shows whether it is a piece of one document."""
+    """Tokens carry their document and place, so a segment shows whether it is a piece of one
+    document."""
     random = np.random.default_rng(0)
     sizes = random.integers(1, 40, 200)
     examples = [
-        Example("o", document * 100 + np.arange(size, dtype=np.int32), random.random(size) < 0.5) for document, size in enumerate(sizes)
+        Example("o", document * 100 + np.arange(size, dtype=np.int32), random.random(size) < 0.5)
+        for document, size in enumerate(sizes)
     ]
     rows = list(pack(examples, 16, window_tokens))
-    assert sorted(np.concatenate([row.tokens for row in rows])) == sorted(np.concatenate([e.tokens for e in examples]))
+    assert sorted(np.concatenate([row.tokens for row in rows])) == sorted(
+        np.concatenate([e.tokens for e in examples])
+    )
     for row in rows:
         assert row.lengths.sum() == len(row.tokens) == len(row.is_target) <= 16
         found = row.fields(16)

@@ -12,16 +12,19 @@ import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.train.data import prepare as prepare_module
+from swiftkv_jax.train.data.dataset import UNREADABLE, is_store
 from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
-from swiftkv_jax.train.data.store import UNREADABLE, is_store
 
 LENGTH = 16
 
 
 def write_rows(file, good, bad=0):
     """Bad rows come first."""
-    file.write_text("not JSON\n" * bad + "".join(json.dumps({"text": f"document number {i}"}) + "\n" for i in range(good)))
+    file.write_text(
+        "not JSON\n" * bad
+        + "".join(json.dumps({"text": f"document number {i}"}) + "\n" for i in range(good))
+    )
     return DataSource(str(file))
 
 
@@ -30,12 +33,22 @@ def source(tmp_path):
     return write_rows(tmp_path / "a.jsonl", 20)
 
 
-def test_a_store_is_found_again_while_nothing_has_changed(tmp_path, tokenizer, source, monkeypatch, capfd):
+def test_a_store_is_found_again_while_nothing_has_changed(
+    tmp_path, tokenizer, source, monkeypatch, capfd
+):
     cache = tmp_path / "cache"
     first = prepare(source, tokenizer, LENGTH, cache)
-    assert first.manifest.documents == 20 and first.manifest.tokens == sum(len(f"document number {i}") + 1 for i in range(20))
-    assert first.manifest.fill == first.manifest.tokens / (len(first) * LENGTH) and first.name == "a.jsonl"
-    assert "a.jsonl: 370 tokens (330 to predict) of 20 documents in 24 rows of 16, 96.4% full" in capfd.readouterr().err
+    assert first.manifest.documents == 20 and first.manifest.tokens == sum(
+        len(f"document number {i}") + 1 for i in range(20)
+    )
+    assert (
+        first.manifest.fill == first.manifest.tokens / (len(first) * LENGTH)
+        and first.name == "a.jsonl"
+    )
+    assert (
+        "a.jsonl: 370 tokens (330 to predict) of 20 documents in 24 rows of 16, 96.4% full"
+        in capfd.readouterr().err
+    )
 
     monkeypatch.setattr(prepare_module, "build", None)
     assert prepare(source, tokenizer, LENGTH, cache).path == first.path
@@ -55,7 +68,10 @@ def test_a_store_is_found_again_while_nothing_has_changed(tmp_path, tokenizer, s
 def test_the_fingerprint_does_not_depend_on_the_place(tmp_path, tokenizer, source):
     (tmp_path / "elsewhere").mkdir()
     moved = write_rows(tmp_path / "elsewhere" / "b.jsonl", 20)
-    stores = [build(found, tokenizer, LENGTH, tmp_path / f"store{number}") for number, found in enumerate([source, moved])]
+    stores = [
+        build(found, tokenizer, LENGTH, tmp_path / f"store{number}")
+        for number, found in enumerate([source, moved])
+    ]
     assert stores[0].manifest.fingerprint == stores[1].manifest.fingerprint
 
 
@@ -63,7 +79,9 @@ def test_a_store_as_a_source(tmp_path, tokenizer, source):
     store = build(source, tokenizer, LENGTH, tmp_path / "store")
     as_source = DataSource(str(store.path))
     assert prepare(as_source, tokenizer, LENGTH, tmp_path / "cache").path == store.path
-    with pytest.raises(DataError, match="store: prepared with --max-length 16, but the run has --max-length 32"):
+    with pytest.raises(
+        DataError, match="store: prepared with --max-length 16, but the run has --max-length 32"
+    ):
         prepare(as_source, tokenizer, 32, tmp_path / "cache")
     other = copy.deepcopy(tokenizer)
     other.chat_template = "other"
@@ -81,13 +99,20 @@ def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, capfd):
     lines = (store.path / UNREADABLE).read_text().splitlines()
     assert len(lines) == 12 and lines[2].startswith(f"{source.path}:3: not valid JSON")
     logged = capfd.readouterr().err
-    assert logged.count("left out: ") == 10 and f"left out: {lines[9]}\n" in logged and lines[10] not in logged
+    assert (
+        logged.count("left out: ") == 10
+        and f"left out: {lines[9]}\n" in logged
+        and lines[10] not in logged
+    )
     assert f"12 unreadable, listed in {store.path / UNREADABLE}" in logged
 
 
 def test_too_many_unreadable_rows_stop(tmp_path, tokenizer):
     source, cache = write_rows(tmp_path / "a.jsonl", 98, bad=2), tmp_path / "cache"
-    message = "a.jsonl: 2 of 100 rows cannot be read .2.00%.; --max-unreadable-share 0.01 allows fewer; the first: .*a.jsonl:1: not valid"
+    message = (
+        "a.jsonl: 2 of 100 rows cannot be read .2.00%.; --max-unreadable-share 0.01 allows "
+        "fewer; the first: .*a.jsonl:1: not valid"
+    )
     with pytest.raises(DataError, match=message):
         prepare(source, tokenizer, LENGTH, cache)
     assert not any(cache.iterdir())
@@ -109,7 +134,9 @@ def test_nothing_to_predict(tmp_path, tokenizer):
 
 
 def run(code, *arguments, **options):
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], text=True, **options
+    )
 
 
 PREAMBLE = """
@@ -117,7 +144,7 @@ import os, signal, sys
 from pathlib import Path
 import jax
 from swiftkv_jax import demo
-from swiftkv_jax.checkpoints.side_files import load_tokenizer, read_side_files
+from swiftkv_jax.checkpoints.auxiliary_files import load_tokenizer, read_side_files
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
 tokenizer = load_tokenizer(demo.LLAMA, read_side_files(demo.LLAMA)[1])
@@ -126,7 +153,8 @@ source, cache = DataSource(sys.argv[1]), Path(sys.argv[2])
 
 
 def test_a_killed_build_leaves_nothing_that_is_taken_for_a_store(tmp_path, tokenizer, source):
-    """Killed at the last moment: all files are written, the manifest too, but the folder has not got its name."""
+    """Killed at the last moment: all files are written, the manifest too, but the folder has not
+    got its name."""
     code = PREAMBLE + (
         "write = module.write_manifest\n"
         "def write_and_die(*arguments): write(*arguments); os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -169,7 +197,9 @@ def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):
         for index in range(2)
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    first, second = ([line for line in output.splitlines() if "[Gloo]" not in line] for output, _ in outputs)
+    first, second = (
+        [line for line in output.splitlines() if "[Gloo]" not in line] for output, _ in outputs
+    )
     assert len(first) == 3 and first[:2] == second[:2] and first[0] == first[1], outputs
     assert "DataError" in first[2] and "1 of 1 rows cannot be read" in first[2]
     assert second[2] == "DataError process 0 could not prepare the data; its message says why"

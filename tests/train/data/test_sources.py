@@ -11,12 +11,17 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.train.data.rows import Document, Unreadable, parse_row
+from swiftkv_jax.train.data.documents import Document, Unreadable, parse_row
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files, parse_source, read_file
 
 CHAT = [
     {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]},
-    {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
+    {
+        "messages": [
+            {"role": "user", "content": "é"},
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+        ]
+    },
 ]
 
 
@@ -26,14 +31,19 @@ def read(path) -> list[Any]:
 
 def write_arrow_stream(path, rows):
     table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=1)
 
 
 def write_dataset_folder(folder, rows):
     folder.mkdir()
     (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     write_arrow_stream(folder / "data-00000-of-00001.arrow", rows)
 
 
@@ -45,9 +55,15 @@ def write_array_record(path, rows):
 
 
 WRITERS = {
-    "rows.jsonl": lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows)),
-    "rows.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode())),
-    "rows.parquet": lambda path, rows: parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=1),
+    "rows.jsonl": lambda path, rows: path.write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    ),
+    "rows.jsonl.gz": lambda path, rows: path.write_bytes(
+        gzip.compress("\n".join(json.dumps(row) for row in rows).encode())
+    ),
+    "rows.parquet": lambda path, rows: parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path, row_group_size=1
+    ),
     "rows.arrayrecord": write_array_record,
     "rows.array_record": write_array_record,
     "dataset": write_dataset_folder,
@@ -66,7 +82,9 @@ def test_a_bad_row_is_named_by_its_place(tmp_path, name):
     WRITERS[name](tmp_path / name, rows)
     good, bad = read(tmp_path / name)
     assert good.text == "fine"
-    assert isinstance(bad, Unreadable) and "unknown form" in bad.reason and '"messages"' in bad.reason
+    assert (
+        isinstance(bad, Unreadable) and "unknown form" in bad.reason and '"messages"' in bad.reason
+    )
     assert bad.origin.endswith(":2" if ".jsonl" in name else ":row 1")
 
 
@@ -84,10 +102,19 @@ def test_text_and_folders(tmp_path):
 
 
 def test_stdlib_is_split_by_package():
-    training, held_out = (find_files(DataSource(STDLIB), held_out=held_out) for held_out in (False, True))
+    training, held_out = (
+        find_files(DataSource(STDLIB), held_out=held_out) for held_out in (False, True)
+    )
     assert any(file.name == "argparse.py" for file in training)
-    assert held_out and not {file.name for file in held_out} & {"argparse.py"} and not set(training) & set(held_out)
-    packages = [{str(file).split("/python3.")[-1].split("/")[1] for file in split} for split in (training, held_out)]
+    assert (
+        held_out
+        and not {file.name for file in held_out} & {"argparse.py"}
+        and not set(training) & set(held_out)
+    )
+    packages = [
+        {str(file).split("/python3.")[-1].split("/")[1] for file in split}
+        for split in (training, held_out)
+    ]
     assert not packages[0] & packages[1]
 
 
@@ -110,7 +137,9 @@ def test_a_path_with_a_colon_is_taken_whole(tmp_path):
     assert parse_source(f"{tmp_path}/part:1") == DataSource(f"{tmp_path}/part:1")
 
 
-@pytest.mark.parametrize("text", ["", ":0.5", "a.jsonl:0", "a.jsonl:-1", "a.jsonl:nan", "a.jsonl:inf"])
+@pytest.mark.parametrize(
+    "text", ["", ":0.5", "a.jsonl:0", "a.jsonl:-1", "a.jsonl:nan", "a.jsonl:inf"]
+)
 def test_bad_weights(text):
     with pytest.raises(UsageError, match="--data"):
         parse_source(text)
@@ -123,11 +152,23 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
     ("row", "expected"),
     [
         ({"text": "t", "messages": None}, Document("o", text="t")),
-        ({"messages": [USER, ANSWER], "prompt": "ignored", "completion": "too"}, Document("o", messages=[USER, ANSWER])),
-        ({"messages": [USER | {"name": "n", "x": None}], "tools": [1]}, Document("o", messages=[USER | {"name": "n"}], tools=[1])),
+        (
+            {"messages": [USER, ANSWER], "prompt": "ignored", "completion": "too"},
+            Document("o", messages=[USER, ANSWER]),
+        ),
+        (
+            {"messages": [USER | {"name": "n", "x": None}], "tools": [1]},
+            Document("o", messages=[USER | {"name": "n"}], tools=[1]),
+        ),
         ({"prompt": "q ", "completion": "a"}, Document("o", text="q a", given=2)),
-        ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, Document("o", messages=[USER, ANSWER, USER, ANSWER], given=3)),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, Document("o", messages=[USER, ANSWER])),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+            Document("o", messages=[USER, ANSWER, USER, ANSWER], given=3),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            Document("o", messages=[USER, ANSWER]),
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [1]}]},
             Document("o", messages=[{"role": "assistant", "tool_calls": [1], "content": None}]),
@@ -150,7 +191,10 @@ def test_row_forms(row, expected):
         ({"messages": [USER, {"content": "no role"}]}, "message 1: expected"),
         ({"messages": [{"role": "user"}]}, 'message 0: "content" must be text'),
         ({"conversations": {}}, '"conversations" must be a list'),
-        ({"conversations": [{"from": "robot", "value": "x"}]}, 'turn 0 of "conversations": expected .*human'),
+        (
+            {"conversations": [{"from": "robot", "value": "x"}]},
+            'turn 0 of "conversations": expected .*human',
+        ),
     ],
 )
 def test_malformed_rows(row, reason):
@@ -172,7 +216,11 @@ def test_malformed_rows(row, reason):
 def test_unreadable_rows_name_file_and_line(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     *good, bad = read(tmp_path / name)
-    assert isinstance(bad, Unreadable) and reason in f"{bad.origin}: {bad.reason}" and len(good) == ("fine" in str(content))
+    assert (
+        isinstance(bad, Unreadable)
+        and reason in f"{bad.origin}: {bad.reason}"
+        and len(good) == ("fine" in str(content))
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,10 +229,20 @@ def test_unreadable_rows_name_file_and_line(tmp_path, name, content, reason):
         ({}, "nothing to read in it; expected files ending in .jsonl"),
         ({"dataset_dict.json": "{}"}, "several splits; name one of .*train"),
         ({"state.json": "{}", "dataset_info.json": "{}"}, "state.json: not the list of data files"),
-        ({"state.json": '{"_data_files": [{"filename": "gone.arrow"}]}', "dataset_info.json": "{}"}, "gone.arrow: no such file"),
+        (
+            {
+                "state.json": '{"_data_files": [{"filename": "gone.arrow"}]}',
+                "dataset_info.json": "{}",
+            },
+            "gone.arrow: no such file",
+        ),
         ({"a.parquet": "junk"}, "a.parquet: not a readable Parquet file"),
         (
-            {"a.arrow": "x", "state.json": '{"_data_files": [{"filename": "a.arrow"}]}', "dataset_info.json": "{}"},
+            {
+                "a.arrow": "x",
+                "state.json": '{"_data_files": [{"filename": "a.arrow"}]}',
+                "dataset_info.json": "{}",
+            },
             "not a readable Arrow",
         ),
         ({"a.arrayrecord": "junk"}, "a.arrayrecord: damaged ArrayRecord file"),
@@ -203,7 +261,10 @@ def test_other_refusals(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
         read(tmp_path / "nowhere")
     (tmp_path / "table.csv").write_text("a,b")
-    with pytest.raises(DataError, match="table.csv: not a format that can be read; expected a name ending in .jsonl"):
+    with pytest.raises(
+        DataError,
+        match="table.csv: not a format that can be read; expected a name ending in .jsonl",
+    ):
         read(tmp_path / "table.csv")
     parquet.write_table(pyarrow.Table.from_pylist([{"body": "x"}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="a.parquet: its columns are body; accepted"):

@@ -8,21 +8,48 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import DataError
+from swiftkv_jax.train.data.dataset import (
+    MANIFEST,
+    ROWS,
+    Manifest,
+    Store,
+    is_store,
+    write_manifest,
+    write_rows,
+)
 from swiftkv_jax.train.data.packing import PackedRow
-from swiftkv_jax.train.data.store import MANIFEST, ROWS, Manifest, Store, is_store, write_manifest, write_rows
 
 
 def make_row(random, length):
     lengths = random.integers(1, 1 + length // 3, 3).astype(np.int32)
     count = int(lengths.sum())
-    return PackedRow(random.integers(0, 2**31 - 1, count, dtype=np.int32), random.random(count) < 0.5, lengths)
+    return PackedRow(
+        random.integers(0, 2**31 - 1, count, dtype=np.int32), random.random(count) < 0.5, lengths
+    )
 
 
 def make_store(path, rows, length=64):
     path.mkdir()
     totals = write_rows(path / ROWS, rows, length)
-    counts = {"rows": totals.rows, "tokens": totals.tokens, "targets": totals.targets, "fingerprint": totals.fingerprint}
-    write_manifest(path, Manifest(source="a.jsonl", files=[], tokenizer="t", length=length, documents=1, unreadable=0, fill=1.0, **counts))
+    counts = {
+        "rows": totals.rows,
+        "tokens": totals.tokens,
+        "targets": totals.targets,
+        "fingerprint": totals.fingerprint,
+    }
+    write_manifest(
+        path,
+        Manifest(
+            source="a.jsonl",
+            files=[],
+            tokenizer="t",
+            length=length,
+            documents=1,
+            unreadable=0,
+            fill=1.0,
+            **counts,
+        ),
+    )
     return path
 
 
@@ -50,7 +77,12 @@ def test_fingerprint_is_of_content_and_order(tmp_path, rows):
     first = fingerprint("a", rows)
     assert fingerprint("b", rows) == first
     flipped = PackedRow(rows[0].tokens, ~rows[0].is_target, rows[0].lengths)
-    others = [fingerprint("c", rows[::-1]), fingerprint("d", [flipped, *rows[1:]]), fingerprint("e", rows[1:]), fingerprint("f", rows, 65)]
+    others = [
+        fingerprint("c", rows[::-1]),
+        fingerprint("d", [flipped, *rows[1:]]),
+        fingerprint("e", rows[1:]),
+        fingerprint("f", rows, 65),
+    ]
     assert len({first, *others}) == 5
 
 
@@ -79,10 +111,16 @@ def edit(**fields):
         (lambda path: (path / ROWS).write_bytes(b""), "rows.arrayrecord: damaged"),
         (flip, "rows.arrayrecord: damaged"),
         (edit(rows=51), "rows.arrayrecord: damaged .50 rows of 51"),
-        (edit(version=2), "manifest.json: 'swiftkv-jax packed rows' version 2, but this release reads version 1"),
+        (
+            edit(version=2),
+            "manifest.json: 'swiftkv-jax packed rows' version 2, but this release reads version 1",
+        ),
         (edit(format="other"), "manifest.json: 'other' version 1"),
         (edit(strange=1), "manifest.json: damaged .*strange"),
-        (lambda path: (path / MANIFEST).write_text("{"), "manifest.json: damaged, or not the manifest"),
+        (
+            lambda path: (path / MANIFEST).write_text("{"),
+            "manifest.json: damaged, or not the manifest",
+        ),
         (lambda path: (path / MANIFEST).unlink(), "not a prepared store: it has no manifest.json"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Target masks: exactly what the assistant says, by any template that leaves earlier turns alone."""
+"""Target masks: exactly what the assistant says, by any template that leaves earlier turns
+alone."""
 
 import copy
 
@@ -7,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from swiftkv_jax.errors import DataError
-from swiftkv_jax.train.data.rows import Document, Unreadable
+from swiftkv_jax.train.data.documents import Document, Unreadable
 from swiftkv_jax.train.data.tokenize import Example, _inside, tokenize
 
 CHATML = (
@@ -15,23 +16,32 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA = (  # trims contents, writes a default system turn and calls as JSON, renames tool turns
-    "<|begin|>{% if messages[0].role != 'system' %}<|head|>system<|/head|>\n\nDate: today<|eot|>{% endif %}"
+    "<|begin|>{% if messages[0].role != 'system' %}<|head|>system<|/head|>\n\nDate: "
+    "today<|eot|>{% endif %}"
     "{% for m in messages %}<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n"
-    "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|eot|>{% endfor %}"
+    "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | "
+    "trim }}{% endif %}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
 )
-QWEN = (  # a default system turn, neighbouring tool turns inside one user turn, descriptions of tools
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.{% if tools %} Tools: {{ tools | tojson }}{% endif %}"
+# a default system turn, neighbouring tool turns inside one user turn, descriptions of tools
+QWEN = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.{% if tools %} "
+    "Tools: {{ tools | tojson }}{% endif %}"
     "<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ "
+    "m.content }}</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] "
+    "%}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}<|im_start|>assistant\n{% endif %}"
 )
 END = {CHATML: "<|im_end|>\n", LLAMA: "<|eot|>", QWEN: "<|im_end|>\n"}
 
 
 def chat(*turns, **fields):
-    return Document("o", messages=[{"role": role, "content": content} for role, content in turns], **fields)
+    return Document(
+        "o", messages=[{"role": role, "content": content} for role, content in turns], **fields
+    )
 
 
 def with_template(tokenizer, template):
@@ -42,7 +52,11 @@ def with_template(tokenizer, template):
 
 def targets(document, tokenizer):
     (example,) = tokenize([document], tokenizer)
-    assert isinstance(example, Example) and example.tokens.dtype == np.int32 and example.is_target.dtype == bool
+    assert (
+        isinstance(example, Example)
+        and example.tokens.dtype == np.int32
+        and example.is_target.dtype == bool
+    )
     return tokenizer.decode(example.tokens[example.is_target])
 
 
@@ -53,24 +67,45 @@ def reason(document, tokenizer):
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, QWEN], ids=["chatml", "llama", "qwen"])
-@pytest.mark.parametrize("system", [[], [("system", "be brief")]], ids=["default system", "own system"])
+@pytest.mark.parametrize(
+    "system", [[], [("system", "be brief")]], ids=["default system", "own system"]
+)
 def test_answers_that_repeat_or_are_empty(tokenizer, template, system):
     """A search for an answer's text would find it in the question; the mask must not."""
-    turns = [("user", "say yes"), ("assistant", "yes"), ("user", "yes?"), ("assistant", "yes"), ("user", "é"), ("assistant", "")]
+    turns = [
+        ("user", "say yes"),
+        ("assistant", "yes"),
+        ("user", "yes?"),
+        ("assistant", "yes"),
+        ("user", "é"),
+        ("assistant", ""),
+    ]
     document = chat(*system, *turns)
-    assert targets(document, with_template(tokenizer, template)) == "".join(answer + END[template] for answer in ("yes", "yes", ""))
+    assert targets(document, with_template(tokenizer, template)) == "".join(
+        answer + END[template] for answer in ("yes", "yes", "")
+    )
 
 
 def test_trimmed_contents(tokenizer):
-    assert targets(chat(("user", " q "), ("assistant", " a ")), with_template(tokenizer, LLAMA)) == "a<|eot|>"
+    assert (
+        targets(chat(("user", " q "), ("assistant", " a ")), with_template(tokenizer, LLAMA))
+        == "a<|eot|>"
+    )
 
 
 @pytest.mark.parametrize("template", [LLAMA, QWEN], ids=["llama", "qwen"])
 def test_tool_turns(tokenizer, template):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-    messages = [{"role": "user", "content": "1+1"}, call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "two"}]
+    messages = [
+        {"role": "user", "content": "1+1"},
+        call,
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
     tools = [{"type": "function", "function": {"name": "add"}}]
-    found = targets(Document("o", messages=messages, tools=tools), with_template(tokenizer, template))
+    found = targets(
+        Document("o", messages=messages, tools=tools), with_template(tokenizer, template)
+    )
     written = '<tool_call>{"name": "add"}</tool_call>' if template is QWEN else '{"name": "add"}'
     assert found == written + END[template] + "two" + END[template]
 
@@ -82,14 +117,23 @@ def test_given_messages_are_no_targets(tokenizer):
 
 def test_text_and_completion(tokenizer):
     (example,) = tokenize([Document("o", text="two")], tokenizer)
-    assert isinstance(example, Example) and tokenizer.decode(example.tokens) == "two</s>" and example.is_target.all()
+    assert (
+        isinstance(example, Example)
+        and tokenizer.decode(example.tokens) == "two</s>"
+        and example.is_target.all()
+    )
     assert targets(Document("o", text="one two", given=4), tokenizer) == "two</s>"
     assert targets(Document("o", text="one", given=3), tokenizer) == "</s>"
 
 
 def test_order_is_kept_over_kinds_and_batches(tokenizer):
     documents = [
-        [Document(str(i), text=f"t{i}"), chat(("user", "q"), ("assistant", f"{i}")), Unreadable(str(i), "bad")][i % 3] for i in range(600)
+        [
+            Document(str(i), text=f"t{i}"),
+            chat(("user", "q"), ("assistant", f"{i}")),
+            Unreadable(str(i), "bad"),
+        ][i % 3]
+        for i in range(600)
     ]
     rows = list(tokenize(documents, tokenizer))
     assert len(rows) == 600
@@ -107,8 +151,18 @@ def test_tokens_across_the_edge_of_an_answer_are_no_targets():
     merged.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert merged.encode("aab").offsets == [(0, 1), (1, 3)]
     assert _inside(np.array([(0, 1), (1, 3)]), ((2, 3),)).tolist() == [False, False]
-    assert _inside(np.array([(0, 1), (1, 2), (3, 3), (3, 4)]), ((1, 4),)).tolist() == [False, True, True, True]
-    assert _inside(np.array([(0, 0), (0, 2), (2, 2), (2, 3)]), ((2, 2), (2, 3))).tolist() == [False, False, False, True]
+    assert _inside(np.array([(0, 1), (1, 2), (3, 3), (3, 4)]), ((1, 4),)).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert _inside(np.array([(0, 0), (0, 2), (2, 2), (2, 3)]), ((2, 2), (2, 3))).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_model_without_a_chat_template_is_no_matter_of_rows(tokenizer):
@@ -120,11 +174,27 @@ def test_a_model_without_a_chat_template_is_no_matter_of_rows(tokenizer):
     ("document", "template", "expected"),
     [
         (chat(("user", "hello")), CHATML, "no message with role 'assistant'"),
-        (chat(("user", "q"), ("assistant", "a"), ("user", "r"), given=2), CHATML, "no message with role 'assistant'"),
-        (chat(("user", "q"), ("assistant", "a")), "{{ raise_exception('no such role') }}", "refuses the first 2 messages .no such role"),
+        (
+            chat(("user", "q"), ("assistant", "a"), ("user", "r"), given=2),
+            CHATML,
+            "no message with role 'assistant'",
+        ),
+        (
+            chat(("user", "q"), ("assistant", "a")),
+            "{{ raise_exception('no such role') }}",
+            "refuses the first 2 messages .no such role",
+        ),
         (chat(("assistant", "a"), ("user", "q")), LLAMA, "refuses the first 0 messages"),
-        (chat(*[("user", "x"), ("assistant", "x")] * 2), "{{ messages | length }}" + CHATML, "rewrites earlier turns, so answer 1"),
-        (chat(("user", "q"), ("assistant", "")), "{% for m in messages %}{{ m.content }}{% endfor %}", "no token to predict"),
+        (
+            chat(*[("user", "x"), ("assistant", "x")] * 2),
+            "{{ messages | length }}" + CHATML,
+            "rewrites earlier turns, so answer 1",
+        ),
+        (
+            chat(("user", "q"), ("assistant", "")),
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "no token to predict",
+        ),
         (Document("o", text=""), None, "no token to predict"),
         (Document("o", text="\ud800"), None, "not Unicode text .a lone surrogate at character 0"),
     ],

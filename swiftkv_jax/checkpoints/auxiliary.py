@@ -1,0 +1,176 @@
+"""What a checkpoint brings besides weights: config.json, generation defaults, and the tokenizer's
+files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from ..errors import CheckpointError, ConfigError
+from ..model import AuxiliaryFiles
+from ..quantization import Format
+from .compressed_tensors import quantization_config
+from .hf_config import config_from_hf, config_to_hf
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Any of these holds a vocabulary; the others only describe it.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+GENERATION_CONFIG = "generation_config.json"
+
+
+def read_side_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
+    """config.json, the other side files, and the tokens that end a generation.
+
+    Raises `ConfigError` naming config.json if it is malformed or not supported, `CheckpointError`
+    for other files.
+    """
+    hf_config = read_json(path / "config.json", ConfigError)
+    try:
+        config = config_from_hf(hf_config)
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{path / 'config.json'}: malformed field ({error})") from None
+    contents = {
+        name: (path / name).read_bytes()
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG)
+        if (path / name).is_file()
+    }
+    generation = read_json(path / GENERATION_CONFIG) if GENERATION_CONFIG in contents else {}
+    eos = generation.get("eos_token_id")
+    eos_token_ids = _token_ids(path, hf_config.get("eos_token_id") if eos is None else eos)
+    return config, AuxiliaryFiles(contents, hf_config), eos_token_ids
+
+
+def write_side_files(
+    path: Path,
+    config: Config,
+    auxiliary_files: AuxiliaryFiles,
+    dtype_name: str,
+    quantization: Format | None,
+) -> None:
+    """config.json and everything that was carried along."""
+    for name, content in auxiliary_files.contents.items():
+        (path / name).write_bytes(content)
+    write_json(
+        path / "config.json",
+        to_hf_config(config, auxiliary_files.hf_config, dtype_name, quantization),
+    )
+
+
+def to_hf_config(
+    config: Config, original: dict[str, Any], dtype_name: str, quantization: Format | None
+) -> dict[str, Any]:
+    """The original config.json with the fields that `config` determines replaced.
+
+    Hugging Face has a field for fp8 matrices; int8 ones are in our own directories only, whose
+    manifest says so. Spelled as transformers 4 reads it: `rope_theta`, `rope_scaling` and
+    `torch_dtype`, which later versions read too.
+    """
+    stale = (
+        "rope_parameters",
+        "dtype",
+        "quantization_config",
+        "auto_map",
+        "swiftkv",
+        "num_key_value_layers",
+        "key_value_group_size",
+    )
+    kept = {name: value for name, value in original.items() if name not in stale}
+    if quantization == "fp8":
+        kept["quantization_config"] = original.get("quantization_config") or quantization_config()
+    return kept | config_to_hf(config) | {"torch_dtype": dtype_name}
+
+
+def has_tokenizer(auxiliary_files: AuxiliaryFiles) -> bool:
+    return any(name in auxiliary_files.contents for name in _VOCABULARIES)
+
+
+def load_tokenizer(path: Path, auxiliary_files: AuxiliaryFiles) -> Any:
+    """The transformers tokenizer in a checkpoint directory, or None if there is none. Runs no code
+    from the checkpoint.
+
+    Raises `CheckpointError` if the files are there and cannot be used.
+    """
+    if not has_tokenizer(auxiliary_files):
+        return None
+    try:
+        with _quiet_transformers():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # whatever the files make transformers and tokenizers raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded ({reason})") from None
+
+
+def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
+    """A JSON object. Raises `error_type` naming the file if it is missing or is not one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error_type(f"{file}: no such file") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise error_type(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise error_type(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id={value!r} must be a token id or a list of them"
+        )
+    return tuple(ids)
+
+
+@contextlib.contextmanager
+def _quiet_transformers():
+    """No remarks: on models that are missing without PyTorch, on what is unusual in a config.json
+    that we read ourselves.
+
+    transformers sets its logger's level when it is first imported, so the import comes first.
+    """
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    advisory = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import transformers  # noqa: F401
+    finally:
+        if advisory is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = advisory
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

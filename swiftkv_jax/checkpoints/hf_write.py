@@ -1,0 +1,251 @@
+"""Write Hugging Face checkpoints, a tensor at a time.
+
+`full` is what the authors' PyTorch class and vLLM plugin load: teacher and delta. `expanded`
+repeats each group's keys and values for every layer of the group, for loaders that know no groups.
+`delta` is only what was trained.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..config import Config
+from ..errors import UsageError
+from ..io.atomic import check_free, new_directory
+from ..model import Model
+from .auxiliary import write_json, write_side_files
+from .safetensors_io import crc32, write_file
+from .source import Source, from_model, parse_dtype, placements
+from .tensor_map import Leaf, repeat_groups
+
+Format = Literal["full", "delta", "expanded"]
+INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+# Keys of the safetensors metadata.
+FORMAT, DELTA, BASE_DIGEST = "swiftkv_format", "delta", "base_model_digest"
+SHARD_BYTES = 4_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A tensor to write: part `index` of a leaf's leading axis, or all of it."""
+
+    leaf: Leaf
+    index: int | None
+    name: str
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.leaf.tensor_shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def save_hf(model: Model, path: str | os.PathLike[str], *, format: Format = "full") -> None:
+    """Write `model` (its leaves may be gradients) as safetensors with a config.json. See the module
+    for the formats.
+
+    A model without a delta is written as a plain Llama, fp8 matrices as `compressed_tensors` says.
+    Nothing appears at `path` until all is written. Raises `UsageError` if `path` exists, if there
+    is no delta to write as one, if the teacher's upper q, k, v were dropped, and for int8 matrices,
+    which have no form here.
+    """
+    write_hf(from_model(model), path, format=format)
+
+
+def write_hf(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    format: Format = "full",
+    dtype: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[Leaf], None] = lambda leaf: None,
+) -> None:
+    """Write a source, leaf by leaf; `progress` is called after each. `dtype` None keeps each leaf's
+    own.
+
+    With several processes, all of them call this: each tensor is gathered to every host in turn,
+    and process 0 writes.
+    """
+    check_free(path)
+    _check_format(source, format)
+    wanted = parse_dtype(dtype)
+    pieces = _plan(source, format, wanted)
+    metadata = {}
+    if format == "delta":
+        metadata = {FORMAT: DELTA, BASE_DIGEST: base_model_digest(source)}
+    with new_directory(path) as partial:
+        shards = _split(pieces, shard_bytes)
+        blocks = _tensors(source, pieces, wanted, progress)
+        names = (
+            [SINGLE_FILE]
+            if len(shards) == 1
+            else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        )
+        for name, shard in zip(names, shards, strict=True):
+            mine = itertools.islice(blocks, len(shard))
+            if jax.process_index() == 0:
+                write_file(
+                    partial / name,
+                    [(p.name, p.leaf.tensor_shape, p.dtype) for p in shard],
+                    mine,
+                    metadata,
+                )
+            else:
+                collections.deque(mine, maxlen=0)  # takes part in gathering
+        next(blocks, None)  # lets the generator finish
+        if jax.process_index() == 0:
+            if len(shards) > 1:
+                weight_map = {
+                    piece.name: name
+                    for name, shard in zip(names, shards, strict=True)
+                    for piece in shard
+                }
+                write_json(
+                    partial / INDEX,
+                    {
+                        "metadata": {"total_size": sum(p.num_bytes for p in pieces)},
+                        "weight_map": weight_map,
+                    },
+                )
+            dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
+            write_side_files(
+                partial,
+                _config(source, format),
+                source.auxiliary_files,
+                dtype_name,
+                source.quantization,
+            )
+
+
+def base_model_digest(source: Source) -> str:
+    """Identifies the frozen weights, whatever the SwiftKV cut: a digest over the digests of the
+    plain Llama's tensors.
+
+    Each is taken of the values rounded to bfloat16, so a base loaded in a wider dtype than its
+    file's is the same base.
+    """
+    pieces = [piece for piece in _plan(source, "full", None) if not piece.leaf.is_delta]
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    digests = {
+        piece.name: crc32(block.astype(bfloat16))
+        for piece, block in zip(
+            pieces, _tensors(source, pieces, None, lambda leaf: None), strict=True
+        )
+    }
+    lines = "".join(f"{name} {digests[name]:08x}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()[:32]
+
+
+def _check_format(source: Source, format: str) -> None:
+    if format not in ("full", "delta", "expanded"):
+        raise UsageError(f"format {format!r} is not known; choose full, delta or expanded")
+    if format == "delta" and not source.has_delta:
+        raise UsageError(
+            "format delta: this model has no delta; add one with add_swiftkv, or write format full"
+        )
+    if source.quantization == "int8" or (source.quantization and format == "delta"):
+        raise UsageError(
+            f"format {format}: not for {source.quantization} weights; use save, or load them with "
+            f"quantization='none'"
+        )
+    if not source.has_teacher:
+        raise UsageError(
+            f"format {format} needs the teacher's upper q, k, v, which this model was saved or "
+            f"loaded without"
+        )
+
+
+def _config(source: Source, format: str) -> Config:
+    config = source.config
+    if not source.has_delta:
+        return config.cut(config.num_layers)
+    return config.cut(config.num_key_value_layers) if format == "expanded" else config
+
+
+def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Piece]:
+    """Every tensor to write, in the order of the leaves; wide dtypes first, so that each starts at
+    a multiple of its size."""
+    chosen = [leaf for leaf in source.leaves if leaf.is_delta or format != "delta"]
+    dtypes = {
+        leaf.name: source.dtypes[leaf.name] if dtype is None or leaf.part else dtype
+        for leaf in chosen
+    }
+    pieces = []
+    for leaf in sorted(chosen, key=lambda leaf: -dtypes[leaf.name].itemsize):
+        named = (
+            repeat_groups(source.config, leaf) if format == "expanded" else enumerate(leaf.tensors)
+        )
+        pieces += [
+            _Piece(leaf, index if leaf.stacked else None, name, dtypes[leaf.name])
+            for index, name in named
+        ]
+    return pieces
+
+
+def _split(pieces: Sequence[_Piece], shard_bytes: int) -> list[list[_Piece]]:
+    shards: list[list[_Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not shards or piece.num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(piece)
+        room -= piece.num_bytes
+    return shards
+
+
+def _tensors(
+    source: Source,
+    pieces: Sequence[_Piece],
+    dtype: np.dtype | None,
+    progress: Callable[[Leaf], None],
+) -> Iterator[np.ndarray]:
+    """The pieces' tensors on the host. Each leaf is read once and let go before the next."""
+    where = placements(source.config, None, source.quantization)
+    array, current = None, None
+    for piece in pieces:
+        if piece.leaf is not current:
+            if current is not None:
+                progress(current)
+            array, current = None, piece.leaf
+            array = source.read(current, dtype, where[current.name])
+        assert array is not None
+        yield _to_host(array, piece.index).reshape(piece.leaf.tensor_shape)
+    if current is not None:
+        progress(current)
+
+
+def _to_host(array: jax.Array, index: int | None) -> np.ndarray:
+    """All of an array, or entry `index` of its leading axis; of one that is spread over processes,
+    on each of them."""
+    if array.is_fully_addressable:
+        return np.asarray(array if index is None else array[index])
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return np.asarray(
+        _whole(array, everywhere) if index is None else _entry(array, index, everywhere)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _whole(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _entry(array: jax.Array, index: int, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(
+        jax.lax.dynamic_index_in_dim(array, index, keepdims=False), sharding
+    )

@@ -1,0 +1,255 @@
+"""Our own checkpoint directory, written and read leaf by leaf with Orbax.
+
+    config.json, tokenizer and generation files   as in a Hugging Face directory
+    weights/<leaf>/                                one Orbax checkpoint per leaf of the model: `lower_qkv.q`, `swiftkv.k`
+    manifest.json                                  shape, dtype and digest of each leaf
+
+One checkpoint per leaf bounds memory by the largest leaf in both directions. Orbax keeps no
+checksum of array payloads, so the manifest does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from ..config import Config
+from ..errors import CheckpointError
+from ..io.atomic import check_free, new_directory
+from ..model import Model
+from ..quantization import FORMATS, SCALE, VALUES, Format, Scheme
+from . import source
+from .auxiliary import load_tokenizer, read_json, read_side_files, write_json, write_side_files
+from .digest import digest
+from .source import Quantization, Source
+from .tensor_map import Leaf, leaves
+
+MANIFEST, WEIGHTS = "manifest.json", "weights"
+VERSION = 1
+# Bounds what Orbax and the file system hold besides the leaf itself.
+_CHUNK_BYTES = 16 * 2**20
+
+
+# Write ------------------------------------------------------------------------
+
+
+def save(model: Model, path: str | os.PathLike[str]) -> None:
+    """Write a model with Orbax. Nothing appears at `path` until all is written. Raises `UsageError`
+    if `path` exists.
+
+    With several processes, all of them call this.
+    """
+    write_orbax(source.from_model(model), path)
+
+
+def write_orbax(
+    opened: Source,
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    progress: Callable[[Leaf], None] = lambda leaf: None,
+) -> None:
+    """Write a source, leaf by leaf, read onto `mesh`; `progress` is called after each. `dtype` None
+    keeps each leaf's own."""
+    check_free(path)
+    wanted, where = (
+        source.parse_dtype(dtype),
+        source.placements(opened.config, mesh, opened.quantization),
+    )
+    with new_directory(path) as partial:
+        manifest = {}
+        for leaf in opened.leaves:
+            array = opened.read(leaf, wanted, where[leaf.name])
+            manifest[leaf.name] = {
+                "shape": list(array.shape),
+                "dtype": array.dtype.name,
+                "digest": f"{digest(array):08x}",
+            }
+            if leaf.size:  # Orbax refuses arrays without elements
+                _save_leaf(partial / WEIGHTS / leaf.name, array)
+            del array
+            _collect(leaf)
+            progress(leaf)
+        if jax.process_index() == 0:
+            dtype_name = (opened.dtypes["embed"] if wanted is None else wanted).name
+            write_side_files(
+                partial, opened.config, opened.auxiliary_files, dtype_name, opened.quantization
+            )
+            write_json(
+                partial / MANIFEST,
+                {"format": "swiftkv-jax", "version": VERSION, "leaves": manifest},
+            )
+
+
+def _save_leaf(path: Path, array: jax.Array) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # weights hardly compress
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.memory.deepcopy_host_arrays = False  # the save has ended before the array can change
+    with context:
+        ocp.save(str(path), {"leaf": array})
+
+
+# Read -------------------------------------------------------------------------
+
+
+def load_orbax(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    quantization: Quantization | None = None,
+) -> Model:
+    """Load a directory written by `save`. Arguments as in `hf.load_hf`. Raises
+    `CheckpointError`."""
+    opened = open_orbax(path, config)
+    tokenizer = load_tokenizer(Path(path), opened.auxiliary_files)
+    return source.load(
+        opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
+    )
+
+
+def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:
+    """Check config, manifest and shapes; read no weights yet. `config` as in `hf.load_hf`.
+
+    Each leaf's digest is checked when it is read, in its stored dtype, before any cast.
+    """
+    path = Path(os.path.abspath(path))
+    stored_config, auxiliary_files, eos_token_ids = read_side_files(path)
+    manifest = _read_manifest(path)
+    format = _stored_format(manifest)
+    present = _match(path, stored_config, manifest, format)
+    dtypes = {leaf.name: np.dtype(jnp.dtype(manifest[leaf.name]["dtype"])) for leaf in present}
+
+    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
+        stored = jax.ShapeDtypeStruct(leaf.shape, dtypes[leaf.name], sharding=sharding)
+        array = _load_leaf(path, leaf, stored)
+        if f"{digest(array):08x}" != manifest[leaf.name]["digest"]:
+            place = f"{WEIGHTS}/{leaf.name}"
+            raise CheckpointError(
+                f"{path}: {leaf.name} is damaged: its digest is not the one in {MANIFEST}; copy "
+                f"{place} again"
+            )
+        return array if dtype is None or leaf.part else array.astype(dtype)
+
+    opened = Source(
+        config=stored_config,
+        leaves=present,
+        dtypes=dtypes,
+        read=read,
+        auxiliary_files=auxiliary_files,
+        eos_token_ids=eos_token_ids,
+        path=path,
+        digests=True,
+        quantization=format,
+    )
+    if config is None or config == stored_config:
+        return opened
+    source.check_overrides(path, stored_config, config)
+    return source.recut(opened, config)
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    file = path / MANIFEST
+    manifest = read_json(file)
+    if manifest.get("format") != "swiftkv-jax" or manifest.get("version") != VERSION:
+        found = f"format {manifest.get('format')!r} version {manifest.get('version')!r}"
+        raise CheckpointError(
+            f"{file}: {found} is not supported; supported: 'swiftkv-jax' version {VERSION}"
+        )
+    entries = manifest.get("leaves")
+    if not isinstance(entries, dict) or not all(
+        isinstance(entry, dict) and {"shape", "dtype", "digest"} <= entry.keys()
+        for entry in entries.values()
+    ):
+        raise CheckpointError(f"{file}: malformed: every leaf needs a shape, a dtype and a digest")
+    return entries
+
+
+def _stored_format(manifest: dict[str, dict[str, Any]]) -> Format | None:
+    """Told by a matrix that every model has."""
+    dtype = manifest.get(f"lower.gate.{VALUES}", {}).get("dtype")
+    return next((format for format in FORMATS if Scheme(format).dtype.name == dtype), None)
+
+
+def _match(
+    path: Path, config: Config, manifest: dict[str, dict[str, Any]], quantization: Format | None
+) -> tuple[Leaf, ...]:
+    """The leaves present, after checking names, shapes and dtypes against the config. One error
+    lists every difference."""
+    has_delta = any(name.startswith("swiftkv.") for name in manifest)
+    has_teacher = any(name.startswith("upper_qkv.") for name in manifest)
+    expected = {
+        leaf.name: leaf
+        for leaf in leaves(
+            config, teacher_qkv=has_teacher, delta=has_delta, quantization=quantization
+        )
+    }
+    dtypes = {
+        None: ("float32", "bfloat16", "float16"),
+        SCALE: ("float32",),
+        VALUES: (Scheme(quantization or "fp8").dtype.name,),
+    }
+    shapes = {name: tuple(entry["shape"]) for name, entry in manifest.items()}
+    shaped = [
+        name for name, leaf in expected.items() if name in shapes and shapes[name] != leaf.shape
+    ]
+    stored = {name for name, leaf in expected.items() if leaf.size and name in manifest}
+    problems = {
+        "missing": [name for name in expected if name not in manifest],
+        "unexpected": [name for name in manifest if name not in expected],
+        "no weights for": [name for name in stored if not (path / WEIGHTS / name).is_dir()],
+        "wrong shape": [
+            f"{name} {list(shapes[name])}, expected {list(expected[name].shape)}" for name in shaped
+        ],
+        "wrong dtype": [
+            f"{name} {manifest[name]['dtype']}"
+            for name, leaf in expected.items()
+            if name in manifest and manifest[name]["dtype"] not in dtypes[leaf.part]
+        ],
+    }
+    if any(problems.values()):
+        raise CheckpointError(
+            f"{path}: "
+            + "; ".join(f"{kind}: {', '.join(which)}" for kind, which in problems.items() if which)
+        )
+    return tuple(expected.values())
+
+
+def _load_leaf(path: Path, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    if leaf.size == 0:
+        return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        return ocp.load(str(path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
+    except jax.errors.JaxRuntimeError:
+        raise
+    except (
+        Exception
+    ) as error:  # damage surfaces as many types; the cause says more than the wrapper
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason[:300]})"
+        ) from None
+    finally:
+        _collect(leaf)
+
+
+def _collect(leaf: Leaf) -> None:
+    """Orbax leaves each array in reference cycles: let the large ones go before the next leaf needs
+    room."""
+    if leaf.size > 2**20:
+        gc.collect()

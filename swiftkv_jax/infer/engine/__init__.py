@@ -1,0 +1,1 @@
+"""The engine: scheduling and bookkeeping of requests, without JAX."""

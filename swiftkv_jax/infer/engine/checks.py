@@ -1,0 +1,66 @@
+"""Whether a request can run on an engine of these options: asked before anything else happens to
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...config import Config
+from ...errors import UsageError
+from .options import EngineOptions
+from .requests import Request, ScoreRequest
+from .sampling_params import MAX_LOGPROBS
+
+
+def check_request(request: Request | ScoreRequest, config: Config, options: EngineOptions) -> None:
+    """Raise `UsageError` (a `ValueError`) if the request can never run."""
+    limit = options.max_model_len or config.max_position_embeddings
+    if isinstance(request, ScoreRequest):
+        _check_ids("tokens", request.tokens, config)
+        if not options.scoring:
+            raise UsageError("this engine was not made for scores: give its options scoring=True")
+        if not 1 <= request.start < len(request.tokens):
+            raise UsageError(
+                f"start={request.start} must be from 1 to {len(request.tokens) - 1}: the first "
+                f"token is predicted by nothing"
+            )
+        if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+            raise UsageError(
+                f"top_logprobs={request.top_logprobs} must be from 0 to {MAX_LOGPROBS}"
+            )
+        if len(request.tokens) > limit:
+            raise UsageError(
+                f"{len(request.tokens)} tokens are above the limit of {limit}: shorten them or "
+                f"raise --max-model-len"
+            )
+        return
+    params = request.params
+    _check_ids("the prompt", request.prompt, config)
+    params.check_vocabulary(config.vocab_size)
+    if len(request.prompt) + params.max_tokens > limit:
+        raise UsageError(
+            f"the prompt has {len(request.prompt)} tokens, with {params.max_tokens} new ones that "
+            f"is "
+            f"{len(request.prompt) + params.max_tokens}, above the limit of {limit}: shorten it, "
+            f"lower max_tokens or raise --max-model-len"
+        )
+    if params.n > options.max_num_seqs:
+        raise UsageError(
+            f"n={params.n} samples do not fit into --max-num-seqs {options.max_num_seqs}"
+        )
+
+
+def _check_ids(what: str, tokens: Sequence[int], config: Config) -> None:
+    if not isinstance(tokens, Sequence | np.ndarray) or isinstance(tokens, str):
+        raise UsageError(f"{what} must be a list of token ids, got {type(tokens).__name__}")
+    if len(tokens) == 0:
+        raise UsageError(f"{what} must not be empty")
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UsageError(f"{what} must be a list of token ids, that is of whole numbers")
+    if (outside := ids[(ids < 0) | (ids >= config.vocab_size)]).size:
+        raise UsageError(
+            f"{what}: token id {outside[0]} is outside the vocabulary of {config.vocab_size}"
+        )

@@ -1,0 +1,270 @@
+"""What a caller asks for of the next tokens: names and meanings are vLLM's, and a value out of
+range is refused, never adjusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+
+MAX_SAMPLES = 16
+MAX_LOGPROBS = 20  # OpenAI's `top_logprobs`
+MAX_BIASES = 300  # OpenAI
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters
+_MAX_INT = 2**31 - 1
+
+_ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+
+# Fields of OpenAI, vLLM and Transformers that would change the tokens, and the value of each that
+# asks for nothing.
+_UNSUPPORTED = {
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "best_of": 1,
+    "detokenize": True,
+    "dry_multiplier": 0,
+    "early_stopping": False,
+    "echo": False,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "grammar": None,
+    "guided_choice": None,
+    "guided_decoding": None,
+    "guided_grammar": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "logits_processors": [],
+    "mirostat": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "prompt_logprobs": None,
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "structured_outputs": None,
+    "suffix": None,
+    "tfs": 1,
+    "top_a": 0,
+    "top_logprobs": None,
+    "truncate_prompt_tokens": None,
+    "typical_p": 1,
+    "use_beam_search": False,
+    "xtc_probability": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens that follow one prompt. The defaults are greedy.
+
+    The order is vLLM's: `min_tokens` and `logit_bias`, then the penalties, on the logits; a
+    temperature of 0 takes the largest of those; otherwise `temperature`, `min_p`, `top_k`, `top_p`,
+    each within what the one before left, and a draw. Of equal tokens the lower id ranks first.
+    Raises `UsageError` (a `ValueError`) that names the parameter, its value and the range.
+    """
+
+    max_tokens: int = 128
+    """Most new tokens, the end token among them."""
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0 and -1 are off."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens that hold this probability together; 1 is off."""
+    min_p: float = 0.0
+    """Draw from the tokens at least this probable, relative to the likeliest; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides the positive, multiplies the negative logits of tokens that the prompt or the output
+    has; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the output has it; 0 is off."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Added to the logits of these token ids."""
+    seed: int = 0
+    """A draw depends on the seed, which prompt and which of its samples it is for, and the
+    position; on nothing else."""
+    n: int = 1
+    """Samples of each prompt."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these that comes after `min_tokens`."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output as the model's own end tokens do."""
+    min_tokens: int = 0
+    """No end token, and none of `stop_token_ids`, before this many tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end tokens, up to `max_tokens`. `stop` and `stop_token_ids` still
+    hold."""
+    logprobs: int | None = None
+    """Log-probabilities to report: None for none, 0 for the chosen token's, k for those of the k
+    likeliest as well."""
+
+    def __post_init__(self):
+        self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT))
+        self._set(
+            "temperature", _number("temperature", self.temperature, 0, 100, note="0 is greedy")
+        )
+        self._set("top_k", _integer("top_k", self.top_k, -1, _MAX_INT, note="0 and -1 are off"))
+        self._set("top_p", _number("top_p", self.top_p, 0, 1, above=True, note="1 is off"))
+        self._set("min_p", _number("min_p", self.min_p, 0, 1, note="0 is off"))
+        self._set(
+            "repetition_penalty",
+            _number("repetition_penalty", self.repetition_penalty, 0.01, 100, note="1 is off"),
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._set(name, _number(name, getattr(self, name), -2, 2, note="0 is off"))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("seed", _integer("seed", self.seed, 0, 2**63 - 1))
+        self._set("n", _integer("n", self.n, 1, MAX_SAMPLES))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set(
+            "min_tokens",
+            _integer("min_tokens", self.min_tokens, 0, self.max_tokens, note="at most max_tokens"),
+        )
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos={short(self.ignore_eos)} must be true or false")
+        if self.logprobs is not None:
+            self._set(
+                "logprobs",
+                _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, note="None reports none"),
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens seen so far matter."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+        """`defaults` with the `fields` of one request. A null leaves the default, but for
+        `logprobs`, of which it is a value.
+
+        `stop` may be one string, and the keys of `logit_bias` strings of digits. Raises
+        `UsageError` that names the field: one that nobody knows, one of OpenAI or vLLM that is not
+        supported and asks for something, or a value out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        given: dict[str, Any] = {}
+        for field, value in fields.items():
+            name = _ALIASES.get(field, field)
+            if field in _UNSUPPORTED:
+                if value is not None and value != _UNSUPPORTED[field]:
+                    raise UsageError(f"{field} is not supported")
+            elif name not in known:
+                raise UsageError(
+                    f"{short(field)} is not a sampling parameter; known are "
+                    f"{', '.join(sorted(known))}"
+                )
+            elif value is not None or name == "logprobs":
+                if name in given:
+                    raise UsageError(f"{field} says {name} a second time; give one of them")
+                given[name] = value
+        if isinstance(given.get("logit_bias"), Mapping):
+            given["logit_bias"] = {
+                _json_key(key): bias for key, bias in given["logit_bias"].items()
+            }
+        return dataclasses.replace(defaults, **given)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises `UsageError` unless every token id in `logit_bias` and `stop_token_ids` is below
+        `vocab_size`."""
+        for name, tokens in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise UsageError(
+                        f"{name}: token {token} is outside the vocabulary, 0 to {vocab_size - 1}"
+                    )
+
+
+def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, np.integer))
+        or not low <= value <= high
+    ):
+        raise UsageError(
+            f"{name}={short(value)} must be an integer from {low} to {high}"
+            + (f" ({note})" if note else "")
+        )
+    return int(value)
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, above: bool = False, note: str = ""
+) -> float:
+    """`above` leaves out `low` itself. A NaN is in no range."""
+    fits = (
+        isinstance(value, (int, float, np.integer, np.floating))
+        and not isinstance(value, bool)
+        and low <= value <= high
+    )
+    if not fits or (above and value == low):
+        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise UsageError(
+            f"{name}={short(value)} must be a number {bounds}" + (f" ({note})" if note else "")
+        )
+    return float(value)
+
+
+def _listed(name: str, value: Any, cap: int, items: str) -> tuple:
+    if not isinstance(value, (list, tuple)):
+        raise UsageError(f"{name}={short(value)} must be a list of {items}")
+    if len(value) > cap:
+        raise UsageError(f"{name} has {len(value)} entries; at most {cap} are possible")
+    return tuple(value)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    stops = _listed("stop", (value,) if isinstance(value, str) else value, MAX_STOPS, "strings")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise UsageError(
+                f"stop={short(stop)} must be a string of 1 to {MAX_STOP_LENGTH} characters"
+            )
+    return stops
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(
+        _integer(name, token, 0, _MAX_INT) for token in _listed(name, value, MAX_STOPS, "token ids")
+    )
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias={short(value)} must map token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise UsageError(f"logit_bias has {len(value)} entries; at most {MAX_BIASES} are possible")
+    return {
+        _integer("logit_bias: token", token, 0, _MAX_INT): _number(
+            f"logit_bias[{short(token)}]", bias, -100, 100
+        )
+        for token, bias in value.items()
+    }
+
+
+def _json_key(key: Any) -> Any:
+    """JSON has no integer keys: "17" is token 17. Whatever else it is, "017" too, the check of
+    token ids refuses."""
+    return int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key

@@ -1,0 +1,1 @@
+"""The device side of the engine: weights, cache, compiled programs."""

@@ -1,0 +1,132 @@
+"""What an engine will occupy on each device, from the compiler's own figures, before any of it is
+taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ...errors import UsageError
+from ...hardware import GIB
+
+GPU_SHARE = 0.95
+"""Of a GPU's memory. The rest is for what JAX does not count: CUDA's context and libraries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device."""
+
+    weights: int
+    cache: int
+    rows: int
+    """What decoding keeps of each row."""
+    temporaries: int
+    """Of the program that needs most."""
+    program: str
+    """That program."""
+    limit: int | None
+    """What may be used, on a CPU what the machine has; None where a device does not say."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.rows + self.temporaries
+
+    @property
+    def over(self) -> int:
+        """Bytes by which the plan exceeds the limit; 0 if it fits."""
+        return max(0, self.total - self.limit) if self.limit is not None else 0
+
+    def __str__(self) -> str:
+        of = "" if self.limit is None else f" of {_size(self.limit)}"
+        return (
+            f"memory per device: weights {_size(self.weights)} + KV cache {_size(self.cache)} + "
+            f"rows {_size(self.rows)} + "
+            f"temporaries {_size(self.temporaries)} ({self.program}) = {_size(self.total)}{of}"
+        )
+
+
+def memory_plan(
+    weights, cache, rows, compiled: Mapping[tuple[Any, ...], jax.stages.Compiled], limit: int | None
+) -> MemoryPlan:
+    """From arrays or their shapes with shardings, and the programs that run on them."""
+    temporaries, program = max(
+        (_temporaries(program), " ".join(map(str, key))) for key, program in compiled.items()
+    )
+    return MemoryPlan(
+        bytes_per_device(weights),
+        bytes_per_device(cache),
+        bytes_per_device(rows),
+        temporaries,
+        program,
+        limit,
+    )
+
+
+def bytes_per_device(tree) -> int:
+    """What a tree of arrays, or of shapes with shardings, occupies on one device."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def memory_limit(device: Any, utilization: float) -> int | None:
+    """`utilization` of what JAX may use of a device; None if it does not say, as on a CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def allow_most_of_a_gpu() -> None:
+    """Let JAX take `GPU_SHARE` of each GPU's memory, not three quarters, unless the environment
+    says how much. Before it starts."""
+    if not any(
+        os.environ.get(name)
+        for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    ):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parse_size(text: str) -> int:
+    """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
+    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    number, unit = (
+        (text[:-1], units[text[-1].lower()]) if text and text[-1].lower() in units else (text, 1)
+    )
+    try:
+        size = float(number) * unit
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
+    return int(size)
+
+
+def _shard_bytes(leaf) -> int:
+    shape = (
+        leaf.shape
+        if getattr(leaf, "sharding", None) is None
+        else leaf.sharding.shard_shape(leaf.shape)
+    )
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _temporaries(program: jax.stages.Compiled) -> int:
+    """Temporaries, and results that do not take the place of arguments."""
+    figures = program.memory_analysis()
+    if figures is None:
+        return 0
+    return figures.temp_size_in_bytes + max(
+        0, figures.output_size_in_bytes - figures.alias_size_in_bytes
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

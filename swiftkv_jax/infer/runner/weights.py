@@ -1,0 +1,188 @@
+"""The weights as serving holds them: one tuple entry per layer, nothing that serving does not
+read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...config import Config
+from ...model import Model
+from ...params import QKV, Block, Leaf, Llama, SwiftKV, llama_shapes, swiftkv_shapes, unstack
+from ...quantization import Scheme, as_matrix, quantized_shapes, scheme_of
+from ...sharding import llama_shardings, swiftkv_shardings
+
+
+@struct.dataclass
+class Weights:
+    """A student, or a teacher: that is a model whose lower layers are all its layers. Matrices may
+    be `Quantized`."""
+
+    embed: Leaf  # V D
+    lower: tuple[Block, ...]
+    lower_qkv: tuple[QKV, ...]
+    norm_swiftkv: Leaf  # D; this and the next two are None in a teacher
+    kv: Leaf  # 2 J K H D; all upper keys and values are one product
+    kv_bias: Leaf  # 2 J K H, with `attention_bias` only
+    upper: tuple[Block, ...]  # empty in a teacher
+    upper_q: tuple[Leaf, ...]  # each N H D
+    upper_q_bias: tuple[Leaf, ...]  # each N H, with `attention_bias` only; else None
+    final_norm: Leaf  # D
+    lm_head: Leaf  # V D; None when tied to `embed`
+
+
+def served_config(config: Config, swiftkv: bool) -> Config:
+    """The architecture that runs: the teacher is the cut above the last layer."""
+    return config if swiftkv else config.cut(config.num_layers)
+
+
+def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False) -> Weights:
+    """Unstack a student (with `delta`) or a teacher (without): copies the layers, shares embedding
+    and head.
+
+    With `donate` the stacks are deleted one after the other, so that memory holds the model once.
+    Raises `ValueError` for the teacher of a model whose upper projections were dropped.
+    """
+    if delta is None and llama.upper_qkv is None:
+        raise ValueError(
+            "the teacher's upper q, k, v were dropped: load the model with them to run it as a "
+            "plain Llama"
+        )
+    lower, upper = _blocks(llama.lower, donate), _blocks(llama.upper, donate)
+    lower_qkv = unstack(llama.lower_qkv, donate=donate)
+    if delta is None:
+        if upper and llama.upper_qkv is not None:
+            lower_qkv += unstack(llama.upper_qkv, donate=donate)
+        return Weights(
+            llama.embed,
+            lower + upper,
+            lower_qkv,
+            None,
+            None,
+            None,
+            (),
+            (),
+            (),
+            llama.final_norm,
+            llama.lm_head,
+        )
+    weights = Weights(
+        embed=llama.embed,
+        lower=lower,
+        lower_qkv=lower_qkv,
+        norm_swiftkv=delta.norm,
+        kv=jax.tree.map(lambda *kv: jnp.stack(kv), delta.k, delta.v),
+        kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
+        upper=upper,
+        upper_q=unstack(delta.q, donate=donate),
+        upper_q_bias=(None,) * len(upper)
+        if delta.q_bias is None
+        else unstack(delta.q_bias, donate=donate),
+        final_norm=llama.final_norm,
+        lm_head=llama.lm_head,
+    )
+    if donate:
+        for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
+            leaf.delete()
+    return weights
+
+
+def _blocks(stack: Block, donate: bool) -> tuple[Block, ...]:
+    """The layers of a stack, with the output projection as the matrix D x N H that it is used as.
+
+    A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every
+    decode step.
+    """
+    return tuple(
+        dataclasses.replace(block, o=as_matrix(block.o)) for block in unstack(stack, donate=donate)
+    )
+
+
+def weight_shapes(
+    config: Config, swiftkv: bool, dtype, quantization: Scheme | None = None
+) -> Weights:
+    """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is
+    that of what is not quantised."""
+    llama = quantized_shapes(llama_shapes(config, dtype), quantization)
+    delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
+    return jax.eval_shape(serving_weights, llama, delta)
+
+
+def num_bytes(weights: Any) -> int:
+    """What `Weights` or a part of them occupy, over all devices together; of arrays or of their
+    shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+
+
+def weight_shardings(
+    config: Config, swiftkv: bool, mesh: Mesh, quantization: Scheme | None = None
+) -> Weights:
+    """Where `serving_weights` leaves each weight of a model loaded on `mesh`."""
+    llama, delta = (
+        llama_shardings(config, mesh, quantization),
+        swiftkv_shardings(config, mesh, quantization),
+    )
+
+    def layers(stacked, count: int) -> tuple:
+        """Of one stack, the layers one by one: the same places without the leading axis."""
+        return (
+            jax.tree.map(lambda sharding: NamedSharding(mesh, P(*sharding.spec[1:])), stacked),
+        ) * count
+
+    lower, upper = (
+        layers(llama.lower, config.num_lower_layers),
+        layers(llama.upper, config.num_upper_layers),
+    )
+    lower_qkv = layers(llama.lower_qkv, config.num_lower_layers)
+    if not swiftkv:
+        lower_qkv += layers(llama.upper_qkv, config.num_upper_layers)
+        return Weights(
+            llama.embed,
+            lower + upper,
+            lower_qkv,
+            None,
+            None,
+            None,
+            (),
+            (),
+            (),
+            llama.final_norm,
+            llama.lm_head,
+        )
+    joined: Any = jax.tree.map(
+        lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), (delta.k, delta.k_bias)
+    )
+    return Weights(
+        embed=llama.embed,
+        lower=lower,
+        lower_qkv=lower_qkv,
+        norm_swiftkv=delta.norm,
+        kv=joined[0],
+        kv_bias=joined[1],
+        upper=upper,
+        upper_q=layers(delta.q, config.num_upper_layers),
+        upper_q_bias=layers(delta.q_bias, config.num_upper_layers),
+        final_norm=llama.final_norm,
+        lm_head=llama.lm_head,
+    )
+
+
+def place(model: Model, mesh: Mesh) -> Model:
+    """The weights on `mesh`; those that are already stay where they are."""
+    scheme = scheme_of(model.llama)
+    shardings = llama_shardings(model.config, mesh, scheme)
+    if model.llama.upper_qkv is None:
+        shardings = dataclasses.replace(shardings, upper_qkv=None)
+    llama = jax.device_put(model.llama, shardings)
+    delta = (
+        None
+        if model.swiftkv is None
+        else jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh, scheme))
+    )
+    return dataclasses.replace(model, llama=llama, swiftkv=delta)

@@ -1,0 +1,277 @@
+"""Between text and tokens: text that appears as it becomes certain, stop strings, chat
+templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import UsageError
+from .engine.requests import Request
+
+REPLACEMENT = "\ufffd"
+PROMPT_TOKENS = 6
+"""Of a prompt, what its continuation's text can depend on."""
+HELD_TOKENS = 8
+"""Bytes that are no character yet are held back for so many tokens; after that, the last four."""
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt, with the tokenizer's special tokens unless the text brings its own
+    first one.
+
+    Raises `UsageError` if the text is empty, or is not Unicode text (bytes that are not UTF-8
+    arrive as lone surrogates).
+    """
+    if not text:
+        raise UsageError("the prompt is empty")
+    check_unicode(text)
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(
+        tokenizer(text, add_special_tokens=not brings_first_token(tokenizer, text))["input_ids"]
+    )
+
+
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Token ids of a context, at least one, and of what follows it.
+
+    Split as lm-evaluation-harness does (`lm_eval/api/model.py`, `TemplateLM`): spaces that end the
+    context go to the continuation, and the continuation is what both together have after as many
+    tokens as the context has alone. An empty context is the token that begins texts. Raises
+    `UsageError` if the continuation adds no token, or nothing could stand before it.
+    """
+    check_unicode(context + continuation)
+    if context:
+        kept = context.rstrip()
+        before = _encode(tokenizer, kept)
+        after = _encode(tokenizer, kept + context[len(kept) :] + continuation)[len(before) :]
+        before = before or [first_token(tokenizer)]
+    else:
+        before, after = (
+            [first_token(tokenizer)],
+            list(tokenizer(continuation, add_special_tokens=False)["input_ids"]),
+        )
+        if after[:1] == before:
+            after = after[1:]
+    if not after:
+        raise UsageError(
+            f"the continuation {continuation[:40]!r} adds no token to its context: there is "
+            f"nothing to score"
+        )
+    return before, after
+
+
+def first_token(tokenizer: Any) -> int:
+    """What stands before a text without context. Raises `UsageError` if the tokenizer has no such
+    token."""
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if first is None:
+        raise UsageError(
+            "the tokenizer has no token that begins or ends texts: nothing predicts the first "
+            "token of a text"
+        )
+    return first
+
+
+def brings_first_token(tokenizer: Any, text: str) -> bool:
+    """Whether `text` begins with the special token that the tokenizer would put there."""
+    bos = getattr(tokenizer, "bos_token", None)
+    return bool(bos) and text.startswith(bos)
+
+
+def check_unicode(text: str) -> None:
+    """Raise `UsageError` unless `text` can be written as UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text is not UTF-8: character {error.start} is no character"
+        ) from None
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to the assistant's turn. The template writes every special
+    token itself.
+
+    Raises `UsageError` if the tokenizer has no template, or if the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            "this model's tokenizer has no chat template: use a chat model, or plain prompts"
+        )
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise UsageError(f"the chat template refuses these messages: {error}") from error
+    check_unicode(text)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class Detokenizer:
+    """Text of a growing row of tokens, in pieces that add up to the text of the whole.
+
+    A character may take several tokens. Text that ends in a replacement character is held back: its
+    last bytes may be the beginning of a character. Of bytes that become none, only the last few
+    are: a character has at most four.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
+        """The text is what follows that of `prompt`."""
+        self._tokenizer, self._prompt = tokenizer, list(prompt[-PROMPT_TOKENS:])
+        self._ids: list[int] = []
+        self._context, self._done = 0, 0
+
+    def push(self, token: int) -> str:
+        """The text that has become certain."""
+        if not self._ids:
+            self._begin()
+        self._ids.append(token)
+        text = self._pending()
+        if not text.endswith(REPLACEMENT):
+            return self._release(len(self._ids), text)
+        if len(self._ids) - self._done <= HELD_TOKENS:
+            return ""
+        certain = len(self._ids) - 4
+        before = self._decode(self._ids[self._context : self._done])
+        whole, part = (
+            self._decode(self._ids[self._context :]),
+            self._decode(self._ids[self._context : certain]),
+        )
+        return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
+
+    def finish(self) -> str:
+        """What was held back, incomplete bytes as replacement characters."""
+        return self._release(len(self._ids), self._pending())
+
+    def _begin(self) -> None:
+        """Decoding starts a few tokens back, because some tokenizers treat the first token of a
+        text specially: Llama 2's drops its space."""
+        if not self._decode(self._prompt).endswith(
+            REPLACEMENT
+        ):  # half a character, which the text has the other half of
+            self._ids, self._done = self._prompt, len(self._prompt)
+
+    def _release(self, upto: int, text: str) -> str:
+        if text:
+            self._context, self._done = self._done, upto
+        return text
+
+    def _pending(self) -> str:
+        done = self._decode(self._ids[self._context : self._done])
+        return self._decode(self._ids[self._context :])[len(done) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+class StopStrings:
+    """Text up to the first of some strings to be complete. Holds back what may be the beginning of
+    one."""
+
+    def __init__(self, stops: Iterable[str]):
+        self._stops = tuple(stops)
+        if "" in self._stops:
+            raise UsageError("stop='': a stop string must have at least one character")
+        self._held = ""
+        self.hit: str | None = None
+        """The string that was complete first; of two at once, the longer."""
+
+    def push(self, text: str) -> str:
+        """The text that cannot be part of a stop string any more. After a hit, nothing."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.hit = min(found)
+            self._held = ""
+            return text[:at]
+        hold = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that is a beginning of `stop`."""
+        return next(
+            (
+                size
+                for size in range(min(len(text), len(stop) - 1), 0, -1)
+                if text.endswith(stop[:size])
+            ),
+            0,
+        )
+
+
+class TextStream:
+    """Tokens of one row in, its text out, up to a stop string."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Iterable[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        min_tokens: int = 0,
+    ):
+        """The text follows that of `prompt`. A stop string counts only in the text after the first
+        `min_tokens` tokens, as in vLLM."""
+        self._detokenizer, self._stops, self._min_tokens = (
+            Detokenizer(tokenizer, prompt),
+            StopStrings(stops),
+            min_tokens,
+        )
+        self.token_ids: list[int] = []
+        """Tokens taken so far: up to the one that completed a stop string."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, request: Request) -> TextStream:
+        """Of one sample of a request."""
+        return cls(
+            tokenizer,
+            request.params.stop,
+            prompt=request.prompt,
+            min_tokens=request.params.min_tokens,
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has appeared."""
+        return self._stops.hit is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """That stop string."""
+        return self._stops.hit
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that has become certain. Tokens after a stop string are ignored."""
+        text = ""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.token_ids.append(token)
+            more = self._detokenizer.push(token)
+            text += more if len(self.token_ids) <= self._min_tokens else self._stops.push(more)
+        return text
+
+    def finish(self) -> str:
+        """What was held back. No token may follow."""
+        text = self._detokenizer.finish()
+        return (
+            text if len(self.token_ids) <= self._min_tokens else self._stops.push(text)
+        ) + self._stops.finish()

@@ -1,0 +1,1 @@
+"""Files, JSON lines, provenance of measurements and plots."""

@@ -1,0 +1,133 @@
+"""Device meshes: the axes, the `--mesh` notation, and how a mesh is made.
+
+A mesh has three axes. Batches are split over `data` and `fsdp`; heads, MLP width and vocabulary
+over `model` (tensor parallelism); `fsdp` also shards every matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from .errors import UsageError
+
+DATA, FSDP, MODEL = "data", "fsdp", "model"
+
+
+class MeshShape(NamedTuple):
+    """Devices along each axis; one of them may be -1, the rest of the devices."""
+
+    data: int = 1
+    fsdp: int = 1
+    model: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Devices that a batch is split over."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        return (
+            f"{self.data}x{self.model}"
+            if self.fsdp == 1
+            else f"data={self.data},fsdp={self.fsdp},model={self.model}"
+        )
+
+
+def parse_mesh(spec: str) -> MeshShape:
+    """`"4x1"` is data x model; `"data=2,fsdp=4,model=2"` names the axes, in any order, those left
+    out being 1.
+
+    One number may be -1, the rest of the devices. Raises `UsageError` for anything else.
+    """
+    pair = re.fullmatch(r"(-1|[1-9]\d{0,5})[xX](-1|[1-9]\d{0,5})", spec.strip())
+    named = re.fullmatch(r"(\w+=(-1|[1-9]\d{0,5}))(,\w+=(-1|[1-9]\d{0,5}))*", spec.replace(" ", ""))
+    if pair:
+        shape = MeshShape(data=int(pair[1]), model=int(pair[2]))
+    elif named:
+        sizes = [part.split("=") for part in named[0].split(",")]
+        names = [name for name, _ in sizes]
+        if len(set(names)) < len(names) or not set(names) <= set(MeshShape._fields):
+            raise UsageError(
+                f"--mesh {spec!r}: the axes are data, fsdp and model, each at most once"
+            )
+        shape = MeshShape(**{name: int(size) for name, size in sizes})
+    else:
+        raise UsageError(
+            f"--mesh {spec!r}: expected DATAxMODEL, for example 4x1, or named axes, for example "
+            f"data=2,fsdp=4,model=2"
+        )
+    if shape.count(-1) > 1:
+        raise UsageError(f"--mesh {spec!r}: only one axis can take the rest of the devices, -1")
+    return shape
+
+
+def emulate_cpu_devices(count: int) -> bool:
+    """Ask for `count` CPU devices, for machines without an accelerator. True if that changes what
+    this process sees.
+
+    Must run before JAX touches a device, and does nothing where an accelerator is the default
+    device. XLA's CPU runtime takes its thread count from the number of cores; collectives between
+    more devices than threads would wait for each other for ever, so it is told to start two threads
+    a device.
+    """
+    if count > 1:
+        os.environ.setdefault("PJRT_NPROC", str(max(2 * count, os.cpu_count() or 1)))
+        with contextlib.suppress(
+            RuntimeError
+        ):  # JAX has started: `make_mesh` will say what it sees
+            jax.config.update("jax_num_cpu_devices", count)
+    return count > 1 and jax.default_backend() == "cpu"
+
+
+def make_mesh(shape: MeshShape | tuple[int, int]) -> Mesh:
+    """A mesh over the first devices; a pair is (data, model). Raises `UsageError` if there are too
+    few."""
+    return mesh_over(jax.devices(), shape, "this process sees")
+
+
+def mesh_over(devices: list, shape: MeshShape | tuple[int, int], owner: str) -> Mesh:
+    """`make_mesh` over these devices, in the order in which their interconnect serves `model` best;
+    `owner` is for the error."""
+    shape = shape if isinstance(shape, MeshShape) else MeshShape(data=shape[0], model=shape[1])
+    known = math.prod(size for size in shape if size != -1)
+    if -1 in shape:
+        shape = MeshShape(
+            *(max(1, len(devices) // known) if size == -1 else size for size in shape)
+        )
+    needed = math.prod(shape)
+    if needed > len(devices):
+        raise UsageError(
+            f"--mesh {shape} needs {needed} devices; {owner} {len(devices)} "
+            f"({devices[0].device_kind})"
+        )
+    types = (AxisType.Auto,) * len(shape)
+    if needed == len(devices) and devices[0].platform == "tpu":
+        return jax.make_mesh(shape, MeshShape._fields, axis_types=types, devices=devices)
+    return Mesh(np.array(devices[:needed]).reshape(shape), MeshShape._fields, axis_types=types)
+
+
+def mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh that `array` lives on; None on a single device, and for arrays that are being
+    traced."""
+    sharding = None if isinstance(array, Tracer) else array.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
+def row_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that rows of a batch are split over: an entry of a `PartitionSpec`."""
+    return tuple(axis for axis in (DATA, FSDP) if axis in mesh.shape)
+
+
+def dp_size(mesh: Mesh | None) -> int:
+    """Number of devices that the rows of a batch are split over; 1 without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(mesh))

@@ -1,0 +1,281 @@
+"""Teacher and student: the same frozen Llama, with and without SwiftKV.
+
+    tokens -> embed -> lower layers -> x -+-> upper layers with their own q, k, v          = teacher
+                                          |
+                                          +-> s = RMSNorm(x) -> k, v of every upper group
+                                          +-> upper layers with the delta's q on those k, v = student
+
+There are two layer kinds: `self_layer` owns its keys and values, `cross_layer` brings only queries.
+Both take an `attend` callable, so training, prefill and decode run the same layer over different
+memories. Here whole sequences run through stacks of layers (`lax.scan`); `infer.programs` runs the
+same layers one by one over a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from .attention import ATTENTION_OUTPUT, Attention
+from .config import Config
+from .layers import apply_rope, output_and_mlp, project_heads, rms_norm, rope_table
+from .params import QKV, Block, Leaf, Llama, SwiftKV
+from .quantization import Quantized, product
+from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
+
+Heads = Float[Array, "B T N H"]
+Attend = Callable[..., Any]
+LayerHook = Callable[[Array, Array], Any]
+
+DEFAULT = Attention()
+"""Attention on the default device, by the implementation that suits it."""
+
+Remat = Literal["none", "mlp", "layer"]
+"""What the backward pass computes again: elementwise operations only; all of an upper layer but its
+attention; or all of it from its input."""
+# A scan needs no barrier against common subexpressions.
+_CHECKPOINT = {
+    "none": lambda step: step,
+    "mlp": functools.partial(
+        jax.checkpoint,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
+    ),
+    "layer": functools.partial(jax.checkpoint, prevent_cse=False),
+}
+
+
+@struct.dataclass
+class Batch:
+    """Packed rows of tokens."""
+
+    tokens: Leaf  # i32[B, T]
+    positions: Leaf  # i32[B, T]; restart at 0 in every document
+    segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
+    loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
+
+
+def unpacked_batch(
+    tokens: Int[Array, "B T"], loss_mask: Float[Array, "B T"] | None = None
+) -> Batch:
+    """Rows that hold one document each, from position 0."""
+    ones = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return Batch(
+        tokens, positions, ones, ones.astype(jnp.float32) if loss_mask is None else loss_mask
+    )
+
+
+# Layers -----------------------------------------------------------------------
+
+
+def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
+    """A layer that owns its keys and values. `attend(q, k, v)` returns (attended, state): (x,
+    state)."""
+    with jax.named_scope("qkv"):
+        h = rms_norm(x, block.attn_norm, config.norm_eps)
+        q = apply_rope(project_heads(h, qkv.q, qkv.q_bias), rope)
+        k = apply_rope(project_heads(h, qkv.k, qkv.k_bias), rope)
+        v = project_heads(h, qkv.v, qkv.v_bias)
+    with jax.named_scope("attention"):
+        attended, state = attend(q, k, v)
+    return output_and_mlp(config, block, x, attended), state
+
+
+def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend: Attend):
+    """An upper layer of the student: only queries are its own. `attend(q)` reads the group's keys
+    and values: x."""
+    with jax.named_scope("q"):
+        h = rms_norm(x, block.attn_norm, config.norm_eps)
+        q = apply_rope(project_heads(h, q_weight, q_bias), rope)
+    with jax.named_scope("attention"):
+        attended = attend(q)
+    return output_and_mlp(config, block, x, attended)
+
+
+def project_kv(
+    config: Config, delta: SwiftKV, x: Float[Array, "B T D"], rope
+) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
+    """Keys and values of every upper group from the hidden state at the boundary.
+
+    This is all of the upper half that a prompt token needs. Keys come out rotated, once per group:
+    the layers of a group share positions, so they share the rotated keys.
+    """
+    with jax.named_scope("project_kv"):
+        s = rms_norm(x, delta.norm, config.norm_eps)
+        k, v = product("BTD,JKHD->BTJKH", s, delta.k), product("BTD,JKHD->BTJKH", s, delta.v)
+        if delta.k_bias is not None:
+            k, v = k + delta.k_bias, v + delta.v_bias
+        return apply_rope(k, rope).transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
+
+
+def project_fused_kv(
+    config: Config,
+    norm: Float[Array, " D"],
+    kv: Float[Array, "2 J K H D"] | Quantized,
+    bias: Float[Array, "2 J K H"] | None,
+    x,
+    rope,
+) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
+    """`project_kv` with keys' and values' weights in one array: one product for all groups. Serving
+    joins them once."""
+    with jax.named_scope("project_kv"):
+        s = rms_norm(x, norm, config.norm_eps)
+        out = product("BTD,PJKHD->PBTJKH", s, kv)
+        if bias is not None:
+            out = out + bias[:, None, None]
+        k, v = apply_rope(out[0], rope), out[1]
+        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
+
+
+# Whole sequences --------------------------------------------------------------
+
+
+def packed_attention(attention: Attention, segment_ids: Int[Array, "B T"]) -> Attend:
+    """Causal attention within each packed document; keys and values come as the projections leave
+    them."""
+
+    def attend(q, k, v):
+        return attention.prefill(q, head_major(k), head_major(v), segment_ids=segment_ids), None
+
+    return attend
+
+
+def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
+    """The layout of the cache and of the attention ops."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def run_lower_layers(
+    config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
+) -> tuple[Float[Array, "B T D"], Array]:
+    """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher
+    and student share it."""
+    rope = rope_table(config, batch.positions)
+    mesh, attend = attention.mesh, packed_attention(attention, batch.segment_ids)
+    between_layers = functools.partial(
+        constrain_activations, mesh, sequence=attention.shard_sequence
+    )
+
+    def step(x, layer):
+        block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
+        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        return between_layers(x), None
+
+    x = between_layers(all_gather_vocabulary(mesh, llama.embed)[batch.tokens])
+    x, _ = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
+    return x, rope
+
+
+def run_upper_layers_teacher(
+    config: Config,
+    llama: Llama,
+    x,
+    rope,
+    segment_ids,
+    *,
+    layer_hook: LayerHook | None = None,
+    remat: Remat = "none",
+    attention: Attention = DEFAULT,
+):
+    """The plain Llama's upper layers: (x, sum over layers of `layer_hook(layer index, layer input)`)."""
+    if llama.upper_qkv is None:
+        raise ValueError(
+            "the teacher's upper q, k, v were dropped: load the model with them to run it as a "
+            "plain Llama"
+        )
+    mesh, attend = attention.mesh, packed_attention(attention, segment_ids)
+
+    def layer_step(x, layer):
+        block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
+        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        return constrain_activations(mesh, x, sequence=attention.shard_sequence)
+
+    return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, layer_hook, remat)
+
+
+def run_upper_layers_student(
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV,
+    x,
+    rope,
+    segment_ids,
+    *,
+    layer_hook: LayerHook | None = None,
+    remat: Remat = "none",
+    attention: Attention = DEFAULT,
+):
+    """The student's upper layers on shared keys and values: (x, sum of `layer_hook(layer index, layer
+    input)`)."""
+    mesh, queries = attention.mesh, QKV(delta.q, None, None, delta.q_bias)
+    k, v = project_kv(
+        config,
+        all_gather_fsdp(mesh, dataclasses.replace(delta, q=None, q_bias=None), layer=False),
+        x,
+        rope,
+    )
+    # A scan slices its inputs for free; an index per group would scatter-add whole stacks in the
+    # backward pass.
+    k, v = (jnp.repeat(a, config.key_value_group_size, axis=0) for a in (k, v))
+
+    def layer_step(x, layer):
+        weights, k, v = layer
+        block, own = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        x = cross_layer(
+            config,
+            block,
+            own.q,
+            own.q_bias,
+            x,
+            rope,
+            lambda q: attention.prefill(q, k, v, segment_ids=segment_ids),
+        )
+        return constrain_activations(mesh, x, sequence=attention.shard_sequence)
+
+    return _scan_upper(config, layer_step, ((llama.upper, queries), k, v), x, layer_hook, remat)
+
+
+def _scan_upper(config: Config, layer_step, layers, x, layer_hook: LayerHook | None, remat: Remat):
+    layer_hook = layer_hook or (lambda index, x: ())
+
+    def step(carry, indexed_layer):
+        x, total = carry
+        index, layer = indexed_layer
+        total = jax.tree.map(jnp.add, total, layer_hook(index, x))
+        return (layer_step(x, layer), total), None
+
+    zero = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(layer_hook, jnp.int32(0), x)
+    )
+    indices = jnp.arange(config.num_lower_layers, config.num_layers)
+    (x, total), _ = jax.lax.scan(_CHECKPOINT[remat](step), (x, zero), (indices, layers))
+    return x, total
+
+
+def teacher(
+    config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
+) -> Float[Array, "B T D"]:
+    """The plain Llama: hidden state before the final norm."""
+    x, rope = run_lower_layers(config, llama, batch, attention=attention)
+    return run_upper_layers_teacher(config, llama, x, rope, batch.segment_ids, attention=attention)[
+        0
+    ]
+
+
+def student(
+    config: Config, llama: Llama, delta: SwiftKV, batch: Batch, *, attention: Attention = DEFAULT
+) -> Float[Array, "B T D"]:
+    """The SwiftKV model: hidden state before the final norm. Every token runs through every
+    layer."""
+    x, rope = run_lower_layers(config, llama, batch, attention=attention)
+    return run_upper_layers_student(
+        config, llama, delta, x, rope, batch.segment_ids, attention=attention
+    )[0]
