@@ -1,0 +1,470 @@
+"""Write `docs/measurements.md` from the committed results, so that no figure is typed by hand.
+
+    python -m benchmarks.measurements             write the page
+    python -m benchmarks.measurements --check     exit 1 if the page is out of date
+
+Of each benchmark the newest file in `benchmarks/results/` counts: its name ends in the time. Rows
+that come from tests or from a command that writes no JSON are the constants at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "docs" / "measurements.md"
+GIB = 2**30
+
+COMMAND = "python -m benchmarks.measurements"
+RESULT_NAMES = {
+    "prefill": ("infer-prefill-cpu",),
+    "prefill lengths": ("infer-prefill-lengths-cpu",),
+    "decode": ("infer-decode-cpu",),
+    "transformers": ("hf-baseline-cpu", "hf-rival-cpu"),
+    "quality": ("quality-cpu",),
+    "8 bits": ("kv-quantization-cpu", "kv-formats-cpu"),
+    "loss": ("loss-compiled-for-h200", "loss-h200"),
+    "train step": ("train-step-compiled-for-h200", "train-step-h200"),
+    "kv projection": ("kv-projection-compiled-for-h200", "boundary-h200"),
+}
+"""Subject -> what the names of its result files begin with."""
+
+
+def newest_path(subject: str) -> Path:
+    """The newest result file of a subject. Raises `FileNotFoundError`."""
+    prefixes = RESULT_NAMES[subject]
+    found = [path for prefix in prefixes for path in RESULTS.glob(f"{prefix}-2*.json")]
+    if not found:
+        raise FileNotFoundError(f"{RESULTS} has no {' or '.join(prefixes)}-*.json")
+    return max(found, key=lambda path: path.stem[-15:])  # 20261121-184817
+
+
+def newest(subject: str) -> dict[str, Any]:
+    return json.loads(newest_path(subject).read_text(encoding="utf-8"))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def section(title: str, *parts: str) -> str:
+    return "\n\n".join([f"## {title}", *parts])
+
+
+# From the results --------------------------------------------------------------
+
+
+def pair(subject: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(student, teacher) of a run of `infer bench` with one cell."""
+    student, teacher = newest(subject)["rows"]
+    if (student["variant"], teacher["variant"]) != ("swiftkv", "teacher"):
+        raise ValueError(f"{newest_path(subject)}: its rows are not swiftkv and teacher")
+    return student, teacher
+
+
+def prefill_figures() -> dict[str, str]:
+    """The figures of prefill on the CPU, as every page prints them."""
+    student, teacher = pair("prefill")
+    return {
+        "speed-up": f"{student['speed_up']:.2f}",
+        "rates": f"{student['tokens_per_s']:.0f} and {teacher['tokens_per_s']:.0f} tokens/s",
+        "repetitions": str(len(student["repetitions"])),
+        "by operations": f"{student['teacher_flops_over_own']:.2f}",
+        "ttft": f"{student['ttft_speed_up']:.2f}",
+    }
+
+
+def decode_figures() -> dict[str, str]:
+    """The figures of decoding on the CPU."""
+    student, teacher = pair("decode")
+    times = (1e3 * row["seconds_per_output_token"] for row in (student, teacher))
+    return {
+        "share": f"{1 / student['speed_up']:.2f}",
+        "share of best": f"{1 / student['speed_up_of_best']:.2f}",
+        "times": "{:.1f} and {:.1f} ms".format(*times),
+        "repetitions": str(len(student["repetitions"])),
+    }
+
+
+def serving() -> str:
+    prefill, decode = prefill_figures(), decode_figures()
+    rows = [
+        (
+            "prefill",
+            f"{prefill['speed-up']} times as fast ({prefill['rates']}, medians of "
+            f"{prefill['repetitions']}; {prefill['by operations']} by operations)",
+            "`swiftkv infer bench prefill`",
+        ),
+        ("time to first token", f"{prefill['ttft']} times as fast", "the same"),
+        (
+            "time per output token",
+            f"{decode['share']} of the teacher's by medians of {decode['repetitions']} "
+            f"({decode['times']}), {decode['share of best']} by the best: the same operations, "
+            "equal within noise",
+            "`swiftkv infer bench decode`",
+        ),
+    ]
+    return section(
+        "SwiftKV against its teacher on a CPU",
+        "Random weights of `benchmarks/medium` (16 layers of width 1,024, K = 8), prompts of "
+        "2,048 tokens, two cores, float32.",
+        table(("what", "SwiftKV", "command"), rows),
+    )
+
+
+def lengths() -> str:
+    student = [row for row in newest("prefill lengths")["rows"] if row["variant"] == "swiftkv"]
+    repetitions = len(student[0]["repetitions"])
+    rows = [
+        (
+            f"{row['cell']['input_len']:,}",
+            f"{row['speed_up']:.2f}",
+            f"{row['speed_up_in_cpu_time']:.2f}",
+            f"{row['teacher_flops_over_own']:.2f}",
+        )
+        for row in student
+    ]
+    return section(
+        "Prefill over the length of the prompt",
+        f"The same model, medians of {repetitions}, on a machine with other work: processor time "
+        "is the steadier measure.",
+        table(("tokens", "times as fast", "by processor time", "by operations"), rows),
+        "![Prefill of SwiftKV and its teacher over the length](img/prefill.svg)",
+    )
+
+
+def transformers() -> str:
+    result = newest("transformers")
+    ratios, times = result["times_as_fast"], result["repetitions"]["transformers"]
+    versions = result.get("baseline") or result["rival"]
+    further = sorted(1e3 * repetition["tpot"] for repetition in times)
+    rows = [
+        (name, f"{ratios[key]['ttft']:.2f}", f"{ratios[key]['tpot']:.2f}")
+        for name, key in (("teacher", "teacher"), ("SwiftKV", "swiftkv"))
+    ]
+    return section(
+        "The same weights in Hugging Face transformers",
+        f"transformers {versions['transformers'].rsplit('.', 1)[0]} on PyTorch "
+        f"{versions['torch'].split('+')[0].rsplit('.', 1)[0]}, {result['threads']} threads, the "
+        "same model and prompts; `python -m benchmarks.hf_baseline`. How many times as fast "
+        "this package is, medians of "
+        f"{len(times)}:",
+        table(("", "time to first token", "further tokens"), rows),
+        f"Measured on a machine with other work: transformers' further tokens took "
+        f"{further[0]:.0f} to {further[-1]:.0f} ms, so only the first column tells. The teacher's "
+        f"tokens are the same as transformers' in {result['same_tokens']} of {len(times)} runs.",
+    )
+
+
+def loss_figures() -> dict[str, str]:
+    """GiB of temporaries of the distillation loss, by row."""
+    return {row["name"]: row["temporary_bytes"] / GIB for row in newest("loss")["rows"]}
+
+
+def loss() -> str:
+    result, gib = newest("loss"), loss_figures()
+    rows = [
+        (
+            name,
+            f"{gib[f'{row}, fused']:.2f} GiB",
+            f"{gib[f'{row}, naive']:.1f} GiB",
+        )
+        for name, row in (
+            ("forward KL", "forward"),
+            ("reverse KL", "reverse"),
+            ("Jensen-Shannon", "jsd"),
+            ("forward KL over the top 64", "forward, top 64"),
+        )
+    ]
+    return section(
+        "Memory of the distillation loss, by the H200 compiler",
+        f"Temporaries for {result['tokens']:,} x {result['vocabulary']:,} logits, forward and "
+        "gradient; `python -m benchmarks.loss`.",
+        table(("divergence", "in chunks, as here", "all logits at once"), rows),
+    )
+
+
+def train_step() -> str:
+    result = newest("train step")
+    long = [row for row in result["savings"] if row["document"] == row["length"]]
+    names = {"mlp": "`mlp`, the default", "layer": "`layer`", "none": "`none`"}
+    saved = {row["remat"]: f"{row['counted']['saved']:.1%}" for row in long}
+    errors = sorted(row["plan_error"] for row in result["rows"])
+    return section(
+        "The distillation step, by the H200 compiler",
+        "Operations of one step at Llama-3.1-8B shape, K = 16, against a teacher and a student "
+        "that are two models; `python -m benchmarks.train_step`.",
+        table(("`--remat`", "fewer operations"), [(names[key], saved[key]) for key in names]),
+        f"The memory plan of {len(result['rows'])} such steps is {errors[0]:+.1%} to "
+        f"{errors[-1]:+.1%} off the compiler's peak.",
+    )
+
+
+def kv_projection_figure() -> str:
+    """The largest share of a chunk's time that a fused projection kernel could save."""
+    return f"{newest('kv projection')['largest_saving']:.1%}".replace("%", " %")
+
+
+def kv_projection() -> str:
+    return section(
+        "The keys and values of the upper layers, by the H200 compiler",
+        "One matrix product makes all upper keys and values of a chunk. A kernel that fuses norm, "
+        f"product, rotary embedding and cache write could save at most {kv_projection_figure()} of "
+        "a prefill chunk's time, by bytes moved, so it is left to XLA; "
+        "`python -m benchmarks.kv_projection`.",
+    )
+
+
+def eight_bits() -> str:
+    result = newest("8 bits")
+    cells = {(c["model"], c["cache"], c["weights"]): c for c in result["cells"]}
+
+    def change(model: str, cache: str, weights: str) -> str:
+        return f"{100 * cells[model, cache, weights]['change']:+.2f} %"
+
+    kinds = (
+        ("fp8 cache", "float8_e4m3fn", "float32"),
+        ("int8 cache", "int8", "float32"),
+        ("fp8 weights", "float32", "fp8"),
+        ("int8 weights", "float32", "int8"),
+        ("both fp8", "float8_e4m3fn", "fp8"),
+        ("both int8", "int8", "int8"),
+    )
+    rows = [
+        (name, change("teacher", cache, weights), change("student", cache, weights))
+        for name, cache, weights in kinds
+    ]
+    scored = cells["teacher", "float32", "float32"]["scored_tokens"]
+    return section(
+        "Perplexity with 8 bits",
+        f"Change against float32 on held-out text, {scored:,} tokens, demo model and shipped "
+        "student; `python -m benchmarks.kv_quantization`.",
+        table(("", "teacher", "student"), rows),
+    )
+
+
+def quality() -> str:
+    result = newest("quality")
+    cells = result["cells"]
+    teacher = cells[0]["teacher_perplexity"]
+    rows = []
+    for cell in cells:
+        before, after = cell["before"], cell["after"]
+        mean, std = after["perplexity"]["mean"], after["perplexity"]["std"]
+        agreement = after["agreement"]
+        rows.append(
+            (
+                f"{cell['num_key_value_layers']} ({cell['share']:.1%})",
+                str(cell["key_value_group_size"]),
+                f"{before['perplexity']:.3f}",
+                f"{mean:.3f} ± {std:.3f}",
+                f"{mean / cell['teacher_perplexity'] - 1:+.2%}",
+                f"{before['agreement']:.1%}",
+                f"{agreement['mean']:.1%} ± {agreement['std']:.1%}",
+            )
+        )
+    header = (
+        "K of layers",
+        "g",
+        "perplexity before",
+        "after",
+        "above the teacher",
+        "agreement before",
+        "after",
+    )
+    return section(
+        "What each cut costs in quality",
+        f"The demo model ({result['layers']} layers, perplexity {teacher:.3f} on held-out "
+        f"packages), before and after {result['steps']} steps ({result['training_tokens']:,} "
+        "tokens) of distillation. K layers keep their keys and values, g upper layers share a "
+        f"cache. Mean and standard deviation of {_words(len(cells[0]['runs']))} seeds of the data "
+        "order; `python -m benchmarks.quality`.",
+        table(header, rows),
+        "Sharing caches costs this eight-layer model far more than the 1.2 points of average score "
+        "that the paper reports for 4-way sharing in Llama-3.1-8B.",
+    )
+
+
+def _words(count: int) -> str:
+    return {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}.get(count, str(count))
+
+
+def sources() -> str:
+    rows = []
+    for subject in RESULT_NAMES:
+        path, result = newest_path(subject), newest(subject)
+        where = result.get("compiled_for")
+        where = f"compiled for {where}" if where else result["device"]["kind"]
+        versions = result["versions"]
+        link = f"[{path.name}](../benchmarks/results/{path.name})"
+        rows.append(
+            (
+                subject,
+                link,
+                where,
+                f"Python {versions['python']}, JAX {versions['jax']}",
+                result["date"][:10],
+            )
+        )
+    return section(
+        "Files",
+        "The results that this page was made from. Each holds its command, versions and commit.",
+        table(("subject", "file", "device", "versions", "date"), rows),
+    )
+
+
+# Not from results --------------------------------------------------------------
+
+ASSERTED = (
+    (
+        "logits of teacher and student against the authors' PyTorch model",
+        "equal to 3e-6, greedy tokens equal; two recorded checkpoints",
+        "`tests/test_public_api.py`",
+    ),
+    (
+        "losses and gradients against the same",
+        "equal to 1e-5 relative",
+        "`tests/test_public_api.py`",
+    ),
+    (
+        "prefill operations at Llama-3.1-8B shape, K = 16 of 32, by XLA's count",
+        "0.535 of the teacher's",
+        "`tests/infer/test_programs.py`",
+    ),
+    (
+        "operations of a score of 32 of 2,048 tokens, Llama-3.1-8B shape, by XLA's count of loops "
+        "once",
+        "0.52 of a full forward pass",
+        "`tests/infer/test_programs.py`",
+    ),
+    (
+        "memory of `convert hf2orbax` for a 400 MiB model, above Python and JAX",
+        "80 to 116 MiB, largest weight 32 MiB",
+        "`tests/test_convert.py`",
+    ),
+    (
+        "distillation loss and gradient against float64 by complex steps",
+        "1e-5 relative, every divergence",
+        "`tests/train/test_divergence.py`",
+    ),
+    (
+        "20 kills at random moments, resumed",
+        "weights bit-equal, metrics row for row",
+        "`make test-soak`",
+    ),
+)
+"""(what, result, the test that asserts it)."""
+
+SHIPPED = (
+    ("held-out perplexity", "13.58, teacher 13.51; 13.95 before training"),
+    (
+        "next token agrees with the teacher",
+        "91.0 %; 84.4 % before training (65,000 held-out tokens, one seed)",
+    ),
+)
+"""(what, result) of the shipped student, as its training printed them."""
+
+DEMO = """\
+                                           teacher           SwiftKV 50%       SwiftKV 50% + 2-way AcrossKV
+-----------------------------------------------------------------------------------------------------------
+prefill FLOPs, 896 tokens                  4.55 G  (100%)    2.70 G  (59%)     2.64 G  (58%)
+prefill time, 4 x 896 tokens               0.57 s  (100%)    0.40 s  (70%)     0.40 s  (70%)
+time per output token, 4 rows              8.0 ms  (100%)    8.1 ms  (101%)    8.1 ms  (101%)
+KV cache bytes per token, float32          4,096  (100%)     4,096  (100%)     3,072  (75%)
+held-out perplexity before distilling      13.512            13.946            28.776
+held-out perplexity after 16 and 32 steps  13.512  (+0.00%)  13.697  (+1.37%)  21.851  (+61.71%)
+next token agrees with the teacher         100.0%            88.9%             65.6%"""  # noqa: E501
+"""The table that one `make demo` ended in."""
+
+
+def asserted() -> str:
+    return section(
+        "Asserted by tests",
+        "These figures are in no result file: the test named fails where they do not hold.",
+        table(("what", "result", "asserted by"), ASSERTED),
+    )
+
+
+def shipped() -> str:
+    return section(
+        "The shipped student",
+        "200 steps (0.8M tokens) of `swiftkv train --mesh 4x1`; the run prints them:",
+        table(("what", "result"), SHIPPED),
+    )
+
+
+def demo() -> str:
+    return section(
+        "What `make demo` prints",
+        "129 s, beside other work: on so small a model the times vary from run to run. Alone on "
+        "the machine the same prefill took 0.27 and 0.19 s, a decode step 3.4 and 3.9 ms. It "
+        "distils for 16 and 32 steps only.",
+        f"```\n{DEMO}\n```",
+    )
+
+
+SECTIONS = (
+    serving,
+    lengths,
+    transformers,
+    asserted,
+    loss,
+    train_step,
+    kv_projection,
+    eight_bits,
+    quality,
+    shipped,
+    demo,
+    sources,
+)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [make() for make in SECTIONS]
+    titles = [part.splitlines()[0].removeprefix("## ") for part in parts]
+    contents = " · ".join(f"[{title}](#{anchor(title)})" for title in titles)
+    return "\n\n".join(
+        [
+            "# Measurements",
+            contents,
+            f"<!-- Written by {COMMAND}: change that, not this. -->",
+            "On two CPU cores (x86-64, float32) with the commands named. Sections that say \"by "
+            'the H200 compiler" were compiled only: **no GPU or TPU has been timed yet**.',
+            *parts,
+        ]
+    ) + "\n"
+
+
+def anchor(title: str) -> str:
+    """The fragment that GitHub gives a heading."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
+    args = parser.parse_args(argv)
+    text = page()
+    if not args.check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"error: {PAGE.relative_to(ROOT)} is out of date: run {COMMAND}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Draw the pictures of the documentation.
+
+    python docs/img/make_pictures.py             all of them, into docs/img/
+    python docs/img/make_pictures.py pages       one
+
+The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here. The plots
+(`prefill`, `analysis`, `run`) are the package's own, drawn from committed measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+
+BLUE, RED, GREEN, GREY, INK = "#1f5fa8", "#c8553d", "#3d8b5f", "#7a7a7a", "#222222"
+LIGHT = {BLUE: "#dce8f5", RED: "#f8e2dc", GREEN: "#dff0e5", GREY: "#f1f1f1"}
+
+
+class Drawing:
+    """An SVG of `width` x `height` pixels; (0, 0) is the upper left corner."""
+
+    def __init__(self, width: int, height: int, title: str):
+        self._width, self._height, self._title = width, height, title
+        self._parts: list[str] = []
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        text: str = "",
+        *,
+        color: str = GREY,
+        dashed: bool = False,
+        bold: bool = False,
+        size: int = 13,
+        fill: str | None = None,
+    ) -> None:
+        """A rectangle with centred lines of text."""
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" '
+            f'fill="{fill or LIGHT[color]}" stroke="{color}"{dash}/>'
+        )
+        lines = text.split("\n") if text else []
+        first = y + height / 2 - (len(lines) - 1) * 0.65 * size + 0.35 * size
+        for number, line in enumerate(lines):
+            self.text(
+                x + width / 2,
+                first + number * 1.3 * size,
+                line,
+                size=size,
+                anchor="middle",
+                bold=bold and number == 0,
+                color=GREY if dashed else INK,
+            )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: int = 13,
+        anchor: str = "start",
+        bold: bool = False,
+        color: str = INK,
+    ) -> None:
+        """A line of text whose base line is at `y`."""
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" '
+            f'fill="{color}"{weight}>{escape(text)}</text>'
+        )
+
+    def arrow(self, *points: tuple[float, float], color: str = INK, both: bool = False) -> None:
+        """A line through `points` with a head at its end, or at both ends."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        start = f' marker-start="url(#head-{color[1:]})"' if both else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"'
+            f'{start} marker-end="url(#head-{color[1:]})"/>'
+        )
+
+    def save(self, path: Path) -> None:
+        heads = "".join(
+            f'<marker id="head-{color[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" '
+            f'markerHeight="7" orient="auto-start-reverse">'
+            f'<path d="M0,1 L10,5 L0,9 z" fill="{color}"/></marker>'
+            for color in (BLUE, RED, GREEN, GREY, INK)
+        )
+        path.write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width} {self._height}" '
+            f'width="{self._width}" height="{self._height}" '
+            f'font-family="DejaVu Sans, Verdana, sans-serif" role="img">\n'
+            f"<title>{escape(self._title)}</title>\n<defs>{heads}</defs>\n"
+            f'<rect width="{self._width}" height="{self._height}" fill="#ffffff"/>\n'
+            + "\n".join(self._parts)
+            + "\n</svg>\n",
+            encoding="utf-8",
+        )
+
+
+# Drawings ----------------------------------------------------------------------
+
+
+def swiftkv(path: Path) -> None:
+    """What runs for a prompt token and for a generated one."""
+    drawing = Drawing(900, 452, "Prefill and decoding under SwiftKV")
+    left, right, cache, width = 30, 610, 355, 260
+    for x, title in ((left, "prompt tokens (prefill)"), (right, "generated tokens (decode)")):
+        drawing.text(x + width / 2, 26, title, size=15, anchor="middle", bold=True)
+        drawing.box(x, 404, width, 34, "embedding")
+        drawing.box(x, 294, width, 76, "layers 0 .. K-1\nattention, MLP", color=BLUE, bold=True)
+        drawing.arrow((x + width / 2, 404), (x + width / 2, 371), color=INK)
+    drawing.text(cache + 95, 26, "KV cache", size=15, anchor="middle", bold=True)
+    drawing.box(cache, 294, 190, 76, "lower KV cache\nK layers", color=BLUE, fill="#ffffff")
+    drawing.box(
+        cache, 98, 190, 148, "upper KV cache\none for each layer, or for\neach group of layers\n"
+        "(AcrossKV)", color=RED, fill="#ffffff",
+    )  # fmt: skip
+    drawing.arrow((left + width + 1, 332), (cache - 1, 332), color=BLUE, both=True)
+    drawing.arrow((right - 1, 332), (cache + 191, 332), color=BLUE, both=True)
+
+    # The projection of layer K's input: the same for both kinds of token.
+    drawing.box(left + 100, 206, 160, 44, "RMSNorm, W_k, W_v", color=RED)
+    drawing.box(right, 206, 160, 44, "RMSNorm, W_k, W_v", color=RED)
+    drawing.arrow((left + 180, 294), (left + 180, 251))
+    drawing.arrow((right + 80, 294), (right + 80, 251))
+    drawing.arrow((left + 260, 228), (cache - 1, 228), color=RED)
+    drawing.arrow((right, 228), (cache + 191, 228), color=RED)
+    drawing.text(left + 90, 276, "input of layer K", size=12, anchor="middle", color=GREY)
+
+    drawing.box(left, 98, width, 76, "layers K .. L-1\nskipped", dashed=True)
+    drawing.box(right, 98, width, 76, "layers K .. L-1\nquery, attention, MLP", color=RED, bold=True)
+    drawing.arrow((right + 215, 294), (right + 215, 175))
+    drawing.arrow((cache + 190, 136), (right - 1, 136), color=RED)
+    drawing.text((cache + 190 + right) / 2, 128, "read", size=12, anchor="middle", color=RED)
+    drawing.text((cache + left + width) / 2, 220, "write", size=12, anchor="middle", color=RED)
+    drawing.text((cache + 190 + right) / 2, 220, "write", size=12, anchor="middle", color=RED)
+    drawing.box(right, 44, width, 28, "norm, head: next token")
+    drawing.arrow((right + width / 2, 98), (right + width / 2, 73))
+    drawing.save(path)
+
+
+def stacks(path: Path) -> None:
+    """The parameter trees: frozen stacks, and the trained delta beside them."""
+    drawing = Drawing(900, 400, "The two stacks of layers and the trained tree")
+    drawing.text(230, 26, "model.llama: frozen, shared", size=15, anchor="middle", bold=True)
+    drawing.text(685, 26, "model.swiftkv: the delta, trained", size=15, anchor="middle", bold=True)
+    drawing.box(30, 360, 400, 28, "embed [V, D]", size=12)
+    drawing.box(30, 42, 400, 28, "final_norm [D], lm_head [V, D]", size=12)
+    drawing.text(328, 96, "the teacher's only", size=12, anchor="middle", color=GREY)
+    drawing.text(575, 96, "U query projections", size=12, anchor="middle", color=GREY)
+    drawing.text(780, 96, "J = U / g of keys and values", size=12, anchor="middle", color=GREY)
+    for index in range(4):
+        y = 318 - 30 * index
+        if index < 3:
+            drawing.box(30, y, 190, 26, "lower: norms, o, MLP", color=BLUE, size=12)
+            drawing.box(226, y, 204, 26, "lower_qkv: q, k, v", color=BLUE, size=12)
+        y = 194 - 30 * index
+        drawing.box(30, y, 190, 26, "upper: norms, o, MLP", color=BLUE, size=12)
+        drawing.box(226, y, 204, 26, "upper_qkv: q, k, v", size=12, dashed=True)
+        drawing.box(500, y, 150, 26, "q [N, H, D]", color=RED, size=12)
+        if index % 2:
+            drawing.box(690, y, 180, 56, "k, v [K, H, D]", color=RED, size=12)
+    drawing.text(10, 306, "L", color=BLUE, bold=True)
+    drawing.text(10, 166, "U", color=BLUE, bold=True)
+    drawing.box(690, 258, 180, 26, "norm [D]", color=RED, size=12)
+    drawing.arrow((780, 258), (780, 221), color=RED)
+    drawing.arrow((431, 271), (689, 271))
+    drawing.text(560, 264, "input of layer K", size=12, anchor="middle", color=GREY)
+    for index, line in enumerate(
+        (
+            "Teacher: embed, lower, upper with upper_qkv, head.",
+            "Student: embed, lower, upper with the delta, head.",
+            "Gradients, moments and checkpoints: the delta only.",
+            "It replaces upper_qkv; nothing is added.",
+        )
+    ):
+        drawing.text(500, 316 + 22 * index, line)
+    drawing.save(path)
+
+
+def pages(path: Path) -> None:
+    """A chunk of two requests, their page tables, and the pool."""
+    drawing = Drawing(900, 400, "Pages of the KV cache and a chunk of prefill")
+    cell = 38
+    drawing.text(30, 28, "A chunk: 8 tokens of two requests, packed without padding", bold=True)
+    tokens = [("a6", BLUE), ("a7", BLUE), ("a8", BLUE), ("a9", BLUE)]
+    tokens += [(f"b{index}", GREEN) for index in range(4)]
+    for index, (name, color) in enumerate(tokens):
+        drawing.box(30 + cell * index, 40, cell, 30, name, color=color)
+
+    drawing.text(30, 134, "Page tables", bold=True)
+    for row, (name, table, color) in enumerate((("a", (5, 2, 7), BLUE), ("b", (1,), GREEN))):
+        drawing.text(30, 166 + 40 * row, f"request {name}", size=13)
+        for index, page in enumerate(table):
+            drawing.box(120 + 44 * index, 146 + 40 * row, 40, 30, str(page), color=color)
+    drawing.text(440, 134, "Tiles: the part of a request that falls into one page", bold=True)
+    tiles = (
+        ("page 2", ". . a6 a7", BLUE),
+        ("page 7", "a8 a9 . .", BLUE),
+        ("page 1", "b0 b1 b2 b3", GREEN),
+    )
+    for index, (page, text, color) in enumerate(tiles):
+        drawing.text(440, 166 + 34 * index, page, size=13)
+        for place, token in enumerate(text.split()):
+            fill = "#ffffff" if token == "." else None
+            drawing.box(
+                510 + cell * place, 147 + 34 * index, cell, 28, token.replace(".", ""),
+                color=color, fill=fill,
+            )  # fmt: skip
+    drawing.arrow((340, 55), (590, 55), (590, 108), color=INK)
+
+    drawing.text(30, 290, "The pool: pages of 4 positions (128 by default)", bold=True)
+    held = {
+        5: [f"a{i}" for i in range(4)],
+        2: ["a4", "a5", "a6", "a7"],
+        7: ["a8", "a9", "", ""],
+        1: [f"b{i}" for i in range(4)],
+    }
+    fresh = {"a6", "a7", "a8", "a9", "b0", "b1", "b2", "b3"}
+    for page in range(8):
+        x = 30 + 107 * page
+        drawing.text(x + 50, 312, f"page {page}", size=12, anchor="middle", color=GREY)
+        for place in range(4):
+            token = held.get(page, [""] * 4)[place]
+            color = GREY if not token else BLUE if token[0] == "a" else GREEN
+            fill = LIGHT[color] if token in fresh else "#ffffff"
+            drawing.box(x + 25 * place, 320, 25, 28, token, color=color, size=11, fill=fill)
+    drawing.text(
+        30, 378, "Filled cells are written by this chunk; a0 .. a5 were cached before. "
+        "A full page may be shared by all requests that begin alike.", size=12, color=GREY,
+    )  # fmt: skip
+    drawing.save(path)
+
+
+def engine_step(path: Path) -> None:
+    """Host and device over four steps: the host reads one step behind."""
+    drawing = Drawing(900, 224, "Steps of the engine: the host is one step behind the device")
+    drawing.text(20, 72, "host", bold=True)
+    drawing.text(20, 152, "device", bold=True)
+    step, start, prefill_width = 262, 92, 122
+    for index in range(3):
+        x, n = start + step * index, f"n+{index}" if index else "n"
+        last = ("n-1", "n", "n+1")[index]
+        drawing.box(x, 46, 76, 42, f"schedule\n{n}", color=BLUE, size=11)
+        drawing.box(x + 80, 46, 48, 42, f"send\n{n}", color=BLUE, size=11)
+        drawing.box(x + 132, 46, 122, 42, f"read {last}:\noutputs", color=GREEN, size=11)
+        drawing.arrow((x + 104, 89), (x + 104, 125), color=BLUE)
+        busy = x + 112
+        drawing.box(busy, 126, prefill_width, 42, f"prefill chunk {n}", color=RED, size=11)
+        if index < 2:
+            rest = step - prefill_width
+            drawing.box(
+                busy + prefill_width, 126, rest, 42, f"decode call {n}", color=RED, size=11
+            )
+    drawing.text(
+        92, 206, "The device always has the next step before it ends the last: reading does not "
+        "hold it up.", size=12, color=GREY,
+    )  # fmt: skip
+    drawing.save(path)
+
+
+# Plots from measurements -------------------------------------------------------
+
+
+def prefill(path: Path) -> None:
+    """Prefill over the length of the prompt."""
+    from swiftkv_jax.infer.bench.plot import draw
+
+    results = (HERE.parents[1] / "benchmarks" / "results").glob("infer-prefill-lengths-cpu-*.json")
+    rows = json.loads(max(results).read_text(encoding="utf-8"))["rows"]
+    draw("prefill", rows, path)
+
+
+def analysis(path: Path) -> None:
+    """`swiftkv train analyze` of the demo model."""
+    import numpy as np
+
+    from swiftkv_jax.train.plots import draw_analysis
+    from swiftkv_jax.train.sweep import Analysis, Cut
+
+    found = json.loads((DATA / "analysis.json").read_text(encoding="utf-8"))
+    cuts = [Cut(**cut) for cut in found["cuts"]]
+    draw_analysis(Analysis(cuts=cuts, similarity=np.array(found["similarity"])), path)
+
+
+def run(path: Path) -> None:
+    """The curves in `report.html` of a short run on the demo model."""
+    from swiftkv_jax.train.metrics import read_metrics
+    from swiftkv_jax.train.plots import draw_run
+
+    path.write_text(draw_run(read_metrics(DATA / "metrics.jsonl")), encoding="utf-8")
+
+
+PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "swiftkv": (swiftkv, "svg"),
+    "stacks": (stacks, "svg"),
+    "pages": (pages, "svg"),
+    "engine-step": (engine_step, "svg"),
+    "prefill": (prefill, "png"),
+    "analysis": (analysis, "png"),
+    "run": (run, "svg"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
+    for name in parser.parse_args().names or PICTURES:
+        draw, ending = PICTURES[name]
+        draw(HERE / f"{name}.{ending}")
+
+
+if __name__ == "__main__":
+    main()
