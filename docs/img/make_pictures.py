@@ -264,8 +264,8 @@ def engine_step(path: Path) -> None:
                 busy + prefill_width, 126, rest, 42, f"decode call {n}", color=RED, size=11
             )
     drawing.text(
-        92, 206, "The device always has the next step before it ends the last: reading does not "
-        "hold it up.", size=12, color=GREY,
+        92, 206, "The next step is in the device's queue before the last one ends, so reading does "
+        "not hold it up.", size=12, color=GREY,
     )  # fmt: skip
     drawing.save(path)
 
@@ -284,18 +284,17 @@ def prefill(path: Path) -> None:
 
 def analysis(path: Path) -> None:
     """`swiftkv train analyze` of the demo model."""
-    import numpy as np
-
     from swiftkv_jax.train.plots import draw_analysis
     from swiftkv_jax.train.sweep import Analysis, Cut
 
     found = json.loads((DATA / "analysis.json").read_text(encoding="utf-8"))
     cuts = [Cut(**cut) for cut in found["cuts"]]
-    draw_analysis(Analysis(cuts=cuts, similarity=np.array(found["similarity"])), path)
+    names = ("tokens", "teacher_perplexity", "similarity")
+    draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts), path)
 
 
 def run(path: Path) -> None:
-    """The curves in `report.html` of a short run on the demo model."""
+    """The curves in `report.html` of a short run on the demo model, without its speed."""
     from swiftkv_jax.train.metrics import read_metrics
     from swiftkv_jax.train.plots import draw_run
 

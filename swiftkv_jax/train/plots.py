@@ -56,7 +56,7 @@ def _draw_cuts(axes: Any, analysis: Analysis) -> None:
     )
     _set_log(axes)
     axes.set_title("Before distillation")
-    axes.margins(y=0.15)
+    axes.margins(x=0.12, y=0.15)
     axes.legend()
 
 
