@@ -65,12 +65,12 @@ def test_the_papers_savings(name):
         assert found == pytest.approx(saving, abs=0.007 if layers % 4 else 0)
 
 
-def test_the_table_of_the_readme():
+def test_the_table_of_the_documentation():
     """Its cells are the formula, and the formula is what is allocated (above)."""
     columns = [
         (group, dtype) for group in (None, 2, 4) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     ]
-    lines = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8").splitlines()
     for name, config in PRESETS.items():
         (line,) = [
             line for line in lines if line.lower().startswith(f"| {name} | ") and "KiB" in line
