@@ -432,16 +432,19 @@ def page() -> str:
     parts = [make() for make in SECTIONS]
     titles = [part.splitlines()[0].removeprefix("## ") for part in parts]
     contents = " · ".join(f"[{title}](#{anchor(title)})" for title in titles)
-    return "\n\n".join(
-        [
-            "# Measurements",
-            contents,
-            f"<!-- Written by {COMMAND}: change that, not this. -->",
-            "On two CPU cores (x86-64, float32) with the commands named. Sections that say \"by "
-            'the H200 compiler" were compiled only: **no GPU or TPU has been timed yet**.',
-            *parts,
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Measurements",
+                contents,
+                f"<!-- Written by {COMMAND}: change that, not this. -->",
+                'On two CPU cores (x86-64, float32) with the commands named. Sections that say "by '
+                'the H200 compiler" were compiled only: **no GPU or TPU has been timed yet**.',
+                *parts,
+            ]
+        )
+        + "\n"
+    )
 
 
 def anchor(title: str) -> str:

@@ -1,7 +1,9 @@
 """The whole path on the demo model: convert, distil, generate, compare. `make demo` runs it, in
 under three minutes on two cores.
 
-python examples/demo.py [FOLDER]        FOLDER must be new; the default, runs/make-demo, is emptied first
+    python examples/demo.py [FOLDER]
+
+FOLDER must be new; the default, runs/make-demo, is emptied first.
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.infer.engine.engine import Engine, engine_for
-from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.requests import Request
-from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.mesh import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
 
@@ -34,10 +33,8 @@ DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does
 STEPS = {1: 16, 2: 32}  # by group size: sharing a cache is the larger change
 PROMPT = "def read_lines(path):"
-ROWS, PROMPT_TOKENS = (
-    4,
-    897,
-)  # seven pages of 128 and the token that goes into the first decode step
+ROWS = 4
+PROMPT_TOKENS = 897  # seven pages of 128, and the token that goes into the first decode step
 NEW_TOKENS = 64
 
 
@@ -63,20 +60,13 @@ def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
     """A fresh delta for half the layers: the exported model, and its held-out quality before and
     after."""
     output = folder / f"group-{group}"
-    flags = [
-        "--mesh",
-        "x".join(map(str, MESH)),
-        "--key-value-group-size",
-        str(group),
-        "--max-steps",
-        str(STEPS[group]),
-    ]
+    mesh = "x".join(map(str, MESH))
+    flags = f"--mesh {mesh} --key-value-group-size {group} --max-steps {STEPS[group]}".split()
     run("train", train, *flags, "--logging-steps", "4", "--output-dir", str(output))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     before, after = (row for row in rows if "eval_agreement" in row)
-    return skv.load(output / "model"), after | {
-        "initial_perplexity": before["eval_student_perplexity"]
-    }
+    initial = {"initial_perplexity": before["eval_student_perplexity"]}
+    return skv.load(output / "model"), after | initial
 
 
 def measure(column: Column) -> tuple[float, float, str]:
@@ -88,21 +78,18 @@ def measure(column: Column) -> tuple[float, float, str]:
         chunks=(512,),
         decode_rows=(ROWS,),
     )
-    engine = engine_for(column.model, options, swiftkv=column.swiftkv)
+    engine = Engine.from_model(column.model, options, swiftkv=column.swiftkv)
     random = np.random.default_rng(0)
     prefill, decode = [], []
     for _ in range(3):
         prompts = random.integers(2, column.model.config.vocab_size, (ROWS, PROMPT_TOKENS)).tolist()
         first = seconds(engine, prompts, 1)
-        decode.append(
-            seconds(engine, prompts, NEW_TOKENS) / NEW_TOKENS
-        )  # now the prompts are cached
+        # Now the prompts are cached.
+        decode.append(seconds(engine, prompts, NEW_TOKENS) / NEW_TOKENS)
         prefill.append(first - decode[-1])
     tokens = column.model.tokenizer(PROMPT)["input_ids"]
-    text = column.model.tokenizer.decode(
-        [token for event in engine.run([request(tokens, NEW_TOKENS)]) for token in event.tokens]
-    )
-    return min(prefill), min(decode), text
+    new = [id for _, output in engine.run([request(tokens, NEW_TOKENS)]) for id in output.token_ids]
+    return min(prefill), min(decode), column.model.tokenizer.decode(new)
 
 
 def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
@@ -119,7 +106,7 @@ def request(prompt: list[int], max_tokens: int) -> Request:
 
 def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> str:
     teacher = columns[0].model
-    rows = [("", *(column.title for column in columns))]
+    rows: list[tuple[str, ...]] = [("", *(column.title for column in columns))]
     flops = [prefill_flops(c.model.config, PROMPT_TOKENS - 1, swiftkv=c.swiftkv) for c in columns]
     bytes_ = [bytes_per_token(c.model.config, teacher.dtype, swiftkv=c.swiftkv) for c in columns]
     seconds, decode = [m[0] for m in measured], [m[1] for m in measured]
@@ -127,42 +114,33 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
     def share(values, number):
         return [f"{number(value)}  ({value / values[0]:.0%})" for value in values]
 
-    rows.append(
-        (f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G"))
-    )
-    rows.append(
+    quality = [column.quality for column in columns[1:]]
+    original = quality[0]["eval_teacher_perplexity"]
+    perplexity = [original, *(q["eval_student_perplexity"] for q in quality)]
+    steps = " and ".join(map(str, STEPS.values()))
+    rows += [
+        (f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G")),
         (
             f"prefill time, {ROWS} x {PROMPT_TOKENS - 1} tokens",
             *share(seconds, lambda v: f"{v:.2f} s"),
-        )
-    )
-    rows.append(
-        (f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms"))
-    )
-    rows.append((f"KV cache bytes per token, {teacher.dtype}", *share(bytes_, lambda v: f"{v:,}")))
-    quality = [column.quality for column in columns[1:]]
-    perplexity = [
-        quality[0]["eval_teacher_perplexity"],
-        *(q["eval_student_perplexity"] for q in quality),
-    ]
-    rows.append(
+        ),
+        (f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms")),
+        (f"KV cache bytes per token, {teacher.dtype}", *share(bytes_, lambda v: f"{v:,}")),
         (
             "held-out perplexity before distilling",
-            f"{perplexity[0]:.3f}",
+            f"{original:.3f}",
             *(f"{q['initial_perplexity']:.3f}" for q in quality),
-        )
-    )
-    cells = [f"{value:.3f}  ({value / perplexity[0] - 1:+.2%})" for value in perplexity]
-    rows.append(
-        (f"held-out perplexity after {' and '.join(map(str, STEPS.values()))} steps", *cells)
-    )
-    rows.append(
+        ),
+        (
+            f"held-out perplexity after {steps} steps",
+            *(f"{value:.3f}  ({value / original - 1:+.2%})" for value in perplexity),
+        ),
         (
             "next token agrees with the teacher",
             "100.0%",
             *(f"{q['eval_agreement']:.1%}" for q in quality),
-        )
-    )
+        ),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,6 +1,6 @@
 """A distillation loop of one's own, around `skv.distill_loss`. `swiftkv train` does far more.
 
-    python examples/distill.py            the demo model on some of the standard library, on a CPU
+python examples/distill.py            the demo model on some of the standard library, on a CPU
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests that come and go while the engine runs: continuous batching.
 
-    python examples/engine.py [MODEL]
+python examples/engine.py [MODEL]
 """
 
 from __future__ import annotations

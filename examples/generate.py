@@ -1,6 +1,6 @@
 """Continue texts with the demo model, or with a model of yours.
 
-    python examples/generate.py [MODEL]
+python examples/generate.py [MODEL]
 """
 
 from __future__ import annotations

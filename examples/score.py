@@ -1,6 +1,6 @@
 """Exact log-likelihoods: which of two continuations does the model prefer?
 
-    python examples/score.py [MODEL]
+python examples/score.py [MODEL]
 """
 
 from __future__ import annotations

@@ -139,7 +139,9 @@ def swiftkv(path: Path) -> None:
     drawing.text(left + 90, 276, "input of layer K", size=12, anchor="middle", color=GREY)
 
     drawing.box(left, 98, width, 76, "layers K .. L-1\nskipped", dashed=True)
-    drawing.box(right, 98, width, 76, "layers K .. L-1\nquery, attention, MLP", color=RED, bold=True)
+    drawing.box(
+        right, 98, width, 76, "layers K .. L-1\nquery, attention, MLP", color=RED, bold=True
+    )
     drawing.arrow((right + 215, 294), (right + 215, 175))
     drawing.arrow((cache + 190, 136), (right - 1, 136), color=RED)
     drawing.text((cache + 190 + right) / 2, 128, "read", size=12, anchor="middle", color=RED)
@@ -260,9 +262,7 @@ def engine_step(path: Path) -> None:
         drawing.box(busy, 126, prefill_width, 42, f"prefill chunk {n}", color=RED, size=11)
         if index < 2:
             rest = step - prefill_width
-            drawing.box(
-                busy + prefill_width, 126, rest, 42, f"decode call {n}", color=RED, size=11
-            )
+            drawing.box(busy + prefill_width, 126, rest, 42, f"decode call {n}", color=RED, size=11)
     drawing.text(
         92, 206, "The next step is in the device's queue before the last one ends, so reading does "
         "not hold it up.", size=12, color=GREY,
