@@ -137,7 +137,7 @@ def lengths() -> str:
         f"The same model, medians of {repetitions}, on a machine with other work: processor time "
         "is the steadier measure.",
         table(("tokens", "times as fast", "by processor time", "by operations"), rows),
-        "![Prefill of SwiftKV and its teacher over the length](img/prefill.svg)",
+        "![Prefill of SwiftKV and its teacher over the length](img/prefill.png)",
     )
 
 
@@ -164,7 +164,7 @@ def transformers() -> str:
     )
 
 
-def loss_figures() -> dict[str, str]:
+def loss_figures() -> dict[str, float]:
     """GiB of temporaries of the distillation loss, by row."""
     return {row["name"]: row["temporary_bytes"] / GIB for row in newest("loss")["rows"]}
 

@@ -1,0 +1,266 @@
+"""The documentation says what is true: its code runs, its links and commands exist, its figures
+are the measured ones."""
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks import measurements
+from swiftkv_jax import demo
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+EXAMPLES = ("generate", "engine", "score")
+REAL_MODEL = "Llama-3.1-8B-Instruct"
+
+
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language; "" is none."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(path), re.DOTALL | re.MULTILINE)
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Lines of unmarked blocks that start a command of this repository, without their comments."""
+    found = []
+    for block in blocks(path, ""):
+        for line in block.splitlines():
+            line = re.sub(r"^PYTHONPATH=\S+ ", "", line)
+            if re.match(r"swiftkv |python -m ", line):
+                found.append(shlex.split(line, comments=True))
+    return found
+
+
+def entry_point() -> tuple[str, str]:
+    """(module, function) of the console script."""
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    module, function = project["scripts"]["swiftkv"].split(":")
+    return module, function
+
+
+def run(*argv: str, cwd: Path = ROOT) -> str:
+    """Standard output of an interpreter with these arguments."""
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def swiftkv(*arguments: str, cwd: Path = ROOT) -> str:
+    """The console script, whether it is installed or not."""
+    module, function = entry_point()
+    code = f"import sys; from {module} import {function} as main; sys.exit(main())"
+    return run("-c", code, *arguments, cwd=cwd)
+
+
+# What is printed runs ----------------------------------------------------------
+
+
+def test_the_python_of_the_readme_runs(tmp_path):
+    """All of it in one interpreter, as printed."""
+    code = "\n".join(blocks(README, "python"))
+    assert "skv.generate" in code and "engine.run" in code
+    output = run("-c", code.replace(f'"{REAL_MODEL}"', repr(str(demo.LLAMA))), cwd=tmp_path)
+    assert "length" in output or "stop" in output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_the_pages_is_python(page):
+    for code in blocks(page, "python"):
+        ast.parse(code)
+
+
+def test_the_python_of_the_page_on_serving_runs(tmp_path):
+    load = f"import swiftkv_jax as skv\nmodel = skv.load({str(demo.SWIFTKV)!r})\n"
+    code = load + "\n".join(blocks(ROOT / "docs" / "serving.md", "python"))
+    assert run("-c", code, cwd=tmp_path).count("length") >= 2
+
+
+def test_the_python_of_the_page_on_checkpoints_runs(tmp_path):
+    (code,) = blocks(ROOT / "docs" / "checkpoints.md", "python")
+    code = code.replace(f'"{REAL_MODEL}"', repr(str(demo.LLAMA)))
+    code = code.replace("num_key_value_layers=16", "num_key_value_layers=4")
+    run("-c", "import swiftkv_jax as skv\n" + code, cwd=tmp_path)
+    assert (tmp_path / "hf" / "config.json").exists() and (tmp_path / "orbax").is_dir()
+
+
+def test_the_first_command_of_the_readme_runs(tmp_path):
+    line = next(words for words in commands(README) if words[:2] == ["swiftkv", "infer"])
+    assert line[2:] == ["-p", "def read_lines(path):"]
+    assert swiftkv(*line[1:], "--compile-cache", "none", cwd=tmp_path).strip()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name):
+    assert run(str(ROOT / "examples" / f"{name}.py")).strip()
+
+
+# What is named exists ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if re.match(r"https?:", target):
+            continue
+        file, _, fragment = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{page.name}: {target}"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", text_of(path), re.MULTILINE)
+            assert fragment in map(measurements.anchor, headings), f"{page.name}: {target}"
+
+
+def test_every_page_is_linked_from_the_readme():
+    for page in PAGES[1:]:
+        assert f"({page.relative_to(ROOT)})" in text_of(README), page.name
+
+
+def test_every_page_begins_with_its_contents():
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        links = text_of(page).split("\n\n")[1]
+        headings = re.findall(r"^## (.*)$", text_of(page), re.MULTILINE)
+        assert re.findall(r"\(#([^)]+)\)", links) == [*map(measurements.anchor, headings)], (
+            page.name
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_are_named_exist(page):
+    """`python -m a.{b,c}` in blocks and in sentences."""
+    for name in re.findall(r"python -m ([\w.{},]+\w|[\w.]+\{[\w.,]+\})", text_of(page)):
+        head, brace, rest = name.partition("{")
+        names = [head + tail for tail in rest.rstrip("}").split(",")] if brace else [head]
+        for name in names:
+            assert importlib.util.find_spec(name), f"{page.name}: python -m {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_are_named_exist(page):
+    """Of each command in a block, every flag is one that its --help prints."""
+    for words in commands(page):
+        command = command_of(words)
+        flags = {word for word in words[len(command) :] if re.match(r"--?[a-z]", word)}
+        if not flags:
+            continue
+        help = help_of(tuple(command))
+        missing = {flag for flag in flags if not re.search(rf"(?<![\w-]){flag}(?![\w-])", help)}
+        assert not missing, f"{page.name}: {shlex.join(words)}: {missing}"
+
+
+def command_of(words: list[str]) -> list[str]:
+    """The first words: those that name the command."""
+    start = 3 if words[0] == "python" else 2
+    found = words[:start]
+    subcommands = {"chat", "score", "bench", "analyze", "prepare", "show", "report"}
+    subcommands |= {"hf2orbax", "orbax2hf", "inspect"}
+    if len(words) > start and words[start] in subcommands:
+        found.append(words[start])
+    return found
+
+
+@cache
+def help_of(command: tuple[str, ...]) -> str:
+    if command[0] == "python":
+        return run("-m", *command[2:], "--help")
+    return swiftkv(*command[1:], "--help")
+
+
+def test_make_targets_that_are_named_exist():
+    targets = set(re.findall(r"^([\w.$()/-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"(?:^|`)make ([a-z][\w-]*)", text_of(page), re.MULTILINE)
+        assert set(named) <= targets, page.name
+
+
+def test_the_tree_of_files_is_complete():
+    (tree,) = blocks(ROOT / "docs" / "architecture.md", "")
+    folders, named = [], set()
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders[depth:] = [name]
+        if name.endswith(".py"):
+            named.add("".join(folders[:depth]) + name)
+    found = {str(path.relative_to(ROOT)) for path in (ROOT / "swiftkv_jax").rglob("*.py")}
+    assert named == found, f"missing {sorted(found - named)}, gone {sorted(named - found)}"
+
+
+# Figures -----------------------------------------------------------------------
+
+
+def test_the_page_of_measurements_is_up_to_date(capsys):
+    assert measurements.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_page_out_of_date_is_noticed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measurements, "ROOT", tmp_path)
+    monkeypatch.setattr(measurements, "PAGE", tmp_path / "measurements.md")
+    assert measurements.main(["--check"]) == 1
+    assert "measurements.md is out of date" in capsys.readouterr().err
+    assert measurements.main([]) == 0
+    assert measurements.main(["--check"]) == 0
+
+
+def test_figures_of_the_readme_are_the_measured_ones():
+    prefill = measurements.prefill_figures()
+    assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']}" in text_of(
+        README
+    )
+    assert measurements.DEMO in text_of(README)
+    assert (
+        "0.535 of the teacher's"
+        in dict((what, how) for what, how, _ in measurements.ASSERTED).values()
+    )
+    assert "0.535 of the teacher's" in text_of(README)
+
+
+def test_figures_of_the_pages_are_the_measured_ones():
+    loss, training = measurements.loss_figures(), text_of(ROOT / "docs" / "training.md")
+    assert f"{loss['forward, fused']:.2f} GiB\ninstead of {loss['forward, naive']:.1f}" in training
+    kernels = text_of(ROOT / "docs" / "kernels.md")
+    assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
+
+
+@pytest.mark.parametrize("name", ["swiftkv", "stacks", "pages", "engine-step"])
+def test_drawings_are_those_of_the_program(name, tmp_path):
+    folder = ROOT / "docs" / "img"
+    spec = importlib.util.spec_from_file_location("make_pictures", folder / "make_pictures.py")
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    draw, ending = program.PICTURES[name]
+    draw(tmp_path / "drawn")
+    assert (tmp_path / "drawn").read_text() == (folder / f"{name}.{ending}").read_text()
+
+
+# Length ------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len(text_of(README).splitlines()) <= 130
+    assert len(text_of(README).encode()) <= 9_000
