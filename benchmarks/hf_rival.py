@@ -37,7 +37,7 @@ from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.infer.engine.engine import Engine, engine_for
+from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -168,19 +168,20 @@ def _engines(model: Model, length: int) -> dict[str, Engine]:
     """One token a call, as transformers does it; otherwise as the engine chooses for a CPU."""
     options = EngineOptions(max_model_len=length, max_num_seqs=1, decode_steps=1)
     return {
-        name: engine_for(model, options, swiftkv=name == STUDENT) for name in (TEACHER, STUDENT)
+        name: Engine.from_model(model, options, swiftkv=name == STUDENT)
+        for name in (TEACHER, STUDENT)
     }
 
 
 def _run(engine: Engine, prompt: list[int], output_len: int) -> dict[str, Any]:
     start, cpu = time.perf_counter(), time.process_time()
     tokens, first = [], (start, cpu)
-    for event in engine.run(
+    for _, output in engine.run(
         [Request(prompt, SamplingParams(max_tokens=output_len, ignore_eos=True))]
     ):
         if not tokens:
             first = time.perf_counter(), time.process_time()
-        tokens += event.tokens
+        tokens += output.token_ids
     end, end_cpu = time.perf_counter(), time.process_time()
     more = output_len - 1
     cpu_times = {"ttft_cpu": first[1] - cpu, "tpot_cpu": (end_cpu - first[1]) / more}

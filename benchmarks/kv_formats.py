@@ -28,7 +28,7 @@ from swiftkv_jax import cli, demo
 from swiftkv_jax.cache import Format
 from swiftkv_jax.checkpoints import Quantization, load
 from swiftkv_jax.cli.exit import log
-from swiftkv_jax.infer.engine.engine import Engine, engine_for
+from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
@@ -150,12 +150,12 @@ def score(
         kv_cache_dtype=cache,
         scoring=True,
     )
-    engine = engine_for(model, options, swiftkv=swiftkv)
+    engine = Engine.from_model(model, options, swiftkv=swiftkv)
     logprobs, likeliest = list[float](), dict[int, list[int]]()
-    for event in engine.run(requests):
+    for number, event in engine.run(requests):
         assert event.logprobs is not None
         logprobs += [entry.logprob for entry in event.logprobs]
-        likeliest[event.request] = event.tokens
+        likeliest[number] = event.token_ids
     cell = {
         "model": "student" if swiftkv else "teacher",
         "cache": str(engine.model_runner.cache_dtype),
