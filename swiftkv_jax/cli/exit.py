@@ -12,8 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from .. import interrupts
 from ..errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
-from . import interrupts, messages, streams
+from . import messages, streams
 
 OK = 0
 ERROR = 1

@@ -16,16 +16,16 @@ mmlu_, mmlu_cot_0shot_ and gsm8k_cot_llama_3.1_instruct.
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import gc
 import sys
 from pathlib import Path
 from typing import Any
-
-from ..cli import interrupts
-
-if __name__ == "__main__":
-    interrupts.install()  # before the imports that take a second
 
 from jax.sharding import Mesh
 
