@@ -15,6 +15,7 @@ from collections.abc import Callable
 from .. import interrupts
 from ..errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
 from . import messages, streams
+from .messages import log as log
 
 OK = 0
 ERROR = 1
