@@ -16,6 +16,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ...cache import FORMATS
+from ...cli.devices import parse_size
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
 from ...model import Model
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for the fields of `EngineOptions`."""
-    flag = parser.add_argument
-    flag(
+    add = parser.add_argument
+    add(
         "--max-model-len",
         "-c",
         type=token_count,
@@ -37,37 +38,37 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens in a row, prompt and new ones; 8k is 8192",
     )
     flag("--max-num-seqs", type=int, metavar="N", help="rows that decode together (default: 64)")
-    flag(
+    add(
         "--max-num-batched-tokens",
         type=token_count,
         metavar="N",
         help="tokens of a chunk of prefill (default: 2k; on a CPU 512)",
     )
-    flag(
+    add(
         "--decode-steps",
         type=int,
         metavar="N",
         help="tokens a row decodes in one call (default: 8; 1 where text is printed as it comes)",
     )
-    flag(
+    add(
         "--kv-cache-dtype",
         choices=FORMATS,
         help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",
     )
-    flag(
+    add(
         "--kv-cache-memory",
         type=_size,
         metavar="SIZE",
         help="of the KV cache on each device, such as 24g (default: what is left)",
     )
     names = ("--memory-utilization", "--gpu-memory-utilization")
-    flag(
+    add(
         *names,
         type=float,
         metavar="SHARE",
         help="share of the memory JAX may use, on a GPU 95 %% of it (default: 0.9)",
     )
-    flag(
+    add(
         "--page-size",
         "--block-size",
         type=int,
@@ -75,25 +76,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="positions in a page of the KV cache (default: 128)",
     )
     action = argparse.BooleanOptionalAction
-    flag(
+    add(
         "--enable-prefix-caching",
         action=action,
         help="reuse what is cached of prompts that begin alike (default: yes)",
     )
     # Users of vLLM know the first half of this one, and write it short.
-    flag(
+    add(
         "--no-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
         default=None,
         help="--no-enable-prefix-caching",
-    )
-    cache = str(DEFAULT_CACHE)
-    flag(
-        "--compile-cache",
-        metavar="DIR",
-        default=cache,
-        help=f"where compiled programs are kept, or none (default: {cache})",
     )
 
 
@@ -134,7 +128,7 @@ def start_engine(
     engine = Engine.from_model(
         model,
         options,
-        swiftkv=model_options.swiftkv,
+        swiftkv=model_options.uses_swiftkv,
         mesh=mesh,
         attention=model_options.attention,
         donate=True,

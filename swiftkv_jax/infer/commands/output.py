@@ -39,21 +39,21 @@ class OutputOptions:
         """The output file, None for standard output. Raises `UsageError` if something is in its
         way."""
         if self.resume and not self.path:
-            raise UsageError("--resume goes with --output: there is nothing else to go on with")
+            raise UsageError("`resume` goes with `output`: there is nothing else to go on with")
         return OutputFile(self.path, resume=self.resume) if self.path else None
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the flags of every command that writes rows."""
-    flag = parser.add_argument
-    flag(
+    add = parser.add_argument
+    add(
         "--output",
         "-o",
         type=Path,
         metavar="JSONL",
         help=f"a row per row of input, in its order (default: {default})",
     )
-    flag(
+    add(
         "--resume",
         action="store_true",
         help="go on with the --output of an interrupted run, if there is one",
@@ -220,13 +220,13 @@ def open_writer(
                 result.writer = JsonLinesWriter(lines)
         result.done = from_process_0(result.done)
         if result.done < 0:
-            raise UsageError("process 0 cannot write --output: see what it says")
+            raise UsageError("process 0 cannot write `output`: see what it says")
         try:
             yield result
         except KeyboardInterrupt:
             if file is not None:
                 logger.warning(
                     f"{file.partial} has {result.done} of {total} rows; the same command with "
-                    f"--resume goes on"
+                    f"`resume` goes on"
                 )
             raise

@@ -83,10 +83,10 @@ class OutputFile:
         self.complete = resume and path.exists()
         """Whether an earlier run has written all of the file."""
         if not self.complete:
-            check_absent("--output", path)
+            check_absent("`output`", path)
         if self.partial.exists() and not resume:
             raise UsageError(
-                f"--output {path}: {self.partial} is of an interrupted run; go on with --resume, "
+                f"`output`={path}: {self.partial} is of an interrupted run; go on with `resume`, "
                 f"or remove it"
             )
 
@@ -114,7 +114,7 @@ class OutputFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(
-                    f"--output {self.path}: another process is writing {self.partial}"
+                    f"`output`={self.path}: another process is writing {self.partial}"
                 ) from None
             # Another process may have ended since this one began, and have renamed the file.
             if self.path.exists() or not (
@@ -124,7 +124,7 @@ class OutputFile:
                 if not os.fstat(file.fileno()).st_size:
                     self.partial.unlink(missing_ok=True)
                 raise UsageError(
-                    f"--output {self.path}: another process has just written it; nothing is "
+                    f"`output`={self.path}: another process has just written it; nothing is "
                     f"overwritten"
                 )
             if os.fstat(file.fileno()).st_size:
@@ -155,7 +155,7 @@ class OutputFile:
                     else f": {written.get(name)!r} then, {now.get(name)!r} now"
                 )
                 raise UsageError(
-                    f"--resume: {path} was written with another {name}{values}; use the same, or "
+                    f"`resume`: {path} was written with another {name}{values}; use the same, or "
                     f"remove it"
                 )
 

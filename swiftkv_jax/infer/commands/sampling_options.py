@@ -26,77 +26,77 @@ GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetitio
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add flags for the fields of `SamplingParams`, but for those of `add_result_arguments`."""
-    flag = parser.add_argument
+    add = parser.add_argument
     names = ("--max-tokens", "--max-new-tokens")
-    flag(
+    add(
         *names,
         type=int,
         default=max_tokens,
         metavar="N",
         help=f"most new tokens (default: {max_tokens})",
     )
-    flag(
+    add(
         "--min-tokens",
         type=int,
         metavar="N",
         help="no end token, and no stop string, before this many (default: 0)",
     )
-    flag(
+    add(
         "--temperature",
         "--temp",
         type=float,
         help=f"0 takes the likeliest token (default: {GENERATION_CONFIG}'s, or 0)",
     )
-    flag("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 is off")
-    flag(
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 is off")
+    add(
         "--top-p",
         type=float,
         metavar="P",
         help="draw from the fewest tokens that hold probability P; 1 is off",
     )
-    flag(
+    add(
         "--min-p",
         type=float,
         metavar="P",
         help="draw from tokens at least P times as likely as the likeliest; 0 is off",
     )
-    flag(
+    add(
         "--repetition-penalty",
         "--repeat-penalty",
         type=float,
         metavar="R",
         help="of tokens in prompt or output; 1 is off",
     )
-    flag("--presence-penalty", type=float, metavar="R", help="of tokens in the output; 0 is off")
-    flag(
+    add("--presence-penalty", type=float, metavar="R", help="of tokens in the output; 0 is off")
+    add(
         "--frequency-penalty",
         type=float,
         metavar="R",
         help="of tokens in the output, each time; 0 is off",
     )
-    flag(
+    add(
         "--logit-bias",
         type=_bias,
         action="append",
         metavar="ID=VALUE",
         help="added to a token's logit; repeat to add more",
     )
-    flag("--seed", type=int, help="of the draws (default: 0)")
-    flag("--stop", action="append", metavar="TEXT", help="end before this text; repeat to add more")
-    flag(
+    add("--seed", type=int, help="of the draws (default: 0)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat to add more")
+    add(
         "--stop-token-ids",
         type=_token_ids,
         metavar="ID,...",
         help="tokens that end the text as the model's own end tokens do",
     )
-    flag("--ignore-eos", action="store_true", default=None, help="go on after an end token")
+    add("--ignore-eos", action="store_true", default=None, help="go on after an end token")
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for the fields of `SamplingParams` that give more than one text."""
-    flag = parser.add_argument
-    flag("--n", type=int, metavar="N", help="samples of each prompt (default: 1)")
-    flag(
+    add = parser.add_argument
+    add("--n", type=int, metavar="N", help="samples of each prompt (default: 1)")
+    add(
         "--logprobs",
         type=int,
         metavar="K",
