@@ -14,6 +14,7 @@ import importlib
 import sys
 
 from .. import cli
+from ..cli import interrupts
 
 COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and what it is for
     "generate": ("commands.complete", "prompts in, completions out (the default)"),
@@ -26,14 +27,14 @@ COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and wh
 def overview() -> str:
     """What `--help` without a command says."""
     commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
-    return f"{__doc__}\ncommands, each with its own --help:\n{commands}\n"
+    return f"{cli.as_called(__doc__ or '')}\ncommands, each with its own --help:\n{commands}\n"
 
 
 def parser(command: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
     result = argparse.ArgumentParser(
-        prog=f"python -m swiftkv_jax.infer {command}",
-        description=module.__doc__,
+        prog=f"{cli.prog('infer')} {command}",
+        description=cli.as_called(module.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_flags(result)
@@ -44,18 +45,19 @@ def parser(command: str) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h"):
-        print(overview())
-        return cli.OK
+        return cli.run(lambda: print(overview()) or cli.OK)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        cli.log(
-            f"error: {argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a "
-            f"prompt with --prompt"
+        return cli.fail(
+            f"{argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a prompt with "
+            f"--prompt",
+            cli.USAGE,
         )
-        return cli.USAGE
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("generate", argv)
-    args = parser(command).parse_args(argv)
-    return cli.run(lambda: args.main(args))
+    flags = parser(command)
+    args = flags.parse_args(argv)
+    return cli.run(lambda: args.main(args), flags)
 
 
 if __name__ == "__main__":
+    interrupts.install()
     sys.exit(main())
