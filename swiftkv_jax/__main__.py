@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from . import __version__, cli
-from .cli import interrupts
+from . import __version__, interrupts
 
 COMMANDS = {  # the first argument -> module with `main`, and what it is for
     "infer": ("infer.__main__", "run a model: completions, chat, scores, speed"),
@@ -18,6 +17,8 @@ COMMANDS = {  # the first argument -> module with `main`, and what it is for
 
 def overview() -> str:
     """What `--help` says."""
+    from . import cli
+
     commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return (
         f"usage: {cli.prog()} COMMAND ...\n\nSwiftKV for JAX {__version__}. The commands, each with "
@@ -27,7 +28,9 @@ def overview() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    interrupts.install()
+    interrupts.install()  # before the imports that take a second
+    from . import cli
+
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h", "--version"):
         text = f"swiftkv-jax {__version__}" if argv[0] == "--version" else overview()

@@ -7,17 +7,17 @@ weights, not for the model.
 
 from __future__ import annotations
 
+from . import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import contextlib
 import ctypes
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-
-from .cli import interrupts
-
-if __name__ == "__main__":
-    interrupts.install()  # before the imports that take a second
 
 from tqdm import tqdm
 

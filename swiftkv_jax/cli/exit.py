@@ -12,8 +12,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from .. import interrupts
 from ..errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
-from . import interrupts, messages, streams
+from . import messages, streams
+from .messages import log as log
 
 OK = 0
 ERROR = 1

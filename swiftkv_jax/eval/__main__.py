@@ -5,8 +5,8 @@
 
 Needs `pip install 'swiftkv-jax[eval]'`, and no PyTorch. Log-likelihoods are exact, generations are
 the engine's; texts are split, marked and truncated as by the harness's own models, with a warning
-for those that were truncated. The table goes to stdout. --swiftkv both measures the unmodified teacher and the
-student one after the other, and their difference document by document.
+for those that were truncated. The table goes to stdout. --swiftkv both measures the unmodified
+teacher and the student one after the other, and their difference document by document.
 
 --paper runs the seven tasks of the authors' own table with their settings. Four of them come from a
 fork of the harness; here they are the harness's own versions, whose prompts and scoring may differ:
@@ -15,6 +15,11 @@ mmlu_, mmlu_cot_0shot_ and gsm8k_cot_llama_3.1_instruct.
 """
 
 from __future__ import annotations
+
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
 
 import argparse
 import dataclasses

@@ -41,9 +41,10 @@ PAPER = (
     TaskSet(("mmlu_cot_llama",), 0, chat=True, gen_kwargs=_LONG),
     TaskSet(("gsm8k_llama",), 8, chat=True, multiturn=True, gen_kwargs=_LONG),
 )
-"""The tasks that the authors of SwiftKV measured with vLLM and a fork of the harness (`Snowflake-Labs/vllm`,
-examples/swiftkv), at most 4096 tokens a row. The fork's `*_llama_3.1_instruct` tasks are here by
-the names they have in the harness itself, where their prompts and scoring may differ: `RENAMED`."""
+"""The tasks that the authors of SwiftKV measured with vLLM and a fork of the harness
+(`Snowflake-Labs/vllm`, examples/swiftkv), at most 4096 tokens a row. The fork's
+`*_llama_3.1_instruct` tasks have the names of the harness itself here, where their prompts and
+scoring may differ: `RENAMED`."""
 RENAMED = {
     "arc_challenge_llama_3.1_instruct": "arc_challenge_llama",
     "mmlu_llama_3.1_instruct": "mmlu_llama",
@@ -120,8 +121,8 @@ class Tasks:
 
 
 def _merge(report: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Add the tables of `found`, which have a row for each task, to those of `report`; other entries
-    stay as the first report had them."""
+    """Add the tables of `found`, which have a row for each task, to those of `report`; other
+    entries stay as the first report had them."""
     for name, value in found.items():
         if isinstance(report.get(name), dict) and isinstance(value, dict) and name != "config":
             report[name] |= value
@@ -130,8 +131,8 @@ def _merge(report: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def harness_model(model: TextModel) -> Any:
-    """The model as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too. Raises `UsageError`
-    without the harness."""
+    """The model as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too. Raises
+    `UsageError` without the harness."""
 
     class SwiftKVLM(harness("api.model").TemplateLM):
         tokenizer = model.tokenizer

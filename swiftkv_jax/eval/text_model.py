@@ -21,7 +21,6 @@ from ..infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreReq
 from ..infer.text import TextStream, brings_first_token, check_unicode, encode_pair, first_token
 from .generation import Generation, generation
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -59,8 +58,8 @@ class TextModel:
         """ln p(continuation | context) of requests (context, continuation), and whether greedy
         decoding would generate the continuation.
 
-        Texts that are too long lose their beginning. Raises `UsageError` if a continuation alone is too
-        long, `DataError` if one has no token.
+        Texts that are too long lose their beginning. Raises `UsageError` if a continuation alone is
+        too long, `DataError` if one has no token.
         """
         truncation = Truncation(self.engine.max_model_len)
         pairs = (self._pair(number, *request.args) for number, request in enumerate(requests))
@@ -78,9 +77,7 @@ class TextModel:
             for text, ids in enumerate(texts)
             for window in windows(ids, self.prefix_token_id, self._window)
         ]
-        scores = (
-            ScoreRequest([*context, *scored], len(context)) for _, (context, scored) in parts
-        )
+        scores = (ScoreRequest([*context, *scored], len(context)) for _, (context, scored) in parts)
         found = self._score(scores, len(parts), "loglikelihood_rolling")
         totals = [0.0] * len(texts)
         for (text, _), (logprob, _) in zip(parts, found, strict=True):
@@ -261,8 +258,8 @@ def windows(tokens: Sequence[int], prefix: int, most: int) -> Iterator[tuple[lis
     `most` at a time.
 
     The context of the first window is `prefix`, that of the others the token before them; the last
-    has as much context as fits. As `lm_eval.utils.get_rolling_token_windows` with a context of 1 makes them, and
-    `make_disjoint_window` then parts them.
+    has as much context as fits. These are the windows of
+    `lm_eval.utils.get_rolling_token_windows` with a context of 1, split by `make_disjoint_window`.
     """
     for start in range(0, len(tokens), most):
         predicted = list(tokens[start : start + most])

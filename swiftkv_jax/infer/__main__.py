@@ -9,12 +9,16 @@ command:
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import importlib
 import sys
 
 from .. import cli
-from ..cli import interrupts
 
 COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and what it is for
     "generate": ("commands.complete", "prompts in, completions out (the default)"),
@@ -59,5 +63,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    interrupts.install()
     sys.exit(main())

@@ -1,5 +1,5 @@
-"""JSON lines: one JSON value on each line, read one at a time, so that a bad line is an error of its
-own row and a file may be larger than memory."""
+"""JSON lines: one JSON value on each line, read one at a time, so that a bad line is an error of
+its own row and a file may be larger than memory."""
 
 from __future__ import annotations
 

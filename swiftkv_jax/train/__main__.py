@@ -16,6 +16,11 @@ Also:
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import dataclasses
 import importlib
@@ -24,11 +29,6 @@ import sys
 from pathlib import Path
 
 from .. import cli
-from ..cli import interrupts
-
-if __name__ == "__main__":
-    interrupts.install()  # before the imports that take a second
-
 from ..distributed import join_processes
 from ..errors import UsageError
 from ..mesh import emulate_cpu_devices, parse_mesh

@@ -1,5 +1,5 @@
-"""A figure of one run: SwiftKV and its teacher over the input length or the number of rows, with the
-measured roofline."""
+"""A figure of one run: SwiftKV and its teacher over the input length or the number of rows, with
+the measured roofline."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def check_plot(path: Path | None) -> None:
 
 
 def draw(mode: Mode, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG. Decoding is drawn over the number of rows, everything else over the input length,
-    with a line for each variant and each other setting."""
+    """Write a PNG. Decoding is drawn over the number of rows, everything else over the input
+    length, with a line for each variant and each other setting."""
     over, xlabel, each, what = _AXES[mode]
     with figure(9, 3.6, 1, 2) as (picture, panels):
         for axes, (title, key, scale, share) in zip(panels, _PANELS[mode], strict=True):

@@ -110,7 +110,8 @@ def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
                 and arrivals[0] <= time.perf_counter() - start
                 and len(inside) < (cell.max_concurrency or cell.prompts)
             ):
-                inside[engine.add_request(requests.popleft())] = _RequestTimes(start + arrivals.popleft())
+                request_id = engine.add_request(requests.popleft())
+                inside[request_id] = _RequestTimes(start + arrivals.popleft())
             if not inside:
                 time.sleep(max(0.0, start + arrivals[0] - time.perf_counter()))
             for output in engine.step() if engine.has_work else ():

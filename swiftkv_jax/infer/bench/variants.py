@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ...cache import cache_dtype
 from ...checkpoints.auxiliary import read_side_files
 from ...cli.devices import setup_devices
-from ...cli.model_options import ModelOptions, load_model, read_model
+from ...cli.model_options import load_model, read_model
 from ...config import Config
 from ...errors import ConfigError, OutOfMemoryError, UsageError
 from ...hardware import GIB
@@ -25,6 +26,7 @@ from ...presets import PRESETS
 from ...quantization import Scheme, scheme_for
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
+from ..runner.layout import Layout
 from ..runner.memory import host_memory, memory_limit
 from ..runner.model_runner import ModelRunner
 from ..runner.weights import num_bytes, served_config, weight_shapes
@@ -200,8 +202,8 @@ def _cache_bytes(source: Source, name: str, cells: Sequence[Cell], options: Engi
     """Bytes on one device of the cache that the largest cell fills."""
     served = served_config(source.config, name == SWIFTKV)
     rows = -(-options.max_num_seqs // dp_size(source.mesh))
-    page = page_bytes(served, options, source.dtype, source.mesh)
-    return num_pages(cells, rows, options.page_size) * page
+    layout = Layout(served, cache_dtype(options.kv_cache_dtype, source.dtype), source.mesh)
+    return num_pages(cells, rows, options.page_size) * layout.page_bytes(options.page_size)
 
 
 # Engines ----------------------------------------------------------------------

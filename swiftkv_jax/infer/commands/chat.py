@@ -5,9 +5,9 @@ a reply and keeps what there is of it; at the prompt it ends the session. Lines 
 are commands; //text sends /text:
 
     /reset        forget the conversation          /stats        of the last reply
-    /undo         forget the last line and reply   /save FILE    the conversation as JSON; /save! FILE replaces a file
-    /system TEXT  set the first message            /load FILE    go on with one that was saved
-    /exit         end the session
+    /undo         forget the last line and reply   /save FILE    the conversation as JSON
+    /system TEXT  set the first message            /save! FILE   the same, replacing a file
+    /exit         end the session                  /load FILE    go on with one that was saved
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ class Chat:
         reply, end = self._reply(Request(prompt, params))
         self.messages = [*asked, {"role": "assistant", "content": reply}]
         if end == "length" and tokens == room:
-            logger.info(f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)")
+            logger.info(
+                f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)"
+            )
 
     def _reply(self, request: Request) -> tuple[str, str | None]:
         """Text of the reply, and its finish reason, None if Ctrl-C ended it. Raises `DataError` if

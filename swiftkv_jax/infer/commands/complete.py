@@ -4,11 +4,13 @@ Input: `-p`, `-f`, `-`, or with `-i` a file of JSON lines, whose rows are descri
 Output: text on standard output, or with `-i` or `-o` one line of JSON per row, in the order of the
 input:
 
-    {"id": "a", "text": " upon a time", "token_ids": [5304, 264, 892], "finish_reason": "stop", "stop_reason": "\\n",
-     "logprobs": [{"token_id": 5304, "logprob": -0.1, "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
+    {"id": "a", "text": " upon a time", "token_ids": [5304, 264, 892],
+     "finish_reason": "stop", "stop_reason": "\\n",
+     "logprobs": [{"token_id": 5304, "logprob": -0.1,
+                   "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
      "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0},
      "timing": {"queue_s": 0.001, "ttft_s": 0.02, "total_s": 0.05}}
-    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number above 0 and at most 1 (1 is off) (id 'b')"}
+    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number above 0 and at most 1 ..."}
 
 `stop_reason` is the stop string, or the one of `stop_token_ids`, that ended the row, if one did;
 the text ends before the string, `token_ids` with the token that completed it. `logprobs` are there
@@ -55,8 +57,8 @@ from .output import (
     open_writer,
 )
 from .prompts import PromptReader, read_text
-from .resume import output_settings
 from .results import Completions
+from .resume import output_settings
 from .sampling_options import (
     add_result_arguments,
     add_sampling_arguments,
@@ -182,7 +184,8 @@ def main(args: argparse.Namespace) -> int:
         )
     reader = PromptReader(model.tokenizer, params)
     if scanned is not None and prompts.input is not None:
-        work = _file_workload(prompts.input, reader, model, EngineOptions(**engine_fields), *scanned)
+        options = EngineOptions(**engine_fields)
+        work = _file_workload(prompts.input, reader, model, options, *scanned)
     else:
         stream = args.stream and file is None
         work = _prompt_workload(prompts.read(), reader, model, engine_fields, stream=stream)

@@ -37,7 +37,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens in a row, prompt and new ones; 8k is 8192",
     )
-    flag("--max-num-seqs", type=int, metavar="N", help="rows that decode together (default: 64)")
+    add("--max-num-seqs", type=int, metavar="N", help="rows that decode together (default: 64)")
     add(
         "--max-num-batched-tokens",
         type=token_count,

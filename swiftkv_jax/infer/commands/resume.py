@@ -1,5 +1,5 @@
-"""Output files that survive a kill: `OUT.partial` grows by whole lines, and is renamed to `OUT` when
-all are there.
+"""Output files that survive a kill: `OUT.partial` grows by whole lines, and is renamed to `OUT`
+when all are there.
 
 Beside it, `OUT.settings.json` holds what the lines were made from: the digests of input and model,
 and all settings that change a row. `--resume` continues only if all of that is the same. A kill at
@@ -26,13 +26,13 @@ from ...model import Model
 from ..engine.sampling_params import SamplingParams
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Parts read of each file of a checkpoint, and bytes of a part: reading all of it would take as long
-as loading it."""
+"""Parts read of each file of a checkpoint, and bytes of a part: reading all of it would take as
+long as loading it."""
 
 
 def checkpoint_digest(path: Path) -> str:
-    """SHA-256 of the names, sizes and parts of a checkpoint's files. Other weights of the same shape
-    differ everywhere, so parts are enough."""
+    """SHA-256 of the names, sizes and parts of a checkpoint's files. Other weights of the same
+    shape differ everywhere, so parts are enough."""
     digest = hashlib.sha256()
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         size = file.stat().st_size
@@ -143,8 +143,8 @@ class OutputFile:
             written = parse_object(self._settings_file.read_bytes())
         except (DataError, OSError):
             raise DataError(
-                f"{self._settings_file}: missing or damaged, so it is not known how {path} was made; "
-                f"remove both"
+                f"{self._settings_file}: missing or damaged, so it is not known how {path} was "
+                f"made; remove both"
             ) from None
         now = parse_object(json.dumps(settings).encode())  # with the types that JSON has
         for name in [*written, *now]:

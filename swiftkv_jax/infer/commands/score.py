@@ -3,16 +3,17 @@ probabilities.
 
 Rows of input, each with an optional `id`:
 
-    {"context": "The sky is", "continuation": " blue"}    scores the continuation
-    {"token_ids": [1, 450, 14744], "start": 2}            scores token_ids[start:]; start is 1 if left out
-    {"prompt": "The sky is blue"}                         scores everything after the first token
+    {"context": "The sky is", "continuation": " blue"}  scores the continuation
+    {"token_ids": [1, 450, 14744], "start": 2}          scores token_ids[start:]; start is 1 if absent
+    {"prompt": "The sky is blue"}                       scores everything after the first token
 
 A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token
 that begins texts. Texts get the tokenizer's special tokens, as prompts do.
 
 Rows of output, in the order of the input, natural logarithms:
 
-    {"id": 0, "logprob": -2.5, "tokens": [6437, 13], "logprobs": [-2.25, -0.25], "is_greedy": false, "perplexity": 3.49}
+    {"id": 0, "logprob": -2.5, "tokens": [6437, 13], "logprobs": [-2.25, -0.25],
+     "is_greedy": false, "perplexity": 3.49}
 
 `is_greedy`: at each position the token is the likeliest one.
 """

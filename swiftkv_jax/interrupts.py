@@ -1,7 +1,7 @@
 """SIGINT ends a command with one line on standard error and exit code 130, whatever it is doing.
 
 While the command starts (imports, arguments) it ends at once. Later SIGINT raises
-`KeyboardInterrupt`, once: `exit.run` turns it into the line and the code, and what is open is
+`KeyboardInterrupt`, once: `cli.run` turns it into the line and the code, and what is open is
 closed on the way. An exception that is raised inside an import, a destructor or a callback from
 native code may be swallowed there, so it is raised again until it arrives, and after
 `GRACE_SECONDS` the process ends without it. That leaves no file half-written: files appear complete
@@ -13,15 +13,15 @@ Only what is quick to import is imported here: this comes before everything else
 from __future__ import annotations
 
 import _thread
-import contextlib
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes longer than all of the above
+    from types import FrameType
+    from typing import Any
 
 GRACE_SECONDS = 5.0
 """From the interrupt until the process ends, whatever is still running."""
@@ -37,36 +37,40 @@ class _State:
     """The exception did not arrive, or was not raised yet."""
     told = False
     """The line has been written."""
+    main_thread: int = 0
+    """The thread that runs Python's signal handlers."""
 
 
 def install() -> None:
     """Handle SIGINT from now on, in the main thread. Where it is ignored, as under nohup, or
     handled by others, it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _State.main_thread = _thread.get_ident()
         signal.signal(signal.SIGINT, _end_at_once)
 
 
-@contextlib.contextmanager
-def raising() -> Iterator[None]:
-    """Where the command runs: SIGINT raises `KeyboardInterrupt`. Does nothing without `install`."""
-    if signal.getsignal(signal.SIGINT) is not _end_at_once:
-        yield
-        return
-    hook = sys.unraisablehook
+class raising:
+    """A context in which SIGINT raises `KeyboardInterrupt`: where the command runs. Changes nothing
+    without `install`."""
 
-    def unraisable(lost: Any) -> None:
-        if isinstance(lost.exc_value, KeyboardInterrupt) and _State.raised:
+    def __enter__(self) -> None:
+        self._installed = signal.getsignal(signal.SIGINT) is _end_at_once
+        self._hook = sys.unraisablehook
+        if self._installed:
+            sys.unraisablehook = self._note_swallowed
+            signal.signal(signal.SIGINT, _raise)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, _end_at_once)
+            sys.unraisablehook = self._hook
+
+    def _note_swallowed(self, lost: Any) -> None:
+        """Python's report of an exception that had nowhere to go, as in a destructor."""
+        if _State.raised and isinstance(lost.exc_value, KeyboardInterrupt):
             _State.swallowed = True
         else:
-            hook(lost)
-
-    sys.unraisablehook = unraisable
-    signal.signal(signal.SIGINT, _raise)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, _end_at_once)
-        sys.unraisablehook = hook
+            self._hook(lost)
 
 
 def pending() -> bool:
@@ -82,8 +86,10 @@ def tell() -> bool:
 
 def _end_at_once(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
     if tell():
-        with contextlib.suppress(OSError):  # the buffer of sys.stderr may be in use
+        try:  # past sys.stderr, whose buffer the interrupted code may be using
             os.write(2, b"error: interrupted\n")
+        except OSError:  # it is closed
+            pass
     os._exit(_CODE)
 
 
@@ -92,7 +98,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
         return
     if not _State.raised:
         _State.raised = True
-        # Not `threading`, whose locks the interrupted code may hold.
+        # Not by `threading`, whose locks the interrupted code may hold.
         _thread.start_new_thread(_watch, ())
     _State.swallowed = _is_importing(frame)
     if not _State.swallowed:
@@ -101,11 +107,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 def _watch() -> None:
     """Raise the interrupt again where it was swallowed; in the end, end the process."""
-    main, deadline = threading.main_thread().ident, time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.02)
-        if _State.swallowed and main is not None:
-            signal.pthread_kill(main, signal.SIGINT)
+        if _State.swallowed:
+            signal.pthread_kill(_State.main_thread, signal.SIGINT)
     _end_at_once()
 
 
