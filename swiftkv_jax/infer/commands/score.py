@@ -4,7 +4,7 @@ probabilities.
 Rows of input, each with an optional `id`:
 
     {"context": "The sky is", "continuation": " blue"}  scores the continuation
-    {"token_ids": [1, 450, 14744], "start": 2}          scores token_ids[start:]; start is 1 if absent
+    {"token_ids": [1, 450, 14744], "start": 2}          scores token_ids[start:], by default [1:]
     {"prompt": "The sky is blue"}                       scores everything after the first token
 
 A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token
