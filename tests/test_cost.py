@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops, train_flops_per_token
-from swiftkv_jax.infer.runner.shapes import lower_program
+from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import distill_loss
 from swiftkv_jax.transformer import unpacked_batch

@@ -18,7 +18,7 @@ from swiftkv_jax.eval.comparison import Score, difference, scores, table
 from swiftkv_jax.eval.generation import generation
 from swiftkv_jax.eval.tasks import PAPER, RENAMED
 from swiftkv_jax.eval.text_model import TextModel, windows
-from swiftkv_jax.infer.engine.engine import engine_for
+from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from tests.infer import conftest
@@ -55,7 +55,7 @@ def engine(checkpoint):
         page_size=8,
         scoring=True,
     )
-    return engine_for(skv.load(checkpoint), options)
+    return Engine.from_model(skv.load(checkpoint), options)
 
 
 @pytest.fixture

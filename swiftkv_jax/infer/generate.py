@@ -11,7 +11,7 @@ from ..errors import DataError, UsageError
 from ..model import Model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
-from .engine.engine import engine_for
+from .engine.engine import Engine
 from .engine.options import EngineOptions
 from .engine.requests import NOT_FINITE, Request
 from .engine.sampling_params import SamplingParams
@@ -73,10 +73,10 @@ def generate(
             check_request(request, model.config, options)
         except UsageError as error:
             raise UsageError(f"prompt {number}: {error}") from error
-    engine = engine_for(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
+    engine = Engine.from_model(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
     outputs: list[list[int]] = [[] for _ in prompts]
-    for event in engine.run(requests):
-        if event.finish_reason == "error":
-            raise DataError(f"prompt {event.request}: {NOT_FINITE}")
-        outputs[event.request] += event.tokens
+    for number, output in engine.run(requests):
+        if output.finish_reason == "error":
+            raise DataError(f"prompt {number}: {NOT_FINITE}")
+        outputs[number] += output.token_ids
     return outputs

@@ -10,14 +10,18 @@ import jax
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all, keep_compiled
+from swiftkv_jax.infer.runner.compilation import (
+    CompileCounter,
+    compile_all,
+    enable_compilation_cache,
+)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, jax
 from pathlib import Path
-from swiftkv_jax.infer.compiling import keep_compiled
-keep_compiled(Path(sys.argv[1]))
+from swiftkv_jax.infer.runner.compilation import enable_compilation_cache
+enable_compilation_cache(Path(sys.argv[1]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
@@ -45,14 +49,14 @@ def test_what_was_compiled_serves_the_next_start(tmp_path):
 def test_a_folder_that_others_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(UsageError, match="others can write there, and so run code here; chmod 700"):
-        keep_compiled(tmp_path)
+        enable_compilation_cache(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners on this system")
 def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(UsageError, match="belongs to another user"):
-        keep_compiled(tmp_path)
+        enable_compilation_cache(tmp_path)
 
 
 def test_all_are_compiled_and_counted():

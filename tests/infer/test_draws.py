@@ -7,35 +7,33 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.sampling.sampler import (
-    IN_PROMPT,
-    gumbel_noise,
-    sample,
-    sampling_row,
-    seen_in_prompt,
-)
+from swiftkv_jax.infer.sampling.metadata import sampling_row
+from swiftkv_jax.infer.sampling.penalties import IN_PROMPT, prompt_token_counts
+from swiftkv_jax.infer.sampling.sampler import gumbel_noise, sample
 
 DRAWS = 20_000
 V = 16
 PROMPT_LENGTH = 3
 WEIGHTS = np.array([5, 40, 10, 25, 15, 5, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9.0])
 LOGITS = np.log(WEIGHTS) - 1.5
-SEEN = seen_in_prompt([1, 2, 15], V)
+SEEN = prompt_token_counts([1, 2, 15], V)
 SEEN[[2, 3, 4]] += np.array([2, 1, 3], np.uint16)
 
 jitted_sample = jax.jit(sample)
 
 
-def in_numpy(logits, seen, params: SamplingParams, ends=(), *, new_tokens: int = 0) -> np.ndarray:
+def in_numpy(
+    logits, token_counts, params: SamplingParams, ends=(), *, new_tokens: int = 0
+) -> np.ndarray:
     """The distribution of a draw, in float64 and by a stable sort."""
     logits = np.array(logits, np.float64)
     if new_tokens < params.min_tokens:
         logits[[*ends, *params.stop_token_ids]] = -np.inf
     for token, bias in params.logit_bias.items():
         logits[token] += bias
-    times = seen % IN_PROMPT
+    times = token_counts % IN_PROMPT
     scale = np.where(logits > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-    logits = np.where(seen > 0, logits * scale, logits)
+    logits = np.where(token_counts > 0, logits * scale, logits)
     logits -= params.frequency_penalty * times + params.presence_penalty * (times > 0)
     if params.temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
@@ -105,7 +103,7 @@ def check_frequencies(found: np.ndarray, expected: np.ndarray) -> None:
 )
 def test_frequencies_of_draws(fields):
     params = SamplingParams(**fields)
-    one = sampling_row(params, end_ids=(3, 0), prompt_length=PROMPT_LENGTH)
+    one = sampling_row(params, eos_token_ids=(3, 0), prompt_length=PROMPT_LENGTH)
     batch = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (DRAWS, *leaf.shape)), one)
     # The row's position stands still, where it has one new token, and its stream moves.
     batch = batch.replace(
@@ -121,7 +119,8 @@ def test_frequencies_of_draws(fields):
 
 def test_noise_is_fine_where_it_is_large():
     batch = jax.tree.map(
-        lambda leaf: leaf[None], sampling_row(SamplingParams(seed=1), end_ids=(), prompt_length=1)
+        lambda leaf: leaf[None],
+        sampling_row(SamplingParams(seed=1), eos_token_ids=(), prompt_length=1),
     )
     noise = np.sort(np.asarray(gumbel_noise(batch, jnp.zeros(1, jnp.int32), 1_000_000)[0]))
     assert np.isfinite(noise).all()

@@ -14,11 +14,11 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.cache import Format, bytes_per_token, cache_dtype
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
-from swiftkv_jax.infer.engine.engine import Engine, engine_for
+from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.runner import model_runner
+from swiftkv_jax.infer.runner import build, model_runner, shapes
 from swiftkv_jax.infer.runner.memory import MemoryPlan
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
@@ -53,7 +53,7 @@ def small(**fields: Any) -> EngineOptions:
 @functools.cache
 def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
     """The engine under test; shared, as engines are."""
-    return engine_for(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
+    return Engine.from_model(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
 
 
 @functools.cache
@@ -75,15 +75,15 @@ def _one_by_one(format: str, swiftkv: bool) -> Engine[ModelRunner]:
         page_size=8,
         scoring=False,
     )
-    return engine_for(
+    return Engine.from_model(
         model(), dataclasses.replace(one, enable_prefix_caching=False), swiftkv=swiftkv
     )
 
 
 def collect(engine: Engine[ModelRunner], requests) -> dict[int, list[list[int]]]:
     outputs: dict[int, dict[int, list[int]]] = {}
-    for event in engine.run(requests):
-        outputs.setdefault(event.request, {}).setdefault(event.sample, []).extend(event.tokens)
+    for number, event in engine.run(requests):
+        outputs.setdefault(number, {}).setdefault(event.sample, []).extend(event.token_ids)
     return {
         request: [tokens for _, tokens in sorted(samples.items())]
         for request, samples in outputs.items()
@@ -159,11 +159,11 @@ MIXTURE: list[dict[str, Any]] = [
 
 
 def note(event, live, outputs, finished) -> None:
-    if event.request not in live:
+    if event.request_id not in live:
         return  # a score
-    outputs.setdefault((event.request, event.sample), []).extend(event.tokens)
+    outputs.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
     if event.finish_reason:
-        finished.append((event.request, event.sample))
+        finished.append((event.request_id, event.sample))
 
 
 @pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((1, 4), "auto")], ids=str)
@@ -172,13 +172,11 @@ def test_a_mesh_changes_nothing(shape, format):
     requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
     requests += [Request(prompts[0], SamplingParams(max_tokens=5, n=4 // lanes, temperature=1.0))]
     scores = [ScoreRequest(prompt * 2, len(prompt), top_logprobs=2) for prompt in prompts]
-    engine = engine_for(
+    engine = Engine.from_model(
         model(), options(kv_cache_dtype=format, decode_rows=(4 // lanes,)), mesh=make_mesh(shape)
     )
     assert collect(engine, requests) == collect(engine_of(format, True), requests)
-    found, expected = (
-        {e.request: e for e in engine.run(scores)} for engine in (engine, engine_of(format, True))
-    )
+    found, expected = (dict(engine.run(scores)) for engine in (engine, engine_of(format, True)))
     for number in range(len(scores)):
         np.testing.assert_allclose(
             logprobs_of(found[number]), logprobs_of(expected[number]), atol=1e-5
@@ -212,17 +210,17 @@ def test_a_broken_row_ends_alone(format, params):
     ]
     never = SamplingParams(max_tokens=9, logit_bias={60: -100})
     good = [Request(prompt, never) for prompt in prompts_of(6, 24) if 60 not in prompt]
-    events = list(engine.run([bad[0], *good[:4], bad[1], *good[4:8], bad[2], *good[8:]]))
-    ends = {event.request: event.finish_reason for event in events if event.finish_reason}
+    outputs = list(engine.run([bad[0], *good[:4], bad[1], *good[4:8], bad[2], *good[8:]]))
+    ends = {number: output.finish_reason for number, output in outputs if output.finish_reason}
     assert [number for number, reason in ends.items() if reason == "error"] == [0, 5, 10]
-    assert not any(event.tokens for event in events if event.request in (0, 5, 10))
+    assert not any(output.token_ids for number, output in outputs if number in (0, 5, 10))
     found = {
-        number: [token for event in events if event.request == number for token in event.tokens]
+        number: [token for of, output in outputs if of == number for token in output.token_ids]
         for number in ends
     }
     expected = [alone(format, True, tuple(request.prompt), request.params)[0] for request in good]
     assert [found[number] for number in sorted(found) if number not in (0, 5, 10)] == expected
-    (score,) = engine.run([ScoreRequest([60, 1, 2, 3], 2)])
+    ((_, score),) = engine.run([ScoreRequest([60, 1, 2, 3], 2)])
     assert np.isnan(logprobs_of(score)).all()
     assert engine.pages_in_use == 0
 
@@ -234,7 +232,9 @@ def broken_engine(format: Format) -> Engine[ModelRunner]:
     embed = base.llama.embed.at[60].set(jnp.nan)
     broken = dataclasses.replace(base, llama=dataclasses.replace(base.llama, embed=embed))
     room = 30 * 4 * bytes_per_token(base.config, cache_dtype(format, base.dtype))
-    return engine_for(broken, options(kv_cache_dtype=format, kv_cache_memory=room, chunks=(16,)))
+    return Engine.from_model(
+        broken, options(kv_cache_dtype=format, kv_cache_memory=room, chunks=(16,))
+    )
 
 
 # Log-probabilities ------------------------------------------------------------
@@ -259,14 +259,14 @@ def test_scores_are_those_of_the_full_forward(swiftkv):
         tokens = [*prompt, *prompt]
         list(engine.run([Request(tokens[: len(tokens) // 2], SamplingParams(max_tokens=2))]))
         start = rng.randint(1, len(tokens) - 1)
-        (event,) = engine.run([ScoreRequest(tokens, start, top_logprobs=4)])
+        ((_, event),) = engine.run([ScoreRequest(tokens, start, top_logprobs=4)])
         expected = full_logprobs(tokens, swiftkv)
         np.testing.assert_allclose(
             logprobs_of(event),
             [expected[at - 1, tokens[at]] for at in range(start, len(tokens))],
             atol=1e-5,
         )
-        assert event.tokens == expected[start - 1 : -1].argmax(axis=-1).tolist()
+        assert event.token_ids == expected[start - 1 : -1].argmax(axis=-1).tolist()
         for entry, row in zip(event.logprobs or (), expected[start - 1 : -1], strict=True):
             np.testing.assert_allclose(
                 [value for _, value in entry.top_logprobs], np.sort(row)[:-5:-1], atol=1e-5
@@ -275,14 +275,11 @@ def test_scores_are_those_of_the_full_forward(swiftkv):
 
 def test_logprobs_of_generated_tokens_are_their_scores():
     engine, prompt = engine_of("auto", True), prompts_of(4, 1)[0]
-    events = list(
-        engine.run(
-            [Request(prompt, SamplingParams(max_tokens=9, logprobs=5, temperature=0.9, top_k=5))]
-        )
-    )
-    tokens = [token for event in events for token in event.tokens]
+    params = SamplingParams(max_tokens=9, logprobs=5, temperature=0.9, top_k=5)
+    events = [output for _, output in engine.run([Request(prompt, params)])]
+    tokens = [token for event in events for token in event.token_ids]
     entries = [entry for event in events for entry in event.logprobs or ()]
-    (score,) = engine.run([ScoreRequest([*prompt, *tokens], len(prompt), top_logprobs=5)])
+    ((_, score),) = engine.run([ScoreRequest([*prompt, *tokens], len(prompt), top_logprobs=5)])
     np.testing.assert_allclose([entry.logprob for entry in entries], logprobs_of(score), atol=1e-5)
     assert [[id for id, _ in entry.top_logprobs] for entry in entries] == [
         [id for id, _ in entry.top_logprobs] for entry in score.logprobs or ()
@@ -302,13 +299,13 @@ def test_pages_are_the_same_whoever_wrote_them(swiftkv):
         engine, [Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True))]
     ).values()
     tokens = [*prompt, *reply, 5, 6, 7]
-    (score,) = engine.run([ScoreRequest([*tokens, *range(20, 32)], len(tokens))])
-    assert score.cached_tokens == 16  # prefill's and decoding's
+    ((_, score),) = engine.run([ScoreRequest([*tokens, *range(20, 32)], len(tokens))])
+    assert score.num_cached_tokens == 16  # prefill's and decoding's
     tokens += range(20, 32)
-    (event, *_) = events = list(engine.run([Request(tokens, SamplingParams(max_tokens=6))]))
-    assert event.cached_tokens == 32  # and the score's
+    events = [output for _, output in engine.run([Request(tokens, SamplingParams(max_tokens=6))])]
+    assert events[0].num_cached_tokens == 32  # and the score's
     expected = alone("auto", swiftkv, tuple(tokens), SamplingParams(max_tokens=6))[0]
-    assert [token for event in events for token in event.tokens] == expected
+    assert [token for event in events for token in event.token_ids] == expected
 
 
 # Memory -----------------------------------------------------------------------
@@ -324,7 +321,9 @@ def test_the_plan_is_what_is_allocated():
         engine = engine_of(format, True)
         plan, state = plan_of(engine), engine.model_runner._state
         assert plan.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
-        assert plan.rows == sum(leaf.nbytes for leaf in jax.tree.leaves((state.rows, state.seen)))
+        assert plan.rows == sum(
+            leaf.nbytes for leaf in jax.tree.leaves((state.batch, state.token_counts))
+        )
         assert plan.weights == sum(
             leaf.nbytes for leaf in jax.tree.leaves(engine.model_runner.weights)
         )
@@ -334,32 +333,30 @@ def test_the_plan_is_what_is_allocated():
 
 
 def test_a_cache_of_a_given_size():
-    engine = engine_for(model(), small(kv_cache_memory=100_000))
+    engine = Engine.from_model(model(), small(kv_cache_memory=100_000))
     assert 0.9 * 100_000 < plan_of(engine).cache <= 100_000
     message = (
-        "the KV cache has room for 16 tokens, too little for one row of --max-model-len "
-        "80.*--kv-cache-memory"
+        "the KV cache has room for 16 tokens, too little for one sequence of "
+        "`max_model_len`=80.*`kv_cache_memory`"
     )
     with pytest.raises(UsageError, match=message):
-        engine_for(model(), small(kv_cache_memory=5_000))
+        Engine.from_model(model(), small(kv_cache_memory=5_000))
 
 
 def test_what_does_not_fit_is_not_taken(monkeypatch):
     """The device says how much it has; the engine sizes its cache by that, and corrects its guess
     by the compiler's figures."""
-    from swiftkv_jax.infer.engine import options as module
-
-    monkeypatch.setattr(module, "_reserve", lambda config, tokens: 0)  # a guess that is too low
-    monkeypatch.setattr(model_runner, "memory_limit", lambda device, share: int(share * 12_000_000))
-    engine = engine_for(model(), small())
+    monkeypatch.setattr(shapes, "_temporaries", lambda config, tokens: 0)  # a guess that is too low
+    monkeypatch.setattr(build, "memory_limit", lambda device, share: int(share * 12_000_000))
+    engine = Engine.from_model(model(), small())
     assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
     with pytest.raises(
-        OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower --kv-cache-memory"
+        OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower `kv_cache_memory`"
     ):
-        engine_for(model(), small(kv_cache_memory=10_650_000))
-    monkeypatch.setattr(model_runner, "memory_limit", lambda device, share: 100_000)
+        Engine.from_model(model(), small(kv_cache_memory=10_650_000))
+    monkeypatch.setattr(build, "memory_limit", lambda device, share: 100_000)
     with pytest.raises(UsageError, match="the KV cache has room for"):
-        engine_for(model(), small())
+        Engine.from_model(model(), small())
 
 
 def test_a_plan_larger_than_the_machine(monkeypatch):
@@ -368,26 +365,27 @@ def test_a_plan_larger_than_the_machine(monkeypatch):
     monkeypatch.setattr(model_runner, "host_memory", lambda: 150_000)
     with pytest.raises(
         UsageError,
-        match="the KV cache has room for 0 tokens, too little for one row of --max-model-len 80",
+        match="the KV cache has room for 0 tokens, too little for one sequence of "
+        "`max_model_len`=80",
     ):
-        engine_for(model(), small())
+        Engine.from_model(model(), small())
 
 
 def test_a_cache_larger_than_the_machine():
-    with pytest.raises(OutOfMemoryError, match="--kv-cache-memory 40960.00 GiB"):
-        engine_for(model(), small(kv_cache_memory=40 * 2**40))
+    with pytest.raises(OutOfMemoryError, match="`kv_cache_memory`=40960.00 GiB"):
+        Engine.from_model(model(), small(kv_cache_memory=40 * 2**40))
 
 
 def test_options_are_checked():
     for fields, message in (
-        ({"max_model_len": 1}, "--max-model-len 1"),
-        ({"max_model_len": 129}, "--max-model-len 129 must be from 2 to the model's 128"),
-        ({"max_num_seqs": 0}, "--max-num-seqs 0"),
+        ({"max_model_len": 1}, "`max_model_len`=1 must"),
+        ({"max_model_len": 129}, "`max_model_len`=129 must be from 2 to the model's 128"),
+        ({"max_num_seqs": 0}, "`max_num_seqs`=0"),
         ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
         ({"kv_cache_dtype": "bfloat16"}, "needs weights of that dtype"),
-        ({"memory_utilization": 1.5}, "--memory-utilization 1.5"),
-        ({"decode_rows": (2,)}, "the last of decode_rows the 4 rows"),
+        ({"memory_utilization": 1.5}, "`memory_utilization`=1.5"),
+        ({"decode_rows": (2,)}, "the last of `decode_rows` the 4 sequences"),
         ({"chunks": (16, 4)}, "must be ascending"),
     ):
         with pytest.raises(UsageError, match=message):
-            engine_for(model(), options(**fields))
+            Engine.from_model(model(), options(**fields))

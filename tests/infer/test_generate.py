@@ -128,14 +128,14 @@ def test_no_prompts_give_no_rows():
             [[1] * 126],
             {},
             "prompt 0: the prompt has 126 tokens, with 4 new ones that is 130, above the limit of "
-            "128: .*--max-model-len",
+            "128: .*`max_model_len`",
         ),
         (
             [[1]],
             {"max_model_len": 129},
-            "--max-model-len 129 must be from 2 to the model's 128 positions",
+            "`max_model_len`=129 must be from 2 to the model's 128 positions",
         ),
-        ([[1]], {"max_num_seqs": 0}, "--max-num-seqs 0"),
+        ([[1]], {"max_num_seqs": 0}, "`max_num_seqs`=0"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"n": 2}, "n=2: this function returns one answer a prompt"),
         ([[1]], {"best_of": 2}, "best_of"),

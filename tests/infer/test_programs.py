@@ -2,7 +2,6 @@
 second cache."""
 
 import functools
-import inspect
 import re
 
 import jax
@@ -16,19 +15,23 @@ from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.infer.engine.request_state import RequestState, ScheduledTokens
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.runner import programs
-from swiftkv_jax.infer.runner.decode_state import DecodeBatch, idle, make_rows
+from swiftkv_jax.infer.runner.decode_state import (
+    DecodeBatch,
+    DecodeState,
+    empty_batch,
+    make_batch,
+)
+from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_scored, pack_spans
 from swiftkv_jax.infer.runner.programs import (
-    DecodeState,
     copy_pages,
     decode,
     prefill_chunk,
     score_chunk,
 )
-from swiftkv_jax.infer.runner.shapes import Shapes, lower_program
+from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.runner.weights import served_config, serving_weights
-from swiftkv_jax.infer.sampling.sampler import sampling_row
+from swiftkv_jax.infer.sampling.metadata import sampling_row
 from swiftkv_jax.presets import LLAMA_8B
 from tests import tiny
 
@@ -56,16 +59,16 @@ def garbage(cache: KVCache) -> KVCache:
     )
 
 
-def task_of(tokens, start: int, pages: list[int]) -> RequestState:
-    task = RequestState(0, ScoreRequest(tokens, start))
-    task.pages = pages
-    return task
+def request_state(tokens, start: int, pages: list[int]) -> RequestState:
+    state = RequestState(0, ScoreRequest(tokens, start))
+    state.pages = pages
+    return state
 
 
 def arrays(spans: list[ScheduledTokens], tokens: int):
     common = {"page_size": PAGE, "table_pages": TABLE, "context_pages": None}
-    return pack_spans([spans], tokens=tokens, pieces=7, **common), pack_scored(
-        [spans], scored=tokens, pieces=7, **common
+    return pack_spans([spans], tokens=tokens, tiles=7, **common), pack_scored(
+        [spans], scored=tokens, tiles=7, **common
     )
 
 
@@ -73,16 +76,22 @@ def arrays(spans: list[ScheduledTokens], tokens: int):
 
 
 def test_the_picture():
-    """The one in `packed`: request a from position 6 to 9, request b from 0 to 3, pages of 4."""
-    a, b = task_of(range(100, 111), 10, [3, 5, 7]), task_of(range(200, 205), 4, [2, 4])
+    """The one in `prefill_chunk`: request a from position 6 to 9, request b from 0 to 3, pages of 4."""
+    a, b = request_state(range(100, 111), 10, [3, 5, 7]), request_state(range(200, 205), 4, [2, 4])
     spans = [ScheduledTokens(a, 6, 10), ScheduledTokens(b, 0, 4)]
     chunk, scored = arrays(spans, 8)
     assert chunk.tokens.tolist() == [[106, 107, 108, 109, 200, 201, 202, 203]]
     assert chunk.positions.tolist() == [[6, 7, 8, 9, 0, 1, 2, 3]]
-    pieces = chunk.pieces
+    tiles = chunk.tiles
     assert [
         row[:3].tolist()
-        for row in (pieces.page, pieces.start, pieces.source, pieces.first, pieces.end)
+        for row in (
+            tiles.page,
+            tiles.page_start,
+            tiles.source,
+            tiles.query_start,
+            tiles.query_end,
+        )
     ] == [
         [5, 7, 2],
         [4, 8, 0],
@@ -90,9 +99,9 @@ def test_the_picture():
         [2, 0, 0],
         [4, 2, 4],
     ]
-    assert pieces.line.tolist() == [[2, 3, 4, 5, 8, 9, 10, 11]]
-    assert pieces.table[:3, :3].tolist() == [[3, 5, 7], [3, 5, 7], [2, 0, 0]]
-    assert pieces.end[3:].tolist() == [0] * 4 and (pieces.page[3:] > 10**9).all()
+    assert tiles.tile_index.tolist() == [[2, 3, 4, 5, 8, 9, 10, 11]]
+    assert tiles.page_table[:3, :3].tolist() == [[3, 5, 7], [3, 5, 7], [2, 0, 0]]
+    assert tiles.query_end[3:].tolist() == [0] * 4 and (tiles.page[3:] > 10**9).all()
     assert chunk_needs([spans], PAGE) == (8, 3, 2, 2, 4)
     assert scored.index[0, :2].tolist() == [3, 7] and scored.target[0, :3].tolist() == [
         110,
@@ -104,7 +113,7 @@ def test_the_picture():
 # Values -----------------------------------------------------------------------
 
 
-def check_scores(model: skv.Model, swiftkv: bool) -> None:
+def check_scores(model: skv.Model, swiftkv: bool, **options: int) -> None:
     """Two packed prompts in two chunks, over a cache full of garbage: every later position's
     log-probability."""
     config = served_config(model.config, swiftkv)
@@ -112,18 +121,20 @@ def check_scores(model: skv.Model, swiftkv: bool) -> None:
     cache = garbage(init_cache(config, PAGES, PAGE, jnp.float32))
     rows = tiny.tokens_for(tiny.hf_config(), 2, 14)
     full = jax.nn.log_softmax(skv.logits(model, jnp.asarray(rows), swiftkv=swiftkv), axis=-1)
-    tasks = [
-        task_of(rows[0].tolist(), 7, [3, 9, 1, 12]),
-        task_of(rows[1, :9].tolist(), 5, [2, 4, 15]),
+    states = [
+        request_state(rows[0].tolist(), 7, [3, 9, 1, 12]),
+        request_state(rows[1, :9].tolist(), 5, [2, 4, 15]),
     ]
-    first, _ = arrays([ScheduledTokens(tasks[0], 0, 6), ScheduledTokens(tasks[1], 0, 3)], 12)
+    first, _ = arrays([ScheduledTokens(states[0], 0, 6), ScheduledTokens(states[1], 0, 3)], 12)
     cache, _ = prefill_chunk(config, weights, first, cache)
-    second, scored = arrays([ScheduledTokens(tasks[1], 3, 8), ScheduledTokens(tasks[0], 6, 13)], 12)
-    _, found = score_chunk(config, weights, second, scored, cache)
+    second, scored = arrays(
+        [ScheduledTokens(states[1], 3, 8), ScheduledTokens(states[0], 6, 13)], 12
+    )
+    _, found = score_chunk(config, weights, second, scored, cache, **options)
     place = 0
     found = jax.tree.map(np.asarray, found)
     for row in (1, 0):
-        for position in tasks[row].scored:
+        for position in states[row].scored:
             expected = np.asarray(full[row, position])
             np.testing.assert_allclose(
                 found.logprob[0, place], expected[rows[row, position + 1]], atol=2e-5, rtol=1e-4
@@ -146,26 +157,23 @@ def test_biases():
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
-def test_logits_of_few_scored_tokens_at_a_time(rows, monkeypatch):
+def test_logits_of_few_scored_tokens_at_a_time(rows):
     """12 tokens in blocks that divide them or not."""
-    fresh = jax.jit(inspect.unwrap(score_chunk), static_argnames=("config", "attention"))
-    monkeypatch.setattr(programs, "HEAD_ROWS", rows)
-    monkeypatch.setitem(globals(), "score_chunk", fresh)
-    check_scores(model_of("g=2"), True)
+    check_scores(model_of("g=2"), True, head_rows=rows)
 
 
 # Decoding ---------------------------------------------------------------------
 
 
-def state_of(model: skv.Model, slots: int, budget: int, end_ids=()) -> DecodeState:
+def state_of(model: skv.Model, slots: int, remaining: int, eos_token_ids=()) -> DecodeState:
     """Rows of one token each, on pages of their own."""
-    row = sampling_row(SamplingParams(), end_ids=end_ids, prompt_length=1)
+    row = sampling_row(SamplingParams(), eos_token_ids=eos_token_ids, prompt_length=1)
     tables = np.arange(slots * TABLE).reshape(slots, TABLE)
-    rows = make_rows([1] * slots, [0] * slots, [budget] * slots, tables, [row] * slots)
+    batch = make_batch([1] * slots, [0] * slots, [remaining] * slots, tables, [row] * slots)
     cache = garbage(init_cache(model.config, slots * TABLE, PAGE, jnp.float32))
     return DecodeState(
         cache,
-        jax.tree.map(jnp.asarray, rows),
+        jax.tree.map(jnp.asarray, batch),
         jnp.zeros((slots, model.config.vocab_size), jnp.uint16),
     )
 
@@ -184,7 +192,7 @@ def test_buffers_are_donated():
     model = model_of("g=2")
     weights = serving_weights(model.llama, model.swiftkv)
     cache = init_cache(model.config, PAGES, PAGE, jnp.float32)
-    chunk, _ = arrays([ScheduledTokens(task_of([1, 2, 3, 4], 1, [0]), 0, 3)], 4)
+    chunk, _ = arrays([ScheduledTokens(request_state([1, 2, 3, 4], 1, [0]), 0, 3)], 4)
     filled, _ = prefill_chunk(model.config, weights, chunk, cache)
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(cache))
     copied = copy_pages(model.config, jnp.array([0]), jnp.array([1]), filled)
@@ -194,7 +202,7 @@ def test_buffers_are_donated():
     decode(model.config, weights, jnp.arange(2), state, steps=2)
     assert all(
         buffer.is_deleted()
-        for buffer in jax.tree.leaves((state.cache, state.seen, state.rows.length))
+        for buffer in jax.tree.leaves((state.cache, state.token_counts, state.batch.length))
     )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))
 
@@ -205,7 +213,7 @@ def test_finished_rows_emit_nothing_and_write_nothing():
     before = [np.asarray(pool.values) for pool in (*state.cache.k, *state.cache.v)]
     state, tokens = decoded(model, state, [0, 1], 9)
     np.testing.assert_array_equal(tokens >= 0, [[True] * 3 + [False] * 6] * 2)
-    assert state.rows.length.tolist() == [3, 3] and state.rows.budget.tolist() == [0, 0]
+    assert state.batch.length.tolist() == [3, 3] and state.batch.remaining.tolist() == [0, 0]
     written = np.zeros((2 * TABLE, PAGE), bool)
     written[[0, TABLE], :3] = True
     for old, pool in zip(before, (*state.cache.k, *state.cache.v), strict=True):
@@ -215,9 +223,9 @@ def test_finished_rows_emit_nothing_and_write_nothing():
 def test_rows_of_any_slots_decode_and_the_others_stay():
     model = model_of("g=2")
     _, every = decoded(model, state_of(model, 4, 5), range(4), 5)
-    state, some = decoded(model, state_of(model, 4, 5), [3, 1, 4], 5)  # slot 4 is nobody's
+    state, some = decoded(model, state_of(model, 4, 5), [3, 1, 4], 5)  # slot 4 is empty
     np.testing.assert_array_equal(some, [*every[[3, 1]], [-1] * 5])
-    assert state.rows.length.tolist() == [0, 5, 0, 5]
+    assert state.batch.length.tolist() == [0, 5, 0, 5]
 
 
 def test_an_end_token_is_emitted_and_finishes_its_row():
@@ -226,17 +234,17 @@ def test_an_end_token_is_emitted_and_finishes_its_row():
     end = int(free[0, 4])
     first = free[0].tolist().index(end)
     _, tokens = decoded(
-        model, state_of(model, 1, 9, end_ids=(60 if end != 60 else 59, end)), [0], 9
+        model, state_of(model, 1, 9, eos_token_ids=(60 if end != 60 else 59, end)), [0], 9
     )
     assert tokens[0].tolist() == free[0, : first + 1].tolist() + [-1] * (8 - first)
 
 
-def test_idle_rows_are_idle():
-    rows = idle(3, TABLE)
+def test_an_empty_batch_has_no_tokens_to_emit():
+    rows = empty_batch(3, TABLE)
     assert (
         isinstance(rows, DecodeBatch)
-        and rows.budget.tolist() == [0] * 3
-        and rows.table.shape == (3, TABLE)
+        and rows.remaining.tolist() == [0] * 3
+        and rows.page_table.shape == (3, TABLE)
     )
 
 
@@ -291,7 +299,19 @@ def test_a_score_of_a_short_continuation_costs_little_more_than_half():
 
 def test_a_score_costs_what_is_scored_and_little_more():
     """257 of 2,048 tokens run through the upper layers with at most as many others."""
-    shapes = Shapes(1, 128, 16, 16, 1, (1,), 1, (2048,), 4, (None,), True)
+    shapes = Shapes(
+        dp_size=1,
+        page_size=128,
+        num_pages=16,
+        table_pages=16,
+        slots=1,
+        decode_rows=(1,),
+        decode_steps=1,
+        chunks=(2048,),
+        spare_tiles=4,
+        contexts=(None,),
+        scoring=True,
+    )
     for scored in (1, 32, 33, 257, 700, 2048):
         assert next(size for size in shapes.scored(2048) if size >= scored) <= max(
             32, 8 * scored if scored < 256 else 2 * scored

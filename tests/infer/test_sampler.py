@@ -8,36 +8,32 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from swiftkv_jax import UsageError
+from swiftkv_jax.infer.engine.model_runner_base import NON_FINITE
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.sampling.logprobs import report
-from swiftkv_jax.infer.sampling.sampler import (
+from swiftkv_jax.infer.sampling.logprobs import gather_logprobs
+from swiftkv_jax.infer.sampling.metadata import SamplingMetadata, empty_sampling, sampling_row
+from swiftkv_jax.infer.sampling.penalties import (
     IN_PROMPT,
-    NON_FINITE,
-    SamplingMetadata,
-    count,
-    edit,
-    filtered,
-    gumbel_noise,
-    idle_rows,
-    sample,
-    sampling_row,
-    seen_in_prompt,
+    apply_penalties,
+    prompt_token_counts,
+    update_token_counts,
 )
+from swiftkv_jax.infer.sampling.sampler import filtered, gumbel_noise, sample
 
 V = 16
 PROMPT_LENGTH = 3
 
 jitted_sample = jax.jit(sample)
 jitted_filter = jax.jit(filtered)
-jitted_edit = jax.jit(edit)
+jitted_penalties = jax.jit(apply_penalties)
 
 
 def rows(
-    *params: SamplingParams, streams=None, end_ids=(), prompt_length=PROMPT_LENGTH
+    *params: SamplingParams, streams=None, eos_token_ids=(), prompt_length=PROMPT_LENGTH
 ) -> SamplingMetadata:
     streams = streams or [(i, 0) for i in range(len(params))]
     made = [
-        sampling_row(p, rng_stream=s, end_ids=end_ids, prompt_length=prompt_length)
+        sampling_row(p, rng_stream=s, eos_token_ids=eos_token_ids, prompt_length=prompt_length)
         for p, s in zip(params, streams, strict=True)
     ]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
@@ -113,7 +109,7 @@ def test_a_filter_of_one_row_leaves_the_others():
 def test_edits_are_those_of_numpy():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(3, 500)).astype(np.float32) * 5
-    seen = (
+    token_counts = (
         rng.integers(0, 5, size=(3, 500)) + IN_PROMPT * rng.integers(0, 2, size=(3, 500))
     ).astype(np.uint16)
     params = [
@@ -126,10 +122,13 @@ def test_edits_are_those_of_numpy():
         ),
         SamplingParams(),
     ]
-    edited = np.asarray(jitted_edit(logits, rows(*params), seen, positions(3)))
-    times, repetition = (seen % IN_PROMPT).astype(np.float32), np.where(logits[0] > 0, 1 / 1.3, 1.3)
+    edited = np.asarray(jitted_penalties(logits, rows(*params), token_counts, positions(3)))
+    times, repetition = (
+        (token_counts % IN_PROMPT).astype(np.float32),
+        np.where(logits[0] > 0, 1 / 1.3, 1.3),
+    )
     expected = (
-        np.where(seen[0] > 0, logits[0] * repetition, logits[0])
+        np.where(token_counts[0] > 0, logits[0] * repetition, logits[0])
         - 0.7 * (times[0] > 0)
         + 0.2 * times[0]
     )
@@ -143,10 +142,11 @@ def test_edits_are_those_of_numpy():
 @pytest.mark.parametrize(("ignore_eos", "masked"), [(False, [2, 7, 9]), (True, [9])])
 def test_min_tokens_masks_the_end_tokens_until_then(ignore_eos, masked):
     batch = rows(
-        SamplingParams(min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos), end_ids=(2, 7)
+        SamplingParams(min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos),
+        eos_token_ids=(2, 7),
     )
     for new_tokens in range(4):
-        edited = jitted_edit(
+        edited = jitted_penalties(
             np.zeros((1, V), np.float32),
             batch,
             np.zeros((1, V), np.uint16),
@@ -189,7 +189,7 @@ def test_the_likeliest_are_those_of_a_stable_sort(vocab_size):
     )
     logits[0, 3:] = -np.inf
     token, asked = logits.argmax(axis=-1), np.full(64, 20)
-    _, ids, values = jax.jit(report)(logits, token, asked)
+    _, ids, values = jax.jit(gather_logprobs)(logits, token, asked)
     size = min(20, vocab_size)
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :size]
     assert np.array_equal(np.asarray(ids)[:, :size], order)
@@ -238,13 +238,13 @@ def assert_equal(found, expected):
 
 
 def test_a_row_sees_no_other_row():
-    batch = rows(*mixture(), end_ids=(1,))
-    logits, seen, position = mixture_inputs(8)
-    together = jitted_sample(logits, batch, seen, position)
+    batch = rows(*mixture(), eos_token_ids=(1,))
+    logits, token_counts, position = mixture_inputs(8)
+    together = jitted_sample(logits, batch, token_counts, position)
     for i in range(8):
         alone = [
             jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], tree)
-            for tree in (logits, batch, seen, position)
+            for tree in (logits, batch, token_counts, position)
         ]
         found = jitted_sample(*alone)
         assert_equal(
@@ -252,7 +252,9 @@ def test_a_row_sees_no_other_row():
         )
         np.testing.assert_allclose(found.logprob, together.logprob[i : i + 1], atol=1e-5)
     order = np.random.default_rng(1).permutation(8)
-    moved = jitted_sample(*jax.tree.map(lambda leaf: leaf[order], (logits, batch, seen, position)))
+    moved = jitted_sample(
+        *jax.tree.map(lambda leaf: leaf[order], (logits, batch, token_counts, position))
+    )
     assert_equal(moved, jax.tree.map(lambda leaf: leaf[order], together))
 
 
@@ -262,11 +264,11 @@ def test_the_mesh_changes_nothing():
     by_row, by_both = (
         NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ("data", "model"))
     )
-    batch = rows(*mixture(), end_ids=(1,))
-    logits, seen, position = mixture_inputs(8)
-    expected = jitted_sample(logits, batch, seen, position)
+    batch = rows(*mixture(), eos_token_ids=(1,))
+    logits, token_counts, position = mixture_inputs(8)
+    expected = jitted_sample(logits, batch, token_counts, position)
     found = jitted_sample(
-        *jax.device_put((logits, batch, seen, position), (by_both, by_row, by_both, by_row))
+        *jax.device_put((logits, batch, token_counts, position), (by_both, by_row, by_both, by_row))
     )
     assert_equal((found.token, found.top_ids), (expected.token, expected.top_ids))
     np.testing.assert_allclose(found.logprob, expected.logprob, atol=1e-5)
@@ -322,22 +324,22 @@ def test_seeds_streams_and_positions_draw_apart():
 
 
 def test_one_program_for_every_mixture(compilations):
-    logits, seen, position = mixture_inputs(8)
+    logits, token_counts, position = mixture_inputs(8)
     batches = [
-        idle_rows(8),
-        rows(*mixture(), end_ids=(1,)),
-        *[rows(*[params] * 8, end_ids=(1,)) for params in mixture()],
+        empty_sampling(8),
+        rows(*mixture(), eos_token_ids=(1,)),
+        *[rows(*[params] * 8, eos_token_ids=(1,)) for params in mixture()],
     ]
-    jitted_sample(logits, batches[0], seen, position)
+    jitted_sample(logits, batches[0], token_counts, position)
     compilations.clear()
     for batch in batches:
-        jitted_sample(logits, batch, seen, position)
+        jitted_sample(logits, batch, token_counts, position)
     assert not compilations
 
 
 def test_rows_that_ask_for_nothing_take_the_largest_logit():
-    logits, seen, position = mixture_inputs(8)
-    found = jitted_sample(logits, idle_rows(8), seen, position)
+    logits, token_counts, position = mixture_inputs(8)
+    found = jitted_sample(logits, empty_sampling(8), token_counts, position)
     assert_equal(found.token, logits.argmax(axis=-1))
     assert not np.asarray(found.logprob).any() and np.all(np.asarray(found.top_ids) == -1)
 
@@ -370,20 +372,22 @@ def test_logits_that_are_no_numbers_give_no_token(params):
 def test_tokens_are_counted():
     """In the rows named, of which one is past the last: nothing is written for it, nor for one that
     is not active."""
-    seen = np.stack([seen_in_prompt([3, 3, 5], V)] * 3 + [np.zeros(V, np.uint16)])
-    assert np.flatnonzero(seen[0] == IN_PROMPT).tolist() == [3, 5]
-    expected = seen.copy()
-    counted = jax.jit(count, donate_argnums=0)
-    seen = jnp.asarray(seen)
+    token_counts = np.stack([prompt_token_counts([3, 3, 5], V)] * 3 + [np.zeros(V, np.uint16)])
+    assert np.flatnonzero(token_counts[0] == IN_PROMPT).tolist() == [3, 5]
+    expected = token_counts.copy()
+    counted = jax.jit(update_token_counts, donate_argnums=0)
+    token_counts = jnp.asarray(token_counts)
     for slots, token, active in (
         ([3, 1, 0, 4], [3, 4, 5, 0], [1, 1, 0, 1]),
         ([1, 0, 2, 4], [4, 5, -1, 15], [1, 1, 0, 0]),
     ):
-        seen = counted(seen, jnp.array(slots), jnp.array(token), jnp.array(active, bool))
+        token_counts = counted(
+            token_counts, jnp.array(slots), jnp.array(token), jnp.array(active, bool)
+        )
         for row in np.flatnonzero(active):
             if slots[row] < 4:
                 expected[slots[row], token[row]] += 1
-    assert np.array_equal(seen, expected)
+    assert np.array_equal(token_counts, expected)
     full = jnp.full((1, V), IN_PROMPT - 1, jnp.uint16)
     assert np.array_equal(
         counted(full, jnp.array([0]), jnp.array([2]), jnp.array([True])),
@@ -392,12 +396,12 @@ def test_tokens_are_counted():
 
 
 def test_end_tokens_of_a_row():
-    def ends(end_ids, **fields):
+    def ends(eos_token_ids, **fields):
         return [
             i
             for i in sampling_row(
-                SamplingParams(**fields), end_ids=end_ids, prompt_length=1
-            ).end_ids.tolist()
+                SamplingParams(**fields), eos_token_ids=eos_token_ids, prompt_length=1
+            ).stop_token_ids.tolist()
             if i >= 0
         ]
 

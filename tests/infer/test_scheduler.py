@@ -6,12 +6,11 @@ import statistics
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.engine import scheduler
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
-from tests.infer.mock_device import VOCAB, continuation, mock_engine, next_token
+from tests.infer.mock_model_runner import VOCAB, continuation, mock_engine, next_token
 
 
 def ask(prompt, max_tokens: int = 8, **fields) -> Request:
@@ -27,10 +26,10 @@ def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
     """(request, sample) -> tokens; checks that every sample ends once, and last."""
     outputs: dict[tuple[int, int], list[int]] = {}
     ended = set()
-    for event in engine.run(requests):
-        key = event.request, event.sample
+    for number, event in engine.run(requests):
+        key = number, event.sample
         assert key not in ended
-        outputs.setdefault(key, []).extend(event.tokens)
+        outputs.setdefault(key, []).extend(event.token_ids)
         if event.finish_reason:
             ended.add(key)
     assert ended == set(outputs)
@@ -39,8 +38,8 @@ def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
 
 def check_empty(engine: Engine) -> None:
     assert engine.pages_in_use == 0
-    assert not engine._scheduler.has_work and not engine._tasks and not engine._scores
-    assert sorted(slot for lane in engine._scheduler._slots for slot in lane) == list(
+    assert not engine._scheduler.has_work and not engine._requests and not engine._scores
+    assert sorted(slot for slots in engine._scheduler._free_slots for slot in slots) == list(
         range(engine.options.max_num_seqs)
     )
 
@@ -52,9 +51,9 @@ def drain(engine: Engine) -> list[RequestOutput]:
     return events
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_each_prompt_gets_its_continuation(lanes):
-    engine, _ = mock_engine(lanes=lanes)
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_each_prompt_gets_its_continuation(dp_size):
+    engine, _ = mock_engine(dp_size=dp_size)
     prompts = [
         prompt_of(seed, length)
         for seed, length in enumerate((1, 2, 3, 4, 5, 8, 9, 30, 40, 17, 1, 4))
@@ -65,19 +64,19 @@ def test_each_prompt_gets_its_continuation(lanes):
 
 
 def test_short_prompts_share_a_chunk():
-    engine, device = mock_engine(slots=4, chunk=16, page_size=4)
+    engine, runner = mock_engine(slots=4, chunk=16, page_size=4)
     list(engine.run([ask(prompt_of(seed, 5)) for seed in range(4)]))
-    assert device.calls[:2] == ["prepare", "prefill 16"]
+    assert runner.calls[:2] == ["prepare", "prefill 16"]
     assert engine.stats.chunks == 1
 
 
 def test_a_long_prompt_runs_in_chunks_while_others_decode():
-    engine, device = mock_engine(chunk=8, steps=1)
+    engine, runner = mock_engine(chunk=8, steps=1)
     engine.add_request(ask(prompt_of(1, 4), 20, ignore_eos=True))
     engine.step()
     engine.add_request(ask(prompt_of(2, 33)))
     drain(engine)
-    assert device.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
+    assert runner.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
 
 
 def test_short_requests_overtake_a_long_one_that_has_no_room_but_not_for_ever():
@@ -88,7 +87,7 @@ def test_short_requests_overtake_a_long_one_that_has_no_room_but_not_for_ever():
         engine.add_request(ask(prompt_of(2 + i, 3), 2, ignore_eos=True))
         for i in range(MAX_SKIPS + 20)
     ]
-    ends = [event.request for event in drain(engine) if event.finish_reason]
+    ends = [event.request_id for event in drain(engine) if event.finish_reason]
     before = ends[: ends.index(big)]
     assert set(before) == {first, *small[:MAX_SKIPS]} and before.index(first) > 3
     assert set(ends[len(before) + 1 :]) == set(small[MAX_SKIPS:])
@@ -100,15 +99,20 @@ def test_requests_begin_in_their_order_while_there_is_room():
         engine.add_request(ask(prompt_of(seed, length), 2, ignore_eos=True))
         for seed, length in enumerate((30, 3, 20, 5, 40, 3))
     ]
-    starts = {event.request: event.timing.started or 0.0 for event in drain(engine)}
+    starts = {event.request_id: event.timing.started or 0.0 for event in drain(engine)}
     assert sorted(numbers, key=starts.__getitem__) == numbers
 
 
-def first_events(patience: int, lengths, monkeypatch) -> dict[int, list[int]]:
-    """Length -> the step of each request's first event, if `patience` requests may overtake one."""
-    monkeypatch.setattr(scheduler, "MAX_SKIPS", patience)
+def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
+    """Length -> the step of each request's first output, if one may be skipped `max_skips` times."""
     engine, _ = mock_engine(
-        slots=16, num_pages=520, chunk=256, max_model_len=2048, page_size=4, steps=8
+        slots=16,
+        num_pages=520,
+        chunk=256,
+        max_model_len=2048,
+        page_size=4,
+        steps=8,
+        max_skips=max_skips,
     )
     ids = [
         engine.add_request(ask(prompt_of(seed, length - 40), 40, ignore_eos=True))
@@ -117,7 +121,9 @@ def first_events(patience: int, lengths, monkeypatch) -> dict[int, list[int]]:
     found: dict[int, int] = {}
     step = 0
     while engine.has_work:
-        found |= {event.request: step for event in engine.step() if event.request not in found}
+        found |= {
+            event.request_id: step for event in engine.step() if event.request_id not in found
+        }
         step += 1
     check_empty(engine)
     return {
@@ -126,11 +132,11 @@ def first_events(patience: int, lengths, monkeypatch) -> dict[int, list[int]]:
     }
 
 
-def test_long_and_short_requests_share_memory(monkeypatch):
+def test_long_and_short_requests_share_memory():
     """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less,
     and long ones no longer, than if each waited for all before it."""
     lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
-    strict, fair = (first_events(patience, lengths, monkeypatch) for patience in (1, MAX_SKIPS))
+    strict, fair = (first_outputs(max_skips, lengths) for max_skips in (1, MAX_SKIPS))
     assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])
     assert statistics.mean(fair[512]) < 0.8 * statistics.mean(strict[512])
     assert statistics.mean(fair[2048]) < statistics.mean(strict[2048])
@@ -148,7 +154,7 @@ def test_the_same_requests_leave_the_same_slots_and_pages():
             junk.append([object() for _ in range(attempt * seed)])
         drain(engine)
         left.append(
-            (engine._scheduler._slots, engine._pools[0]._free, list(engine._pools[0]._unused))
+            (engine._scheduler._free_slots, engine._pools[0]._free, list(engine._pools[0]._unused))
         )
     assert all(one == left[0] for one in left)
 
@@ -158,8 +164,8 @@ def test_prefixes_are_shared_with_what_runs_and_what_ran():
     prefix = prompt_of(5, 16)
     prompts = [[*prefix, *prompt_of(seed, 3)] for seed in range(3)]
     cached = {
-        event.request: event.cached_tokens
-        for event in engine.run([ask(prompt) for prompt in prompts])
+        number: event.num_cached_tokens
+        for number, event in engine.run([ask(prompt) for prompt in prompts])
     }
     assert cached == {
         0: 0,
@@ -167,7 +173,7 @@ def test_prefixes_are_shared_with_what_runs_and_what_ran():
         2: 16,
     }  # the second finds what the first writes in the same chunk
     again = list(engine.run([ask(prompts[0])]))
-    assert again[0].cached_tokens == 16  # of 19: whole pages, and never the last token
+    assert again[0][1].num_cached_tokens == 16  # of 19: whole pages, and never the last token
     assert engine.prefix_stats.hits == 48
 
 
@@ -178,27 +184,27 @@ def test_what_was_generated_is_shared_too(count, cached):
     prompt = prompt_of(3, 6)
     reply = continuation(prompt, count, ends=False)
     list(engine.run([ask(prompt, count, ignore_eos=True)]))
-    (event, *_) = engine.run([ask([*prompt, *reply, *prompt_of(4, 3)])])
-    assert event.cached_tokens == cached
+    ((_, event), *_) = engine.run([ask([*prompt, *reply, *prompt_of(4, 3)])])
+    assert event.num_cached_tokens == cached
 
 
 def test_a_fully_cached_prompt_needs_no_prefill():
-    engine, device = mock_engine()
+    engine, runner = mock_engine()
     prompt = prompt_of(3, 9)
     list(engine.run([ask(prompt)]))
-    device.calls.clear()
+    runner.calls.clear()
     assert answers(engine, [ask(prompt)]) == {(0, 0): continuation(prompt, 8)}
-    assert not any(call.startswith("prefill") for call in device.calls)
+    assert not any(call.startswith("prefill") for call in runner.calls)
 
 
 def test_salts_are_not_shared():
     engine, _ = mock_engine()
     prompt = prompt_of(3, 17)
     for cache_salt, cached in (("a", 0), ("b", 0), ("a", 16)):
-        (event, *_) = engine.run(
+        ((_, event), *_) = engine.run(
             [Request(prompt, SamplingParams(max_tokens=2), cache_salt=cache_salt)]
         )
-        assert event.cached_tokens == cached
+        assert event.num_cached_tokens == cached
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 7, 13])
@@ -216,10 +222,10 @@ def test_scores_run_in_chunks_and_reuse_what_comes_before():
     tokens = prompt_of(2, 30)
     list(engine.run([ask(tokens[:20], 1)]))
     for start, cached in ((25, 20), (1, 0), (17, 16), (29, 28)):
-        (event,) = engine.run([ScoreRequest(tokens, start)])
-        assert event.tokens == [next_token(tokens[:at]) for at in range(start, 30)]
+        ((_, event),) = engine.run([ScoreRequest(tokens, start)])
+        assert event.token_ids == [next_token(tokens[:at]) for at in range(start, 30)]
         assert event.logprobs is not None and len(event.logprobs) == 30 - start
-        assert event.cached_tokens == cached  # whole pages before the first scored position
+        assert event.num_cached_tokens == cached  # whole pages before the first scored position
     check_empty(engine)
 
 
@@ -229,7 +235,7 @@ def test_requests_that_can_never_run_are_refused():
         (ask([]), "the prompt must not be empty"),
         (ask([VOCAB]), f"token id {VOCAB} is outside"),
         (ask([1] * 60), "60 tokens, with 8 new ones that is 68, above the limit of 64"),
-        (ask([1], n=5), "n=5 samples do not fit into --max-num-seqs 4"),
+        (ask([1], n=5), "`n`=5 samples do not fit into `max_num_seqs`=4"),
         (ask([1], stop_token_ids=(VOCAB,)), str(VOCAB)),
         (ScoreRequest([1, 2], 2), "start=2 must be from 1 to 1"),
         (ScoreRequest([1, 2], 0), "start=0 must be from 1 to 1"),
@@ -241,15 +247,17 @@ def test_requests_that_can_never_run_are_refused():
     assert not engine.has_work
     small, _ = mock_engine(num_pages=16)
     with pytest.raises(
-        UsageError, match="the request needs 48 pages of KV cache and 3 rows, there are 16 and 4"
+        UsageError, match="the request needs 48 pages of KV cache and 3 slots, there are 16 and 4"
     ):
         small.add_request(ask([1] * 4, 60, n=3))
 
 
 def test_whoever_stops_listening_stops_the_requests():
     engine, _ = mock_engine()
-    for event in engine.run([ask(prompt_of(seed, 9), 40, ignore_eos=True) for seed in range(9)]):
-        if event.request == 1:
+    for number, _ in engine.run(
+        [ask(prompt_of(seed, 9), 40, ignore_eos=True) for seed in range(9)]
+    ):
+        if number == 1:
             break
     drain(engine)
     check_empty(engine)
@@ -263,7 +271,7 @@ def test_a_sample_cancelled_before_it_begins_never_speaks():
     engine.abort_request(waiting, 0)
     spoken = []
     while engine.has_work:
-        spoken += [(event.request, event.sample) for event in engine.step()]
+        spoken += [(event.request_id, event.sample) for event in engine.step()]
         if prefilling is None and (busy, 0) in spoken:
             prefilling = engine.add_request(ask(prompt[:9], 6, n=2))
             engine.abort_request(prefilling, 1)
@@ -280,13 +288,13 @@ def test_at_random(seed):
     """Requests of all kinds come, go and are cancelled at any moment; every answer is right, and
     nothing leaks."""
     rng = random.Random(seed)
-    lanes, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
-    engine, device = mock_engine(
-        lanes=lanes,
+    dp_size, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
+    engine, runner = mock_engine(
+        dp_size=dp_size,
         slots=rng.randint(1, 4),
         num_pages=rng.randint(16, 40),
         chunk=rng.choice([5, 8, 16]),
-        pieces=rng.randint(1, 9),
+        tiles=rng.randint(1, 9),
         steps=rng.randint(1, 4),
         context=context,
         scored=rng.choice([1, 3, 8]),
@@ -302,7 +310,7 @@ def test_at_random(seed):
         if rng.random() < 0.25 and len(prompt) > 1:
             request: Request | ScoreRequest = ScoreRequest(prompt, rng.randint(1, len(prompt) - 1))
         else:
-            n = rng.randint(1, min(3, device.shapes.slots))
+            n = rng.randint(1, min(3, runner.shapes.slots))
             request = ask(
                 prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5
             )
@@ -324,9 +332,9 @@ def test_at_random(seed):
             if sample is None:
                 live.pop(id)
         for event in engine.step():
-            assert (event.request, event.sample) not in gone, "a cancelled sample spoke"
-            request, outputs = live[event.request]
-            outputs.setdefault(event.sample, []).extend(event.tokens)
+            assert (event.request_id, event.sample) not in gone, "a cancelled sample spoke"
+            request, outputs = live[event.request_id]
+            outputs.setdefault(event.sample, []).extend(event.token_ids)
             if event.finish_reason:
                 finished += 1
                 check(request, event.sample, outputs[event.sample])

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from ...errors import UsageError
-from .shapes import Key
+from .lowering import Key
 
 DEFAULT_CACHE = Path("~/.cache/swiftkv-jax/compiled")
 
 
-def keep_compiled(folder: Path) -> None:
+def enable_compilation_cache(folder: Path) -> None:
     """Keep what is compiled from now on in `folder`, and look there first.
 
     A compiled program is code: whoever can write the folder can run code in this process. So it is
@@ -30,12 +30,12 @@ def keep_compiled(folder: Path) -> None:
     status = folder.stat()
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         raise UsageError(
-            f"--compile-cache {folder}: belongs to another user, who could put code there; choose "
+            f"`compile_cache`={folder}: belongs to another user, who could put code there; choose "
             f"another folder"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            f"--compile-cache {folder}: others can write there, and so run code here; chmod 700 "
+            f"`compile_cache`={folder}: others can write there, and so run code here; chmod 700 "
             f"it, or choose another folder"
         )
     jax.config.update("jax_compilation_cache_dir", str(folder))

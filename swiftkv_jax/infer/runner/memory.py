@@ -79,7 +79,7 @@ def memory_limit(device: Any, utilization: float) -> int | None:
     return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
-def allow_most_of_a_gpu() -> None:
+def set_gpu_memory_fraction() -> None:
     """Let JAX take `GPU_SHARE` of each GPU's memory, not three quarters, unless the environment
     says how much. Before it starts."""
     if not any(

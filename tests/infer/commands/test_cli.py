@@ -17,7 +17,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
 from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
 from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
-from swiftkv_jax.infer.runner.memory import allow_most_of_a_gpu
+from swiftkv_jax.infer.runner.memory import set_gpu_memory_fraction
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
 
@@ -220,8 +220,8 @@ def test_prompt_from_a_file_and_from_standard_input(
     )
 
 
-def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
-    before = set(devices)
+def test_an_engine_fits_the_prompts(checkpoint, run, model_runners, monkeypatch):
+    before = set(model_runners)
     args = parsed("--max-num-seqs", "9", "--max-tokens", "20")
     from swiftkv_jax.infer.commands.complete import _fitted
     from swiftkv_jax.infer.engine.requests import Request
@@ -234,7 +234,7 @@ def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
         args, [Request([5] * (LIMIT - 20), sampling_params(args))], skv.load(checkpoint), live=True
     )
     assert (long.max_model_len, long.max_num_seqs, long.decode_steps) == (LIMIT, 1, 1)
-    assert set(devices) == before
+    assert set(model_runners) == before
 
 
 MISTAKES = [
@@ -393,7 +393,7 @@ def test_jax_may_use_most_of_a_gpu(given, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    allow_most_of_a_gpu()
+    set_gpu_memory_fraction()
     assert {
         name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")
     } == (given or {"XLA_CLIENT_MEM_FRACTION": "0.95"})
