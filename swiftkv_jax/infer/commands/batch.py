@@ -23,9 +23,6 @@ from ..runner.model_runner import ModelRunner
 MAX_UNWRITTEN = 1024
 """Rows read and not written yet, or twice `in_flight` if that is more: so many short rows can
 overtake a long one."""
-READ_AT_ONCE = 32
-"""Rows read and tokenized between two steps of the engine, during which the device may run out of
-work."""
 
 
 class Result(Protocol):
@@ -149,7 +146,7 @@ def run_rows(engine: Engine, rows: Iterable[Row], writer: RowWriter, *, in_fligh
 
     def requests() -> Iterator[Request | ScoreRequest | None]:
         number = 0
-        for count, row in enumerate(rows, start=1):
+        for row in rows:
             unwritten.append(row)
             if row.error is None:
                 assert row.request is not None
@@ -158,8 +155,6 @@ def run_rows(engine: Engine, rows: Iterable[Row], writer: RowWriter, *, in_fligh
                 yield row.request
             while len(unwritten) >= max_unwritten:
                 write()
-                yield None
-            if count % READ_AT_ONCE == 0:
                 yield None
 
     def fail(number: int, error: UsageError) -> None:
