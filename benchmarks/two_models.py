@@ -23,7 +23,7 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_by_part
 from swiftkv_jax.layers import head_weights, rms_norm
-from swiftkv_jax.pallas_kernels.remat import keep
+from swiftkv_jax.pallas_kernels.remat import checkpoint_names
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import AUTHORS, distill_loss, linear_kl
 from swiftkv_jax.transformer import (
@@ -57,7 +57,7 @@ def _dense_forward(q, k, v, visible):
     """Keeps what the kernels keep under the same name; the weights stand for their log-sums."""
     scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30))
-    q, weights, out = keep(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
+    q, weights, out = checkpoint_names(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
     return out, (q, k, v, weights)
 
 
