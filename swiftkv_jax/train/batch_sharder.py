@@ -14,7 +14,7 @@ from ..transformer import Batch
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class BatchSharder:
     """How the rows of a batch are laid out on the devices. A batch has prod(shape) rows, counted in
     the order of `shape`."""
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from .batch_sharder import Placement
-from .data.loader import RowMixture, first_batches
+from .batch_sharder import BatchSharder
+from .data.loader import DatasetMixture, first_batches
 from .distill import Sums
 from .recipe import Recipe
 
@@ -21,16 +21,16 @@ def evaluate(
     eval_step: Callable[..., Sums],
     delta,
     llama,
-    rows: RowMixture,
+    rows: DatasetMixture,
     recipe: Recipe,
-    placement: Placement,
+    sharder: BatchSharder,
 ) -> dict[str, float]:
     """Perplexities, agreement, divergence and hidden loss per token on the first rows, under names
     that begin with `eval_`."""
     batches = first_batches(
-        rows, placement.num_rows, positions=placement.positions, limit=recipe.eval_batches
+        rows, sharder.num_rows, positions=sharder.positions, limit=recipe.eval_batches
     )
-    parts = [eval_step(delta, llama, placement.place(local.batch)) for local in batches]
+    parts = [eval_step(delta, llama, sharder.shard(local.batch)) for local in batches]
     totals: Sums = jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
     means = {name: float(value) for name, value in totals.means().items()}
     return {

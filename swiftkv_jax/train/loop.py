@@ -20,9 +20,9 @@ from ..errors import UsageError
 from ..mesh import MeshShape, make_mesh
 from ..params import Llama, cast
 from ..sharding import batch_sharding
-from .batch_sharder import Placement
+from .batch_sharder import BatchSharder
 from .checkpointing import RunCheckpoints, check_resume, prepare_folder
-from .data.loader import RowMixture, batches
+from .data.loader import DatasetMixture, batches
 from .evaluation import LOSS, evaluate, evaluations_since_best
 from .journal import Journal
 from .profiling import ProfileWindow
@@ -141,8 +141,8 @@ class Job(NamedTuple):
     steps: int
     optimizer: optax.GradientTransformation
     llama: Llama
-    rows: RowMixture
-    eval_rows: RowMixture | None
+    rows: DatasetMixture
+    eval_rows: DatasetMixture | None
     ceiling: Ceiling
 
 
@@ -151,11 +151,11 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
     recipe, steps, first = job.recipe, job.steps, int(state.step)
     train_step = make_train_step(job.config, recipe, job.optimizer, job.mesh)
     eval_step = make_eval_step(job.config, recipe, job.mesh)
-    micro_batches = Placement(
+    micro_batches = BatchSharder(
         micro_batch_sharding(job.mesh),
         (recipe.gradient_accumulation_steps, recipe.micro_batch_size),
     )
-    eval_batches = Placement(batch_sharding(job.mesh), (recipe.micro_batch_size,))
+    eval_batches = BatchSharder(batch_sharding(job.mesh), (recipe.micro_batch_size,))
     progress = Progress(
         first_step=first,
         steps=steps,
@@ -213,7 +213,7 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
         data = stack.enter_context(contextlib.closing(read))
         for step, local in enumerate(data, start=first + 1):
             profile.step(step, state)
-            state, values = train_step(state, job.llama, micro_batches.place(local.batch))
+            state, values = train_step(state, job.llama, micro_batches.shard(local.batch))
             journal.took(step, values, local.row_ids)
             if step == first + 1:
                 jax.block_until_ready(state)

@@ -21,7 +21,7 @@ from ..model import Model
 from ..params import init_swiftkv
 from ..quantization import refuse_quantized
 from ..sharding import swiftkv_shardings
-from .data.loader import RowMixture
+from .data.loader import DatasetMixture
 from .data.prepare import prepare
 from .data.sources import STDLIB, parse_source
 from .recipe import Recipe
@@ -87,15 +87,15 @@ def open_tokenizer(recipe: Recipe) -> Any:
     return tokenizer
 
 
-def load_data(recipe: Recipe, tokenizer: Any) -> tuple[RowMixture, RowMixture | None]:
+def load_data(recipe: Recipe, tokenizer: Any) -> tuple[DatasetMixture, DatasetMixture | None]:
     """Training rows, and held-out rows if there are any; made once, then kept in the output
     folder."""
     training = _mixture(recipe.data, recipe, tokenizer, held_out=False)
     if recipe.eval_data is None:
         return training, None
     held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
-    if held_out.stores[0].manifest.fingerprint in {
-        store.manifest.fingerprint for store in training.stores
+    if held_out.datasets[0].manifest.fingerprint in {
+        store.manifest.fingerprint for store in training.datasets
     }:
         say(
             f"warning: --eval-data {recipe.eval_data} is training data too: its numbers say "
@@ -106,7 +106,7 @@ def load_data(recipe: Recipe, tokenizer: Any) -> tuple[RowMixture, RowMixture | 
 
 def _mixture(
     texts: tuple[str, ...], recipe: Recipe, tokenizer: Any, *, held_out: bool
-) -> RowMixture:
+) -> DatasetMixture:
     sources = [parse_source(text) for text in texts]
     stores = [
         prepare(
@@ -119,10 +119,10 @@ def _mixture(
         )
         for source in sources
     ]
-    return RowMixture(tuple(stores), tuple(source.weight for source in sources))
+    return DatasetMixture(tuple(stores), tuple(source.weight for source in sources))
 
 
-def fingerprint(recipe: Recipe, model: Model, rows: RowMixture, steps: int) -> dict[str, Any]:
+def fingerprint(recipe: Recipe, model: Model, rows: DatasetMixture, steps: int) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that
     steer the updates.
 
