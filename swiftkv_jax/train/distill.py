@@ -35,7 +35,7 @@ from ..transformer import (
 from .divergence import Divergence, divergence_and_gradient
 
 LOGITS_PER_CHUNK = 2**26
-"""Entries of one chunk's logits on one device, 256 MiB in float32: `chunk_length` follows from it."""
+"""Entries of one chunk's logits on one device, 256 MiB in float32; see `chunk_length`."""
 LossAverage = Literal["targets", "positions"]
 """What the summed KL divergence is divided by: the predictions that count (the sum of `loss_mask`),
 or all positions that hold a token, as in the authors' trainer. Padding counts in neither."""

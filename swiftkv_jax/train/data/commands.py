@@ -1,5 +1,5 @@
-"""`python -m swiftkv_jax.train prepare` and `... show`: prepare data ahead of a run, and print what a
-run would learn."""
+"""`python -m swiftkv_jax.train prepare` and `... show`: prepare data ahead of a run, and print what
+it trains on."""
 
 from __future__ import annotations
 

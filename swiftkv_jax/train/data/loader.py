@@ -1,8 +1,8 @@
 """Batches from packed datasets, through Grain.
 
-Batch i of the endless mixture is a function of the datasets, their weights, the batch size, the seed
-and i. Neither the number of processes nor threads nor a restart changes it, so the whole data state
-of a run is one integer.
+Batch i of the endless mixture is a function of the datasets, their weights, the batch size, the
+seed and i. Neither the number of processes nor threads nor a restart changes it, so the whole data
+state of a run is one integer.
 """
 
 from __future__ import annotations

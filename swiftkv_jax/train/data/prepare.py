@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from ...distributed import from_process_0
+from ...distributed import run_on_process_0
 from ...errors import DataError
 from ...io.atomic import new_directory
 from .dataset import (
@@ -67,7 +66,7 @@ def prepare(
             np.uint32,
         )
 
-    *words, found = from_process_0(look_up, np.zeros(5, np.uint32))
+    *words, found = run_on_process_0(look_up, np.zeros(5, np.uint32))
     path = cache / _folder(source, np.array(words, np.uint32).tobytes())
     if not found:
         return build(
@@ -106,7 +105,7 @@ def build(
                 partial, _write(partial, source, files, tokenizer, length, max_unreadable_share)
             )
 
-        from_process_0(write, None)
+        run_on_process_0(write, None)
     dataset = PackedDataset(path)
     logger.info("%s%s", "held-out " * held_out, describe_dataset(dataset))
     return dataset
@@ -125,7 +124,7 @@ def check_dataset(dataset: PackedDataset, length: int, tokenizer_id: str) -> Pac
             f"{dataset.path}: prepared with another tokenizer or chat template than this model's; "
             f"prepare the data again"
         )
-    return store
+    return dataset
 
 
 def describe_dataset(dataset: PackedDataset) -> str:
@@ -238,8 +237,7 @@ class _ReadableRows:
         self._first = self._first or line
         self._report.write(line + "\n")
         if self.unreadable <= _REPORTED_AT_ONCE:
-            with tqdm.external_write_mode(file=sys.stderr):
-                logger.warning("left out: %s", line)
+            logger.warning("left out: %s", line)
 
 
 def _check_unreadable(

@@ -81,8 +81,8 @@ def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
 
 
 def read_file(file: Path) -> Documents:
-    """The documents of one of the files that `find_files` returns. Raises `DataError` if the file as a
-    whole is damaged."""
+    """The documents of one of the files that `find_files` returns. Raises `DataError` if the file
+    as a whole is damaged."""
     # The only files without a known ending are those of a dataset folder.
     return (reader_for(file) or read_arrow_stream)(file)
 
