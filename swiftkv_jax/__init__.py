@@ -8,9 +8,11 @@ sees its first interrupt at once.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .api import distill_loss, generate, load, logits, save, save_hf
     from .config import Config, RopeScaling
     from .errors import CheckpointError, ConfigError, DataError, UsageError

@@ -15,7 +15,7 @@ from .exit import (
     fail,
     run,
 )
-from .messages import configure_logging, log
+from .messages import as_called, configure_logging, log, prog
 
 __all__ = [
     "BAD_CHECKPOINT",
@@ -25,8 +25,10 @@ __all__ = [
     "OUT_OF_MEMORY",
     "SOME_ROWS_FAILED",
     "USAGE",
+    "as_called",
     "configure_logging",
     "fail",
     "log",
+    "prog",
     "run",
 ]

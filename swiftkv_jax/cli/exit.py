@@ -12,8 +12,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from .. import interrupts
 from ..errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
 from . import messages, streams
+from .messages import log as log
 
 OK = 0
 ERROR = 1
@@ -35,14 +37,25 @@ def run(main: Callable[[], int], parser: argparse.ArgumentParser | None = None) 
     """
     messages.configure_logging(parser)
     try:
+        with interrupts.raising():
+            code = _run(main, parser)
+        if not interrupts.pending():
+            return code
+    except KeyboardInterrupt:
+        pass
+    if not interrupts.pending() or interrupts.tell():
+        messages.write("error: interrupted")
+    return INTERRUPTED
+
+
+def _run(main: Callable[[], int], parser: argparse.ArgumentParser | None) -> int:
+    try:
         streams.prepare()
         code = main()
         sys.stdout.flush()
         return code
-    except BaseException as error:
-        if isinstance(error, SystemExit | GeneratorExit):
-            raise
-        return _end(error, parser)
+    except Exception as error:
+        return INTERRUPTED if interrupts.pending() else _end(error, parser)
 
 
 def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None) -> int:
@@ -51,12 +64,10 @@ def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None
     return code
 
 
-def _end(error: BaseException, parser: argparse.ArgumentParser | None) -> int:
+def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
     """Say what `error` is; returns the exit code."""
     text = str(error)
     match error:
-        case KeyboardInterrupt():
-            return fail("interrupted", INTERRUPTED)
         case UsageError() | NotImplementedError():  # the latter: a named implementation's limits
             return fail(error, USAGE, parser)
         case CheckpointError():
@@ -113,7 +124,7 @@ def _impossible_platforms() -> str | None:
     return None
 
 
-def _fail_unforeseen(error: BaseException) -> int:
+def _fail_unforeseen(error: Exception) -> int:
     """A defect of this program, most likely: one line, and the traceback on request."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)

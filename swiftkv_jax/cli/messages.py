@@ -7,8 +7,13 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 LOGGER = "swiftkv_jax"
+SCRIPT = "swiftkv"
+"""The console script."""
+OVERALL = "swiftkv_jax.__main__"
+"""The module behind it."""
 
 
 class MessageHandler(logging.Handler):
@@ -64,6 +69,22 @@ def write(message: str) -> None:
         sys.stderr.flush()
     else:
         print(message, file=sys.stderr, flush=True)
+
+
+def prog(command: str | None = None) -> str:
+    """How this program was called, for help and examples: `swiftkv infer` or
+    `python -m swiftkv_jax.infer`; without `command`, what comes before it."""
+    name = Path(sys.argv[0]).stem if sys.argv else ""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if name != SCRIPT and command is not None and getattr(main, "name", "") != OVERALL:
+        return f"python -m swiftkv_jax.{command}"
+    called = SCRIPT if name == SCRIPT else "python -m swiftkv_jax"
+    return called if command is None else f"{called} {command}"
+
+
+def as_called(text: str) -> str:
+    """`text` with every `python -m swiftkv_jax.COMMAND` spelled as this program was called."""
+    return re.sub(r"python -m swiftkv_jax\.(\w+)", lambda found: prog(found[1]), text)
 
 
 def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:

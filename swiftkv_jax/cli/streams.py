@@ -28,7 +28,7 @@ def prepare() -> None:
     output is closed: the next file to be opened would take its place, and results be written there.
     """
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         raise OSError("standard output is closed; redirect it to /dev/null to do without it")
     if sys.stdin is None:

@@ -18,6 +18,11 @@ Also:
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import dataclasses
 import importlib
@@ -25,8 +30,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from .. import cli
 from ..cli.devices import join_and_emulate
-from ..cli.exit import run
 from ..errors import UsageError
 from ..mesh import parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
@@ -49,8 +54,8 @@ _NOT_IN_RECIPE = (
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train",
-        description=__doc__,
+        prog=cli.prog("train"),
+        description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = result.add_argument_group("model and data").add_argument
@@ -326,8 +331,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in _COMMANDS:
         module, function = _COMMANDS[argv[0]]
         return getattr(importlib.import_module(f".{module}", __package__), function)(argv[1:])
-    arguments = parser()
-    args = arguments.parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
 
     def command() -> int:
         recipe = recipe_from(args)
@@ -342,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return loop.run(recipe)
 
-    return run(command, parser=arguments)
+    return cli.run(command, flags)
 
 
 if __name__ == "__main__":

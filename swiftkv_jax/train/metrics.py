@@ -104,7 +104,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _complete_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
             row = json.loads(line)
         except ValueError:
@@ -157,8 +157,8 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """One W&B run for all attempts: its id is kept in the run's folder. W&B leaves out steps that it
-    has already."""
+    """One W&B run for all attempts: its id is kept in the run's folder. W&B leaves out steps that
+    it has already."""
 
     def __init__(self, folder: Path):
         wandb, kept_id = _package("wandb"), folder / "wandb_id"

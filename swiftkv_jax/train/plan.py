@@ -38,8 +38,8 @@ from .step import make_optimizer, make_train_step, state_shapes
 logger = logging.getLogger(__name__)
 
 ASSUMED_UTILISATION = 0.4
-"""Share of the published peak, recomputation included: what large dense models reach in training. An
-assumption, not a measurement."""
+"""Share of the published peak, recomputation included, that large dense models reach in training.
+An assumption, not a measurement."""
 _STEPS = 1000  # any number: the schedule's length does not change the program
 
 

@@ -49,12 +49,14 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px;
+  margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 1.4rem; margin-bottom: 0; }}
 h2 {{ font-size: 1.1rem; margin: 2rem 0 .5rem; }}
 p {{ margin: .3rem 0; color: #555; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: left; padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #e6e6e6; overflow-wrap: anywhere; }}
+th, td {{ text-align: left; padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #e6e6e6;
+  overflow-wrap: anywhere; }}
 th {{ font-weight: 600; }}
 svg {{ width: 100%; height: auto; }}
 </style>

@@ -56,8 +56,8 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
         raise UsageError(f"`kl_top_k`={recipe.kl_top_k}: this model has {config.vocab_size} tokens")
     if config.num_upper_layers == 0:
         raise UsageError(
-            f"`num_key_value_layers`={config.num_layers}: this model has {config.num_layers} layers, so "
-            f"nothing is left to distil"
+            f"`num_key_value_layers`={config.num_layers}: this model has {config.num_layers} "
+            f"layers, so nothing is left to distil"
         )
     return config
 
