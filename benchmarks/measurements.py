@@ -121,8 +121,9 @@ def serving() -> str:
 
 
 def lengths() -> str:
-    student = [row for row in newest("prefill lengths")["rows"] if row["variant"] == "swiftkv"]
-    repetitions = len(student[0]["repetitions"])
+    result = newest("prefill lengths")
+    student = [row for row in result["rows"] if row["variant"] == "swiftkv"]
+    load, repetitions = result["host"]["load"][0], len(student[0]["repetitions"])
     rows = [
         (
             f"{row['cell']['input_len']:,}",
@@ -134,8 +135,9 @@ def lengths() -> str:
     ]
     return section(
         "Prefill over the length of the prompt",
-        f"The same model, medians of {repetitions}, on a machine with other work: processor time "
-        "is the steadier measure.",
+        f"The same model, medians of {repetitions}, on a machine with much other work (a load of "
+        f"{load:.1f} on {result['host']['cores']} cores): rates are far below those above, and only "
+        "the ratios tell, by processor time more than by the clock.",
         table(("tokens", "times as fast", "by processor time", "by operations"), rows),
         "![Prefill of SwiftKV and its teacher over the length](img/prefill.png)",
     )

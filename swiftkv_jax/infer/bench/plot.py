@@ -87,5 +87,6 @@ def draw(mode: Mode, rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.set_ylim(bottom=0)
-        picture.axes[0].legend()
+        handles = picture.axes[0].get_legend_handles_labels()
+        picture.legend(*handles, loc="outside lower center", ncols=4)
         picture.savefig(path, dpi=150)
