@@ -136,8 +136,8 @@ def lengths() -> str:
     return section(
         "Prefill over the length of the prompt",
         f"The same model, medians of {repetitions}, on a machine with much other work (a load of "
-        f"{load:.1f} on {result['host']['cores']} cores): rates are far below those above. Only the "
-        "ratios tell, by processor time more than by the clock.",
+        f"{load:.1f} on {result['host']['cores']} cores): rates are far below those above. Only "
+        "the ratios tell, by processor time more than by the clock.",
         table(("tokens", "times as fast", "by processor time", "by operations"), rows),
         "![Prefill of SwiftKV and its teacher over the length](img/prefill.png)",
     )

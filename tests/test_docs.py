@@ -2,7 +2,9 @@
 are the measured ones."""
 
 import ast
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -16,6 +18,7 @@ import pytest
 
 from benchmarks import measurements
 from swiftkv_jax import demo
+from swiftkv_jax.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -181,14 +184,24 @@ def command_of(words: list[str]) -> list[str]:
     subcommands |= {"hf2orbax", "orbax2hf", "inspect"}
     if len(words) > start and words[start] in subcommands:
         found.append(words[start])
+    elif found == ["swiftkv", "infer"]:
+        found.append("generate")
     return found
 
 
 @cache
 def help_of(command: tuple[str, ...]) -> str:
+    """What `--help` prints."""
     if command[0] == "python":
-        return run("-m", *command[2:], "--help")
-    return swiftkv(*command[1:], "--help")
+        module, arguments = command[2], command[3:]
+    else:
+        module, arguments = f"swiftkv_jax.{COMMANDS[command[1]][0]}", command[2:]
+    if module in ("swiftkv_jax.train", "swiftkv_jax.infer", "swiftkv_jax.eval"):
+        module += ".__main__"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        importlib.import_module(module).main([*arguments, "--help"])
+    return printed.getvalue()
 
 
 def test_make_targets_that_are_named_exist():
