@@ -148,6 +148,11 @@ class Engine[R: ModelRunnerBase]:
         """Pages that requests hold; 0 when all have ended."""
         return sum(pool.used for pool in self._pools)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences whose prompts are cached and that have not ended."""
+        return len(self._scheduler.running)
+
     # Requests -----------------------------------------------------------------
 
     def add_request(self, request: Request | ScoreRequest) -> int:
@@ -251,11 +256,12 @@ class Engine[R: ModelRunnerBase]:
 
     # Steps --------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """Send the device its next work, and return the outputs of the step before."""
+    def step(self, *, decode: bool = True) -> list[RequestOutput]:
+        """Send the device its next work, and return the outputs of the step before. With `decode`
+        False the work is prefill only."""
         start, compiled = time.perf_counter(), self.model_runner.num_compilations()
         waited = self.stats.wait_seconds
-        sent = self._send()
+        sent = self._send(decode)
         if sent is not None:
             self._sent.append(sent)
         outputs = []
@@ -265,7 +271,7 @@ class Engine[R: ModelRunnerBase]:
         self.stats.host_seconds += time.perf_counter() - start - (self.stats.wait_seconds - waited)
         return outputs
 
-    def _send(self) -> _Sent | None:
+    def _send(self, decode: bool) -> _Sent | None:
         scheduler, runner = self._scheduler, self.model_runner
         if scheduler.pending_removals:  # before their pages are written by other requests
             runner.remove_sequences(scheduler.pending_removals)
@@ -275,7 +281,8 @@ class Engine[R: ModelRunnerBase]:
             sent.chunk, sent.scores = chunk, runner.run_chunk(chunk)
             runner.add_sequences(chunk.finished_prefill)
             self._count(chunk)
-        if sequences := scheduler.schedule_decode(runner.shapes.decode_steps):
+        sequences = scheduler.schedule_decode(runner.shapes.decode_steps) if decode else []
+        if sequences:
             sent.sequences, sent.tokens = sequences, runner.run_decode(sequences)
             self.stats.decode_calls += 1
         return sent if sent.chunk or sent.sequences else None

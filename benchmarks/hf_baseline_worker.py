@@ -1,7 +1,7 @@
-"""Hugging Face transformers on a CPU, one prompt at a time. Runs alone: it must import nothing of
-this repository.
+"""Hugging Face transformers on a CPU, one prompt at a time: the process that `hf_baseline` starts.
+It imports nothing of this repository.
 
-    python -P benchmarks/hf_transformers.py --model DIR --output-len 32 --threads 2
+    python -P benchmarks/hf_baseline_worker.py --model DIR --output-len 32 --threads 2
 
 Prints a line of JSON with its versions, then for each line of standard input, a JSON list of token
 ids, one with its times: `ttft`, the prompt and the first new token; `tpot`, each further token; and
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, required=True, help="new tokens, at least 2")
     parser.add_argument("--threads", type=int, required=True, help="of torch")
     args = parser.parse_args()
-    torch: Any = importlib.import_module("torch")  # not there where this file is only checked
+    torch: Any = importlib.import_module("torch")  # not a dependency of this repository
     transformers: Any = importlib.import_module("transformers")
     torch.set_num_threads(args.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -46,8 +46,8 @@ def main() -> None:
 
 
 def _continue(torch: Any, model: Any, prompt: list[int], output_len: int) -> dict[str, Any]:
-    """By hand: `generate` would add its own work to each token. Logits are computed for the last
-    token only."""
+    """Greedy continuation and its times. Not by `generate`, which would add its own work to each
+    token. Logits are computed for the last token only."""
     start, cpu = time.perf_counter(), time.process_time()
     step = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
     token = step.logits[:, -1].argmax(-1)

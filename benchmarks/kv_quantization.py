@@ -1,13 +1,13 @@
-"""What 8-bit KV caches and 8-bit weights cost in quality, on the demo model and held-out text;
-teacher and student.
+"""Quality with 8-bit KV caches and 8-bit weights, on the demo model and held-out text; teacher and
+student.
 
-    python -m benchmarks.kv_formats               128 rows, those of the training command's own evaluation
-    python -m benchmarks.kv_formats --rows 4      a quick look
+    python -m benchmarks.kv_quantization           128 rows, those of the training's evaluation
+    python -m benchmarks.kv_quantization --rows 4  a quick look
 
 Every document of the rows is scored by the engine, which reads all keys and values from its cache,
-those of a token's own chunk too: what is measured is what a long prompt or a decoded token sees.
-Change is that of perplexity against the same model with weights and cache as stored; agreement is
-how often both think the same token likeliest. The table goes to stdout, JSON to
+those of a token's own chunk too, as for long prompts and decoded tokens. Change is that of
+perplexity against the same model with weights and cache as stored; agreement is the share of
+positions at which both have the same likeliest token. The table goes to stdout, JSON to
 `benchmarks/results/`, rewritten after every cell. Exit code 1 if a cache format alone costs more
 than the bar.
 """
@@ -15,6 +15,7 @@ than the bar.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 import time
@@ -27,10 +28,7 @@ import numpy as np
 from swiftkv_jax import cli, demo
 from swiftkv_jax.cache import Format
 from swiftkv_jax.checkpoints import Quantization, load
-from swiftkv_jax.cli.exit import log
-from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.requests import ScoreRequest
+from swiftkv_jax.infer import Engine, EngineOptions, ScoreRequest
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.model import Model
 from swiftkv_jax.train.data.prepare import prepare
@@ -40,10 +38,12 @@ from swiftkv_jax.train.setup import open_tokenizer
 
 from . import report
 
-BAR = 0.005
-"""Of perplexity: what a cache format may cost."""
+logger = logging.getLogger("swiftkv_jax.benchmarks")
+
+MAX_CHANGE = 0.005
+"""Largest relative change of perplexity that a cache format may cause."""
 CELLS: tuple[tuple[Quantization, Format], ...] = (
-    ("none", "auto"),  # what the others are compared with: first
+    ("none", "auto"),  # the one that the others are compared with comes first
     ("none", "fp8"),
     ("none", "int8"),
     ("fp8", "auto"),
@@ -51,7 +51,7 @@ CELLS: tuple[tuple[Quantization, Format], ...] = (
     ("fp8", "fp8"),
     ("int8", "int8"),
 )
-"""(weights, cache)."""
+"""(format of the weights, format of the cache)."""
 ROWS = 128
 
 
@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--folder",
         type=Path,
-        default=Path("runs/kv-formats"),
-        help="packed rows (default: runs/kv-formats)",
+        default=Path("runs/kv-quantization"),
+        help="packed rows (default: runs/kv-quantization)",
     )
     parser.add_argument(
         "--output",
@@ -83,13 +83,13 @@ def main(argv: list[str] | None = None) -> int:
         help="JSON file (default: a new one in benchmarks/results)",
     )
     args = parser.parse_args(argv)
-    return cli.run(lambda: measure(args))
+    return cli.run(lambda: measure(args), parser)
 
 
 def measure(args: argparse.Namespace) -> int:
     facts = report.environment(seed=0)
     output = args.output or report.default_path(
-        "kv-formats", facts["device"]["kind"], facts["date"]
+        "kv-quantization", facts["device"]["kind"], facts["date"]
     )
     report.check_writable(output)
     requests = list(held_out(args.folder, args.rows))
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> int:
         **facts,
         "rows": args.rows,
         "tokens": sum(len(request.tokens) for request in requests),
-        "bar": BAR,
+        "bar": MAX_CHANGE,
         "cells": cells,
     }
     baselines = dict[bool, tuple[float, np.ndarray]]()
@@ -117,16 +117,16 @@ def measure(args: argparse.Namespace) -> int:
                 "seconds": round(time.perf_counter() - start, 1),
             }
             cells.append(cell)
-            log(line(cell))
+            logger.info(line(cell))
             report.write_json(output, document)
     print(table(document))
-    log(f"written to {output}")
+    logger.info(f"written to {output}")
     return verdict(cells)
 
 
 def held_out(folder: Path, rows: int) -> Iterator[ScoreRequest]:
-    """The documents of the first rows of the standard library's held-out packages; a document of
-    one token predicts nothing."""
+    """Yield the documents of the first rows of the standard library's held-out packages, but those
+    of one token, which predict nothing."""
     store = prepare(
         DataSource(STDLIB), open_tokenizer(DEMO), DEMO.max_length, folder, held_out=True
     )
@@ -140,8 +140,8 @@ def held_out(folder: Path, rows: int) -> Iterator[ScoreRequest]:
 def score(
     model: Model, cache: Format, swiftkv: bool, requests: list[ScoreRequest]
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """The cell's own numbers, and the token thought likeliest at each position."""
-    # A small chunk: most of what a token reads was written by an earlier call, and read back.
+    """Figures of a cell, and the likeliest token at each position."""
+    # A small chunk: most of what a token reads was written by an earlier call.
     options = EngineOptions(
         max_model_len=DEMO.max_length,
         max_num_seqs=1,
@@ -152,10 +152,10 @@ def score(
     )
     engine = Engine.from_model(model, options, swiftkv=swiftkv)
     logprobs, likeliest = list[float](), dict[int, list[int]]()
-    for number, event in engine.run(requests):
-        assert event.logprobs is not None
-        logprobs += [entry.logprob for entry in event.logprobs]
-        likeliest[number] = event.token_ids
+    for number, output in engine.run(requests):
+        assert output.logprobs is not None
+        logprobs += [entry.logprob for entry in output.logprobs]
+        likeliest[number] = output.token_ids
     cell = {
         "model": "student" if swiftkv else "teacher",
         "cache": str(engine.model_runner.cache_dtype),
@@ -168,7 +168,7 @@ def score(
 
 
 def measured_bytes(engine: Engine[ModelRunner]) -> float:
-    """Of the whole cache, as the memory plan has it, for each token that it has room for."""
+    """Bytes of the whole cache in the memory plan, per token that it has room for."""
     shapes, plan = engine.model_runner.shapes, engine.model_runner.plan
     assert plan is not None
     return plan.cache / (shapes.num_pages * shapes.page_size)
@@ -201,15 +201,15 @@ def table(document: dict[str, Any]) -> str:
 
 
 def verdict(cells: list[dict[str, Any]]) -> int:
-    """Exit code 1 if a cache format alone changes perplexity by more than the bar."""
+    """Exit code: 1 if a cache format alone changes perplexity by more than `MAX_CHANGE`."""
     worst = max(
         (cell for cell in cells if cell["weights"] == cells[0]["weights"]),
         key=lambda cell: abs(cell["change"]),
     )
-    met = abs(worst["change"]) <= BAR
+    met = abs(worst["change"]) <= MAX_CHANGE
     print(
         f"\n{'met' if met else 'MISSED'}: {worst['cache']} cache of the {worst['model']} "
-        f"{worst['change']:+.3%}; bar {BAR:.1%}"
+        f"{worst['change']:+.3%}; bar {MAX_CHANGE:.1%}"
     )
     return cli.OK if met else cli.ERROR
 

@@ -3,20 +3,21 @@ teacher here.
 
     python3.11 -m venv .venv-torch
     .venv-torch/bin/pip install torch==2.13.0 transformers
-    JAX_PLATFORMS=cpu python -m benchmarks.hf_rival --python .venv-torch/bin/python
+    JAX_PLATFORMS=cpu python -m benchmarks.hf_baseline --python .venv-torch/bin/python
 
 Random float32 weights, written by `save_hf` as a plain Llama and read by both. Every repetition
 gives all three the same new prompt, one after the other, in an order that rotates, and times the
 first token and every further one; the table shows medians, JSON goes to `benchmarks/results/`. The
-teacher's greedy tokens must be those of transformers: that the weights and the arithmetic are the
-same is part of the comparison. On a busy machine the processor times are the steadier figures. Exit
-code 1 if the tokens differ.
+teacher's greedy tokens must be those of transformers, which shows that weights and arithmetic are
+the same. On a busy machine the processor times are the steadier figures. Exit code 1 if the tokens
+differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -36,20 +37,27 @@ from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.requests import Request
-from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.model import Model, add_swiftkv
 
 from . import report
 
+logger = logging.getLogger("swiftkv_jax.benchmarks")
+
 CONFIG = Config(
-    vocab_size=32000, embed_dim=1024, mlp_dim=3584, num_layers=16, num_heads=16, num_kv_heads=4, head_dim=64,
-    num_key_value_layers=8, max_position_embeddings=4096, rope_theta=500_000.0,
-)  # fmt: skip
-"""That of `medium/`: the proportions of Llama-3.1-8B."""
+    vocab_size=32000,
+    embed_dim=1024,
+    mlp_dim=3584,
+    num_layers=16,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    num_key_value_layers=8,
+    max_position_embeddings=4096,
+    rope_theta=500_000.0,
+)
+"""The config of `medium/`, with the proportions of Llama-3.1-8B."""
 TINY = Config(
     vocab_size=128,
     embed_dim=32,
@@ -62,13 +70,13 @@ TINY = Config(
 )
 SIZES = {"full": (CONFIG, 2048, 32), "smoke": (TINY, 64, 4)}
 TIMES = ("ttft", "tpot", "ttft_cpu", "tpot_cpu")
-RIVAL, TEACHER, STUDENT = "transformers", "teacher", "swiftkv"
+BASELINE, TEACHER, STUDENT = "transformers", "teacher", "swiftkv"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code is that of `swiftkv_jax.cli.exit`."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hf_rival",
+        prog="python -m benchmarks.hf_baseline",
         description="transformers, teacher and SwiftKV on a CPU.",
     )
     parser.add_argument(
@@ -79,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report.add_flags(parser, tables=tuple(SIZES), seconds=1200, rows=False)
     args = parser.parse_args(argv)
-    return cli.run(lambda: _main(args))
+    return cli.run(lambda: _main(args), parser)
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -88,15 +96,15 @@ def _main(args: argparse.Namespace) -> int:
     start, seed = time.monotonic(), report.new_seed(args.seed)
     config, input_len, output_len = SIZES[args.shapes]
     environment = report.environment(seed)
-    path = report.output_path(args, "hf-rival", "cpu", environment["date"])
+    path = report.output_path(args, "hf-baseline", "cpu", environment["date"])
     threads = os.cpu_count() or 1
     plain = dummy_model(config.cut(config.num_layers), jnp.float32)
     with tempfile.TemporaryDirectory() as folder:
         skv.save_hf(plain, Path(folder) / "model")
-        rival = _Rival(args.python, Path(folder) / "model", output_len, threads)
+        baseline = _Baseline(args.python, Path(folder) / "model", output_len, threads)
     engines = _engines(add_swiftkv(plain, config.num_key_value_layers), input_len + output_len)
     del plain
-    found: dict[str, list[dict[str, Any]]] = {RIVAL: [], TEACHER: [], STUDENT: []}
+    found: dict[str, list[dict[str, Any]]] = {BASELINE: [], TEACHER: [], STUDENT: []}
     generator = np.random.default_rng(seed)
     for repetition in range(-1, args.repetitions):  # the first one warms up
         if repetition > 0 and time.monotonic() - start > args.seconds:
@@ -104,25 +112,34 @@ def _main(args: argparse.Namespace) -> int:
         prompt = generator.integers(0, config.vocab_size, input_len).tolist()
         names = [*found, *found][(shift := repetition % 3) : shift + 3]
         for name in names:
-            result = rival.run(prompt) if name == RIVAL else _run(engines[name], prompt, output_len)
-            cli.log(
+            if name == BASELINE:
+                result = baseline.run(prompt)
+            else:
+                result = _run(engines[name], prompt, output_len)
+            logger.info(
                 f"{repetition + 1} {name}: "
                 + ", ".join(f"{key} {result[key]:.4g} s" for key in TIMES)
             )
             if repetition >= 0:
                 found[name].append(result)
-    rival.close()
-    return _report(found, path, environment | {
-        "config": config_to_hf(config), "input_len": input_len, "output_len": output_len, "rival": rival.versions,
-        "threads": threads, "load": os.getloadavg(), "weights": "random, float32",
-    })  # fmt: skip
+    baseline.close()
+    facts = {
+        "config": config_to_hf(config),
+        "input_len": input_len,
+        "output_len": output_len,
+        "transformers": baseline.versions,
+        "threads": threads,
+        "load": os.getloadavg(),
+        "weights": "random, float32",
+    }
+    return _report(found, path, environment | facts)
 
 
-class _Rival:
-    """transformers in a process of its own, which waits while the others are timed."""
+class _Baseline:
+    """transformers in a process of its own, which is idle while the engines are timed."""
 
     def __init__(self, python: Path, model: Path, output_len: int, threads: int):
-        script = Path(__file__).with_name("hf_transformers.py")
+        script = Path(__file__).with_name("hf_baseline_worker.py")
         # -P: the script's folder is not on its path, where transformers would find our `kernels`
         # for a library of that name.
         command = [
@@ -142,7 +159,7 @@ class _Rival:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
             )
         except OSError as error:
-            raise UsageError(f"--python {python}: cannot be run ({error.strerror})") from error
+            raise UsageError(f"`python`={python}: cannot be run ({error.strerror})") from error
         self.versions = self._answer()
 
     def run(self, prompt: list[int]) -> dict[str, Any]:
@@ -165,7 +182,7 @@ class _Rival:
 
 
 def _engines(model: Model, length: int) -> dict[str, Engine]:
-    """One token a call, as transformers does it; otherwise as the engine chooses for a CPU."""
+    """Engines that decode one token a call, as transformers does, with the defaults for a CPU."""
     options = EngineOptions(max_model_len=length, max_num_seqs=1, decode_steps=1)
     return {
         name: Engine.from_model(model, options, swiftkv=name == STUDENT)
@@ -176,9 +193,8 @@ def _engines(model: Model, length: int) -> dict[str, Engine]:
 def _run(engine: Engine, prompt: list[int], output_len: int) -> dict[str, Any]:
     start, cpu = time.perf_counter(), time.process_time()
     tokens, first = [], (start, cpu)
-    for _, output in engine.run(
-        [Request(prompt, SamplingParams(max_tokens=output_len, ignore_eos=True))]
-    ):
+    request = Request(prompt, SamplingParams(max_tokens=output_len, ignore_eos=True))
+    for _, output in engine.run([request]):
         if not tokens:
             first = time.perf_counter(), time.process_time()
         tokens += output.token_ids
@@ -196,11 +212,11 @@ def _report(
         for name, results in found.items()
     }
     ratios = {
-        name: {key: medians[RIVAL][key] / medians[name][key] for key in TIMES}
+        name: {key: medians[BASELINE][key] / medians[name][key] for key in TIMES}
         for name in (TEACHER, STUDENT)
     }
     same = sum(
-        a["tokens"] == b["tokens"] for a, b in zip(found[RIVAL], found[TEACHER], strict=True)
+        a["tokens"] == b["tokens"] for a, b in zip(found[BASELINE], found[TEACHER], strict=True)
     )
     print(
         "| | first token s | each further ms | processor s, first | processor ms, further "
@@ -216,10 +232,10 @@ def _report(
             f"| {name}, times as fast as transformers |"
             + "".join(f" {row[key]:.2f} |" for key in TIMES)
         )
-    count = len(found[RIVAL])
+    count = len(found[BASELINE])
     print(
         f"\nthe teacher's tokens are those of transformers in {same} of {count} repetitions; "
-        f"{json.dumps(document['rival'])}"
+        f"{json.dumps(document['transformers'])}"
     )
     rows = {"medians": medians, "times_as_fast": ratios, "same_tokens": same, "repetitions": found}
     report.write_json(path, document | rows)
