@@ -17,7 +17,7 @@ from swiftkv_jax.infer.engine.requests import NOT_FINITE, Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.text import encode
 from swiftkv_jax.io.jsonl import lines_of, parse, survey
-from tests.infer.mock_device import continuation, mock_engine
+from tests.infer.mock_model_runner import continuation, mock_engine
 
 
 def written(path: Path) -> list[dict]:
