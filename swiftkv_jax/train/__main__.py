@@ -24,14 +24,13 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import importlib
-import math
 import sys
 from pathlib import Path
 
 from .. import cli
-from ..distributed import join_processes
+from ..cli.devices import join_and_emulate
 from ..errors import UsageError
-from ..mesh import emulate_cpu_devices, parse_mesh
+from ..mesh import parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
 from .metrics import parse_report_to
@@ -316,8 +315,9 @@ def main(argv: list[str] | None = None) -> int:
             from . import plan
 
             return plan.main(recipe, args.topology)
-        processes = join_processes(args.coordinator_address, args.num_processes, args.process_id)
-        emulate_cpu_devices(math.prod(recipe.mesh) // processes)
+        join_and_emulate(
+            recipe.mesh, args.coordinator_address, args.num_processes, args.process_id
+        )
         from . import loop  # after the devices are settled: Orbax and Grain look at them
 
         return loop.run(recipe)
