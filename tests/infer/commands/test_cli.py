@@ -11,12 +11,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
 from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
 from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
-from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
 from swiftkv_jax.infer.runner.memory import set_gpu_memory_fraction
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
