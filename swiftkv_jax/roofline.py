@@ -65,7 +65,7 @@ def measure_roofline(dtype, devices: int, *, long: float = LONG) -> Roofline:
     """On the first device, while nothing else runs there. Takes about a second, and 8 GiB at
     most."""
     device = jax.local_devices()[0]
-    products = _best(_product, MATRICES, lambda size: 2 * size**3, dtype, long)
+    products = measure_products(dtype, long=long)
     copies = _best(_copy, BYTES, lambda size: 2 * size, dtype, long)
     return Roofline(
         flops=max(products.values()) * devices,
@@ -76,6 +76,12 @@ def measure_roofline(dtype, devices: int, *, long: float = LONG) -> Roofline:
         | {f"copy of {size}": rate for size, rate in copies.items()},
         published=hardware_of(device.device_kind),
     )
+
+
+def measure_products(dtype, *, long: float = LONG) -> dict[int, float]:
+    """FLOP/s of products of square matrices on the first device, by their size. Takes a fraction of
+    a second."""
+    return _best(_product, MATRICES, lambda size: 2 * size**3, dtype, long)
 
 
 def _best(

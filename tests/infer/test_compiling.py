@@ -1,5 +1,5 @@
-"""The compile cache: for its owner alone, used by the next start; and the counter of
-compilations."""
+"""The compilation cache is refused where others can write and used by the next process;
+compilations are counted."""
 
 import os
 import subprocess
@@ -9,18 +9,15 @@ from pathlib import Path
 import jax
 import pytest
 
+from swiftkv_jax.cli.devices import enable_compilation_cache
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.runner.compilation import (
-    CompileCounter,
-    compile_all,
-    enable_compilation_cache,
-)
+from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, jax
 from pathlib import Path
-from swiftkv_jax.infer.runner.compilation import enable_compilation_cache
+from swiftkv_jax.cli.devices import enable_compilation_cache
 enable_compilation_cache(Path(sys.argv[1]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 hits = []
@@ -53,7 +50,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners on this system")
-def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(UsageError, match="belongs to another user"):
         enable_compilation_cache(tmp_path)

@@ -1,5 +1,5 @@
-"""What an engine will occupy on each device, from the compiler's own figures, before any of it is
-taken."""
+"""The memory plan of an engine: bytes on each device by the compiler's own figures, before any of
+them are allocated."""
 
 from __future__ import annotations
 
@@ -11,27 +11,23 @@ from typing import Any
 
 import jax
 
-from ...errors import UsageError
 from ...hardware import GIB
-
-GPU_SHARE = 0.95
-"""Of a GPU's memory. The rest is for what JAX does not count: CUDA's context and libraries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device."""
+    """Bytes that an engine needs on one device."""
 
     weights: int
     cache: int
     rows: int
-    """What decoding keeps of each row."""
+    """Bytes of the decode state without the cache."""
     temporaries: int
-    """Of the program that needs most."""
+    """Bytes of temporaries of the program that needs most."""
     program: str
-    """That program."""
+    """Name of that program."""
     limit: int | None
-    """What may be used, on a CPU what the machine has; None where a device does not say."""
+    """Bytes that may be used, on a CPU those of the machine; None where a device does not say."""
 
     @property
     def total(self) -> int:
@@ -54,7 +50,7 @@ class MemoryPlan:
 def memory_plan(
     weights, cache, rows, compiled: Mapping[tuple[Any, ...], jax.stages.Compiled], limit: int | None
 ) -> MemoryPlan:
-    """From arrays or their shapes with shardings, and the programs that run on them."""
+    """The plan for arrays, or their shapes with shardings, and the programs that run on them."""
     temporaries, program = max(
         (_temporaries(program), " ".join(map(str, key))) for key, program in compiled.items()
     )
@@ -69,44 +65,20 @@ def memory_plan(
 
 
 def bytes_per_device(tree) -> int:
-    """What a tree of arrays, or of shapes with shardings, occupies on one device."""
+    """Bytes of a tree of arrays, or of shapes with shardings, on one device."""
     return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def memory_limit(device: Any, utilization: float) -> int | None:
-    """`utilization` of what JAX may use of a device; None if it does not say, as on a CPU."""
+    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device does
+    not say, as a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
-
-
-def set_gpu_memory_fraction() -> None:
-    """Let JAX take `GPU_SHARE` of each GPU's memory, not three quarters, unless the environment
-    says how much. Before it starts."""
-    if not any(
-        os.environ.get(name)
-        for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    ):
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
 
 
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def parse_size(text: str) -> int:
-    """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
-    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    number, unit = (
-        (text[:-1], units[text[-1].lower()]) if text and text[-1].lower() in units else (text, 1)
-    )
-    try:
-        size = float(number) * unit
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
-    return int(size)
 
 
 def _shard_bytes(leaf) -> int:
@@ -119,7 +91,7 @@ def _shard_bytes(leaf) -> int:
 
 
 def _temporaries(program: jax.stages.Compiled) -> int:
-    """Temporaries, and results that do not take the place of arguments."""
+    """Bytes of temporaries, and of results that do not reuse the memory of arguments."""
     figures = program.memory_analysis()
     if figures is None:
         return 0

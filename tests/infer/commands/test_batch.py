@@ -16,7 +16,12 @@ from swiftkv_jax.infer.commands.prompts import PromptReader
 from swiftkv_jax.infer.commands.results import Completions
 from swiftkv_jax.infer.engine.requests import NOT_FINITE
 from swiftkv_jax.infer.text import encode
+<<<<<<< HEAD
 from swiftkv_jax.io.jsonl import parse_object, parse_value, read_lines, scan
+=======
+from swiftkv_jax.io.jsonl import lines_of, parse, survey
+from tests.infer.mock_model_runner import continuation, mock_engine
+>>>>>>> room-engine
 
 
 def written(path: Path) -> list[dict]:
@@ -101,7 +106,7 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         in errors["i"]
     )
     assert "id, or custom_id, must be a string or a whole number" in errors[15]
-    assert "n=3 samples do not fit into `max_num_seqs`=2" in errors["j"]
+    assert "`n`=3 samples do not fit into `max_num_seqs`=2" in errors["j"]
     captured = capsys.readouterr()
     assert (
         captured.out == ""

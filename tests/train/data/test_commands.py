@@ -6,7 +6,7 @@ import pytest
 
 from swiftkv_jax import cli, demo
 from swiftkv_jax.train.data.commands import prepare_main, show_main
-from swiftkv_jax.train.data.dataset import Store
+from swiftkv_jax.train.data.dataset import PackedDataset
 
 MODEL = ["--model", str(demo.LLAMA)]
 
@@ -34,7 +34,7 @@ def test_prepare_and_show(tmp_path, chat, capfd):
     assert capfd.readouterr().out == f"--data {tmp_path / 'store'}\n"
     assert show_main([str(tmp_path / "store"), *MODEL, "--rows", "1"]) == cli.OK
     shown = capfd.readouterr().out
-    row = Store(tmp_path / "store")[0]
+    row = PackedDataset(tmp_path / "store")[0]
     assert (
         shown.count("[[") == shown.count("--- document") == len(row.lengths)
         and shown.count("===") == 1
@@ -63,7 +63,7 @@ def test_several_sources(tmp_path, chat, capfd):
         capfd.readouterr().out
         == f"--data {tmp_path / 'stores' / '0'}:0.7 --data {tmp_path / 'stores' / '1'}\n"
     )
-    assert Store(tmp_path / "stores" / "1").manifest.documents == 1
+    assert PackedDataset(tmp_path / "stores" / "1").manifest.documents == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import DataError
-from swiftkv_jax.train.data.loader import RowMixture, batches, first_batches, pick
+from swiftkv_jax.train.data.loader import DatasetMixture, batches, first_batches, pick
 from swiftkv_jax.train.data.prepare import build
 from swiftkv_jax.train.data.sources import DataSource
 
@@ -33,7 +33,7 @@ def stores(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def mixture(stores):
-    return RowMixture(tuple(stores), (0.7, 0.3))
+    return DatasetMixture(tuple(stores), (0.7, 0.3))
 
 
 def read(rows, batch_size, *, positions=None, seed=1, start=0, stop):
@@ -54,7 +54,7 @@ def test_row_ids_name_the_rows(mixture, tokenizer):
     )
     for tokens, row_id in zip(found.batch.tokens, found.row_ids, strict=True):
         source, number = row_id.split("#")
-        store = mixture.stores[["a.jsonl", "b.jsonl"].index(source)]
+        store = mixture.datasets[["a.jsonl", "b.jsonl"].index(source)]
         assert tokens.tolist() == store[int(number)].tokens.tolist()
 
 
@@ -73,7 +73,7 @@ def test_processes_read_their_part_of_the_same_batch(mixture, processes):
 def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
     whole = ids(read(mixture, 4, stop=30))
     assert ids(read(mixture, 4, start=11, stop=30)) == whole[11:]
-    rebuilt = RowMixture(
+    rebuilt = DatasetMixture(
         tuple(
             make_store(tmp_path, tokenizer, name, rows)
             for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]
@@ -96,17 +96,17 @@ def test_worker_processes_change_nothing(mixture):
 
 
 def test_one_source_is_seen_once_in_an_epoch(stores):
-    rows = RowMixture((stores[0],), (1.0,))
+    rows = DatasetMixture((stores[0],), (1.0,))
     assert rows.num_rows == 20 and rows.num_tokens == 160
     seen = [row_id for batch in read(rows, 5, stop=12) for row_id in batch.row_ids]
     rounds = [seen[:20], seen[20:40], seen[40:]]
     assert all(sorted(epoch) == sorted(f"a.jsonl#{row}" for row in range(20)) for epoch in rounds)
     assert rounds[0] != rounds[1] != rounds[2], "every epoch has its own order"
-    assert RowMixture((stores[0],), (0.2,)).fingerprint == rows.fingerprint
+    assert DatasetMixture((stores[0],), (0.2,)).fingerprint == rows.fingerprint
 
 
 def test_without_weights_every_row_counts_alike(stores):
-    rows = RowMixture(tuple(stores), (1.0, 1.0))
+    rows = DatasetMixture(tuple(stores), (1.0, 1.0))
     assert rows.num_rows == 27 and rows.proportions == (20, 7)
     seen = [row_id for batch in read(rows, 27, stop=2) for row_id in batch.row_ids]
     assert len(set(seen[:27])) == len(set(seen[27:])) == 27
@@ -119,7 +119,7 @@ def test_weights_are_kept_everywhere_and_define_the_epoch(mixture, stores):
         for stop in range(start, 301, 13):
             assert abs(seen[start:stop].count("a") - 0.7 * (stop - start)) <= 1
     fingerprints = {
-        RowMixture(tuple(stores), weights).fingerprint
+        DatasetMixture(tuple(stores), weights).fingerprint
         for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0)]
     }
     assert len(fingerprints) == 3
@@ -169,7 +169,7 @@ def test_first_batches_visit_each_row_once_and_pad_with_empty_rows(mixture):
 def test_lengths_must_agree(tmp_path, tokenizer, stores):
     other = make_store(tmp_path, tokenizer, "c.jsonl", 3, length=9)
     with pytest.raises(DataError, match="different --max-length cannot be mixed .*: 8, .*: 9"):
-        RowMixture((stores[0], other), (1.0, 1.0))
+        DatasetMixture((stores[0], other), (1.0, 1.0))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -181,6 +181,6 @@ def test_damage_found_while_training_is_a_data_error(tmp_path, tokenizer, worker
     with pytest.raises(DataError, match="rows.arrayrecord: damaged .row "):
         list(
             batches(
-                RowMixture((store,), (1.0,)), 3, positions=range(3), seed=0, stop=5, workers=workers
+                DatasetMixture((store,), (1.0,)), 3, positions=range(3), seed=0, stop=5, workers=workers
             )
         )

@@ -12,7 +12,7 @@ import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.train.data import prepare as prepare_module
-from swiftkv_jax.train.data.dataset import UNREADABLE, is_store
+from swiftkv_jax.train.data.dataset import UNREADABLE, is_packed_dataset
 from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
 
@@ -116,7 +116,7 @@ def test_too_many_unreadable_rows_stop(tmp_path, tokenizer):
     with pytest.raises(DataError, match=message):
         prepare(source, tokenizer, LENGTH, cache)
     assert not any(cache.iterdir())
-    assert is_store(prepare(source, tokenizer, LENGTH, cache, max_unreadable_share=0.02).path)
+    assert is_packed_dataset(prepare(source, tokenizer, LENGTH, cache, max_unreadable_share=0.02).path)
     with pytest.raises(DataError, match=message):
         prepare(source, tokenizer, LENGTH, cache)
 
@@ -144,7 +144,7 @@ import os, signal, sys
 from pathlib import Path
 import jax
 from swiftkv_jax import demo
-from swiftkv_jax.checkpoints.auxiliary_files import load_tokenizer, read_side_files
+from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_side_files
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
 tokenizer = load_tokenizer(demo.LLAMA, read_side_files(demo.LLAMA)[1])
@@ -166,7 +166,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_a_store(tmp_path, token
     assert process.wait(60) == -signal.SIGKILL
     (left,) = cache.iterdir()
     assert left.name.startswith(".a.jsonl-") and ".partial-" in left.name
-    assert is_store(prepare(source, tokenizer, LENGTH, cache).path)
+    assert is_packed_dataset(prepare(source, tokenizer, LENGTH, cache).path)
 
 
 def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):

@@ -12,8 +12,8 @@ from swiftkv_jax.train.data.dataset import (
     MANIFEST,
     ROWS,
     Manifest,
-    Store,
-    is_store,
+    PackedDataset,
+    is_packed_dataset,
     write_manifest,
     write_rows,
 )
@@ -60,7 +60,7 @@ def rows():
 
 
 def test_rows_come_back_in_any_order(tmp_path, rows):
-    store = pickle.loads(pickle.dumps(Store(make_store(tmp_path / "s", rows))))
+    store = pickle.loads(pickle.dumps(PackedDataset(make_store(tmp_path / "s", rows))))
     assert len(store) == 50 and store.name == "a.jsonl"
     for number in [49, 0, 17]:
         for name, expected in vars(rows[number]).items():
@@ -72,7 +72,7 @@ def test_rows_come_back_in_any_order(tmp_path, rows):
 
 def test_fingerprint_is_of_content_and_order(tmp_path, rows):
     def fingerprint(name, rows, length=64):
-        return Store(make_store(tmp_path / name, rows, length)).manifest.fingerprint
+        return PackedDataset(make_store(tmp_path / name, rows, length)).manifest.fingerprint
 
     first = fingerprint("a", rows)
     assert fingerprint("b", rows) == first
@@ -128,16 +128,16 @@ def test_damage(tmp_path, rows, damage, message):
     path = make_store(tmp_path / "s", rows)
     damage(path)
     with pytest.raises(DataError, match=message):
-        store = Store(path)
+        store = PackedDataset(path)
         for number in range(len(store)):
             store[number]
 
 
 def test_is_store(tmp_path, rows):
     path = make_store(tmp_path / "s", rows)
-    assert is_store(path) and not is_store(tmp_path)
+    assert is_packed_dataset(path) and not is_packed_dataset(tmp_path)
     (path / MANIFEST).unlink()
-    assert not is_store(path)
+    assert not is_packed_dataset(path)
 
 
 def test_a_full_disk_is_an_os_error(rows):
