@@ -86,7 +86,7 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
             return fail(f"out of host memory{detail}", OUT_OF_MEMORY)
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
         return fail(f"out of device memory: {text.splitlines()[0]}", OUT_OF_MEMORY)
-    if platforms := _impossible_platforms():
+    if platforms := _wrong_platforms(error):
         return fail(platforms, USAGE)
     return _fail_unforeseen(error)
 
@@ -109,19 +109,22 @@ def _is_path(name: object) -> bool:
     return isinstance(name, str | bytes | os.PathLike)
 
 
-def _impossible_platforms() -> str | None:
-    """What is wrong with the environment's choice of devices; None if nothing is."""
+def _wrong_platforms(error: Exception) -> str | None:
+    """What is wrong with the environment's choice of devices, if that is why JAX failed."""
     chosen = os.environ.get("JAX_PLATFORMS")
     if chosen is None or "jax" not in sys.modules:
         return None
-    try:
-        sys.modules["jax"].devices()
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return (
-            f"JAX_PLATFORMS={chosen!r} in the environment names no device of this machine: {reason}"
-        )
-    return None
+    if "Unable to initialize backend" not in str(error):
+        try:  # where a plugin is missing, JAX fails an assertion instead
+            sys.modules["jax"].devices()
+            return None
+        except Exception as again:
+            error = again
+    reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+    return (
+        f"JAX_PLATFORMS={chosen!r} in the environment names a kind of device that is not here"
+        + (f": {reason}" if reason else "")
+    )
 
 
 def _fail_unforeseen(error: Exception) -> int:

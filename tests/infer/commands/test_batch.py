@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.infer.mock_model_runner import continuation, mock_engine
 
 import swiftkv_jax as skv
 from swiftkv_jax.errors import DataError, UsageError
@@ -16,12 +15,8 @@ from swiftkv_jax.infer.commands.prompts import PromptReader
 from swiftkv_jax.infer.commands.results import Completions
 from swiftkv_jax.infer.engine.requests import NOT_FINITE
 from swiftkv_jax.infer.text import encode
-<<<<<<< HEAD
 from swiftkv_jax.io.jsonl import parse_object, parse_value, read_lines, scan
-=======
-from swiftkv_jax.io.jsonl import lines_of, parse, survey
 from tests.infer.mock_model_runner import continuation, mock_engine
->>>>>>> room-engine
 
 
 def written(path: Path) -> list[dict]:
