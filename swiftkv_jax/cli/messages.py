@@ -109,7 +109,7 @@ def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action
-        if isinstance(action.choices, dict):  # subcommands
+        if isinstance(action, argparse._SubParsersAction):
             for sub in action.choices.values():
                 yield from _actions(sub)
 
