@@ -4,7 +4,7 @@ models.
 Distillation is usually written with a teacher and a student that are two models, each run from the
 embedding on. Here the student's lower layers are the teacher's, so they run once. Both forms are
 differentiated and compiled for a CPU at full size, which allocates nothing, and their matrix
-products are counted as `products` does. Attention is one dense product over all T x T pairs,
+products are counted as `hlo_flops` does. Attention is one dense product over all T x T pairs,
 because loops over blocks end where documents do; of it, only the pairs count that a document's
 tokens see.
 """
@@ -34,7 +34,7 @@ from swiftkv_jax.transformer import (
     run_upper_layers_teacher,
 )
 
-from .products import count_products
+from .hlo_flops import matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str
 
     def count(loss: Callable[..., jax.Array], *shapes: Any) -> float:
         gradient = jax.grad(functools.partial(loss, config, remat=remat, attention=attention))
-        products = count_products(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
+        products = matmul_flops(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
         return products.plain + products.batched * (document + 1) / (2 * length)
 
     shared, two = (
