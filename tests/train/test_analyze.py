@@ -2,7 +2,6 @@
 command."""
 
 import json
-import logging
 from typing import Any
 
 import jax
@@ -158,12 +157,11 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
     assert (tmp_path / "out" / "analysis.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, caplog, analysis):
-    caplog.set_level(logging.INFO, "swiftkv_jax")
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log, analysis):
     monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
     analyze.write(tmp_path, analysis, {})
     assert [file.name for file in tmp_path.iterdir()] == ["analysis.json"]
-    assert "no analysis.png: pip install it" in caplog.messages
+    assert "no analysis.png: pip install it" in log.messages
 
 
 def test_cuts_in_percent():

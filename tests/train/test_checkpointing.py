@@ -152,12 +152,12 @@ def test_a_step_by_number_that_is_damaged(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Orbax drops tasks that fail
-def test_damage_falls_back_with_a_warning_that_names_the_leaf(damage, what, tmp_path, caplog):
+def test_damage_falls_back_with_a_warning_that_names_the_leaf(damage, what, tmp_path, log):
     save_steps(tmp_path, 1, 2, 3)
     damage(tmp_path, 3)
     assert_is(restore(tmp_path, resume="must"), 2)
     assert there(tmp_path) == ["1", "2"] and there(tmp_path, "checkpoints-damaged") == ["3"]
-    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("swift")]
+    warnings = [record.getMessage() for record in log.records if record.name.startswith("swift")]
     assert len(warnings) == 1
     aside = tmp_path / "checkpoints-damaged" / "3"
     assert re.fullmatch(

@@ -78,7 +78,7 @@ BAD_INPUT = {
     "no model": ("--model {tmp}/nowhere --data stdlib", 4, "nowhere: no such file or directory"),
     "model alone": ("--model somewhere", 2, "--model also needs --data"),
     "output is the model": (
-        "--model {tmp}/base --data stdlib --output-dir {tmp}/base",
+        "--model {tmp}/base --data stdlib --max-length 32 --output-dir {tmp}/base",
         2,
         "--output-dir {tmp}/base: it is the folder of the model",
     ),

@@ -3,7 +3,6 @@ steps."""
 
 import contextlib
 import json
-import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -199,8 +198,7 @@ def make_progress() -> Progress:
     )
 
 
-def test_speeds_add_up(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "swiftkv_jax")
+def test_speeds_add_up(monkeypatch, log):
     clock = iter([0.0, 5.0, 5.0])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     bar = make_progress()
@@ -224,7 +222,7 @@ def test_speeds_add_up(monkeypatch, caplog):
         "loss 1.5000  agreement 0.5000  KL 1.2500  hidden 0.2500  grad norm 3.0000  tokens/s "
         "40  MFU 20.0%  left 00:20"
     )
-    assert caplog.messages == [f"step 2/10  {shown}"]
+    assert log.messages == [f"step 2/10  {shown}"]
 
 
 @pytest.mark.parametrize("ready", [True, False], ids=["waits", "runs ahead"])
@@ -245,13 +243,12 @@ def test_only_finished_steps_count(ready, monkeypatch):
     assert speeds == [100.0] * 3
 
 
-def test_no_speed_before_the_clock_has_run(caplog):
-    caplog.set_level(logging.INFO, "swiftkv_jax")
+def test_no_speed_before_the_clock_has_run(log):
     bar = make_progress()
     bar.advance(jnp.zeros(()))
     bar.restart_clock()
     assert bar.report(1, {"loss": 1.0}, useful_share=1.0) == {}
-    assert caplog.messages == ["step 1/10  loss 1.0000"]
+    assert log.messages == ["step 1/10  loss 1.0000"]
 
 
 def test_the_peak_is_the_published_one_where_it_is_known(monkeypatch):

@@ -2,7 +2,6 @@
 file."""
 
 import json
-import logging
 import re
 import sys
 from pathlib import Path
@@ -130,14 +129,13 @@ def test_a_run_without_held_out_data_or_speeds(tmp_path):
     )
 
 
-def test_without_matplotlib_nothing_fails(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_nothing_fails(tmp_path, monkeypatch, log):
     page(tmp_path, FINISHED)
     (tmp_path / "report.html").unlink()
     monkeypatch.setattr(report, "matplotlib_missing", lambda: "pip install it")
-    caplog.set_level(logging.INFO, "swiftkv_jax")
     report.write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
-    assert caplog.messages[-1] == "no report.html: pip install it"
+    assert log.messages[-1] == "no report.html: pip install it"
 
 
 def test_matplotlib_is_looked_for(monkeypatch):

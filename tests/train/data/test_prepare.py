@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -34,10 +33,9 @@ def source(tmp_path):
     return write_rows(tmp_path / "a.jsonl", 20)
 
 
-def test_a_store_is_found_again_while_nothing_has_changed(
-    tmp_path, tokenizer, source, monkeypatch, caplog
+def test_a_dataset_is_found_again_while_nothing_has_changed(
+    tmp_path, tokenizer, source, monkeypatch, log
 ):
-    caplog.set_level(logging.INFO, "swiftkv_jax")
     cache = tmp_path / "cache"
     first = prepare(source, tokenizer, LENGTH, cache)
     assert first.manifest.documents == 20 and first.manifest.tokens == sum(
@@ -49,12 +47,12 @@ def test_a_store_is_found_again_while_nothing_has_changed(
     )
     assert (
         "a.jsonl: 370 tokens (330 to predict) of 20 documents in 24 rows of 16, 96.4% full"
-        in caplog.messages
+        in log.messages
     )
 
     monkeypatch.setattr(prepare_module, "build", None)
     assert prepare(source, tokenizer, LENGTH, cache).path == first.path
-    assert caplog.messages[-1].endswith("prepared before")
+    assert log.messages[-1].endswith("prepared before")
     other = copy.deepcopy(tokenizer)
     other.chat_template = "other"
     os.utime(source.path, ns=(1, first.manifest.files[0]["mtime_ns"]))
@@ -77,7 +75,7 @@ def test_the_fingerprint_does_not_depend_on_the_place(tmp_path, tokenizer, sourc
     assert stores[0].manifest.fingerprint == stores[1].manifest.fingerprint
 
 
-def test_a_store_as_a_source(tmp_path, tokenizer, source):
+def test_a_dataset_as_a_source(tmp_path, tokenizer, source):
     store = build(source, tokenizer, LENGTH, tmp_path / "store")
     as_source = DataSource(str(store.path))
     assert prepare(as_source, tokenizer, LENGTH, tmp_path / "cache").path == store.path
@@ -94,16 +92,15 @@ def test_a_store_as_a_source(tmp_path, tokenizer, source):
         build(source, tokenizer, LENGTH, store.path)
 
 
-def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, caplog):
-    caplog.set_level(logging.INFO, "swiftkv_jax")
+def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, log):
     source = write_rows(tmp_path / "a.jsonl", 38, bad=12)
     store = build(source, tokenizer, LENGTH, tmp_path / "store", max_unreadable_share=0.25)
     assert (store.manifest.unreadable, store.manifest.documents) == (12, 38)
     lines = (store.path / UNREADABLE).read_text().splitlines()
     assert len(lines) == 12 and lines[2].startswith(f"{source.path}:3: not valid JSON")
-    warnings = [text for text in caplog.messages if text.startswith("left out: ")]
+    warnings = [text for text in log.messages if text.startswith("left out: ")]
     assert warnings == [f"left out: {line}" for line in lines[:10]]
-    assert f"12 unreadable, listed in {store.path / UNREADABLE}" in caplog.messages[-1]
+    assert f"12 unreadable, listed in {store.path / UNREADABLE}" in log.messages[-1]
 
 
 def test_too_many_unreadable_rows_stop(tmp_path, tokenizer):
@@ -155,7 +152,7 @@ source, cache = DataSource(sys.argv[1]), Path(sys.argv[2])
 """
 
 
-def test_a_killed_build_leaves_nothing_that_is_taken_for_a_store(tmp_path, tokenizer, source):
+def test_a_killed_build_leaves_nothing_that_is_taken_for_a_dataset(tmp_path, tokenizer, source):
     """Killed at the last moment: all files are written, the manifest too, but the folder has not
     got its name."""
     code = PREAMBLE + (
