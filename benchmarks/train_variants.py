@@ -33,7 +33,7 @@ from swiftkv_jax.train.step import (
 )
 from swiftkv_jax.transformer import Batch, Remat
 
-from .boundary import LLAMA_8B, TINY
+from .kv_projection import LLAMA_8B, TINY
 from .timing import Plan, Program, Run, measure
 
 STEPS = 1000

@@ -4,7 +4,7 @@ models.
 Distillation is usually written with a teacher and a student that are two models, each run from the
 embedding on. Here the student's lower layers are the teacher's, so they run once. Both forms are
 differentiated and compiled for a CPU at full size, which allocates nothing, and their matrix
-products are counted as `products` does. Attention is one dense product over all T x T pairs,
+products are counted as `hlo_flops` does. Attention is one dense product over all T x T pairs,
 because loops over blocks end where documents do; of it, only the pairs count that a document's
 tokens see.
 """
@@ -23,7 +23,7 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_by_part
 from swiftkv_jax.layers import head_weights, rms_norm
-from swiftkv_jax.pallas_kernels.remat import keep
+from swiftkv_jax.pallas_kernels.remat import checkpoint_names
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import AUTHORS, distill_loss, linear_kl
 from swiftkv_jax.transformer import (
@@ -34,7 +34,7 @@ from swiftkv_jax.transformer import (
     run_upper_layers_teacher,
 )
 
-from .products import count_products
+from .hlo_flops import matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _dense_forward(q, k, v, visible):
     """Keeps what the kernels keep under the same name; the weights stand for their log-sums."""
     scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30))
-    q, weights, out = keep(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
+    q, weights, out = checkpoint_names(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
     return out, (q, k, v, weights)
 
 
@@ -159,7 +159,7 @@ def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str
 
     def count(loss: Callable[..., jax.Array], *shapes: Any) -> float:
         gradient = jax.grad(functools.partial(loss, config, remat=remat, attention=attention))
-        products = count_products(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
+        products = matmul_flops(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
         return products.plain + products.batched * (document + 1) / (2 * length)
 
     shared, two = (

@@ -252,7 +252,7 @@ def test_no_speed_before_the_clock_has_run(log):
 
 
 def test_the_peak_is_the_published_one_where_it_is_known(monkeypatch):
-    monkeypatch.setattr(progress, "measure_products", lambda dtype: {512: 1e12, 1024: 5e12})
+    monkeypatch.setattr(progress, "matmul_rates", lambda dtype: {512: 1e12, 1024: 5e12})
     mesh = make_mesh((2, 1))
     unknown = peak_flops(mesh, jnp.float32)
     assert unknown.flops == 5e12, "emulated devices share their cores"
