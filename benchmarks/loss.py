@@ -4,8 +4,10 @@ once.
     python -m benchmarks.loss                     on a GPU or a TPU: times it there
     python -m benchmarks.loss --shapes smoke      tiny shapes, also on a CPU
 
-    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.loss
-                                                  without a GPU: compiles it for an H200 and counts
+Without a GPU it compiles it for an H200 and counts:
+
+    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
+        python -m benchmarks.loss
 
 Every row is one compiled program: the four sums of `linear_kl` and the gradient in the student's
 hidden states, for one packed row of 8,192 tokens, 128,256 entries of vocabulary and width 4096 in
@@ -25,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ class Case:
     top_k: int | None = None
     naive: bool = False
     positions: int | None = None
-    """Of a chunk; None is the package's choice."""
+    """Positions in a chunk; None is the package's choice."""
 
     @property
     def name(self) -> str:
@@ -200,22 +201,17 @@ def fused(case: Case) -> Callable:
     nll)), d kl / d student_x)."""
 
     def sums(student_x, teacher_x, head, next_tokens, weights):
-        entries = (
-            distill.LOGITS_PER_CHUNK if case.positions is None else case.positions * head.shape[0]
+        kl, *others = distill.linear_kl(
+            TEMPERATURE,
+            student_x,
+            teacher_x,
+            head,
+            next_tokens,
+            weights,
+            divergence=case.divergence,
+            top_k=case.top_k,
+            chunk=case.positions,
         )
-        with mock.patch.object(
-            distill, "LOGITS_PER_CHUNK", entries
-        ):  # read while the function is traced
-            kl, *others = distill.linear_kl(
-                TEMPERATURE,
-                student_x,
-                teacher_x,
-                head,
-                next_tokens,
-                weights,
-                divergence=case.divergence,
-                top_k=case.top_k,
-            )
         return kl, tuple(others)
 
     return jax.value_and_grad(sums, has_aux=True)
@@ -288,7 +284,8 @@ def measure_row(
     roofline: Roofline | None,
     plan: Plan,
 ) -> dict[str, Any]:
-    """The compiler's figures, and with `roofline` the device's. A failure is recorded as `error`."""
+    """The compiler's figures, and with `roofline` the device's; a failure is recorded as
+    `error`."""
     row = _described(case, size)
     try:
         row |= count(case, size, sharding)
@@ -302,7 +299,7 @@ def measure_row(
 
 
 def _described(case: Case, size: Size) -> dict[str, Any]:
-    chosen = case.positions or min(size.tokens, distill.LOGITS_PER_CHUNK // size.vocabulary)
+    chosen = case.positions or distill.chunk_length(1, size.tokens, size.vocabulary)
     chunk = size.tokens if case.naive else chosen
     return (
         {"name": case.name}
@@ -329,7 +326,7 @@ def count(case: Case, size: Size, sharding: NamedSharding | None) -> dict[str, A
 
 
 def least_flops(size: Size) -> int:
-    """Of the three products with the output matrix: both logits and the gradient."""
+    """FLOPs of the three products with the output matrix: both logits and the gradient."""
     return 3 * 2 * size.tokens * size.vocabulary * size.width
 
 

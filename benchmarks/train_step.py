@@ -3,8 +3,10 @@
     python -m benchmarks.train_step                     on a GPU or a TPU: times it there
     python -m benchmarks.train_step --shapes smoke      tiny shapes, also on a CPU
 
-    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.train_step
-                                                        without a GPU: counts, and compiles the steps for an H200
+Without a GPU it counts, and compiles the steps for an H200:
+
+    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
+        python -m benchmarks.train_step
 
 Without a device the FLOPs of the step are counted at the shape of Llama-3.1-8B against those of two
 whole models (see `two_models`), and every variant of the step is compiled for an H200: its
@@ -127,7 +129,8 @@ def savings(size: Size) -> Iterator[dict[str, Any]]:
 def measure_row(
     shapes: str, variant: Variant, seed: int, roofline: Roofline | None
 ) -> dict[str, Any]:
-    """The compiler's figures, and with `roofline` the device's. A failure is recorded as `error`."""
+    """The compiler's figures, and with `roofline` the device's; a failure is recorded as
+    `error`."""
     try:
         if roofline is None:
             return _with_error(

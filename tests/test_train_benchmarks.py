@@ -20,7 +20,7 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import init_llama, init_swiftkv
 from swiftkv_jax.roofline import Roofline
-from swiftkv_jax.train.distill import distill_loss
+from swiftkv_jax.train.distill import mean_loss
 from swiftkv_jax.transformer import Batch
 
 CONFIG = Config(
@@ -82,10 +82,10 @@ def test_two_models_have_the_loss_of_one(quick_compilation):
     batch: Batch = jax.tree.map(
         lambda field: field[0], train_variants.packed_batch(CONFIG, 64, 2, mesh, seed=1)
     )
-    shared = jax.jit(
-        jax.value_and_grad(lambda delta: distill_loss(CONFIG, delta, llama, batch)[0])
-    )(delta)
-    attention = two_models.DenseAttention()
+    shared = jax.jit(jax.value_and_grad(lambda delta: mean_loss(CONFIG, delta, llama, batch)[0]))(
+        delta
+    )
+    attention: Any = two_models.DenseAttention()
     loss_of_two = functools.partial(
         two_models.two_model_loss, CONFIG, remat="none", attention=attention
     )
