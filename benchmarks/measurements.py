@@ -23,26 +23,25 @@ GIB = 2**30
 
 COMMAND = "python -m benchmarks.measurements"
 RESULT_NAMES = {
-    "prefill": ("infer-prefill-cpu",),
-    "prefill lengths": ("infer-prefill-lengths-cpu",),
-    "decode": ("infer-decode-cpu",),
-    "transformers": ("hf-baseline-cpu", "hf-rival-cpu"),
-    "quality": ("quality-cpu",),
-    "8 bits": ("kv-quantization-cpu", "kv-formats-cpu"),
-    "loss": ("loss-compiled-for-h200", "loss-h200"),
-    "train step": ("train-step-compiled-for-h200", "train-step-h200"),
-    "kv projection": ("kv-projection-compiled-for-h200", "boundary-h200"),
+    "prefill": "infer-prefill-cpu",
+    "prefill lengths": "infer-prefill-lengths-cpu",
+    "decode": "infer-decode-cpu",
+    "transformers": "hf-baseline-cpu",
+    "quality": "quality-cpu",
+    "8 bits": "kv-quantization-cpu",
+    "loss": "loss-compiled-for-h200",
+    "train step": "train-step-compiled-for-h200",
+    "kv projection": "kv-projection-compiled-for-h200",
 }
-"""Subject -> what the names of its result files begin with."""
+"""Subject -> what the names of its result files begin with; they end in the time."""
 
 
 def newest_path(subject: str) -> Path:
     """The newest result file of a subject. Raises `FileNotFoundError`."""
-    prefixes = RESULT_NAMES[subject]
-    found = [path for prefix in prefixes for path in RESULTS.glob(f"{prefix}-2*.json")]
-    if not found:
-        raise FileNotFoundError(f"{RESULTS} has no {' or '.join(prefixes)}-*.json")
-    return max(found, key=lambda path: path.stem[-15:])  # 20261121-184817
+    name = f"{RESULT_NAMES[subject]}-2*.json"
+    if not (found := sorted(RESULTS.glob(name))):
+        raise FileNotFoundError(f"{RESULTS} has no {name}")
+    return found[-1]
 
 
 def newest(subject: str) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def lengths() -> str:
 def transformers() -> str:
     result = newest("transformers")
     ratios, times = result["times_as_fast"], result["repetitions"]["transformers"]
-    versions = result.get("baseline") or result["rival"]
+    versions = result.get("transformers") or result["rival"]
     further = sorted(1e3 * repetition["tpot"] for repetition in times)
     rows = [
         (name, f"{ratios[key]['ttft']:.2f}", f"{ratios[key]['tpot']:.2f}")
