@@ -6,7 +6,9 @@ python examples/distill.py            the demo model on some of the standard lib
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +29,14 @@ def main() -> None:
     random = np.random.default_rng(0)
 
     optimizer = optax.adamw(2e-3)
-    delta = model.swiftkv
+    delta: Any = model.swiftkv
     moments = optimizer.init(delta)
     loss_mask = jnp.ones((ROWS, LENGTH)).at[:, -1].set(0)  # nothing is known after the last token
 
     @jax.jit
     def step(llama, delta, moments, tokens):
         def loss(delta):
-            student = model.replace(llama=llama, swiftkv=delta)
+            student = dataclasses.replace(model, llama=llama, swiftkv=delta)
             return skv.distill_loss(student, tokens, loss_mask)
 
         (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(delta)
