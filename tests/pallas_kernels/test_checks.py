@@ -204,6 +204,12 @@ def test_lists_and_numpy_integers():
     assert found[5].shape == (B, S)
 
 
+def test_a_numpy_offset_is_static():
+    q, kv = zeros(B, S, N, H), zeros(B, K, S, H)
+    ids = jnp.ones((B, S), jnp.int32)
+    assert prefill_attention(q, kv, kv, segment_ids=ids, q_offset=np.int64(0)).shape == q.shape
+
+
 def test_the_room_is_checked_inside_jit():
     """Shapes are known there, whatever the offset is."""
     with pytest.raises(ValueError, match="at least as many keys as queries, got 8 keys"):
