@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from .errors import UsageError
+from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
 """fp8 is float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, at most 448."""
@@ -26,10 +27,6 @@ Arithmetic = Literal["widen", "native"]
 
 VALUES, SCALE = "values", "scale"
 """The fields of a `Quantized`, the last part of its arrays' names in a tree."""
-
-# Field of `params` -> how many of a matrix's last axes a product sums over. Its other axes are
-# output channels.
-INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 _LARGEST: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
@@ -146,19 +143,19 @@ def as_matrix(weight: Any) -> Any:
     return weight.reshape(weight.shape[0], -1)
 
 
-def quantized_shapes[Tree](shapes: Tree, scheme: Scheme | None) -> Tree:
+def quantized_shapes[Tree: Llama | SwiftKV](shapes: Tree, scheme: Scheme | None) -> Tree:
     """A tree of `params` in which each matrix's `ShapeDtypeStruct` has become a `Quantized` of two;
     None changes nothing."""
     if scheme is None:
         return shapes
 
-    def quantized(path, leaf):
-        if (in_axes := INPUT_AXES.get(path[-1].name)) is None:
+    def quantized(row: Param, leaf: jax.ShapeDtypeStruct):
+        if row.in_axes is None:
             return leaf
-        scale = jax.ShapeDtypeStruct(leaf.shape[:-in_axes], jnp.float32)
+        scale = jax.ShapeDtypeStruct(leaf.shape[: -row.in_axes], jnp.float32)
         return Quantized(jax.ShapeDtypeStruct(leaf.shape, scheme.dtype), scale, scheme)
 
-    return jax.tree_util.tree_map_with_path(quantized, shapes)
+    return map_params(quantized, shapes)
 
 
 def scheme_of(tree: Any) -> Scheme | None:

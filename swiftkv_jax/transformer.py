@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
 from .layers import apply_rope, output_and_mlp, project_heads, rms_norm, rope_table
-from .params import QKV, Block, Leaf, Llama, SwiftKV
+from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher
 from .quantization import Quantized, product
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
@@ -186,11 +186,7 @@ def run_upper_layers_teacher(
     attention: Attention = DEFAULT,
 ):
     """The plain Llama's upper layers: (x, sum over layers of `layer_hook(layer index, layer input)`)."""
-    if llama.upper_qkv is None:
-        raise ValueError(
-            "the teacher's upper q, k, v were dropped: load the model with them to run it as a "
-            "plain Llama"
-        )
+    upper_qkv = require_teacher(llama, "run it as a plain Llama")
     mesh, attend = attention.mesh, packed_attention(attention, segment_ids)
 
     def layer_step(x, layer):
@@ -198,7 +194,7 @@ def run_upper_layers_teacher(
         x, _ = self_layer(config, block, qkv, x, rope, attend)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, layer_hook, remat)
+    return _scan_upper(config, layer_step, (llama.upper, upper_qkv), x, layer_hook, remat)
 
 
 def run_upper_layers_student(

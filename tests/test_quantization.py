@@ -13,9 +13,8 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
 from swiftkv_jax.mesh import MeshShape, make_mesh
-from swiftkv_jax.params import split_layers
+from swiftkv_jax.params import Param, map_params, split_layers
 from swiftkv_jax.quantization import (
-    INPUT_AXES,
     Arithmetic,
     Quantized,
     Scheme,
@@ -59,13 +58,11 @@ def rounded(x: np.ndarray, largest: float, dtype) -> tuple[np.ndarray, np.ndarra
 
 
 def quantized_model(model: skv.Model, scheme: Scheme) -> skv.Model:
-    def leaf(path, array):
-        in_axes = INPUT_AXES.get(path[-1].name)
-        return array if in_axes is None else quantize(array, in_axes, scheme)
+    def leaf(row: Param, array):
+        return array if row.in_axes is None else quantize(array, row.in_axes, scheme)
 
-    llama, delta = (
-        jax.tree_util.tree_map_with_path(leaf, tree) for tree in (model.llama, model.swiftkv)
-    )
+    assert model.swiftkv is not None
+    llama, delta = map_params(leaf, model.llama), map_params(leaf, model.swiftkv)
     return dataclasses.replace(model, llama=llama, swiftkv=delta)
 
 

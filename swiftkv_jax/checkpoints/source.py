@@ -22,7 +22,6 @@ from ..errors import CheckpointError, UsageError
 from ..model import AuxiliaryFiles, Model, default_dtype
 from ..quantization import (
     FORMATS,
-    INPUT_AXES,
     SCALE,
     VALUES,
     Format,
@@ -143,7 +142,7 @@ def _quantized(
         placements(source.config, mesh) | placements(source.config, mesh, format),
     )
     for leaf in source.leaves:
-        if (in_axes := INPUT_AXES.get(leaf.name.rpartition(".")[2])) is None:
+        if (in_axes := leaf.param.in_axes) is None:
             yield leaf.name, source.read(leaf, dtype, where[leaf.name])
             continue
         names = [f"{leaf.name}.{part}" for part in (VALUES, SCALE)]
