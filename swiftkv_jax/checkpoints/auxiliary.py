@@ -34,7 +34,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 GENERATION_CONFIG = "generation_config.json"
 
 
-def read_side_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
+def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
     """config.json, the other side files, and the tokens that end a generation.
 
     Raises `ConfigError` naming config.json if it is malformed or not supported, `CheckpointError`
@@ -58,7 +58,7 @@ def read_side_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]
     return config, AuxiliaryFiles(contents, hf_config), eos_token_ids
 
 
-def write_side_files(
+def write_auxiliary_files(
     path: Path,
     config: Config,
     auxiliary_files: AuxiliaryFiles,

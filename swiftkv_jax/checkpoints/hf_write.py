@@ -25,9 +25,9 @@ from ..config import Config
 from ..errors import UsageError
 from ..io.atomic import check_free, new_directory
 from ..model import Model
-from .auxiliary import write_json, write_side_files
+from .auxiliary import write_auxiliary_files, write_json
 from .safetensors_io import crc32, write_file
-from .source import Source, from_model, parse_dtype, placements
+from .source import Source, from_model, parse_dtype
 from .tensor_map import Leaf, repeat_groups
 
 Format = Literal["full", "delta", "expanded"]
@@ -120,7 +120,7 @@ def write_hf(
                     },
                 )
             dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
-            write_side_files(
+            write_auxiliary_files(
                 partial,
                 _config(source, format),
                 source.auxiliary_files,
@@ -213,7 +213,7 @@ def _tensors(
     progress: Callable[[Leaf], None],
 ) -> Iterator[np.ndarray]:
     """The pieces' tensors on the host. Each leaf is read once and let go before the next."""
-    where = placements(source.config, None, source.quantization)
+    where = source.shardings(None)
     array, current = None, None
     for piece in pieces:
         if piece.leaf is not current:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from ..config import Config
+from ..errors import CheckpointError
 from ..params import (
     Llama,
     Param,
@@ -148,6 +150,23 @@ def repeat_groups(config: Config, leaf: Leaf) -> tuple[tuple[int, str], ...]:
     upper = range(config.num_lower_layers, config.num_layers)
     names = _tensor_names(leaf.param, upper, leaf.part == SCALE)
     return tuple((i // config.key_value_group_size, name) for i, name in enumerate(names))
+
+
+def check_no_problems(path: Path, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise `CheckpointError` if there are problems: kind -> where. It is one line, whatever their
+    number."""
+    if found := [f"{kind}: {first_of(where)}" for kind, where in problems.items() if where]:
+        raise CheckpointError(f"{path}: {'; '.join(found)}")
+
+
+def first_of(names: Sequence[str], count: int = 5) -> str:
+    """The first names of a list, and how many more there are, for a line that people read."""
+    shown = [
+        name if len(name) <= 120 else f"{name[:80]}... ({len(name)} characters)" for name in names
+    ]
+    if len(names) <= count + 1:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:count])} and {len(names) - count:,} more"
 
 
 def _tensor_names(row: Param, layers: Iterable[int] | None, scale: bool) -> tuple[str, ...]:
