@@ -7,6 +7,11 @@ weights, not for the model.
 
 from __future__ import annotations
 
+from . import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import contextlib
 import ctypes
@@ -36,14 +41,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is that of `cli`."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     _return_freed_memory()
-    return cli.run(lambda: args.command(args))
+    return cli.run(lambda: args.command(args), parser)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.convert", description="Convert and inspect checkpoints."
+        prog=cli.prog("convert"), description="Convert and inspect checkpoints."
     )
     commands = parser.add_subparsers(required=True, metavar="{hf2orbax,orbax2hf,inspect}")
 

@@ -37,7 +37,13 @@ def asked(monkeypatch) -> list:
         ):
             monkeypatch.delenv(name)
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(
+        jax.distributed,
+        "initialize",
+        lambda *arguments, initialization_timeout: calls.append(
+            (*arguments, initialization_timeout)
+        ),
+    )
     monkeypatch.setattr(
         jax.config, "update", lambda name, value: None
     )  # the setting would outlive the test
@@ -78,7 +84,7 @@ def test_one_of_several_joins_with_what_jax_finds(launcher, asked, monkeypatch):
     variables, announced = JOINED[launcher]
     set_all(monkeypatch, variables)
     assert join_processes() == announced
-    assert asked == [(None, None, None)]
+    assert asked == [(None, None, None, 300)]
 
 
 @pytest.mark.parametrize("launcher", ALONE)
@@ -97,13 +103,13 @@ def test_a_kubernetes_job_joins_if_jax_can_ask_kubernetes(installed, asked, monk
         lambda name: object() if name == "kubernetes" and installed else None,
     )
     assert join_processes() == 1
-    assert asked == [(None, None, None)] * installed
+    assert asked == [(None, None, None, 300)] * installed
 
 
 def test_arguments_come_before_the_launcher(asked, monkeypatch):
     set_all(monkeypatch, SRUN)
     assert join_processes("10.0.0.1:1234", 2, 0) == 2
-    assert asked == [("10.0.0.1:1234", 2, 0)]
+    assert asked == [("10.0.0.1:1234", 2, 0, 300)]
 
 
 @pytest.mark.parametrize(
@@ -117,14 +123,14 @@ def test_arguments_go_together(given, asked):
 
 
 def test_an_address_has_a_port(asked):
-    with pytest.raises(UsageError, match="--coordinator-address 'host': expected HOST:PORT"):
+    with pytest.raises(UsageError, match="`coordinator_address`='host': expected HOST:PORT"):
         join_processes("host", 2, 0)
     assert not asked
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, ConnectionError])
 def test_failing_to_join_is_one_line(error, monkeypatch):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise error("the coordinator does not answer\nand a long explanation")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from ..distributed import any_process
 from ..errors import CheckpointError
 from .digest import digest
 
@@ -90,7 +89,7 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
         raise
     except Exception as error:  # as many types as there are kinds of damage
         problem = _reason(error)
-    if _anywhere(array is None):
+    if any_process(array is None):
         raise DamagedError(f"{path}: {name} cannot be read ({problem or 'by another process'})")
     assert array is not None
     if digest(array) != expected:
@@ -118,15 +117,6 @@ def quiet_orbax() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(is_foreign)
-
-
-def _anywhere(here: bool) -> bool:
-    """Whether it is so in any process."""
-    return (
-        here
-        if jax.process_count() == 1
-        else bool(np.any(multihost_utils.process_allgather(np.bool_(here))))
-    )
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,8 @@
-"""What the commands share: exit codes, one-line errors, devices and model flags."""
+"""What the commands share: exit codes, one-line errors, the log, devices and model options.
+
+Importing this is quick: nothing here imports JAX but `devices` and `model_options`, which are not
+imported from here.
+"""
 
 from .exit import (
     BAD_CHECKPOINT,
@@ -8,9 +12,10 @@ from .exit import (
     OUT_OF_MEMORY,
     SOME_ROWS_FAILED,
     USAGE,
-    log,
+    fail,
     run,
 )
+from .messages import as_called, configure_logging, log, prog
 
 __all__ = [
     "BAD_CHECKPOINT",
@@ -20,6 +25,10 @@ __all__ = [
     "OUT_OF_MEMORY",
     "SOME_ROWS_FAILED",
     "USAGE",
+    "as_called",
+    "configure_logging",
+    "fail",
     "log",
+    "prog",
     "run",
 ]

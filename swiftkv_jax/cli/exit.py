@@ -1,82 +1,135 @@
-"""What the commands share: exit codes and one-line errors.
+"""How a command ends: exit codes and one-line errors.
 
 Exit codes: 0 ok, 1 error, 2 usage, 3 some rows failed, 4 bad or mismatched checkpoint, 5 out of
-device memory, 130 interrupted.
+memory, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Callable
 
-import jax
-
+from .. import interrupts
 from ..errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
+from . import messages, streams
+from .messages import log as log
 
-OK, ERROR, USAGE, SOME_ROWS_FAILED, BAD_CHECKPOINT, OUT_OF_MEMORY, INTERRUPTED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    130,
-)
+OK = 0
+ERROR = 1
+USAGE = 2
+SOME_ROWS_FAILED = 3
+BAD_CHECKPOINT = 4
+OUT_OF_MEMORY = 5
+INTERRUPTED = 130
 
 TRACEBACK = "SWIFTKV_TRACEBACK"
 """Environment variable that prints the traceback of an unforeseen error."""
 
 
-def log(message: str) -> None:
-    """Progress and remarks go to stderr: stdout carries results only."""
-    print(message, file=sys.stderr, flush=True)
+def run(main: Callable[[], int], parser: argparse.ArgumentParser | None = None) -> int:
+    """Run a command's `main`; returns its exit code.
 
-
-def run(main: Callable[[], int]) -> int:
-    """Run a command's `main`; turn every foreseeable failure into one line on stderr and the right
-    exit code."""
+    Every foreseeable failure becomes one line on standard error and the right exit code. Names of
+    `parser`'s arguments in backticks become its flags, in errors and in the log.
+    """
+    messages.configure_logging(parser)
     try:
-        return main()
-    except (
-        UsageError,
-        NotImplementedError,
-    ) as error:  # the latter: a named implementation that cannot do it here
-        return _fail(error, USAGE)
-    except CheckpointError as error:
-        return _fail(error, BAD_CHECKPOINT)
-    except (DataError, DivergenceError, OSError) as error:
-        if isinstance(
-            error, BrokenPipeError
-        ):  # the reader of our output has gone: nothing to tell anyone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ERROR
-        return _fail(error, ERROR)
-    except OutOfMemoryError as error:
-        return _fail(error, OUT_OF_MEMORY)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
-            return _fail(f"out of device memory: {str(error).splitlines()[0]}", OUT_OF_MEMORY)
-        return _fail_unforeseen(error)
+        with interrupts.raising():
+            code = _run(main, parser)
+        if not interrupts.pending():
+            return code
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        pass
+    if not interrupts.pending() or interrupts.tell():
+        messages.write("error: interrupted")
+    return INTERRUPTED
+
+
+def _run(main: Callable[[], int], parser: argparse.ArgumentParser | None) -> int:
+    try:
+        streams.prepare()
+        code = main()
+        sys.stdout.flush()
+        return code
     except Exception as error:
-        return _fail_unforeseen(error)
+        return INTERRUPTED if interrupts.pending() else _end(error, parser)
+
+
+def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None) -> int:
+    """Write `error: ...` to standard error, in every process; returns `code`."""
+    messages.write(f"error: {messages.with_flags(str(error), parser)}")
+    return code
+
+
+def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
+    """Say what `error` is; returns the exit code."""
+    text = str(error)
+    match error:
+        case UsageError() | NotImplementedError():  # the latter: a named implementation's limits
+            return fail(error, USAGE, parser)
+        case CheckpointError():
+            return fail(error, BAD_CHECKPOINT, parser)
+        case DataError() | DivergenceError():
+            return fail(error, ERROR, parser)
+        case OutOfMemoryError():
+            return fail(error, OUT_OF_MEMORY, parser)
+        case BrokenPipeError():  # whatever read the output has ended
+            streams.discard_stdout()
+            return ERROR
+        case OSError():
+            return fail(_os_error(error), ERROR, parser)
+        case MemoryError():
+            detail = f": {text.splitlines()[0]}" if text.strip() else ""
+            return fail(f"out of host memory{detail}", OUT_OF_MEMORY)
+    if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
+        return fail(f"out of device memory: {text.splitlines()[0]}", OUT_OF_MEMORY)
+    if platforms := _impossible_platforms():
+        return fail(platforms, USAGE)
+    return _fail_unforeseen(error)
+
+
+def _os_error(error: OSError) -> str:
+    """What could not be used or done, then the reason.
+
+    Notes on the error (PEP 678) say what was being done: "writing out.json".
+    """
+    if error.strerror is None:  # one of ours, in words
+        return str(error)
+    reason = error.strerror[0].lower() + error.strerror[1:]
+    if notes := getattr(error, "__notes__", None):
+        return f"{notes[0]}: {reason}"
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name)]
+    return f"cannot access {' or '.join(names)}: {reason}" if names else reason
+
+
+def _is_path(name: object) -> bool:
+    return isinstance(name, str | bytes | os.PathLike)
+
+
+def _impossible_platforms() -> str | None:
+    """What is wrong with the environment's choice of devices; None if nothing is."""
+    chosen = os.environ.get("JAX_PLATFORMS")
+    if chosen is None or "jax" not in sys.modules:
+        return None
+    try:
+        sys.modules["jax"].devices()
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return (
+            f"JAX_PLATFORMS={chosen!r} in the environment names no device of this machine: {reason}"
+        )
+    return None
 
 
 def _fail_unforeseen(error: Exception) -> int:
-    """A defect of ours, most likely: one line for the user, the traceback for whoever asks for
-    it."""
+    """A defect of this program, most likely: one line, and the traceback on request."""
     if os.environ.get(TRACEBACK):
-        traceback.print_exc()
+        traceback.print_exception(error)
     reason = str(error).strip().splitlines() or [""]
-    return _fail(
+    return fail(
         f"unexpected {type(error).__name__}: {reason[0]} (set {TRACEBACK}=1 for the traceback)",
         ERROR,
     )
-
-
-def _fail(error: object, code: int) -> int:
-    log(f"error: {error}")
-    return code

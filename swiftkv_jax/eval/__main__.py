@@ -16,6 +16,11 @@ mmlu_, mmlu_cot_0shot_ and gsm8k_cot_llama_3.1_instruct.
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import gc
 import sys
@@ -63,8 +68,8 @@ KEPT = (
 def parser() -> argparse.ArgumentParser:
     # "resolve": --swiftkv is given a value more than elsewhere.
     result = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.eval",
-        description=__doc__,
+        prog=cli.prog("eval"),
+        description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
     )
@@ -271,8 +276,9 @@ def document(args: argparse.Namespace, reports: dict[str, Report]) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return cli.run(lambda: run(args))
+    flags = parser()
+    args = flags.parse_args(argv)
+    return cli.run(lambda: run(args), flags)
 
 
 if __name__ == "__main__":

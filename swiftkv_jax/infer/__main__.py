@@ -9,6 +9,11 @@ command:
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import importlib
 import sys
@@ -26,14 +31,14 @@ COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and wh
 def overview() -> str:
     """What `--help` without a command says."""
     commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
-    return f"{__doc__}\ncommands, each with its own --help:\n{commands}\n"
+    return f"{cli.as_called(__doc__ or '')}\ncommands, each with its own --help:\n{commands}\n"
 
 
 def parser(command: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
     result = argparse.ArgumentParser(
-        prog=f"python -m swiftkv_jax.infer {command}",
-        description=module.__doc__,
+        prog=f"{cli.prog('infer')} {command}",
+        description=cli.as_called(module.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_flags(result)
@@ -44,17 +49,17 @@ def parser(command: str) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h"):
-        print(overview())
-        return cli.OK
+        return cli.run(lambda: print(overview()) or cli.OK)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        cli.log(
-            f"error: {argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a "
-            f"prompt with --prompt"
+        return cli.fail(
+            f"{argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a prompt with "
+            f"--prompt",
+            cli.USAGE,
         )
-        return cli.USAGE
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("generate", argv)
-    args = parser(command).parse_args(argv)
-    return cli.run(lambda: args.main(args))
+    flags = parser(command)
+    args = flags.parse_args(argv)
+    return cli.run(lambda: args.main(args), flags)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-from jax.experimental import multihost_utils
-
+from ..distributed import barrier, from_process_0, is_main_process
 from ..errors import UsageError
 
 
@@ -26,25 +24,20 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(os.path.abspath(path))
     check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    owner = (
-        os.getpid()
-        if jax.process_count() == 1
-        else int(multihost_utils.broadcast_one_to_all(jax.numpy.int32(os.getpid())))
-    )
-    partial = path.with_name(f".{path.name}.partial-{owner}")
-    first = jax.process_index() == 0
+    partial = path.with_name(f".{path.name}.partial-{from_process_0(os.getpid())}")
+    first = is_main_process()
     try:
         if first:
             _remove_abandoned(path)
             partial.mkdir()
-        _wait_for_all("created")
+        barrier("directory created")
         yield partial
-        _wait_for_all("written")
+        barrier("directory written")
         if first:
             _flush(partial)
             os.rename(partial, path)
             _flush_one(path.parent)
-        _wait_for_all("renamed")
+        barrier("directory renamed")
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -78,11 +71,6 @@ def check_free(path: str | os.PathLike[str]) -> None:
         raise UsageError(
             f"{path}: exists already; nothing is overwritten, so remove it or choose another path"
         )
-
-
-def _wait_for_all(stage: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"directory {stage}")
 
 
 def _flush(directory: Path) -> None:

@@ -16,6 +16,11 @@ Also:
 
 from __future__ import annotations
 
+from .. import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
 import argparse
 import dataclasses
 import importlib
@@ -23,7 +28,7 @@ import math
 import sys
 from pathlib import Path
 
-from ..cli.exit import run
+from .. import cli
 from ..distributed import join_processes
 from ..errors import UsageError
 from ..mesh import emulate_cpu_devices, parse_mesh
@@ -38,8 +43,8 @@ _ELSEWHERE = ("dry_run", "topology", "coordinator_address", "num_processes", "pr
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train",
-        description=__doc__,
+        prog=cli.prog("train"),
+        description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = result.add_argument_group("model and data").add_argument
@@ -300,7 +305,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in _COMMANDS:
         module, function = _COMMANDS[argv[0]]
         return getattr(importlib.import_module(f".{module}", __package__), function)(argv[1:])
-    args = parser().parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
 
     def command() -> int:
         recipe = recipe_from(args)
@@ -316,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return loop.run(recipe)
 
-    return run(command)
+    return cli.run(command, flags)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""`swiftkv COMMAND ...`, the same as `python -m swiftkv_jax.COMMAND ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from . import __version__, interrupts
+
+COMMANDS = {  # the first argument -> module with `main`, and what it is for
+    "infer": ("infer.__main__", "run a model: completions, chat, scores, speed"),
+    "train": ("train.__main__", "distil a SwiftKV delta from a Llama model"),
+    "convert": ("convert", "convert checkpoints, and say what is in them"),
+    "eval": ("eval.__main__", "accuracy on benchmark tasks"),
+}
+
+
+def overview() -> str:
+    """What `--help` says."""
+    from . import cli
+
+    commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
+    return (
+        f"usage: {cli.prog()} COMMAND ...\n\nSwiftKV for JAX {__version__}. The commands, each with "
+        f"its own --help:\n{commands}\n\n--version prints the version."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    interrupts.install()  # before the imports that take a second
+    from . import cli
+
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("--help", "-h", "--version"):
+        text = f"swiftkv-jax {__version__}" if argv[0] == "--version" else overview()
+        return cli.run(lambda: print(text) or cli.OK)
+    if not argv or argv[0] not in COMMANDS:
+        what = f"{argv[0]!r} is no command" if argv else "a command is missing"
+        return cli.fail(f"{what}: choose from {', '.join(COMMANDS)}", cli.USAGE)
+    module, _ = COMMANDS[argv[0]]
+    return importlib.import_module(f".{module}", __package__).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The devices of a command: joining processes, emulated CPUs, GPU memory and the compile cache.
+
+All of it comes before JAX touches a device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from .. import mesh as meshes
+from ..distributed import check_all_take_part, join_processes
+from ..errors import UsageError
+from ..mesh import MeshShape
+
+GPU_MEMORY_FRACTION = 0.95
+"""Of a GPU's memory. The rest is for what JAX does not count: CUDA's context and libraries."""
+DEFAULT_COMPILE_CACHE = "~/.cache/swiftkv-jax/compiled"
+
+
+def setup_devices(
+    shape: MeshShape,
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    compile_cache: str | os.PathLike[str] | None = None,
+) -> Mesh | None:
+    """Devices for inference over `shape`; None for a single device of a single process.
+
+    Joins the other processes, if any (`distributed.join_processes` describes the arguments),
+    emulates CPU devices where there is no accelerator, and keeps compiled programs in
+    `compile_cache` if it is given. Raises `UsageError` if that cannot be had, and for a mesh with
+    fsdp.
+    """
+    if shape.fsdp != 1:
+        raise UsageError(
+            f"`mesh`={shape}: fsdp is for training; inference replicates its weights, or splits "
+            f"them over model"
+        )
+    set_gpu_memory_fraction()
+    join_and_emulate(shape, coordinator_address, num_processes, process_id)
+    if compile_cache is not None:
+        enable_compilation_cache(compile_cache)
+    if math.prod(shape) == 1 and jax.process_count() == 1:
+        return None
+    mesh = meshes.make_mesh(shape)
+    check_all_take_part(mesh)
+    return mesh
+
+
+def join_and_emulate(
+    shape: MeshShape,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Join the other processes, if any, and emulate this one's share of the devices of `shape`
+    where there is no accelerator. Raises `UsageError`."""
+    processes = join_processes(coordinator_address, num_processes, process_id)
+    meshes.emulate_cpu_devices(math.prod(shape) // processes)
+
+
+def set_gpu_memory_fraction(fraction: float = GPU_MEMORY_FRACTION) -> None:
+    """Let JAX take `fraction` of each GPU's memory, not three quarters, unless the environment says
+    how much."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if not any(os.environ.get(name) for name in names):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
+
+
+def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:
+    """Keep what is compiled from now on in `folder`, and look there first.
+
+    A compiled program is code: who can write the folder can run code in this process. So it is made
+    for its owner alone, and one that others own or can write is refused with `UsageError`.
+    """
+    folder = Path(folder).expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise UsageError(
+            f"`compile_cache`={folder}: belongs to another user, who could put code there; choose "
+            f"another folder"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UsageError(
+            f"`compile_cache`={folder}: others can write there, and so run code here; chmod 700 "
+            f"it, or choose another folder"
+        )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def parse_size(text: str) -> int:
+    """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
+    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    unit = units.get(text[-1:].lower())
+    try:
+        size = float(text if unit is None else text[:-1]) * (unit or 1)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
+    return int(size)

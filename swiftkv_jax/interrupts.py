@@ -1,0 +1,125 @@
+"""SIGINT ends a command with one line on standard error and exit code 130, whatever it is doing.
+
+While the command starts (imports, arguments) it ends at once. Later SIGINT raises
+`KeyboardInterrupt`, once: `cli.run` turns it into the line and the code, and what is open is
+closed on the way. An exception that is raised inside an import, a destructor or a callback from
+native code may be swallowed there, so it is raised again until it arrives, and after
+`GRACE_SECONDS` the process ends without it. That leaves no file half-written: files appear complete
+or not at all.
+
+Only what is quick to import is imported here: this comes before everything else.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes longer than all of the above
+    from types import FrameType
+    from typing import Any
+
+GRACE_SECONDS = 5.0
+"""From the interrupt until the process ends, whatever is still running."""
+_CODE = 130
+
+
+class _State:
+    """What became of the interrupt; of the process, as signal handlers are."""
+
+    raised = False
+    """It has come while the command ran."""
+    swallowed = False
+    """The exception did not arrive, or was not raised yet."""
+    told = False
+    """The line has been written."""
+    main_thread: int = 0
+    """The thread that runs Python's signal handlers."""
+
+
+def install() -> None:
+    """Handle SIGINT from now on, in the main thread. Where it is ignored, as under nohup, or
+    handled by others, it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _State.main_thread = _thread.get_ident()
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+class raising:
+    """A context in which SIGINT raises `KeyboardInterrupt`: where the command runs. Changes nothing
+    without `install`."""
+
+    def __enter__(self) -> None:
+        self._installed = signal.getsignal(signal.SIGINT) is _end_at_once
+        self._hook = sys.unraisablehook
+        if self._installed:
+            sys.unraisablehook = self._note_swallowed
+            signal.signal(signal.SIGINT, _raise)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, _end_at_once)
+            sys.unraisablehook = self._hook
+
+    def _note_swallowed(self, lost: Any) -> None:
+        """Python's report of an exception that had nowhere to go, as in a destructor."""
+        if _State.raised and isinstance(lost.exc_value, KeyboardInterrupt):
+            _State.swallowed = True
+        else:
+            self._hook(lost)
+
+
+def pending() -> bool:
+    """Whether SIGINT has come while the command ran, and nothing else has handled it."""
+    return _State.raised
+
+
+def tell() -> bool:
+    """Whether the line is still to be written: True for the first caller only."""
+    told, _State.told = _State.told, True
+    return not told
+
+
+def _end_at_once(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+    if tell():
+        try:  # past sys.stderr, whose buffer the interrupted code may be using
+            os.write(2, b"error: interrupted\n")
+        except OSError:  # it is closed
+            pass
+    os._exit(_CODE)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    if _State.raised and not _State.swallowed:
+        return
+    if not _State.raised:
+        _State.raised = True
+        # Not by `threading`, whose locks the interrupted code may hold.
+        _thread.start_new_thread(_watch, ())
+    _State.swallowed = _is_importing(frame)
+    if not _State.swallowed:
+        raise KeyboardInterrupt
+
+
+def _watch() -> None:
+    """Raise the interrupt again where it was swallowed; in the end, end the process."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        if _State.swallowed:
+            signal.pthread_kill(_State.main_thread, signal.SIGINT)
+    _end_at_once()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way, which may catch every exception and leave modules in
+    pieces."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
