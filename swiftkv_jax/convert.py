@@ -31,7 +31,7 @@ from .checkpoints.source import Source
 from .checkpoints.tensor_map import Leaf
 from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
 from .errors import CheckpointError, UsageError
-from .io.atomic import check_free
+from .io.files import check_free
 from .mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from .quantization import SCALE
 

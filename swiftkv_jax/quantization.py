@@ -50,7 +50,7 @@ class Scheme:
     def __post_init__(self):
         if self.format not in FORMATS:
             raise UsageError(
-                f"quantization {self.format!r} is not known; choose {' or '.join(FORMATS)}"
+                f"`quantization`={self.format!r} is not known; choose {' or '.join(FORMATS)}"
             )
         if self.arithmetic not in ("widen", "native") or (self.format, self.arithmetic) == (
             "int8",
@@ -59,7 +59,7 @@ class Scheme:
             # Activations have outliers that eight evenly spaced bits per token do not hold; see
             # arXiv:2208.07339.
             raise UsageError(
-                f"arithmetic {self.arithmetic!r} is not known for {self.format}; choose widen, or "
+                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, or "
                 f"native with fp8"
             )
 
@@ -159,7 +159,7 @@ def quantized_shapes[Tree: Llama | SwiftKV](shapes: Tree, scheme: Scheme | None)
 
 
 def scheme_of(tree: Any) -> Scheme | None:
-    """That of the tree's quantised matrices; None if it has none."""
+    """The scheme of the tree's quantised matrices; None if it has none."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     return next((leaf.scheme for leaf in leaves if isinstance(leaf, Quantized)), None)
 
@@ -179,7 +179,7 @@ def to_eight_bits(
     of the format."""
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
-    # Of zeros, and of what is so small that devices count it as zero. NaN stays NaN.
+    # Rows of zeros, and of numbers that devices flush to zero, have no scale. NaN stays NaN.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     wide = wide / scale
     values = (jnp.round(wide) if format == "int8" else wide).astype(DTYPES[format])

@@ -1,5 +1,4 @@
-"""Machines that are not there: meshes of their devices, to compile for them and read the compiler's
-own figures.
+"""Meshes of machines that are only described, to compile for them and read the compiler's figures.
 
     mesh = topology_mesh("h200:8", (1, 8))
     lower_decode(config, batch=64, max_model_len=8192, mesh=mesh).compile().memory_analysis()
@@ -55,7 +54,7 @@ def topology_mesh(name: str, shape: MeshShape | tuple[int, int]) -> Mesh:
     chips (`v5p:4x4x4`, `v6e:2x4`). Raises `UsageError` for an unknown name, too few devices, or a
     compiler that is not installed.
     """
-    return mesh_over(_devices(name), shape, f"--topology {name} has")
+    return mesh_over(_devices(name), shape, f"`topology`={name} has")
 
 
 def _devices(name: str) -> list:
@@ -76,9 +75,9 @@ def _devices(name: str) -> list:
             return topologies.get_topology_desc(name, platform="tpu").devices
     except (RuntimeError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--topology {name}: its compiler is not available ({str(error).splitlines()[0]})"
+            f"`topology`={name}: its compiler is not available ({str(error).splitlines()[0]})"
         ) from error
     raise UsageError(
-        f"--topology {name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like "
+        f"`topology`={name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like "
         f"2x4 or 4x4x4"
     )

@@ -125,8 +125,8 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) == DELTA:
         raise CheckpointError(
-            f"{path}: holds only the trained tensors, not its base model; join them with convert "
-            f"hf2orbax --base"
+            f"{path}: holds only the trained tensors, not its base model; join them by convert "
+            f"hf2orbax with its `base`"
         )
 
     present = _present(file_config, stored, format)

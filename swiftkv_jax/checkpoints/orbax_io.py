@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding
 
 from ..config import Config
 from ..errors import CheckpointError
-from ..io.atomic import check_free, new_directory
+from ..io.files import check_free, new_directory, write_json
 from ..model import Model
 from ..quantization import FORMATS, SCALE, VALUES, Format, Scheme
 from . import source
@@ -33,7 +33,6 @@ from .auxiliary import (
     read_auxiliary_files,
     read_json,
     write_auxiliary_files,
-    write_json,
 )
 from .digest import digest
 from .source import Quantization, Source
@@ -88,10 +87,8 @@ def write_orbax(
             write_auxiliary_files(
                 partial, opened.config, opened.auxiliary_files, dtype_name, opened.quantization
             )
-            write_json(
-                partial / MANIFEST,
-                {"format": "swiftkv-jax", "version": VERSION, "leaves": manifest},
-            )
+            document = {"format": "swiftkv-jax", "version": VERSION, "leaves": manifest}
+            write_json(partial / MANIFEST, document, canonical=True)
 
 
 def _save_leaf(path: Path, array: jax.Array) -> None:

@@ -61,7 +61,7 @@ def open_run(
         step = _newest_intact(path, opened.config)
     elif step not in run_steps(path):
         raise UsageError(
-            f"`step` {step}: no checkpoint of that step in {path / FOLDER}; {_there(path)}"
+            f"`step`={step}: no checkpoint of that step in {path / FOLDER}; {_there(path)}"
         )
     state = path / FOLDER / str(step)
     metadata, delta_dtype = read_metadata(state), opened.dtypes["embed"]
@@ -83,7 +83,7 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         said = (
             f"{path / RECIPE} names {where} as the base model"
             if base is None
-            else f"`base` {where}"
+            else f"`base`={where}"
         )
         raise CheckpointError(f"{said}: no such directory here; give its directory as `base`")
     config = open_any(where).config.cut(
@@ -117,7 +117,7 @@ def _newest_intact(path: Path, config: Config) -> int:
             damage.append(error)
             continue
         for error in damage:
-            logger.warning("warning: %s; using step %d instead", error, step)
+            logger.warning("%s; using step %d instead", error, step)
         return step
     if damage:
         raise CheckpointError(f"{damage[0]}; no other checkpoint of this run is intact")

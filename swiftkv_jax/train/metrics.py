@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from ..errors import UsageError
-from ..io.files import write_whole
+from ..io.files import write_atomic
 
 METRICS = "metrics.jsonl"
 
@@ -106,7 +106,7 @@ class _JsonLines:
         kept = []
         if path.exists():
             kept = [line for line, row in _whole_rows(path) if _stays(row, first_step)]
-        write_whole(path, "".join(kept).encode())
+        write_atomic(path, "".join(kept).encode())
         self._file = path.open("a")
 
     def write(self, row: dict[str, Any]) -> None:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..checkpoints import load, open_any
-from ..checkpoints.auxiliary import load_tokenizer, write_json
+from ..checkpoints.auxiliary import load_tokenizer
 from ..checkpoints.digest import digest_all
 from ..checkpoints.training_run import RECIPE
 from ..cli.exit import log
 from ..config import Config
 from ..errors import CheckpointError, ConfigError, UsageError
+from ..io.files import write_json
 from ..model import Model
 from ..params import init_swiftkv
 from ..quantization import refuse_quantized
@@ -177,7 +178,7 @@ def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> N
         "mfu_of": mfu_of,
         "jax": jax.__version__,
     }
-    write_json(recipe.output_dir / RECIPE, settings)
+    write_json(recipe.output_dir / RECIPE, settings, canonical=True)
 
 
 def source_dtype(model: Model) -> jnp.dtype:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ...cli.exit import log
 from ...errors import DataError
-from ...io.atomic import new_directory
+from ...io.files import new_directory
 from .dataset import ROWS, UNREADABLE, Manifest, Store, is_store, write_manifest, write_rows
 from .documents import Unreadable
 from .packing import pack
