@@ -55,8 +55,8 @@ class KVCache:
 
 
 def cache_dtype(kv_cache_dtype: KVCacheDtype, dtype) -> jnp.dtype:
-    """The dtype that the pools have for weights of `dtype`. Raises `UsageError` for an unknown name,
-    or a wider dtype than the weights'."""
+    """The dtype of the pools for weights of `dtype`. Raises `UsageError` for an unknown name, or a
+    wider dtype than the weights'."""
     named = {"auto": dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16} | quantization.DTYPES
     if kv_cache_dtype not in named:
         raise UsageError(
@@ -165,7 +165,9 @@ def write_token(
     return _on_each_device(_write_token, sharding)(pool, new, page, position)
 
 
-def gather_pages(pool: Pool, pages: Int[Array, " X"], sharding: NamedSharding | None = None) -> Pool:
+def gather_pages(
+    pool: Pool, pages: Int[Array, " X"], sharding: NamedSharding | None = None
+) -> Pool:
     """A smaller pool of these pages. Page numbers past the pool gather any page."""
     return _on_each_device(_gather_pages, sharding)(pool, pages)
 

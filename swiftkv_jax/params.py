@@ -12,10 +12,9 @@ delta's q, k, v stand in the place of the teacher's, and nothing is added to the
 
 How to add a parameter, for example the query norm of a family that has one:
 
-1.  a field of the class that it belongs to, here of `QKV`, with its row of the table,
-        q_norm: Annotated[Leaf, norm_scale("? H", "self_attn.q_norm.weight", when=has_qk_norm)] = None
-    `Llama`'s and the delta's shapes, initial values, shardings, quantisation and the names in
-    checkpoints follow from it;
+1.  a field of the class that it belongs to, here of `QKV`, with its row of the table:
+        q_norm: Annotated[Leaf, norm_scale("? H", "self_attn.q_norm.weight", when=...)] = None
+    Shapes, initial values, shardings, quantisation and names in checkpoints follow from it;
 2.  its use in `transformer` (`self_layer`, and `cross_layer` for the student's queries);
 3.  if the student trains its own, the same field of `SwiftKV`, and in `init_swiftkv` what it starts
     from.

@@ -59,8 +59,8 @@ class Scheme:
             # Activations have outliers that eight evenly spaced bits per token do not hold; see
             # arXiv:2208.07339.
             raise UsageError(
-                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, or "
-                f"native with fp8"
+                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, "
+                f"or native with fp8"
             )
 
     @property

@@ -132,8 +132,8 @@ def _is_quantized(leaf: Any) -> bool:
 def _spec(
     mesh: Mesh, model_spec: Axes, shape: tuple[int, ...], stack_axes: int, *, fsdp: bool = True
 ) -> P:
-    """The `PartitionSpec` of a leaf: over `model` as `model_spec` says, where that divides, and with
-    `fsdp` over that axis too.
+    """The `PartitionSpec` of a leaf: over `model` as `model_spec` says, where that divides, and
+    with `fsdp` over that axis too.
 
     `fsdp` splits the first dimension of a layer's matrix that it divides, so that gathered shards
     are consecutive in memory. Vectors are not split over it.

@@ -36,10 +36,13 @@ _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 l2_cache_size: 52428800 memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 l2_cache_size: 52428800 memory_bandwidth: {bandwidth}
+  device_memory_size: {memory}
   cuda_compute_capability {{ major: 9 minor: 0 }}
 }}
 platform_name: "CUDA" device_description_str: "{kind}"

@@ -149,12 +149,12 @@ def _check_format(source: Source, format: str) -> None:
         raise UsageError(f"`format`={format!r} is not known; choose full, delta or expanded")
     if format == "delta" and not source.has_delta:
         raise UsageError(
-            "`format`=delta: this model has no delta; add one with add_swiftkv, or write format full"
+            "`format`=delta: this model has no delta; add one with add_swiftkv, or write full"
         )
     if source.quantization == "int8" or (source.quantization and format == "delta"):
         raise UsageError(
-            f"`format`={format}: not for {source.quantization} weights; use save, or load them with "
-            f"`quantization`='none'"
+            f"`format`={format}: not for {source.quantization} weights; use save, or load them "
+            f"with `quantization`='none'"
         )
     if not source.has_teacher:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Our own checkpoint directory, written and read leaf by leaf with Orbax.
+"""This package's own checkpoint directory, written and read leaf by leaf with Orbax.
 
-    config.json, tokenizer and generation files   as in a Hugging Face directory
-    weights/<leaf>/                                one Orbax checkpoint per leaf of the model: `lower_qkv.q`, `swiftkv.k`
-    manifest.json                                  shape, dtype and digest of each leaf
+    config.json, tokenizer files   as in a Hugging Face directory
+    weights/<leaf>/                one Orbax checkpoint per leaf of the model: `lower_qkv.q`
+    manifest.json                  shape, dtype and digest of each leaf
 
 One checkpoint per leaf bounds memory by the largest leaf in both directions. Orbax keeps no
 checksum of array payloads, so the manifest does.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,15 @@ from .auxiliary import (
 )
 from .digest import digest
 from .source import Quantization, Source
+from .states import quiet_orbax
 from .tensor_map import Leaf, check_no_problems, leaves
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
 VERSION = 1
 # Bounds what Orbax and the file system hold besides the leaf itself.
 _CHUNK_BYTES = 16 * 2**20
+# How Orbax's storage reports an error of the operating system, among other things.
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 
 # Write ------------------------------------------------------------------------
@@ -98,8 +102,13 @@ def _save_leaf(path: Path, array: jax.Array) -> None:
     context.array.saving.use_compression = False  # weights hardly compress
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.memory.deepcopy_host_arrays = False  # the save has ended before the array can change
-    with context:
-        ocp.save(str(path), {"leaf": array})
+    try:
+        with context, quiet_orbax():
+            ocp.save(str(path), {"leaf": array})
+    except Exception as error:
+        if code := _OS_ERROR.search(str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+        raise
 
 
 # Read -------------------------------------------------------------------------
@@ -148,7 +157,8 @@ class OrbaxReader:
         from orbax.checkpoint import v1 as ocp
 
         try:
-            return ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
+            with quiet_orbax():
+                return ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
         except jax.errors.JaxRuntimeError:
             raise
         except (
@@ -163,7 +173,8 @@ class OrbaxReader:
 
 
 def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Check config, manifest and shapes; read no weights yet. `config` as in `hf_read.load_hf`."""
+    """Check config, manifest and shapes; read no weights yet. `config` as in
+    `hf_read.load_hf`."""
     path = Path(os.path.abspath(path))
     stored_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     manifest = _read_manifest(path)

@@ -1,9 +1,10 @@
 """A model that is read one leaf at a time: a checkpoint opened for reading, or a model in memory.
 
 A `Source` is the table of what is there and a `LeafReader`, one class per place that arrays come
-from: `tensor_reader.TensorReader`, `orbax_io.OrbaxReader`, `training_run.DeltaReader`, and `ArrayReader`
-here, with `DeltaOnBase`, `OtherSplit` and `training_run.CheckedBase` around them. Loading and every
-conversion are a loop over `Source.leaves`, so none of them holds more of the model than it returns.
+from: `tensor_reader.TensorReader`, `orbax_io.OrbaxReader`, `training_run.DeltaReader`, and
+`ArrayReader` here, with `DeltaOnBase`, `OtherSplit` and `training_run.CheckedBase` around them.
+Loading and every conversion are a loop over `Source.leaves`, so none of them holds more of the
+model than it returns.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ class DeltaOnBase:
 def with_delta(
     base: Source, path: Path, dtypes: Mapping[str, np.dtype], delta: LeafReader
 ) -> Source:
-    """The frozen weights of `base` with the delta in `path`, which has the same cut and `dtypes`."""
+    """The frozen weights of `base` with the delta in `path`, which has the same cut and these
+    `dtypes`."""
     frozen = tuple(leaf for leaf in base.leaves if not leaf.is_delta)
     return dataclasses.replace(
         base,
