@@ -12,7 +12,7 @@ from typing import Literal
 
 from .errors import ConfigError
 
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1_000
 """Far more than any model has. Names, programs and lists grow with the layers, so that a slip in a
 `config.json` would fill the memory."""
 

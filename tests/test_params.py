@@ -1,11 +1,13 @@
 """The table of parameters: what shapes, shardings, quantisation and names are read from."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
 
 from swiftkv_jax import Config
+from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.tensor_map import leaves
 from swiftkv_jax.params import (
     LLAMA,
@@ -22,6 +24,8 @@ from swiftkv_jax.params import (
     require_teacher,
     swiftkv_shapes,
 )
+from tests.published import CONFIG_8B, LLAMA31_8B, LLAMA31_405B, LLAMA33_70B
+from tests.tiny import hf_config
 
 CONFIG = Config(
     vocab_size=61,
@@ -97,3 +101,55 @@ def test_the_teacher_that_was_dropped():
     assert require_teacher(llama, "run it") is llama.upper_qkv
     with pytest.raises(ValueError, match="were dropped: load the model with them to run it$"):
         require_teacher(dataclasses.replace(llama, upper_qkv=None), "run it")
+
+
+# Sizes (spec 2.1, 2.2) --------------------------------------------------------
+
+
+def count(tree) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("hf", "kv_layers", "trainable"),
+    [
+        (LLAMA31_8B, 16, 402_657_280),
+        (LLAMA33_70B, 40, 3_355_451_392),
+        (LLAMA31_405B, 63, 19_025_379_328),
+    ],
+    ids=["8B", "70B", "405B"],
+)
+def test_trainable_parameters(hf, kv_layers, trainable):
+    assert count(swiftkv_shapes(config_from_hf(hf).cut(kv_layers))) == trainable
+
+
+def test_total_parameters():
+    config = CONFIG_8B.cut(16)
+    assert count((llama_shapes(config), swiftkv_shapes(config))) == 8_432_918_528
+    assert count(llama_shapes(config)) == count(llama_shapes(CONFIG_8B)) == 8_030_261_248
+
+
+def test_shapes():
+    config = config_from_hf(
+        hf_config(
+            attention_bias=True,
+            num_key_value_layers=2,
+            key_value_group_size=2,
+            tie_word_embeddings=True,
+        )
+    )
+    delta, llama = swiftkv_shapes(config), llama_shapes(config, dtype="bfloat16")
+    assert {name: leaf.shape for name, leaf in vars(delta).items()} == {
+        "norm": (32,),
+        "q": (4, 4, 8, 32),
+        "k": (2, 2, 8, 32),
+        "v": (2, 2, 8, 32),
+        "q_bias": (4, 4, 8),
+        "k_bias": (2, 2, 8),
+        "v_bias": (2, 2, 8),
+    }
+    assert llama.lm_head is None
+    assert llama.lower.o.shape == (2, 32, 4, 8)
+    assert llama.upper.o_bias.shape == (4, 32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(llama)} == {jax.numpy.dtype("bfloat16")}
+    assert swiftkv_shapes(config_from_hf(hf_config())).k_bias is None

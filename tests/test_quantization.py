@@ -269,9 +269,9 @@ def test_schemes_say_what_they_do():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("int4",), "quantization 'int4' is not known; choose fp8 or int8"),
-        (("int8", "native"), "arithmetic 'native' is not known for int8"),
-        (("fp8", "fast"), "arithmetic 'fast' is not known for fp8"),
+        (("int4",), "`quantization`='int4' is not known; choose fp8 or int8"),
+        (("int8", "native"), "`arithmetic`='native' is not known for int8"),
+        (("fp8", "fast"), "`arithmetic`='fast' is not known for fp8"),
     ],
 )
 def test_unknown_schemes(arguments, message):
