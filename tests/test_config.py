@@ -153,6 +153,18 @@ REFUSED = {
     ),
     "odd heads": ({"head_dim": 7}, "head_dim=7"),
     "no heads": ({"num_attention_heads": 0}, "num_heads=0"),
+    "endless layers": (
+        {"num_hidden_layers": 10**9},
+        "num_layers=1000000000 must be from 1 to 1000",
+    ),
+    "width beyond an index": ({"hidden_size": 2**31}, "embed_dim=2147483648 must be from 1 to"),
+    "negative positions": (
+        {"max_position_embeddings": -1},
+        "max_position_embeddings=-1 must be from 1",
+    ),
+    "no positions": ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be from 1"),
+    "interleaved rotary pairs": ({"rope_interleaved": True}, "rope_interleaved=True"),
+    "no Llama by its own word": ({"is_llama_config": False}, "is_llama_config=False"),
     "no eps": ({"rms_norm_eps": 0}, "norm_eps=0"),
 }
 
@@ -172,6 +184,8 @@ def test_neutral_values_are_accepted():
         "sliding_window": 128,  # not below max_position_embeddings
         "layer_types": ["full_attention"] * 6,
         "mlp_bias": False,
+        "is_llama_config": True,  # both of SmolLM2
+        "rope_interleaved": False,
         "quantization_config": None,
         "rope_scaling": {"rope_type": "default"},
         "partial_rotary_factor": 1.0,

@@ -189,6 +189,34 @@ def test_as_a_command(tmp_path):
     )
 
 
+FULL_DISK = textwrap.dedent("""
+    import resource, signal, sys
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    from swiftkv_jax.convert import main
+    sys.exit(main(sys.argv[1:]))
+""")
+
+
+@pytest.mark.parametrize("command", ["hf2orbax", "orbax2hf"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, command):
+    """No file may grow beyond 20 kB, which fails as a full disk does."""
+    source, target = TIED, tmp_path / "out"
+    if command == "orbax2hf":
+        source = tmp_path / "orbax"
+        assert main(["hf2orbax", str(TIED), str(source)]) == 0
+    before = sorted(path.name for path in tmp_path.iterdir())
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, command, str(source), str(target)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == f"error: writing {target}: file too large\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 # Memory -----------------------------------------------------------------------
 
 MEASURE = textwrap.dedent("""

@@ -106,8 +106,8 @@ def test_a_delta_and_its_base_are_joined(run, tmp_path, capsys):
     for flags, message in (
         (
             [],
-            "holds only the trained tensors, not its base model; join them with convert hf2orbax "
-            "--base",
+            "holds only the trained tensors, not its base model; join them by convert hf2orbax "
+            "with its --base",
         ),
         (["--base", str(changed(tmp_path))], "was trained for another base model"),
         (["--base", str(TIED)], "not the model asked for"),

@@ -11,6 +11,7 @@ from swiftkv_jax import CheckpointError, ConfigError
 from swiftkv_jax.checkpoints.hf_read import load_hf, save_hf
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
+from swiftkv_jax.errors import OutOfMemoryError
 from swiftkv_jax.mesh import make_mesh
 from tests.checkpoints.hf_models import UNTIED, biased_model, edit
 
@@ -136,4 +137,70 @@ def test_a_garbled_config_is_named(tmp_path):
     path = edit(UNTIED, tmp_path / "bad")
     (path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=f"{path / 'config.json'}: not valid JSON"):
+        load_hf(path)
+
+
+# One short line, whatever their number ------------------------------------------
+
+
+def one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 1000
+    return text
+
+
+def test_thousands_of_missing_tensors_are_counted(tmp_path):
+    path = edit(UNTIED, tmp_path / "long", num_hidden_layers=900)
+    with pytest.raises(
+        CheckpointError, match="missing: .*input_layernorm.* and [0-9,]+ more$"
+    ) as e:
+        load_hf(path)
+    assert one_line(e).count("model.layers") == 5
+
+
+def test_thousands_of_misshapen_tensors_are_counted(tmp_path):
+    path = edit(UNTIED, tmp_path / "wide", intermediate_size=2**31 - 1)
+    with pytest.raises(CheckpointError, match=r"wrong shape: .*, expected \[.* and \d+ more$") as e:
+        load_hf(path)
+    one_line(e)
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".safetensors", "x\0.safetensors"])
+def test_a_file_name_that_no_file_has(tmp_path, name):
+    path = edit(UNTIED, tmp_path / "index")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(CheckpointError, match="missing weight files that model") as error:
+        load_hf(path)
+    assert len(one_line(error)) < len(str(path)) + 200
+
+
+def test_an_index_of_thousands_of_missing_files(tmp_path):
+    path, index = (
+        edit(UNTIED, tmp_path / "index"),
+        {f"t{i}": f"f{i}.safetensors" for i in range(3000)},
+    )
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match=r"f0\.safetensors, .* and 2,995 more$") as error:
+        load_hf(path)
+    one_line(error)
+
+
+def test_host_memory_that_is_not_there(tmp_path, monkeypatch):
+    """A leaf for which the host has no room is named, with what it needs."""
+
+    def empty(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", empty)
+    with pytest.raises(
+        OutOfMemoryError, match=r"out of host memory: reading embed needs 0\.\d\d GiB"
+    ):
+        load_hf(UNTIED)
+
+
+def test_a_config_that_cannot_be_read(tmp_path):
+    path = edit(UNTIED, tmp_path / "folder")
+    (path / "config.json").unlink()
+    (path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match="config.json: cannot be read \\(Is a directory\\)"):
         load_hf(path)
