@@ -228,16 +228,19 @@ MEASURE = textwrap.dedent("""
     from swiftkv_jax.checkpoints.digest import digest
 
     def peak():  # not ru_maxrss: a child process inherits that of its parent
-        return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])
 
     x = jnp.ones((256, 256))
     digest(x)
     with tempfile.TemporaryDirectory() as directory:
         ocp.save(directory + "/x", {"leaf": x})
-        ocp.load(directory + "/x", {"leaf": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)})
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        ocp.load(directory + "/x", {"leaf": shape})
     base, start = peak(), time.perf_counter()
     code = convert.main(sys.argv[1:])
-    print(json.dumps({"code": code, "base": base, "peak": peak(), "seconds": time.perf_counter() - start}))
+    seconds = time.perf_counter() - start
+    print(json.dumps({"code": code, "base": base, "peak": peak(), "seconds": seconds}))
 """)
 
 

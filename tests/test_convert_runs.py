@@ -134,8 +134,8 @@ def test_a_run_whose_base_has_moved_or_changed(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["orbax2hf", str(run), str(out)]) == 4
     message = (
-        f"names {tmp_path / 'gone'} as the base model: no such directory here; say where it "
-        f"is with --base DIR"
+        f"names {tmp_path / 'gone'} as the base model: no such directory here; give its "
+        f"directory as --base"
     )
     assert message in capsys.readouterr().err
     for base, message in (

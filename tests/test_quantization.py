@@ -197,7 +197,7 @@ def test_a_native_model_is_near_its_widened_self():
     assert 1e-3 < np.abs(tiny_logits(NATIVE) - tiny_logits(FP8)).max() < 0.5
 
 
-def test_the_boundary_moves_with_quantised_layers():
+def test_quantised_layers_can_be_split_elsewhere():
     model = tiny_model(INT8)
     moved = split_layers(model.config.cut(3), model.llama)
     assert moved.lower.gate.scale.shape == (3, 48) and scheme_of(moved) == INT8

@@ -133,7 +133,7 @@ def test_a_cut_without_a_delta_and_a_student_without_the_teacher(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [(2, 3), (6, 2), (8, 1)])
-def test_the_boundary_can_move_while_loading(saved, cut):
+def test_layers_can_be_split_elsewhere_while_loading(saved, cut):
     whole = load(TIED)
     config = whole.config.cut(*cut)
     model = checkpoints.load(saved, config=config, mesh=make_mesh((1, 2)))

@@ -182,7 +182,8 @@ def test_other_formats_than_the_stored_one(fp8, tmp_path):
     model = skv.load(write(tmp_path / "plain", hf, tiny.tensors_for(hf)), quantization="int8")
     with pytest.raises(
         UsageError,
-        match="`format`=full: not for int8 weights; use save, or load them with `quantization`='none'",
+        match="`format`=full: not for int8 weights; use save, or load them with "
+        "`quantization`='none'",
     ):
         skv.save_hf(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
