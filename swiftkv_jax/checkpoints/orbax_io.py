@@ -161,12 +161,11 @@ class OrbaxReader:
                 return ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
         except jax.errors.JaxRuntimeError:
             raise
-        except (
-            Exception
-        ) as error:  # damage surfaces as many types; the cause says more than the wrapper
-            reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        except Exception as error:  # as many types as there are kinds of damage
+            # The cause says more than Orbax's wrapper.
+            reason = str(error.__cause__ or error).strip().partition("\n")[0][:300]
             raise CheckpointError(
-                f"{self.path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason[:300]})"
+                f"{self.path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason})"
             ) from None
         finally:
             _collect(leaf)

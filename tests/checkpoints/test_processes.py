@@ -41,7 +41,8 @@ WORK = """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     from swiftkv_jax import save_hf
-    from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
+    from swiftkv_jax.mesh import make_mesh
+    from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
     from swiftkv_jax.train.checkpointing import RunCheckpoints
     from swiftkv_jax.train.step import TrainState
     spec = importlib.util.spec_from_file_location("test_processes", here)
