@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from swiftkv_jax import cli, demo
-from swiftkv_jax.cache import Format
+from swiftkv_jax.cache import KVCacheDtype
 from swiftkv_jax.checkpoints import Quantization, load
 from swiftkv_jax.infer import Engine, EngineOptions, ScoreRequest
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
@@ -138,7 +138,7 @@ def held_out(folder: Path, rows: int) -> Iterator[ScoreRequest]:
 
 
 def score(
-    model: Model, cache: Format, swiftkv: bool, requests: list[ScoreRequest]
+    model: Model, cache: KVCacheDtype, swiftkv: bool, requests: list[ScoreRequest]
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Figures of a cell, and the likeliest token at each position."""
     # A small chunk: most of what a token reads was written by an earlier call.

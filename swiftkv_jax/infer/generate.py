@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 from jax.sharding import Mesh
 
-from ..cache import Format
+from ..cache import KVCacheDtype
 from ..errors import DataError, UsageError
 from ..model import Model
 from ..pallas_kernels import Implementation
@@ -57,7 +57,7 @@ def generate(
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     decode_steps: int = 8,
-    kv_cache_dtype: Format = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     mesh: Mesh | None = None,
     attention: Implementation | None = None,
     **sampling: Any,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...cache import cache_dtype
-from ...checkpoints.auxiliary import read_side_files
+from ...checkpoints.auxiliary import read_auxiliary_files
 from ...cli.devices import setup_devices
 from ...cli.model_options import load_model, read_model
 from ...config import Config
@@ -137,7 +137,7 @@ def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
             f"`config`={name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
             f"config.json"
         )
-    return read_side_files(Path(name))[0], name
+    return read_auxiliary_files(Path(name))[0], name
 
 
 def _choose_cut(options: BenchOptions, config: Config) -> Config:

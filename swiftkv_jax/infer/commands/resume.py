@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import DataError, UsageError
-from ...io.files import check_absent, write_whole
+from ...io.files import check_absent, write_atomic
 from ...io.jsonl import parse_object
 from ...model import Model
 from ..engine.sampling_params import SamplingParams
@@ -130,7 +130,7 @@ class OutputFile:
             if os.fstat(file.fileno()).st_size:
                 self._check(self.partial, settings)
             else:
-                write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
+                write_atomic(self._settings_file, json.dumps(settings, indent=2).encode())
             self._read(file, on_existing)
             yield file
             file.flush()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...errors import UsageError
 
 if TYPE_CHECKING:
-    from ...cache import Format
+    from ...cache import KVCacheDtype
 
 MAX_DECODE_STEPS = 128
 
@@ -32,7 +32,7 @@ class EngineOptions:
     decode_steps: int = 8
     """Tokens that each sequence decodes in one call: fewer come out sooner, more cost the host
     less."""
-    kv_cache_dtype: Format = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     """Format of the KV cache: "auto" (the weights' dtype), "float32", "bfloat16", "fp8" or
     "int8"."""
     kv_cache_memory: int | None = None

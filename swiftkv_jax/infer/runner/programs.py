@@ -21,9 +21,9 @@ from ...cache import (
     KVCache,
     Pool,
     cache_sharding,
+    gather_pages,
     keys_carry_nan,
     row_sharding,
-    take_pages,
     write_pages,
     write_token,
 )
@@ -196,8 +196,8 @@ def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attent
         page_size = k.values.shape[2]
         if gathered_pages is not None:
             # A device kernel widens the whole pool that it is given: so only what the chunk reads.
-            k = take_pages(k, gathered_pages, sharding)
-            v = take_pages(v, gathered_pages, sharding)
+            k = gather_pages(k, gathered_pages, sharding)
+            v = gather_pages(v, gathered_pages, sharding)
         out = attention.prefill(
             unpack(q, tiles, page_size),
             k.values,
