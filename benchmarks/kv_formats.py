@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from swiftkv_jax import cli, demo
-from swiftkv_jax.cache import Format
+from swiftkv_jax.cache import KVCacheDtype
 from swiftkv_jax.checkpoints import Quantization, load
 from swiftkv_jax.cli.exit import log
 from swiftkv_jax.infer.engine.engine import Engine, engine_for
@@ -42,7 +42,7 @@ from . import report
 
 BAR = 0.005
 """Of perplexity: what a cache format may cost."""
-CELLS: tuple[tuple[Quantization, Format], ...] = (
+CELLS: tuple[tuple[Quantization, KVCacheDtype], ...] = (
     ("none", "auto"),  # what the others are compared with: first
     ("none", "fp8"),
     ("none", "int8"),
@@ -138,7 +138,7 @@ def held_out(folder: Path, rows: int) -> Iterator[ScoreRequest]:
 
 
 def score(
-    model: Model, cache: Format, swiftkv: bool, requests: list[ScoreRequest]
+    model: Model, cache: KVCacheDtype, swiftkv: bool, requests: list[ScoreRequest]
 ) -> tuple[dict[str, Any], np.ndarray]:
     """The cell's own numbers, and the token thought likeliest at each position."""
     # A small chunk: most of what a token reads was written by an earlier call, and read back.

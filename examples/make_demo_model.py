@@ -75,6 +75,10 @@ def train_tokenizer(path: Path) -> None:
         tokenizer_object=bpe, bos_token=BEGIN, eos_token=END, clean_up_tokenization_spaces=False
     )
     wrapped.save_pretrained(path)
+    # transformers 5 writes a class name that transformers 4 lacks; both have this one.
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def cross_entropy(llama, batch: Batch):

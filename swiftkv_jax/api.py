@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from . import transformer as forward
+from . import transformer
 from .attention import Attention
 from .config import Config
 from .layers import unembed
@@ -97,11 +97,11 @@ def logits(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _logits(config: Config, attention: Attention, llama: Llama, delta: SwiftKV | None, tokens):
-    batch = forward.unpacked_batch(tokens)
+    batch = transformer.unpacked_batch(tokens)
     if delta is None:
-        hidden = forward.teacher(config, llama, batch, attention=attention)
+        hidden = transformer.teacher(config, llama, batch, attention=attention)
     else:
-        hidden = forward.student(config, llama, delta, batch, attention=attention)
+        hidden = transformer.student(config, llama, delta, batch, attention=attention)
     return unembed(config, llama, hidden)
 
 
@@ -126,7 +126,7 @@ def distill_loss(
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")
-    batch = forward.unpacked_batch(tokens, loss_mask)
+    batch = transformer.unpacked_batch(tokens, loss_mask)
     sums = _distill_sums(
         model.config,
         model.swiftkv,

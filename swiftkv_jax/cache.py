@@ -3,11 +3,11 @@ bits if asked for.
 
 The student has pools for each lower layer and for each *group* of upper layers: AcrossKV shares
 memory, not only work. A page holds the keys or values of `page_size` consecutive positions of one
-row, head-major; which page holds which positions of which row is for whoever holds the cache to
-know (`infer.pages`). Serving an unmodified teacher is serving the cut at `num_layers`: pools for
-each layer.
+row, head-major; a page table says which page holds which positions of which row
+(`infer.engine.page_pool`). Serving an unmodified teacher is serving the cut at `num_layers`: pools
+for each layer.
 
-On a mesh whose rows are split, each device that holds rows has its own part of every pool, and page
+On a mesh whose rows are split, each data-parallel shard has its own part of every pool, and page
 numbers count within it.
 """
 
@@ -29,9 +29,9 @@ from .errors import UsageError
 from .mesh import MODEL, row_axes
 from .params import Leaf
 
-Format = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
 """How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
-FORMATS: tuple[Format, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
+KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
 _EIGHT_BITS: dict[Any, quantization.Format] = {
     jnp.dtype(dtype): format for format, dtype in quantization.DTYPES.items()
 }
@@ -43,9 +43,7 @@ class Pool:
     scales."""
 
     values: Leaf  # X K page H
-    scale: Leaf = (
-        None  # f32[X, K, page], one for each position and head; None unless stored in 8 bits
-    )
+    scale: Leaf = None  # f32[X, K, page], one per position and head; None unless in 8 bits
 
 
 @struct.dataclass
@@ -56,16 +54,18 @@ class KVCache:
     v: tuple[Pool, ...]
 
 
-def cache_dtype(format: Format, dtype) -> jnp.dtype:
-    """What a cache of this format stores for weights of `dtype`. Raises `UsageError` for an unknown
-    format, or a wider one."""
+def cache_dtype(kv_cache_dtype: KVCacheDtype, dtype) -> jnp.dtype:
+    """The dtype of the pools for weights of `dtype`. Raises `UsageError` for an unknown name, or a
+    wider dtype than the weights'."""
     named = {"auto": dtype, "float32": jnp.float32, "bfloat16": jnp.bfloat16} | quantization.DTYPES
-    if format not in named:
-        raise UsageError(f"kv_cache_dtype={format!r} is not one of {', '.join(FORMATS)}")
-    stored = jnp.dtype(named[format])
+    if kv_cache_dtype not in named:
+        raise UsageError(
+            f"`kv_cache_dtype`={kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    stored = jnp.dtype(named[kv_cache_dtype])
     if stored not in (dtype, *_EIGHT_BITS):
         raise UsageError(
-            f"kv_cache_dtype={format!r} needs weights of that dtype, these are "
+            f"`kv_cache_dtype`={kv_cache_dtype!r} needs weights of that dtype, these are "
             f"{jnp.dtype(dtype)}; fp8 and int8 go with any"
         )
     return stored
@@ -91,9 +91,11 @@ def init_cache(config: Config, pages: int, page_size: int, dtype, sharding=None)
 
 
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
-    """Pages over the devices that hold rows, heads over `model` where it divides them. Names no
-    axis of size one: XLA would drop the name, and take the array for another one than it
-    returned."""
+    """Pages over `data` and `fsdp`, heads over `model` where it divides them.
+
+    Axes of size one are left out: XLA drops their names, and an array that it returns would then
+    have another sharding than the one that it was given.
+    """
     rows = _rows(mesh)
     if mesh.shape[MODEL] > 1 and config.num_kv_heads % mesh.shape[MODEL] == 0:
         return NamedSharding(mesh, PartitionSpec(rows, MODEL))
@@ -101,7 +103,8 @@ def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over the devices that hold rows, for what stands beside a cache."""
+    """The sharding of arrays beside a cache that have a row per page or sequence: over `data` and
+    `fsdp`."""
     rows = _rows(mesh)
     return NamedSharding(mesh, PartitionSpec() if rows is None else PartitionSpec(rows))
 
@@ -112,8 +115,8 @@ def _rows(mesh: Mesh) -> tuple[str, ...] | str | None:
 
 
 def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool = True) -> int:
-    """What one token occupies: keys and values of every cache layer, with SwiftKV or without;
-    `scales` False without theirs."""
+    """Bytes of one token's keys and values in every cache layer, with SwiftKV or without it;
+    `scales` False leaves out theirs."""
     layers = config.num_cache_layers if swiftkv else config.num_layers
     scale = 4 if scales and jnp.dtype(dtype) in _EIGHT_BITS else 0
     return 2 * layers * config.num_kv_heads * (config.head_dim * jnp.dtype(dtype).itemsize + scale)
@@ -126,9 +129,9 @@ def keys_carry_nan(k: Float[Array, "_ K T H"], v: Float[Array, "_ K T H"]) -> tu
     """Keys and values in which only the keys may hold NaN: at each position and head where either
     is not finite, the key is NaN and the value 0.
 
-    Whoever attends to the position still gets NaN. Whoever gets the page later, and has not come to
-    the position yet, does not: scores are masked before the softmax, but 0 times a value of NaN
-    would be NaN.
+    Attention to the position is still NaN. Attention of a sequence that is given the page later and
+    has not reached the position is not: scores are masked before the softmax, but 0 times a value
+    of NaN would be NaN.
     """
     finite = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1, keepdims=True)
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
@@ -141,12 +144,12 @@ def write_pages(
     written: Bool[Array, "R page"],
     sharding: NamedSharding | None = None,
 ) -> Pool:
-    """The positions of `pages` that are `written`; the others keep what they hold. Numbers past the
-    pool write nothing.
+    """Write those positions of `pages` that are `written`; the others stay as they are. Nothing is
+    written for page numbers past the pool.
 
-    Whole pages are read, merged and written back: as single positions they would be `page` times as
-    many, which a TPU writes one after the other. No page may be named twice. `sharding` is that of
-    the pool, on a mesh.
+    Pages are read, merged and written back: single positions would be `page` times as many
+    scatters, which a TPU runs one after the other. No page may be named twice. `sharding` is that
+    of the pool, on a mesh.
     """
     return _on_each_device(_write_pages, sharding)(pool, new, pages, written)
 
@@ -158,13 +161,15 @@ def write_token(
     position: Int[Array, " B"],
     sharding: NamedSharding | None = None,
 ) -> Pool:
-    """One position within one page for each row. A number past the pool writes nothing."""
+    """Write one position within one page for each row; nothing for a page number past the pool."""
     return _on_each_device(_write_token, sharding)(pool, new, page, position)
 
 
-def take_pages(pool: Pool, pages: Int[Array, " X"], sharding: NamedSharding | None = None) -> Pool:
-    """A smaller pool of these pages. Numbers past the pool yield any page."""
-    return _on_each_device(_take_pages, sharding)(pool, pages)
+def gather_pages(
+    pool: Pool, pages: Int[Array, " X"], sharding: NamedSharding | None = None
+) -> Pool:
+    """A smaller pool of these pages. Page numbers past the pool gather any page."""
+    return _on_each_device(_gather_pages, sharding)(pool, pages)
 
 
 def _write_pages(pool: Pool, new, pages, written) -> Pool:
@@ -179,15 +184,14 @@ def _write_pages(pool: Pool, new, pages, written) -> Pool:
 
 
 def _write_token(pool: Pool, new, page, position) -> Pool:
-    # As lines of H: a scatter into X K page H would make XLA lay the cache out as X page K H and,
-    # on TPUs, turn all of it around for attention in every step.
+    # As lines of H: for a scatter into X K page H XLA would lay the cache out as X page K H and, on
+    # TPUs, transpose all of it for attention in every step.
     pages, heads, size, head_dim = pool.values.shape
     values, scale = _stored(pool, new)
     row = jnp.arange(page.shape[0] * heads)
     line = (jnp.repeat(page, heads) * heads + row % heads) * size + jnp.repeat(position, heads)
-    line = jnp.where(
-        jnp.repeat(page, heads) < pages, line, pages * heads * size + row
-    )  # past the end, each apart
+    # Lines past the end are dropped; each is a different one, so that indices are unique.
+    line = jnp.where(jnp.repeat(page, heads) < pages, line, pages * heads * size + row)
 
     def put(old, new):
         lines = old.reshape(pages * heads * size, *old.shape[3:])
@@ -197,7 +201,7 @@ def _write_token(pool: Pool, new, page, position) -> Pool:
     return Pool(put(pool.values, values), None if scale is None else put(pool.scale, scale))
 
 
-def _take_pages(pool: Pool, pages) -> Pool:
+def _gather_pages(pool: Pool, pages) -> Pool:
     return jax.tree.map(lambda leaf: leaf.at[pages].get(mode="clip"), pool)
 
 
@@ -212,7 +216,7 @@ def _stored(pool: Pool, new: Float[Array, "_ K _ H"]) -> tuple[Array, Array | No
 def _on_each_device(
     write: Callable[..., Pool], sharding: NamedSharding | None
 ) -> Callable[..., Pool]:
-    """`write` on each device's part of the pool, with the rows that belong to it."""
+    """`write` under `shard_map`: on each device's part of the pool, with the rows of that part."""
     if sharding is None:
         return write
     spec = sharding.spec

@@ -1,4 +1,4 @@
-"""Architecture of a Llama-family model and of its SwiftKV cut.
+"""Architecture of a Llama-family model and where SwiftKV cuts it.
 
 A `Config` is frozen and hashable, so it is a static argument of every jitted function. It holds
 architecture only: no mesh, no dtype, no batch size, no kernel choice.
@@ -11,6 +11,10 @@ import math
 from typing import Literal
 
 from .errors import ConfigError
+
+MAX_LAYERS = 1_000
+"""Far more than any model has. Names, programs and lists grow with the layers, so that a slip in a
+`config.json` would fill the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +84,11 @@ class Config:
             "num_heads",
             "num_kv_heads",
             "head_dim",
+            "max_position_embeddings",
         ):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
+            largest = MAX_LAYERS if field == "num_layers" else 2**31 - 1
+            if not 1 <= getattr(self, field) <= largest:
+                raise ConfigError(f"{field}={getattr(self, field)} must be from 1 to {largest}")
         for field in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}={getattr(self, field)} must be positive")
@@ -119,13 +125,13 @@ class Config:
 
     @property
     def num_kv_groups(self) -> int:
-        """J: how many key/value projections the upper layers share."""
+        """J: number of key/value projections that the upper layers share."""
         return self.num_upper_layers // self.key_value_group_size
 
     @property
     def num_cache_layers(self) -> int:
-        """Buffers in the student's KV cache: one per lower layer and one per group of upper
-        layers."""
+        """Number of pools of keys in the student's KV cache: one per lower layer and one per group
+        of upper layers."""
         return self.num_lower_layers + self.num_kv_groups
 
     def cut(self, num_key_value_layers: int, key_value_group_size: int = 1) -> Config:

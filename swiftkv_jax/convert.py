@@ -31,7 +31,7 @@ from .checkpoints.source import Source
 from .checkpoints.tensor_map import Leaf
 from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
 from .errors import CheckpointError, UsageError
-from .io.atomic import check_free
+from .io.files import check_free
 from .mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from .quantization import SCALE
 
@@ -206,7 +206,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     dtypes = sorted({opened.dtypes[leaf.name].name for leaf in opened.leaves if leaf.size})
     num_bytes = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
     dtype = opened.dtypes["embed"]
-    teacher = bytes_per_token(config, dtype, swiftkv=False)
+    teacher, tied = bytes_per_token(config, dtype, swiftkv=False), config.tie_word_embeddings
     facts = [
         ("kind", kind),
         ("layers", f"{config.num_layers} of width {config.embed_dim}, MLP {config.mlp_dim}"),
@@ -214,10 +214,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
             "heads",
             f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide",
         ),
-        (
-            "vocabulary",
-            f"{config.vocab_size}{', head tied to embedding' if config.tie_word_embeddings else ''}",
-        ),
+        ("vocabulary", f"{config.vocab_size}{', head tied to embedding' if tied else ''}"),
         (
             "rope",
             f"theta {config.rope_theta:g}, scaling "

@@ -1,8 +1,7 @@
-"""What a model costs: floating-point operations of prefill, decoding and training, counted from the
-shapes.
+"""Floating-point operations of prefill, decoding and training, counted from the shapes.
 
-A multiply-add is two operations. Only matrix products and attention count; causal attention counts
-the pairs it needs.
+A multiply-add is two operations. Only matrix products and attention are counted, causal attention
+with the pairs that its mask leaves.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
         "teacher's upper layers": config.num_upper_layers * (2 * layer_weights(config) + attention),
         "student's upper layers": config.num_upper_layers * (upper_matmul + attention) + shared_kv,
         # Activations: one product per weight, attention twice. Keys and values give their weights a
-        # gradient, and their input one for the boundary norm.
+        # gradient, and their input one for the norm before them.
         "backward": config.num_upper_layers * (upper_matmul + 2 * attention)
         + query_gradients
         + 2 * shared_kv,

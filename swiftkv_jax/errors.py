@@ -1,11 +1,11 @@
-"""Errors a user can cause. Each message is one line that names the file, tensor, row or flag, and
-what to do."""
+"""Errors a user can cause. Each message is one line that names the file, tensor, row or option, and
+what to do. Options are in backticks, which the commands replace by their flags."""
 
 from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """A flag or argument that cannot be honoured. Exit code 2."""
+    """An option or argument that cannot be honoured. Exit code 2."""
 
 
 class DataError(ValueError):
@@ -25,5 +25,5 @@ class ConfigError(CheckpointError):
 
 
 class OutOfMemoryError(RuntimeError):
-    """What was asked for does not fit the device, as far as the compiler's figures say. Exit code
-    5."""
+    """What was asked for does not fit the memory of the device, by the compiler's figures, or of
+    the host. Exit code 5."""

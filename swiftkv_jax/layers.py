@@ -1,4 +1,4 @@
-"""The pieces of a Llama layer: normalisation, rotary embeddings, projections, MLP, embedding and
+"""The parts of a Llama layer: normalisation, rotary embeddings, projections, MLP, embedding and
 head.
 
 Letters as in `params`; B batch, T positions. Matrix products run in the parameters' dtype (those
@@ -21,7 +21,7 @@ from .quantization import Quantized, as_matrix, product
 
 @runtime_checkable
 class Ends(Protocol):
-    """What comes before and after the layers: of a `Llama`, or of one unstacked for serving."""
+    """The weights before and after the layers: a `Llama`, or one that is unstacked for serving."""
 
     @property
     def embed(self) -> Leaf: ...  # V D
@@ -31,13 +31,12 @@ class Ends(Protocol):
     def lm_head(self) -> Leaf: ...  # V D; None when tied to `embed`
 
 
-# For training: a backward pass works these out again from their inputs, where that costs next to
-# nothing, instead of keeping their float32 intermediates. Inside a scan no barrier against common
-# subexpressions is needed.
-_not_kept = functools.partial(jax.checkpoint, prevent_cse=False)
+# The backward pass recomputes these functions from their inputs, which costs little, instead of
+# keeping their float32 intermediates. Inside a scan `prevent_cse` is not needed.
+_rematerialized = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-@functools.partial(_not_kept, static_argnums=2)
+@functools.partial(_rematerialized, static_argnums=2)
 def rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float
 ) -> Float[Array, "*B D"]:
@@ -73,7 +72,7 @@ def rope_table(config: Config, positions: Int[Array, "B T"]) -> Float[Array, "2 
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
 
 
-@_not_kept
+@_rematerialized
 def apply_rope(
     x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T H_half"]
 ) -> Float[Array, "B T *J N H"]:
@@ -100,9 +99,8 @@ def output_and_mlp(
     """All that follows attention: output projection, residual, SwiGLU MLP, residual."""
     with jax.named_scope("attention_output"):
         heads = attended.reshape(*x.shape[:2], -1)
-        out = product(
-            "BTM,DM->BTD", heads, as_matrix(block.o)
-        )  # M = N H; serving keeps `o` in this form
+        # M = N H; serving keeps `o` in this form.
+        out = product("BTM,DM->BTD", heads, as_matrix(block.o))
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
         h = rms_norm(x, block.mlp_norm, config.norm_eps)
@@ -111,7 +109,7 @@ def output_and_mlp(
         return x + product("BTF,DF->BTD", _gated(gate, up), block.down)
 
 
-@_not_kept
+@_rematerialized
 def _gated(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
     return jax.nn.silu(gate) * up
 

@@ -1,4 +1,4 @@
-"""Device meshes: the axes, the `--mesh` notation, and how a mesh is made.
+"""Device meshes: the axes, how a mesh is written, and how it is made.
 
 A mesh has three axes. Batches are split over `data` and `fsdp`; heads, MLP width and vocabulary
 over `model` (tensor parallelism); `fsdp` also shards every matrix.
@@ -57,16 +57,16 @@ def parse_mesh(spec: str) -> MeshShape:
         names = [name for name, _ in sizes]
         if len(set(names)) < len(names) or not set(names) <= set(MeshShape._fields):
             raise UsageError(
-                f"--mesh {spec!r}: the axes are data, fsdp and model, each at most once"
+                f"`mesh`={spec!r}: the axes are data, fsdp and model, each at most once"
             )
         shape = MeshShape(**{name: int(size) for name, size in sizes})
     else:
         raise UsageError(
-            f"--mesh {spec!r}: expected DATAxMODEL, for example 4x1, or named axes, for example "
+            f"`mesh`={spec!r}: expected DATAxMODEL, for example 4x1, or named axes, for example "
             f"data=2,fsdp=4,model=2"
         )
     if shape.count(-1) > 1:
-        raise UsageError(f"--mesh {spec!r}: only one axis can take the rest of the devices, -1")
+        raise UsageError(f"`mesh`={spec!r}: only one axis can take the rest of the devices, -1")
     return shape
 
 
@@ -76,14 +76,12 @@ def emulate_cpu_devices(count: int) -> bool:
 
     Must run before JAX touches a device, and does nothing where an accelerator is the default
     device. XLA's CPU runtime takes its thread count from the number of cores; collectives between
-    more devices than threads would wait for each other for ever, so it is told to start two threads
-    a device.
+    more devices than threads would deadlock, so two threads a device are asked for.
     """
     if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(2 * count, os.cpu_count() or 1)))
-        with contextlib.suppress(
-            RuntimeError
-        ):  # JAX has started: `make_mesh` will say what it sees
+        # An error says that JAX has started: `make_mesh` will say what it sees.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
     return count > 1 and jax.default_backend() == "cpu"
 
@@ -106,7 +104,7 @@ def mesh_over(devices: list, shape: MeshShape | tuple[int, int], owner: str) -> 
     needed = math.prod(shape)
     if needed > len(devices):
         raise UsageError(
-            f"--mesh {shape} needs {needed} devices; {owner} {len(devices)} "
+            f"`mesh`={shape} needs {needed} devices; {owner} {len(devices)} "
             f"({devices[0].device_kind})"
         )
     types = (AxisType.Auto,) * len(shape)

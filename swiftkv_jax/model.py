@@ -53,7 +53,7 @@ class Model:
 
     @property
     def quantization(self) -> Scheme | None:
-        """How the matrices are kept; None if they are not quantised."""
+        """The scheme of the quantised matrices; None if they are not quantised."""
         return scheme_of(self.llama)
 
     def uses_swiftkv(self, swiftkv: bool | None) -> bool:

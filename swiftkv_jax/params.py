@@ -1,4 +1,4 @@
-"""The model as data: every parameter is a field here, with its shape beside it.
+"""The parameters: one table that shapes, initial values, shardings, quantisation and names read.
 
 Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
 lower layers, U upper layers, J key/value groups of the upper layers (J = U / key_value_group_size).
@@ -6,156 +6,284 @@ lower layers, U upper layers, J key/value groups of the upper layers (J = U / ke
 Matrices keep the checkpoints' orientation (output features first), so import and export only split
 or merge the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `PartitionSpec`s,
 shardings and gradients.
+
+The delta is a set of *replacement projections*, not a difference: where the student runs, the
+delta's q, k, v stand in the place of the teacher's, and nothing is added to the frozen weights.
+
+How to add a parameter, for example the query norm of a family that has one:
+
+1.  a field of the class that it belongs to, here of `QKV`, with its row of the table:
+        q_norm: Annotated[Leaf, norm_scale("? H", "self_attn.q_norm.weight", when=...)] = None
+    Shapes, initial values, shardings, quantisation and names in checkpoints follow from it;
+2.  its use in `transformer` (`self_layer`, and `cross_layer` for the student's queries);
+3.  if the student trains its own, the same field of `SwiftKV`, and in `init_swiftkv` what it starts
+    from.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from .config import Config
+from .mesh import MODEL
 
 # A leaf is whatever the tree holds at the moment: an array, its abstract value, its sharding, its
 # gradient. After `unstack` a stacked leaf has become one tuple entry per layer.
 Leaf = Any
+
+# The table --------------------------------------------------------------------
+
+_SIZES = {
+    "V": "vocab_size",
+    "D": "embed_dim",
+    "F": "mlp_dim",
+    "N": "num_heads",
+    "K": "num_kv_heads",
+    "H": "head_dim",
+}
+_STACKS: dict[str, Callable[[Config], range]] = {
+    "L": lambda config: range(config.num_lower_layers),
+    "U": lambda config: range(config.num_lower_layers, config.num_layers),
+    "J": lambda config: range(
+        config.num_lower_layers, config.num_layers, config.key_value_group_size
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One row of the table: what there is to know of a parameter besides its values."""
+
+    dims: str
+    """The letters of its axes, separated by spaces. A stack of layers comes first: L, U or J, or
+    `?` in a class that serves both for L and for U."""
+    tensor: str
+    """Name in a Hugging Face checkpoint; of a stacked parameter the part after
+    `model.layers.<layer>.`."""
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    split: str | None = None
+    """Letter of the axis that tensor parallelism splits. The axis over `fsdp` follows from the
+    shape: see `sharding`."""
+    in_axes: int | None = None
+    """How many of the last axes a product sums over; its other axes are output channels. None for
+    what is never quantised."""
+    when: Callable[[Config], bool] = lambda config: True
+    """Whether a model of this config has it."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.dims.split())
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first axis counts layers, or groups of layers."""
+        return self.axes[0] in ("?", *_STACKS)
+
+    @property
+    def model_axes(self) -> tuple[str | None, ...]:
+        """For each axis the mesh axis that it is split over, or None, as in a `PartitionSpec`."""
+        return tuple(MODEL if axis == self.split else None for axis in self.axes)
+
+    @property
+    def head_axis(self) -> int | None:
+        """Axis of one layer's array that a checkpoint merges with the next one: the heads of N H
+        and K H."""
+        axes = self.axes[self.stacked :]
+        return next(
+            (i for i in range(len(axes) - 1) if axes[i] in "NK" and axes[i + 1] == "H"), None
+        )
+
+    def layers(self, config: Config) -> range:
+        """The layers that the entries of its stack belong to: the first of each group for J."""
+        return _STACKS[self.axes[0]](config)
+
+    def shape(self, config: Config) -> tuple[int, ...]:
+        return tuple(
+            len(_STACKS[axis](config)) if axis in _STACKS else getattr(config, _SIZES[axis])
+            for axis in self.axes
+        )
+
+
+def matrix(dims: str, tensor: str, *, split: str, in_axes: int = 1) -> Param:
+    """A matrix of a layer or of the delta: quantised where the model is."""
+    return Param(dims, tensor, split=split, in_axes=in_axes)
+
+
+def bias(dims: str, tensor: str, *, split: str | None = None) -> Param:
+    return Param(dims, tensor, init="zeros", split=split, when=lambda config: config.attention_bias)
+
+
+def norm_scale(
+    dims: str, tensor: str, *, when: Callable[[Config], bool] = lambda config: True
+) -> Param:
+    return Param(dims, tensor, init="ones", when=when)
+
+
+def _untied(config: Config) -> bool:
+    return not config.tie_word_embeddings
 
 
 @struct.dataclass
 class Block:
     """What every layer has besides its query, key and value projections. `?` is L or U."""
 
-    attn_norm: Leaf  # ? D
-    o: Leaf  # ? D N H
-    mlp_norm: Leaf  # ? D
-    gate: Leaf  # ? F D
-    up: Leaf  # ? F D
-    down: Leaf  # ? D F
-    o_bias: Leaf = None  # ? D, with `attention_bias` only
+    attn_norm: Annotated[Leaf, norm_scale("? D", "input_layernorm.weight")]
+    o: Annotated[Leaf, matrix("? D N H", "self_attn.o_proj.weight", split="N", in_axes=2)]
+    mlp_norm: Annotated[Leaf, norm_scale("? D", "post_attention_layernorm.weight")]
+    gate: Annotated[Leaf, matrix("? F D", "mlp.gate_proj.weight", split="F")]
+    up: Annotated[Leaf, matrix("? F D", "mlp.up_proj.weight", split="F")]
+    down: Annotated[Leaf, matrix("? D F", "mlp.down_proj.weight", split="F")]
+    o_bias: Annotated[Leaf, bias("? D", "self_attn.o_proj.bias")] = None
 
 
 @struct.dataclass
 class QKV:
     """Projections of a layer that owns its keys and values. `?` is L or U."""
 
-    q: Leaf  # ? N H D
-    k: Leaf  # ? K H D
-    v: Leaf  # ? K H D
-    q_bias: Leaf = None  # ? N H, with `attention_bias` only
-    k_bias: Leaf = None  # ? K H
-    v_bias: Leaf = None  # ? K H
+    q: Annotated[Leaf, matrix("? N H D", "self_attn.q_proj.weight", split="N")]
+    k: Annotated[Leaf, matrix("? K H D", "self_attn.k_proj.weight", split="K")]
+    v: Annotated[Leaf, matrix("? K H D", "self_attn.v_proj.weight", split="K")]
+    q_bias: Annotated[Leaf, bias("? N H", "self_attn.q_proj.bias", split="N")] = None
+    k_bias: Annotated[Leaf, bias("? K H", "self_attn.k_proj.bias", split="K")] = None
+    v_bias: Annotated[Leaf, bias("? K H", "self_attn.v_proj.bias", split="K")] = None
 
 
 @struct.dataclass
 class Llama:
-    """The frozen weights, shared by teacher and student."""
+    """The frozen weights, shared by teacher and student.
 
-    embed: Leaf  # V D
+    `upper_qkv` is the teacher's only, and None where it was dropped to serve a student; `lm_head`
+    is None when tied to `embed`.
+    """
+
+    embed: Annotated[Leaf, Param("V D", "model.embed_tokens.weight", split="V")]
     lower: Block  # L
     lower_qkv: QKV  # L
     upper: Block  # U
-    upper_qkv: QKV | None  # U; the teacher's only, dropped when serving a student
-    final_norm: Leaf  # D
-    lm_head: Leaf = None  # V D; None when tied to `embed`
+    upper_qkv: QKV | None  # U
+    final_norm: Annotated[Leaf, norm_scale("D", "model.norm.weight")]
+    lm_head: Annotated[Leaf, Param("V D", "lm_head.weight", split="V", when=_untied)] = None
 
 
 @struct.dataclass
 class SwiftKV:
     """The delta: all that distillation trains, saves and optimises."""
 
-    norm: Leaf  # D
-    q: Leaf  # U N H D
-    k: Leaf  # J K H D
-    v: Leaf  # J K H D
-    q_bias: Leaf = None  # U N H, with `attention_bias` only
-    k_bias: Leaf = None  # J K H
-    v_bias: Leaf = None  # J K H
+    norm: Annotated[Leaf, norm_scale("D", "model.norm_swiftkv.weight")]
+    q: Annotated[Leaf, matrix("U N H D", "self_attn.q_proj_swiftkv.weight", split="N")]
+    k: Annotated[Leaf, matrix("J K H D", "self_attn.k_proj_swiftkv.weight", split="K")]
+    v: Annotated[Leaf, matrix("J K H D", "self_attn.v_proj_swiftkv.weight", split="K")]
+    q_bias: Annotated[Leaf, bias("U N H", "self_attn.q_proj_swiftkv.bias", split="N")] = None
+    k_bias: Annotated[Leaf, bias("J K H", "self_attn.k_proj_swiftkv.bias", split="K")] = None
+    v_bias: Annotated[Leaf, bias("J K H", "self_attn.v_proj_swiftkv.bias", split="K")] = None
+
+
+def _rows(cls: type, stack: str = "?") -> dict[str, Any]:
+    """Field -> row of the table, for every parameter of a class; its `?` is `stack`."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    rows = {
+        field: typing.get_args(hint)[1]
+        for field, hint in hints.items()
+        if typing.get_origin(hint) is Annotated
+    }
+    return {
+        field: dataclasses.replace(row, dims=row.dims.replace("?", stack))
+        for field, row in rows.items()
+    }
+
+
+LLAMA = Llama(
+    lower=Block(**_rows(Block, "L")),
+    lower_qkv=QKV(**_rows(QKV, "L")),
+    upper=Block(**_rows(Block, "U")),
+    upper_qkv=QKV(**_rows(QKV, "U")),
+    **_rows(Llama),
+)
+"""The table of the frozen weights: a `Param` in the place of each leaf."""
+SWIFTKV = SwiftKV(**_rows(SwiftKV))
+"""The table of the delta."""
+_TABLES: dict[type, Any] = {
+    Llama: LLAMA,
+    SwiftKV: SWIFTKV,
+    Block: Block(**_rows(Block)),
+    QKV: QKV(**_rows(QKV)),
+}
+
+
+def map_params[Tree: Llama | SwiftKV | Block | QKV](
+    function: Callable[[Param, Any], Any],
+    tree: Tree,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Tree:
+    """`jax.tree.map` of `function(row of the table, leaf)` over a tree of parameters."""
+
+    def apply(path, leaf):
+        row = _TABLES[type(tree)]
+        for key in path:
+            row = getattr(row, key.name)
+        return function(row, leaf)
+
+    return jax.tree_util.tree_map_with_path(apply, tree, is_leaf=is_leaf)
+
+
+def llama_params(config: Config) -> Llama:
+    """The rows of the table that a model of this config has; None in the place of the others."""
+    return jax.tree.map(lambda row: row if row.when(config) else None, LLAMA)
+
+
+def swiftkv_params(config: Config) -> SwiftKV:
+    """`llama_params` of the delta."""
+    return jax.tree.map(lambda row: row if row.when(config) else None, SWIFTKV)
+
+
+# Shapes and initial values ----------------------------------------------------
 
 
 def llama_shapes(config: Config, dtype=jnp.float32) -> Llama:
     """The `ShapeDtypeStruct` of every weight of the plain Llama, split at
     `num_key_value_layers`."""
-    c = config
-
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def block(layers):
-        return Block(
-            attn_norm=array(layers, c.embed_dim),
-            o=array(layers, c.embed_dim, c.num_heads, c.head_dim),
-            mlp_norm=array(layers, c.embed_dim),
-            gate=array(layers, c.mlp_dim, c.embed_dim),
-            up=array(layers, c.mlp_dim, c.embed_dim),
-            down=array(layers, c.embed_dim, c.mlp_dim),
-            o_bias=array(layers, c.embed_dim) if c.attention_bias else None,
-        )
-
-    def qkv(layers):
-        return QKV(
-            q=array(layers, c.num_heads, c.head_dim, c.embed_dim),
-            k=array(layers, c.num_kv_heads, c.head_dim, c.embed_dim),
-            v=array(layers, c.num_kv_heads, c.head_dim, c.embed_dim),
-            q_bias=array(layers, c.num_heads, c.head_dim) if c.attention_bias else None,
-            k_bias=array(layers, c.num_kv_heads, c.head_dim) if c.attention_bias else None,
-            v_bias=array(layers, c.num_kv_heads, c.head_dim) if c.attention_bias else None,
-        )
-
-    return Llama(
-        embed=array(c.vocab_size, c.embed_dim),
-        lower=block(c.num_lower_layers),
-        lower_qkv=qkv(c.num_lower_layers),
-        upper=block(c.num_upper_layers),
-        upper_qkv=qkv(c.num_upper_layers),
-        final_norm=array(c.embed_dim),
-        lm_head=None if c.tie_word_embeddings else array(c.vocab_size, c.embed_dim),
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(row.shape(config), dtype), llama_params(config)
     )
 
 
 def swiftkv_shapes(config: Config, dtype=jnp.float32) -> SwiftKV:
     """The `ShapeDtypeStruct` of every tensor of the delta."""
-    upper = llama_shapes(config, dtype).upper_qkv
-    assert upper is not None
-
-    def groups(leaf):
-        return (
-            None
-            if leaf is None
-            else jax.ShapeDtypeStruct((config.num_kv_groups, *leaf.shape[1:]), dtype)
-        )
-
-    return SwiftKV(
-        norm=jax.ShapeDtypeStruct((config.embed_dim,), dtype),
-        q=upper.q,
-        k=groups(upper.k),
-        v=groups(upper.v),
-        q_bias=upper.q_bias,
-        k_bias=groups(upper.k_bias),
-        v_bias=groups(upper.v_bias),
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(row.shape(config), dtype), swiftkv_params(config)
     )
 
 
 def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: float = 0.02) -> Llama:
     """Random weights: norms at one, biases at zero, matrices normal with standard deviation
     `scale`."""
-    shapes = llama_shapes(config, dtype)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    rows, tree = jax.tree.flatten(llama_params(config))
 
-    def draw(path, leaf, key):
-        name = path[-1].name
-        if name.endswith("norm"):
-            return jnp.ones(leaf.shape, dtype)
-        if name.endswith("bias"):
-            return jnp.zeros(leaf.shape, dtype)
-        return (scale * jax.random.normal(key, leaf.shape)).astype(dtype)
+    def draw(row: Param, key: jax.Array) -> jax.Array:
+        shape = row.shape(config)
+        if row.init == "normal":
+            return (scale * jax.random.normal(key, shape)).astype(dtype)
+        return jnp.ones(shape, dtype) if row.init == "ones" else jnp.zeros(shape, dtype)
 
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree_util.tree_unflatten(
-        tree, [draw(path, leaf, k) for (path, leaf), k in zip(leaves, keys, strict=True)]
-    )
+    keys = jax.random.split(key, len(rows))
+    return jax.tree.unflatten(tree, [draw(row, k) for row, k in zip(rows, keys, strict=True)])
+
+
+def require_teacher(llama: Llama, purpose: str) -> QKV:
+    """The teacher's upper q, k, v. Raises `ValueError` if they were dropped: `purpose`, an
+    infinitive, needs them."""
+    if llama.upper_qkv is None:
+        raise ValueError(
+            f"the teacher's upper q, k, v were dropped: load the model with them to {purpose}"
+        )
+    return llama.upper_qkv
 
 
 def init_swiftkv(config: Config, llama: Llama, dtype=None) -> SwiftKV:
@@ -166,17 +294,13 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None) -> SwiftKV:
     the teacher, so the delta can be donated. `dtype` None keeps the teacher's. Raises `ValueError`
     if the teacher's upper projections were dropped.
     """
-    if llama.upper_qkv is None:
-        raise ValueError(
-            "the teacher's upper q, k, v were dropped: load the model with them to start a delta"
-        )
+    upper = require_teacher(llama, "start a delta")
     if config.num_upper_layers == 0:
         raise ValueError(
             f"num_key_value_layers={config.num_key_value_layers} leaves no upper layer, so there "
             f"is no delta"
         )
     dtype = dtype or llama.embed.dtype
-    upper = llama.upper_qkv
 
     def copy(leaf):
         return None if leaf is None else jnp.array(leaf, dtype, copy=True)
@@ -199,13 +323,12 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None) -> SwiftKV:
 
 
 def split_layers(config: Config, llama: Llama) -> Llama:
-    """Move the boundary between the two stacks to `config.num_key_value_layers`. Copies the stacks
-    that change."""
-    if llama.upper_qkv is None:
-        raise ValueError(
-            "the teacher's upper q, k, v were dropped: load the model with them to move the "
-            "boundary"
-        )
+    """The same layers in two stacks split at layer `config.num_key_value_layers`. Copies the stacks
+    that change.
+
+    Raises `ValueError` if the teacher's upper projections were dropped.
+    """
+    require_teacher(llama, "split its layers elsewhere")
     if llama.lower.attn_norm.shape[0] == config.num_lower_layers:
         return llama
     cut = config.num_lower_layers

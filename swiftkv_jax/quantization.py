@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from .errors import UsageError
+from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
 """fp8 is float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, at most 448."""
@@ -26,10 +27,6 @@ Arithmetic = Literal["widen", "native"]
 
 VALUES, SCALE = "values", "scale"
 """The fields of a `Quantized`, the last part of its arrays' names in a tree."""
-
-# Field of `params` -> how many of a matrix's last axes a product sums over. Its other axes are
-# output channels.
-INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 _LARGEST: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
@@ -53,7 +50,7 @@ class Scheme:
     def __post_init__(self):
         if self.format not in FORMATS:
             raise UsageError(
-                f"quantization {self.format!r} is not known; choose {' or '.join(FORMATS)}"
+                f"`quantization`={self.format!r} is not known; choose {' or '.join(FORMATS)}"
             )
         if self.arithmetic not in ("widen", "native") or (self.format, self.arithmetic) == (
             "int8",
@@ -62,8 +59,8 @@ class Scheme:
             # Activations have outliers that eight evenly spaced bits per token do not hold; see
             # arXiv:2208.07339.
             raise UsageError(
-                f"arithmetic {self.arithmetic!r} is not known for {self.format}; choose widen, or "
-                f"native with fp8"
+                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, "
+                f"or native with fp8"
             )
 
     @property
@@ -146,23 +143,23 @@ def as_matrix(weight: Any) -> Any:
     return weight.reshape(weight.shape[0], -1)
 
 
-def quantized_shapes[Tree](shapes: Tree, scheme: Scheme | None) -> Tree:
+def quantized_shapes[Tree: Llama | SwiftKV](shapes: Tree, scheme: Scheme | None) -> Tree:
     """A tree of `params` in which each matrix's `ShapeDtypeStruct` has become a `Quantized` of two;
     None changes nothing."""
     if scheme is None:
         return shapes
 
-    def quantized(path, leaf):
-        if (in_axes := INPUT_AXES.get(path[-1].name)) is None:
+    def quantized(row: Param, leaf: jax.ShapeDtypeStruct):
+        if row.in_axes is None:
             return leaf
-        scale = jax.ShapeDtypeStruct(leaf.shape[:-in_axes], jnp.float32)
+        scale = jax.ShapeDtypeStruct(leaf.shape[: -row.in_axes], jnp.float32)
         return Quantized(jax.ShapeDtypeStruct(leaf.shape, scheme.dtype), scale, scheme)
 
-    return jax.tree_util.tree_map_with_path(quantized, shapes)
+    return map_params(quantized, shapes)
 
 
 def scheme_of(tree: Any) -> Scheme | None:
-    """That of the tree's quantised matrices; None if it has none."""
+    """The scheme of the tree's quantised matrices; None if it has none."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     return next((leaf.scheme for leaf in leaves if isinstance(leaf, Quantized)), None)
 
@@ -182,7 +179,7 @@ def to_eight_bits(
     of the format."""
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
-    # Of zeros, and of what is so small that devices count it as zero. NaN stays NaN.
+    # Rows of zeros, and of numbers that devices flush to zero, have no scale. NaN stays NaN.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     wide = wide / scale
     values = (jnp.round(wide) if format == "int8" else wide).astype(DTYPES[format])

@@ -1,5 +1,4 @@
-"""Machines that are not there: meshes of their devices, to compile for them and read the compiler's
-own figures.
+"""Meshes of machines that are only described, to compile for them and read the compiler's figures.
 
     mesh = topology_mesh("h200:8", (1, 8))
     lower_decode(config, batch=64, max_model_len=8192, mesh=mesh).compile().memory_analysis()
@@ -37,10 +36,13 @@ _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 l2_cache_size: 52428800 memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 l2_cache_size: 52428800 memory_bandwidth: {bandwidth}
+  device_memory_size: {memory}
   cuda_compute_capability {{ major: 9 minor: 0 }}
 }}
 platform_name: "CUDA" device_description_str: "{kind}"
@@ -55,7 +57,7 @@ def topology_mesh(name: str, shape: MeshShape | tuple[int, int]) -> Mesh:
     chips (`v5p:4x4x4`, `v6e:2x4`). Raises `UsageError` for an unknown name, too few devices, or a
     compiler that is not installed.
     """
-    return mesh_over(_devices(name), shape, f"--topology {name} has")
+    return mesh_over(_devices(name), shape, f"`topology`={name} has")
 
 
 def _devices(name: str) -> list:
@@ -76,9 +78,9 @@ def _devices(name: str) -> list:
             return topologies.get_topology_desc(name, platform="tpu").devices
     except (RuntimeError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--topology {name}: its compiler is not available ({str(error).splitlines()[0]})"
+            f"`topology`={name}: its compiler is not available ({str(error).splitlines()[0]})"
         ) from error
     raise UsageError(
-        f"--topology {name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like "
+        f"`topology`={name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like "
         f"2x4 or 4x4x4"
     )

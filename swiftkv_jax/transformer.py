@@ -1,14 +1,14 @@
 """Teacher and student: the same frozen Llama, with and without SwiftKV.
 
-    tokens -> embed -> lower layers -> x -+-> upper layers with their own q, k, v          = teacher
+    tokens -> embed -> lower layers -> x -+-> upper layers with their own q, k, v     = teacher
                                           |
                                           +-> s = RMSNorm(x) -> k, v of every upper group
-                                          +-> upper layers with the delta's q on those k, v = student
+                                          +-> upper layers with the delta's q on them = student
 
-There are two layer kinds: `self_layer` owns its keys and values, `cross_layer` brings only queries.
-Both take an `attend` callable, so training, prefill and decode run the same layer over different
-memories. Here whole sequences run through stacks of layers (`lax.scan`); `infer.programs` runs the
-same layers one by one over a cache.
+There are two layer kinds: `self_layer` has keys and values of its own, `cross_layer` only queries.
+Both take an `attend` callable, so training, prefill and decode run the same layer on keys and
+values that are stored differently. Here whole sequences run through stacks of layers (`lax.scan`);
+`infer.runner.programs` runs the same layers one by one over a cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
 from .layers import apply_rope, output_and_mlp, project_heads, rms_norm, rope_table
-from .params import QKV, Block, Leaf, Llama, SwiftKV
+from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher
 from .quantization import Quantized, product
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
@@ -40,7 +40,7 @@ DEFAULT = Attention()
 Remat = Literal["none", "mlp", "layer"]
 """What the backward pass computes again: elementwise operations only; all of an upper layer but its
 attention; or all of it from its input."""
-# A scan needs no barrier against common subexpressions.
+# Inside a scan `prevent_cse` is not needed.
 _CHECKPOINT = {
     "none": lambda step: step,
     "mlp": functools.partial(
@@ -77,8 +77,8 @@ def unpacked_batch(
 
 
 def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
-    """A layer that owns its keys and values. `attend(q, k, v)` returns (attended, state): (x,
-    state)."""
+    """A layer with keys and values of its own: (x, state), where `attend(q, k, v)` returns
+    (attended, state)."""
     with jax.named_scope("qkv"):
         h = rms_norm(x, block.attn_norm, config.norm_eps)
         q = apply_rope(project_heads(h, qkv.q, qkv.q_bias), rope)
@@ -90,8 +90,8 @@ def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
 
 
 def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend: Attend):
-    """An upper layer of the student: only queries are its own. `attend(q)` reads the group's keys
-    and values: x."""
+    """An upper layer of the student, with queries of its own: x. `attend(q)` attends to the keys
+    and values of its group."""
     with jax.named_scope("q"):
         h = rms_norm(x, block.attn_norm, config.norm_eps)
         q = apply_rope(project_heads(h, q_weight, q_bias), rope)
@@ -103,10 +103,10 @@ def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend:
 def project_kv(
     config: Config, delta: SwiftKV, x: Float[Array, "B T D"], rope
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """Keys and values of every upper group from the hidden state at the boundary.
+    """Keys and values of every upper group from the hidden state that enters layer K.
 
-    This is all of the upper half that a prompt token needs. Keys come out rotated, once per group:
-    the layers of a group share positions, so they share the rotated keys.
+    A prompt token needs no more of the upper layers than this. Keys are returned rotated, once per
+    group: the layers of a group share positions, so they share the rotated keys.
     """
     with jax.named_scope("project_kv"):
         s = rms_norm(x, delta.norm, config.norm_eps)
@@ -156,8 +156,8 @@ def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
 def run_lower_layers(
     config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
 ) -> tuple[Float[Array, "B T D"], Array]:
-    """Embedding and lower layers: the hidden state at the boundary, and the rotary table. Teacher
-    and student share it."""
+    """Embedding and lower layers, the same for teacher and student: the hidden state that enters
+    layer K, and the rotary table."""
     rope = rope_table(config, batch.positions)
     mesh, attend = attention.mesh, packed_attention(attention, batch.segment_ids)
     between_layers = functools.partial(
@@ -185,12 +185,8 @@ def run_upper_layers_teacher(
     remat: Remat = "none",
     attention: Attention = DEFAULT,
 ):
-    """The plain Llama's upper layers: (x, sum over layers of `layer_hook(layer index, layer input)`)."""
-    if llama.upper_qkv is None:
-        raise ValueError(
-            "the teacher's upper q, k, v were dropped: load the model with them to run it as a "
-            "plain Llama"
-        )
+    """The plain Llama's upper layers: (x, sum over layers of `layer_hook(index, input)`)."""
+    upper_qkv = require_teacher(llama, "run it as a plain Llama")
     mesh, attend = attention.mesh, packed_attention(attention, segment_ids)
 
     def layer_step(x, layer):
@@ -198,7 +194,7 @@ def run_upper_layers_teacher(
         x, _ = self_layer(config, block, qkv, x, rope, attend)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    return _scan_upper(config, layer_step, (llama.upper, llama.upper_qkv), x, layer_hook, remat)
+    return _scan_upper(config, layer_step, (llama.upper, upper_qkv), x, layer_hook, remat)
 
 
 def run_upper_layers_student(
@@ -213,8 +209,8 @@ def run_upper_layers_student(
     remat: Remat = "none",
     attention: Attention = DEFAULT,
 ):
-    """The student's upper layers on shared keys and values: (x, sum of `layer_hook(layer index, layer
-    input)`)."""
+    """The student's upper layers on shared keys and values: (x, sum over layers of
+    `layer_hook(index, input)`)."""
     mesh, queries = attention.mesh, QKV(delta.q, None, None, delta.q_bias)
     k, v = project_kv(
         config,
@@ -222,8 +218,8 @@ def run_upper_layers_student(
         x,
         rope,
     )
-    # A scan slices its inputs for free; an index per group would scatter-add whole stacks in the
-    # backward pass.
+    # A scan slices repeated inputs for free; an index per group would scatter-add whole stacks in
+    # the backward pass.
     k, v = (jnp.repeat(a, config.key_value_group_size, axis=0) for a in (k, v))
 
     def layer_step(x, layer):

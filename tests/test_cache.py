@@ -11,8 +11,8 @@ from swiftkv_jax.cache import (
     Pool,
     bytes_per_token,
     cache_dtype,
+    gather_pages,
     init_cache,
-    take_pages,
     write_pages,
     write_token,
 )
@@ -161,6 +161,6 @@ def test_eight_bits_keep_zeros_and_the_largest_values():
 
 
 @pytest.mark.parametrize("format", ["float32", "fp8"])
-def test_take_pages(format):
+def test_gather_pages(format):
     pool = write_token(pool_of(format), jnp.ones((1, 2, 1, 8)), jnp.array([3]), jnp.array([2]))
-    np.testing.assert_array_equal(read(take_pages(pool, jnp.array([3, 1]))), read(pool)[[3, 1]])
+    np.testing.assert_array_equal(read(gather_pages(pool, jnp.array([3, 1]))), read(pool)[[3, 1]])

@@ -18,8 +18,8 @@ LAYERS = [
     "config",
     "mesh",
     "pallas_kernels",
-    "quantization",
     "params",
+    "quantization",
     "sharding",
     "attention",
     "layers",
@@ -120,8 +120,7 @@ def test_pallas_kernels_stand_alone():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_import_direction(name):
-    """errors <- config <- quantization <- params <- sharding <- attention <- layers <- model:
-    nothing knows what is above it."""
+    """A module imports only modules of earlier rows."""
     modules = {module_name(path).split(".")[0] for path in FILES} - {""}
     above = modules - set(LAYERS[: LAYERS.index(name) + 1])
     for path in files_of(name):

@@ -1,5 +1,5 @@
 """Teacher and student against the oracle, over the shapes a Llama can take; packing, initial
-deltas, and moving the boundary."""
+deltas, and splitting the layers elsewhere."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import transformer as forward
+from swiftkv_jax import transformer
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.layers import embed, rope_table, unembed
 from swiftkv_jax.params import split_layers, unstack
@@ -81,14 +81,14 @@ def run_both(config, llama, delta, batch):
     def layer_hook(index, x):  # the sum over layers of this puts each layer's input in its place
         return jnp.zeros((config.num_layers, *x.shape)).at[index].set(x)
 
-    x, rope = forward.run_lower_layers(config, llama, batch)
+    x, rope = transformer.run_lower_layers(config, llama, batch)
     runs = {
-        "teacher": forward.run_upper_layers_teacher(
+        "teacher": transformer.run_upper_layers_teacher(
             config, llama, x, rope, batch.segment_ids, layer_hook=layer_hook
         )
     }
     if delta is not None:
-        runs["student"] = forward.run_upper_layers_student(
+        runs["student"] = transformer.run_upper_layers_student(
             config, llama, delta, x, rope, batch.segment_ids, layer_hook=layer_hook
         )
     return {
@@ -103,7 +103,7 @@ def run(model, batch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_oracle(name):
     hf, tensors, model, tokens = setup(name)
-    runs = run(model, forward.unpacked_batch(jnp.asarray(tokens)))
+    runs = run(model, transformer.unpacked_batch(jnp.asarray(tokens)))
     assert set(runs) == ({"teacher", "student"} if model.config.num_upper_layers else {"teacher"})
     for who, (logits, inputs) in runs.items():
         expected = oracle.forward_batch(hf, tensors, tokens, swiftkv=who == "student")
@@ -133,7 +133,7 @@ def test_bfloat16(name):
         key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64)
         for key, value in tensors.items()
     }
-    for who, (logits, _) in run(model, forward.unpacked_batch(jnp.asarray(tokens))).items():
+    for who, (logits, _) in run(model, transformer.unpacked_batch(jnp.asarray(tokens))).items():
         expected = oracle.forward_batch(hf, rounded, tokens, swiftkv=who == "student").logits
         error = np.asarray(logits) - expected
         assert np.sqrt(np.mean(error**2)) < 0.02 * expected.std()
@@ -174,7 +174,7 @@ def packed(documents, pad_with: int = 0, length: int = 16):
         segments + [0] * padding,
     )
     row = (jnp.asarray([x], jnp.int32) for x in (tokens, positions, segments))
-    return forward.Batch(*row, loss_mask=jnp.ones((1, length)))
+    return transformer.Batch(*row, loss_mask=jnp.ones((1, length)))
 
 
 @pytest.mark.parametrize("name", ["g=2", "llama3 rope"])
@@ -200,7 +200,9 @@ def test_later_tokens_have_no_influence():
     hf, _, model, tokens = setup("g=2")
     changed = tokens.copy()
     changed[:, 7:] = (changed[:, 7:] + 1) % hf["vocab_size"]
-    before, after = (run(model, forward.unpacked_batch(jnp.asarray(x))) for x in (tokens, changed))
+    before, after = (
+        run(model, transformer.unpacked_batch(jnp.asarray(x))) for x in (tokens, changed)
+    )
     for who in "teacher", "student":
         np.testing.assert_array_equal(before[who][0][:, :7], after[who][0][:, :7])
         assert jnp.abs(before[who][0][:, 7:] - after[who][0][:, 7:]).max() > 0.1
@@ -212,7 +214,7 @@ def test_later_tokens_have_no_influence():
 @pytest.mark.parametrize(("kv_layers", "group"), [(2, 1), (2, 2), (2, 4), (1, 5), (4, 1), (5, 1)])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
 def test_add_swiftkv(kv_layers, group, bias):
-    """The delta of spec 2.3, whatever boundary the teacher came with, on buffers of its own; the
+    """The delta of spec 2.3, wherever the teacher's layers were split, on buffers of its own; the
     model given is untouched."""
     hf = tiny.hf_config(num_key_value_layers=4, key_value_group_size=1, attention_bias=bias)
     tensors = tiny.tensors_for(hf, seed=2)
@@ -249,7 +251,7 @@ def test_where_a_fresh_student_leaves_the_teacher(group, first_difference):
     groups differ one earlier."""
     hf, _, model, tokens = setup("K=L")
     student = skv.add_swiftkv(model, 2, group)
-    batch = forward.unpacked_batch(jnp.asarray(tokens))
+    batch = transformer.unpacked_batch(jnp.asarray(tokens))
     runs = run(student, batch)
     difference = np.abs(np.asarray(runs["teacher"][1]) - np.asarray(runs["student"][1])).max(
         axis=(1, 2, 3)
@@ -321,7 +323,7 @@ def test_no_delta_without_the_teachers_upper_projections():
 # Stacks of layers -------------------------------------------------------------
 
 
-def test_the_boundary_does_not_matter_to_the_teacher():
+def test_the_split_does_not_change_the_teacher():
     hf, tensors, model, tokens = setup("biases")
     expected = oracle.forward_batch(hf, tensors, tokens, swiftkv=False).logits
     for cut in range(1, 7):
@@ -356,12 +358,12 @@ def test_layers_one_by_one_equal_the_scan():
     _, _, model, tokens = setup("biases g=2")
     config, llama, delta = model.config, model.llama, model.swiftkv
     assert delta is not None
-    batch = forward.unpacked_batch(jnp.asarray(tokens))
-    attend = forward.packed_attention(forward.DEFAULT, batch.segment_ids)
+    batch = transformer.unpacked_batch(jnp.asarray(tokens))
+    attend = transformer.packed_attention(transformer.DEFAULT, batch.segment_ids)
     x, rope = embed(llama, batch.tokens), rope_table(config, batch.positions)
     for block, qkv in zip(unstack(llama.lower), unstack(llama.lower_qkv), strict=True):
-        x, _ = forward.self_layer(config, block, qkv, x, rope, attend)
-    keys, values = forward.project_kv(config, delta, x, rope)
+        x, _ = transformer.self_layer(config, block, qkv, x, rope, attend)
+    keys, values = transformer.project_kv(config, delta, x, rope)
     assert keys.shape == (
         config.num_kv_groups,
         2,
@@ -373,9 +375,9 @@ def test_layers_one_by_one_equal_the_scan():
         group = i // config.key_value_group_size
 
         def read(q, group=group):
-            return forward.DEFAULT.prefill(
+            return transformer.DEFAULT.prefill(
                 q, keys[group], values[group], segment_ids=batch.segment_ids
             )
 
-        x = forward.cross_layer(config, block, delta.q[i], delta.q_bias[i], x, rope, read)
+        x = transformer.cross_layer(config, block, delta.q[i], delta.q_bias[i], x, rope, read)
     assert_close(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)))

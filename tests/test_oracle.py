@@ -71,8 +71,8 @@ def test_init_fixture_has_the_initial_delta():
 
 @pytest.mark.parametrize("num_skipped", [0, 1, 23])
 def test_prefill_skip_is_exact(recorded, num_skipped):
-    """1.4: upper keys and values depend on the boundary alone, so prompt tokens may stop there,
-    with K + (L-K)/g caches."""
+    """1.4: upper keys and values depend on the input of layer K alone, so prompt tokens may stop
+    there, with K + (L-K)/g caches."""
     config, tensors, reference, _, student = recorded
     logits, num_caches = oracle.skip_then_decode(
         config, tensors, reference["input_ids"][0], num_skipped

@@ -2,6 +2,7 @@
 checkpoints."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
+from swiftkv_jax import demo
+from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("llama-init-4of8-group1", "llama-trained-4of8-group2-tied")
@@ -151,3 +154,14 @@ def test_a_teacher_needs_no_delta_and_a_student_does(recorded):
 def test_everything_public_is_documented():
     for name in skv.__all__:
         assert getattr(skv, name).__doc__, name
+
+
+def test_the_demos_tokenizer_has_a_class_that_transformers_4_knows():
+    for folder in (demo.LLAMA, demo.SWIFTKV):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert load_tokenizer(folder, read_auxiliary_files(folder)[1]).encode("def f") == [
+            0,
+            315,
+            287,
+        ]

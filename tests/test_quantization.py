@@ -13,9 +13,8 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
 from swiftkv_jax.mesh import MeshShape, make_mesh
-from swiftkv_jax.params import split_layers
+from swiftkv_jax.params import Param, map_params, split_layers
 from swiftkv_jax.quantization import (
-    INPUT_AXES,
     Arithmetic,
     Quantized,
     Scheme,
@@ -59,13 +58,11 @@ def rounded(x: np.ndarray, largest: float, dtype) -> tuple[np.ndarray, np.ndarra
 
 
 def quantized_model(model: skv.Model, scheme: Scheme) -> skv.Model:
-    def leaf(path, array):
-        in_axes = INPUT_AXES.get(path[-1].name)
-        return array if in_axes is None else quantize(array, in_axes, scheme)
+    def leaf(row: Param, array):
+        return array if row.in_axes is None else quantize(array, row.in_axes, scheme)
 
-    llama, delta = (
-        jax.tree_util.tree_map_with_path(leaf, tree) for tree in (model.llama, model.swiftkv)
-    )
+    assert model.swiftkv is not None
+    llama, delta = map_params(leaf, model.llama), map_params(leaf, model.swiftkv)
     return dataclasses.replace(model, llama=llama, swiftkv=delta)
 
 
@@ -200,7 +197,7 @@ def test_a_native_model_is_near_its_widened_self():
     assert 1e-3 < np.abs(tiny_logits(NATIVE) - tiny_logits(FP8)).max() < 0.5
 
 
-def test_the_boundary_moves_with_quantised_layers():
+def test_quantised_layers_can_be_split_elsewhere():
     model = tiny_model(INT8)
     moved = split_layers(model.config.cut(3), model.llama)
     assert moved.lower.gate.scale.shape == (3, 48) and scheme_of(moved) == INT8
@@ -272,9 +269,9 @@ def test_schemes_say_what_they_do():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("int4",), "quantization 'int4' is not known; choose fp8 or int8"),
-        (("int8", "native"), "arithmetic 'native' is not known for int8"),
-        (("fp8", "fast"), "arithmetic 'fast' is not known for fp8"),
+        (("int4",), "`quantization`='int4' is not known; choose fp8 or int8"),
+        (("int8", "native"), "`arithmetic`='native' is not known for int8"),
+        (("fp8", "fast"), "`arithmetic`='fast' is not known for fp8"),
     ],
 )
 def test_unknown_schemes(arguments, message):

@@ -34,7 +34,7 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io.files import write_whole
+from swiftkv_jax.io.files import write_atomic
 from swiftkv_jax.pallas_kernels import ops, tuning
 from swiftkv_jax.pallas_kernels.device import current_device
 
@@ -167,7 +167,7 @@ def _main(args: argparse.Namespace) -> int:
                 "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: "
                 f"{result['basis']}",
             }
-            write_whole(
+            write_atomic(
                 args.table,
                 table_text(with_entry(json.loads(args.table.read_text()), entry)).encode(),
             )

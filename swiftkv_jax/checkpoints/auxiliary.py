@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import CheckpointError, ConfigError
+from ..io.files import write_json
 from ..model import AuxiliaryFiles
 from ..quantization import Format
 from .compressed_tensors import quantization_config
@@ -34,7 +35,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 GENERATION_CONFIG = "generation_config.json"
 
 
-def read_side_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
+def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
     """config.json, the other side files, and the tokens that end a generation.
 
     Raises `ConfigError` naming config.json if it is malformed or not supported, `CheckpointError`
@@ -58,7 +59,7 @@ def read_side_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]
     return config, AuxiliaryFiles(contents, hf_config), eos_token_ids
 
 
-def write_side_files(
+def write_auxiliary_files(
     path: Path,
     config: Config,
     auxiliary_files: AuxiliaryFiles,
@@ -68,10 +69,8 @@ def write_side_files(
     """config.json and everything that was carried along."""
     for name, content in auxiliary_files.contents.items():
         (path / name).write_bytes(content)
-    write_json(
-        path / "config.json",
-        to_hf_config(config, auxiliary_files.hf_config, dtype_name, quantization),
-    )
+    hf_config = to_hf_config(config, auxiliary_files.hf_config, dtype_name, quantization)
+    write_json(path / "config.json", hf_config, canonical=True)
 
 
 def to_hf_config(
@@ -128,15 +127,13 @@ def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise error_type(f"{file}: no such file") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise error_type(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise error_type(f"{file}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise error_type(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:

@@ -25,34 +25,47 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "pruned_heads": ({}, None),
     "logit_scale": (1.0, None),
+    # Of SmolLM2: the split halves that this package computes, and a mark of conversion scripts.
+    "rope_interleaved": (False, None),
+    "is_llama_config": (True, None),
 }
 
 # Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
 _IRRELEVANT = frozenset(
-    """_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache pretraining_tp
-    attention_dropout initializer_range bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id swiftkv
-    _attn_implementation attn_implementation _attn_implementation_autoset auto_map tokenizer_class return_dict
-    return_dict_in_generate output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
-    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id finetuning_task id2label label2id
-    num_labels prefix problem_type task_specific_params max_length min_length do_sample early_stopping num_beams
-    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
-    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id remove_invalid_values
-    unsloth_version unsloth_fixed""".split()
+    """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache
+    pretraining_tp attention_dropout initializer_range bos_token_id eos_token_id pad_token_id
+    sep_token_id unk_token_id swiftkv _attn_implementation attn_implementation
+    _attn_implementation_autoset auto_map tokenizer_class return_dict return_dict_in_generate
+    output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id
+    finetuning_task id2label label2id num_labels prefix problem_type task_specific_params
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
+    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    remove_invalid_values unsloth_version unsloth_fixed
+    """.split()
 )
 
 _USED = frozenset(
-    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings attention_bias tie_word_embeddings
-    num_key_value_layers key_value_group_size sliding_window layer_types quantization_config""".split()
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
+    max_position_embeddings attention_bias tie_word_embeddings num_key_value_layers
+    key_value_group_size sliding_window layer_types quantization_config
+    """.split()
 )
 
 # What JSON may hold besides null in the fields that are used.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "an integer": (
         (int,),
-        """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-        max_position_embeddings sliding_window num_key_value_layers key_value_group_size""",
+        """
+        vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+        num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
+        key_value_group_size
+        """,
     ),
     "a number": ((int, float), "rms_norm_eps rope_theta"),
     "true or false": ((bool,), "attention_bias tie_word_embeddings"),
@@ -112,7 +125,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
             f"num_attention_heads={hf['num_attention_heads']}, or head_dim be given"
         )
 
-    max_positions = hf.get("max_position_embeddings") or 2048
+    max_positions = hf.get("max_position_embeddings")
+    max_positions = 2048 if max_positions is None else max_positions
     # transformers reads a Mistral without the field as one with a window of 4096; null is no
     # window.
     window = hf.get("sliding_window", 4096 if hf["model_type"] == "mistral" else None)

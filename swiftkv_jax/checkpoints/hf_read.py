@@ -1,25 +1,22 @@
-"""Read Hugging Face checkpoints: a Llama, or SwiftKV as its authors publish it. `hf_export` is the
+"""Read Hugging Face checkpoints: a Llama, or SwiftKV as its authors publish it. `hf_write` is the
 other direction.
 
-Names are strict (`names`): a tensor that is missing, unexpected, repeated, misshapen or of a wrong
-dtype is an error, and one error lists all of them. Each device's slice of each leaf is read
-straight from the file, one leaf at a time.
+Names are strict (`tensor_map`): a tensor that is missing, unexpected, repeated, misshapen or of a
+wrong dtype is an error, and one error names all kinds of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from ..config import Config
 from ..errors import CheckpointError
@@ -27,11 +24,12 @@ from ..model import Model
 from ..params import split_layers
 from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from . import source
-from .auxiliary import load_tokenizer, read_json, read_side_files
+from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
-from .safetensors_io import DTYPES, Stored, read_header, read_into, same_values, verify
+from .safetensors_io import DTYPES, Stored, read_header, same_values
 from .source import Quantization, Source
-from .tensor_map import Leaf, by_name, leaves, to_trees
+from .tensor_map import Leaf, by_name, check_no_problems, first_of, leaves, to_trees
+from .tensor_reader import TensorReader
 
 __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 
@@ -52,7 +50,7 @@ def load_hf(
 ) -> Model:
     """Load a Hugging Face directory.
 
-    `dtype` None is `bundle.default_dtype()`; `mesh` None is the first device. `config` asks for
+    `dtype` None is `model.default_dtype()`; `mesh` None is the first device. `config` asks for
     another SwiftKV cut than the file's, so that a plain Llama goes straight into two stacks; a
     delta in the file does not fit it and is not read. `quantization` as in `source.load`. Raises
     `CheckpointError` for anything missing, damaged or unsupported.
@@ -81,7 +79,7 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
     cut = dataclasses.replace(
         base, config=config, llama=split_layers(config, base.llama), swiftkv=None
     )
-    opened, where = open_delta(path, source.from_model(cut)), source.placements(config, None)
+    opened, where = open_delta(path, source.from_model(cut)), source.shardings(config, None)
     delta = {
         leaf.name: opened.read(leaf, np.dtype(base.dtype), where[leaf.name])
         for leaf in opened.leaves
@@ -94,7 +92,7 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
 
 def delta_config(path: str | os.PathLike[str]) -> Config:
     """The config that `open_delta` wants its base opened with."""
-    return read_side_files(Path(path))[0]
+    return read_auxiliary_files(Path(path))[0]
 
 
 def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
@@ -115,66 +113,53 @@ def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
     table = tuple(leaf for leaf in leaves(base.config) if leaf.is_delta)
     tensors = _match(path, table, stored)
     dtypes = {leaf.name: _stored_dtype(leaf, tensors, None) for leaf in table}
-
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        return _read_leaf(leaf, tensors, dtypes[leaf.name] if dtype is None else dtype, sharding)
-
-    return source.with_delta(base, path, dtypes, read)
+    return source.with_delta(base, path, dtypes, TensorReader(tensors))
 
 
 def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Source:
     """Check a Hugging Face directory's config, names, shapes and dtypes; read no weights yet.
     `config` as in `load_hf`."""
     path = Path(path)
-    file_config, auxiliary_files, eos_token_ids = read_side_files(path)
+    file_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     format: Format | None = "fp8" if auxiliary_files.hf_config.get("quantization_config") else None
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) == DELTA:
         raise CheckpointError(
-            f"{path}: holds only the trained tensors, not its base model; join them with convert "
-            f"hf2orbax --base"
+            f"{path}: holds only the trained tensors, not its base model; join them by convert "
+            f"hf2orbax with its `base`"
         )
 
-    moved = config is not None and config != file_config
-    if config is not None:
-        source.check_overrides(path, file_config, config)
-    names = {tensor.name for tensor in stored}
-    teacher_names = {
-        name
-        for leaf in leaves(file_config, quantization=format)
-        if leaf.is_teacher_qkv
-        for name in leaf.tensors
-    }
-    slim = bool(teacher_names) and names.isdisjoint(teacher_names)
-    if slim and moved:
-        raise CheckpointError(
-            f"{path}: the teacher's upper q, k, v are absent, so layers cannot move to another "
-            f"SwiftKV cut"
-        )
-    present = leaves(file_config, teacher_qkv=not slim, quantization=format)
+    present = _present(file_config, stored, format)
     tensors = _match(path, present, stored)
     _check_tied_head(path, file_config, tensors)
-
-    if config is not None and moved:
-        present = leaves(config, delta=False, quantization=format)
-    dtypes = {leaf.name: _stored_dtype(leaf, tensors, format) for leaf in present}
-
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        return _read_leaf(
-            leaf, tensors, dtypes[leaf.name] if dtype is None or leaf.part else dtype, sharding
-        )
-
-    return Source(
-        config=config or file_config,
+    opened = Source(
+        config=file_config,
         leaves=present,
-        dtypes=dtypes,
-        read=read,
+        dtypes={leaf.name: _stored_dtype(leaf, tensors, format) for leaf in present},
+        reader=TensorReader(tensors),
         auxiliary_files=auxiliary_files,
         eos_token_ids=eos_token_ids,
         path=path,
         digests=all(tensor.crc32 is not None for tensor in tensors.values()),
         quantization=format,
     )
+    if config is None or config == file_config:
+        return opened
+    source.check_overrides(path, file_config, config)
+    opened.require_teacher("split its layers elsewhere")
+    # Tensors are one layer each, so another split needs no other reader.
+    present = leaves(config, delta=False, quantization=format)
+    dtypes = {leaf.name: _stored_dtype(leaf, tensors, format) for leaf in present}
+    return dataclasses.replace(opened, config=config, leaves=present, dtypes=dtypes)
+
+
+def _present(config: Config, stored: list[Stored], format: Format | None) -> tuple[Leaf, ...]:
+    """The leaves to expect: all of them, or without the teacher's upper q, k, v where the files
+    hold none of those."""
+    expected, found = leaves(config, quantization=format), {tensor.name for tensor in stored}
+    teacher = {name for leaf in expected if leaf.is_teacher_qkv for name in leaf.tensors}
+    dropped = bool(teacher) and found.isdisjoint(teacher)
+    return tuple(leaf for leaf in expected if not (dropped and leaf.is_teacher_qkv))
 
 
 # Files ------------------------------------------------------------------------
@@ -198,34 +183,41 @@ def _weight_files(path: Path) -> list[Path]:
             raise CheckpointError(f"{path / INDEX}: no weight_map")
         names = sorted({str(name) for name in weight_map.values()})
         if unsafe := [
-            name
+            repr(name)
             for name in names
             if name != Path(name).name or "\\" in name or name in ("", ".", "..")
         ]:
             raise CheckpointError(
-                f"{path / INDEX}: weight files must lie in the same directory: "
-                f"{', '.join(map(repr, unsafe))}"
+                f"{path / INDEX}: weight files must lie in the same directory: {first_of(unsafe)}"
             )
-        if absent := [name for name in names if not (path / name).is_file()]:
+        if absent := [name for name in names if not _is_file(path / name)]:
             raise CheckpointError(
-                f"{path}: missing weight files that {INDEX} lists: {', '.join(absent)}"
+                f"{path}: missing weight files that {INDEX} lists: {first_of(absent)}"
             )
         return [path / name for name in names]
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if pickles := sorted(file.name for pattern in _PICKLES for file in path.glob(pattern)):
         raise CheckpointError(
-            f"{path}: {', '.join(pickles)}: pickle files can run code; convert to safetensors"
+            f"{path}: {first_of(pickles)}: pickle files can run code; convert to safetensors"
         )
     raise CheckpointError(f"{path}: no weights: looked for {INDEX} and {SINGLE_FILE}")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file. A name that is too long for the file system has none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 # Names ------------------------------------------------------------------------
 
 
 def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict[str, Stored]:
-    """Name -> tensor, after checking that the files hold exactly what is expected. One error lists
-    every difference."""
+    """Name -> tensor, after checking that the files hold exactly what is expected. One error names
+    every kind of difference."""
     shapes = {name: leaf.tensor_shape for leaf in expected for name in leaf.tensors}
     eight_bits = {name for leaf in expected if leaf.part == VALUES for name in leaf.tensors}
     tied = "lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes
@@ -266,11 +258,7 @@ def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict
         ],
         "dtype not supported yet": typed,
     }
-    if any(problems.values()):
-        raise CheckpointError(
-            f"{path}: "
-            + "; ".join(f"{kind}: {', '.join(which)}" for kind, which in problems.items() if which)
-        )
+    check_no_problems(path, problems)
     return found
 
 
@@ -283,8 +271,7 @@ def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Stored]) 
     ):
         raise CheckpointError(
             f"{path}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
-            f"tie_word_embeddings; "
-            "set it to false if the head is to be used"
+            f"tie_word_embeddings; set it to false if the head is to be used"
         )
 
 
@@ -300,84 +287,3 @@ def _stored_dtype(
         return np.dtype(np.float32) if leaf.part == SCALE else Scheme(quantization).dtype
     codes = {tensors[name].code for name in leaf.tensors or ("model.embed_tokens.weight",)}
     return np.dtype(jnp.result_type(*(DTYPES[code] for code in codes)))
-
-
-# Weights ----------------------------------------------------------------------
-
-
-def _read_leaf(
-    leaf: Leaf, tensors: Mapping[str, Stored], dtype: np.dtype, sharding: Sharding
-) -> jax.Array:
-    """One leaf onto its devices. Equal slices (copies on several devices) are read once."""
-    if leaf.size == 0:
-        return jnp.zeros(leaf.shape, dtype, device=sharding)
-    blocks: dict[tuple[range, ...], np.ndarray] = {}
-    verified: set[str] = set()
-
-    def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        ranges = tuple(
-            range(*part.indices(size)) for part, size in zip(index, leaf.shape, strict=True)
-        )
-        if ranges not in blocks:
-            blocks[ranges] = _read_ranges(leaf, tensors, ranges, dtype, verified)
-        return blocks[ranges]
-
-    return jax.make_array_from_callback(leaf.shape, sharding, block)
-
-
-def _read_ranges(
-    leaf: Leaf,
-    tensors: Mapping[str, Stored],
-    ranges: tuple[range, ...],
-    dtype: np.dtype,
-    verified: set[str],
-) -> np.ndarray:
-    """The part of a leaf within `ranges`, one tensor after another. Tensors read in part are
-    checked as a whole, once."""
-    out = _empty(tuple(len(part) for part in ranges), dtype)
-    layers, within = (ranges[0], ranges[1:]) if leaf.stacked else (range(1), ranges)
-    index = _merge_heads(leaf, within)
-    for row, layer in enumerate(layers):
-        tensor = tensors[leaf.tensors[layer]]
-        partial = any(
-            part.stop - part.start != size for part, size in zip(index, tensor.shape, strict=True)
-        )
-        if partial and tensor.name not in verified:
-            verify(tensor)
-            verified.add(tensor.name)
-        target = out[row] if leaf.stacked else out
-        read_into(target.reshape([part.stop - part.start for part in index]), tensor, index)
-        if dtype == np.float16 and DTYPES[tensor.code] != dtype and not np.isfinite(target).all():
-            raise CheckpointError(
-                f"{tensor.file}: {tensor.name} has values beyond float16; load it as bfloat16 or "
-                f"float32"
-            )
-        if leaf.part == SCALE and not (np.isfinite(target) & (target >= 0)).all():
-            raise CheckpointError(
-                f"{tensor.file}: {tensor.name} has scales that are negative or not finite; copy "
-                f"or download it again"
-            )
-    return out
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that a CPU device can take over without a copy: that needs an address divisible by
-    64."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(num_bytes + 63, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _merge_heads(leaf: Leaf, within: tuple[range, ...]) -> tuple[slice, ...]:
-    """Ranges of one layer's array as slices of its tensor. Heads are never split: their dimension
-    is whole."""
-    slices = [slice(part.start, part.stop) for part in within]
-    if (axis := leaf.head_axis) is not None:
-        head_dim = len(within[axis + 1])
-        assert head_dim == leaf.shape[axis + 1 + leaf.stacked], "no sharding splits a head"
-        slices[axis : axis + 2] = [
-            slice(slices[axis].start * head_dim, slices[axis].stop * head_dim)
-        ]
-    return (*slices, slice(0, 1)) if leaf.part == SCALE else tuple(slices)

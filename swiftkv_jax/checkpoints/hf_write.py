@@ -23,11 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config import Config
 from ..errors import UsageError
-from ..io.atomic import check_free, new_directory
+from ..io.files import check_free, new_directory, write_json
 from ..model import Model
-from .auxiliary import write_json, write_side_files
+from .auxiliary import write_auxiliary_files
 from .safetensors_io import crc32, write_file
-from .source import Source, from_model, parse_dtype, placements
+from .source import Source, from_model, parse_dtype
 from .tensor_map import Leaf, repeat_groups
 
 Format = Literal["full", "delta", "expanded"]
@@ -112,15 +112,11 @@ def write_hf(
                     for name, shard in zip(names, shards, strict=True)
                     for piece in shard
                 }
-                write_json(
-                    partial / INDEX,
-                    {
-                        "metadata": {"total_size": sum(p.num_bytes for p in pieces)},
-                        "weight_map": weight_map,
-                    },
-                )
+                size = {"total_size": sum(piece.num_bytes for piece in pieces)}
+                index = {"metadata": size, "weight_map": weight_map}
+                write_json(partial / INDEX, index, canonical=True)
             dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
-            write_side_files(
+            write_auxiliary_files(
                 partial,
                 _config(source, format),
                 source.auxiliary_files,
@@ -150,19 +146,19 @@ def base_model_digest(source: Source) -> str:
 
 def _check_format(source: Source, format: str) -> None:
     if format not in ("full", "delta", "expanded"):
-        raise UsageError(f"format {format!r} is not known; choose full, delta or expanded")
+        raise UsageError(f"`format`={format!r} is not known; choose full, delta or expanded")
     if format == "delta" and not source.has_delta:
         raise UsageError(
-            "format delta: this model has no delta; add one with add_swiftkv, or write format full"
+            "`format`=delta: this model has no delta; add one with add_swiftkv, or write full"
         )
     if source.quantization == "int8" or (source.quantization and format == "delta"):
         raise UsageError(
-            f"format {format}: not for {source.quantization} weights; use save, or load them with "
-            f"quantization='none'"
+            f"`format`={format}: not for {source.quantization} weights; use save, or load them "
+            f"with `quantization`='none'"
         )
     if not source.has_teacher:
         raise UsageError(
-            f"format {format} needs the teacher's upper q, k, v, which this model was saved or "
+            f"`format`={format} needs the teacher's upper q, k, v, which this model was saved or "
             f"loaded without"
         )
 
@@ -213,7 +209,7 @@ def _tensors(
     progress: Callable[[Leaf], None],
 ) -> Iterator[np.ndarray]:
     """The pieces' tensors on the host. Each leaf is read once and let go before the next."""
-    where = placements(source.config, None, source.quantization)
+    where = source.shardings(None)
     array, current = None, None
     for piece in pieces:
         if piece.leaf is not current:

@@ -1,8 +1,8 @@
-"""Our own checkpoint directory, written and read leaf by leaf with Orbax.
+"""This package's own checkpoint directory, written and read leaf by leaf with Orbax.
 
-    config.json, tokenizer and generation files   as in a Hugging Face directory
-    weights/<leaf>/                                one Orbax checkpoint per leaf of the model: `lower_qkv.q`, `swiftkv.k`
-    manifest.json                                  shape, dtype and digest of each leaf
+    config.json, tokenizer files   as in a Hugging Face directory
+    weights/<leaf>/                one Orbax checkpoint per leaf of the model: `lower_qkv.q`
+    manifest.json                  shape, dtype and digest of each leaf
 
 One checkpoint per leaf bounds memory by the largest leaf in both directions. Orbax keeps no
 checksum of array payloads, so the manifest does.
@@ -10,9 +10,11 @@ checksum of array payloads, so the manifest does.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,27 @@ from jax.sharding import Mesh, Sharding
 
 from ..config import Config
 from ..errors import CheckpointError
-from ..io.atomic import check_free, new_directory
+from ..io.files import check_free, new_directory, write_json
 from ..model import Model
 from ..quantization import FORMATS, SCALE, VALUES, Format, Scheme
 from . import source
-from .auxiliary import load_tokenizer, read_json, read_side_files, write_json, write_side_files
+from .auxiliary import (
+    load_tokenizer,
+    read_auxiliary_files,
+    read_json,
+    write_auxiliary_files,
+)
 from .digest import digest
 from .source import Quantization, Source
-from .tensor_map import Leaf, leaves
+from .states import quiet_orbax
+from .tensor_map import Leaf, check_no_problems, leaves
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
 VERSION = 1
 # Bounds what Orbax and the file system hold besides the leaf itself.
 _CHUNK_BYTES = 16 * 2**20
+# How Orbax's storage reports an error of the operating system, among other things.
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 
 # Write ------------------------------------------------------------------------
@@ -61,10 +71,7 @@ def write_orbax(
     """Write a source, leaf by leaf, read onto `mesh`; `progress` is called after each. `dtype` None
     keeps each leaf's own."""
     check_free(path)
-    wanted, where = (
-        source.parse_dtype(dtype),
-        source.placements(opened.config, mesh, opened.quantization),
-    )
+    wanted, where = source.parse_dtype(dtype), opened.shardings(mesh)
     with new_directory(path) as partial:
         manifest = {}
         for leaf in opened.leaves:
@@ -81,13 +88,11 @@ def write_orbax(
             progress(leaf)
         if jax.process_index() == 0:
             dtype_name = (opened.dtypes["embed"] if wanted is None else wanted).name
-            write_side_files(
+            write_auxiliary_files(
                 partial, opened.config, opened.auxiliary_files, dtype_name, opened.quantization
             )
-            write_json(
-                partial / MANIFEST,
-                {"format": "swiftkv-jax", "version": VERSION, "leaves": manifest},
-            )
+            document = {"format": "swiftkv-jax", "version": VERSION, "leaves": manifest}
+            write_json(partial / MANIFEST, document, canonical=True)
 
 
 def _save_leaf(path: Path, array: jax.Array) -> None:
@@ -97,8 +102,13 @@ def _save_leaf(path: Path, array: jax.Array) -> None:
     context.array.saving.use_compression = False  # weights hardly compress
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.memory.deepcopy_host_arrays = False  # the save has ended before the array can change
-    with context:
-        ocp.save(str(path), {"leaf": array})
+    try:
+        with context, quiet_orbax():
+            ocp.save(str(path), {"leaf": array})
+    except Exception as error:
+        if code := _OS_ERROR.search(str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+        raise
 
 
 # Read -------------------------------------------------------------------------
@@ -112,7 +122,7 @@ def load_orbax(
     config: Config | None = None,
     quantization: Quantization | None = None,
 ) -> Model:
-    """Load a directory written by `save`. Arguments as in `hf.load_hf`. Raises
+    """Load a directory written by `save`. Arguments as in `hf_read.load_hf`. Raises
     `CheckpointError`."""
     opened = open_orbax(path, config)
     tokenizer = load_tokenizer(Path(path), opened.auxiliary_files)
@@ -121,34 +131,59 @@ def load_orbax(
     )
 
 
-def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Check config, manifest and shapes; read no weights yet. `config` as in `hf.load_hf`.
+@dataclasses.dataclass(frozen=True)
+class OrbaxReader:
+    """Reads from a directory that `write_orbax` wrote."""
 
-    Each leaf's digest is checked when it is read, in its stored dtype, before any cast.
-    """
+    path: Path
+    manifest: Mapping[str, Mapping[str, Any]]
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        """One leaf, whose digest is checked in its stored dtype, before any cast."""
+        entry = self.manifest[leaf.name]
+        array = self._load(
+            leaf, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(entry["dtype"]), sharding=sharding)
+        )
+        if f"{digest(array):08x}" != entry["digest"]:
+            raise CheckpointError(
+                f"{self.path}: {leaf.name} is damaged: its digest is not the one in {MANIFEST}; "
+                f"copy {WEIGHTS}/{leaf.name} again"
+            )
+        return array.astype(dtype)
+
+    def _load(self, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.size == 0:
+            return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
+        from orbax.checkpoint import v1 as ocp
+
+        try:
+            with quiet_orbax():
+                return ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception as error:  # as many types as there are kinds of damage
+            # The cause says more than Orbax's wrapper.
+            reason = str(error.__cause__ or error).strip().partition("\n")[0][:300]
+            raise CheckpointError(
+                f"{self.path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason})"
+            ) from None
+        finally:
+            _collect(leaf)
+
+
+def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:
+    """Check config, manifest and shapes; read no weights yet. `config` as in
+    `hf_read.load_hf`."""
     path = Path(os.path.abspath(path))
-    stored_config, auxiliary_files, eos_token_ids = read_side_files(path)
+    stored_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     manifest = _read_manifest(path)
     format = _stored_format(manifest)
     present = _match(path, stored_config, manifest, format)
-    dtypes = {leaf.name: np.dtype(jnp.dtype(manifest[leaf.name]["dtype"])) for leaf in present}
-
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        stored = jax.ShapeDtypeStruct(leaf.shape, dtypes[leaf.name], sharding=sharding)
-        array = _load_leaf(path, leaf, stored)
-        if f"{digest(array):08x}" != manifest[leaf.name]["digest"]:
-            place = f"{WEIGHTS}/{leaf.name}"
-            raise CheckpointError(
-                f"{path}: {leaf.name} is damaged: its digest is not the one in {MANIFEST}; copy "
-                f"{place} again"
-            )
-        return array if dtype is None or leaf.part else array.astype(dtype)
-
     opened = Source(
         config=stored_config,
         leaves=present,
-        dtypes=dtypes,
-        read=read,
+        dtypes={leaf.name: np.dtype(jnp.dtype(manifest[leaf.name]["dtype"])) for leaf in present},
+        reader=OrbaxReader(path, manifest),
         auxiliary_files=auxiliary_files,
         eos_token_ids=eos_token_ids,
         path=path,
@@ -158,7 +193,7 @@ def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> So
     if config is None or config == stored_config:
         return opened
     source.check_overrides(path, stored_config, config)
-    return source.recut(opened, config)
+    return source.with_split(opened, config)
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
@@ -188,7 +223,7 @@ def _match(
     path: Path, config: Config, manifest: dict[str, dict[str, Any]], quantization: Format | None
 ) -> tuple[Leaf, ...]:
     """The leaves present, after checking names, shapes and dtypes against the config. One error
-    lists every difference."""
+    names every kind of difference."""
     has_delta = any(name.startswith("swiftkv.") for name in manifest)
     has_teacher = any(name.startswith("upper_qkv.") for name in manifest)
     expected = {
@@ -220,32 +255,8 @@ def _match(
             if name in manifest and manifest[name]["dtype"] not in dtypes[leaf.part]
         ],
     }
-    if any(problems.values()):
-        raise CheckpointError(
-            f"{path}: "
-            + "; ".join(f"{kind}: {', '.join(which)}" for kind, which in problems.items() if which)
-        )
+    check_no_problems(path, problems)
     return tuple(expected.values())
-
-
-def _load_leaf(path: Path, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    if leaf.size == 0:
-        return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
-    from orbax.checkpoint import v1 as ocp
-
-    try:
-        return ocp.load(str(path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
-    except jax.errors.JaxRuntimeError:
-        raise
-    except (
-        Exception
-    ) as error:  # damage surfaces as many types; the cause says more than the wrapper
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason[:300]})"
-        ) from None
-    finally:
-        _collect(leaf)
 
 
 def _collect(leaf: Leaf) -> None:

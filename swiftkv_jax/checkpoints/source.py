@@ -1,6 +1,8 @@
-"""Where a model's leaves come from, one at a time: a checkpoint opened for reading, or a model in
-memory.
+"""A model that is read one leaf at a time: a checkpoint opened for reading, or a model in memory.
 
+A `Source` is the table of what is there and a `LeafReader`, one class per place that arrays come
+from: `tensor_reader.TensorReader`, `orbax_io.OrbaxReader`, `training_run.DeltaReader`, and
+`ArrayReader` here, with `DeltaOnBase`, `OtherSplit` and `training_run.CheckedBase` around them.
 Loading and every conversion are a loop over `Source.leaves`, so none of them holds more of the
 model than it returns.
 """
@@ -8,9 +10,9 @@ model than it returns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,6 @@ from ..errors import CheckpointError, UsageError
 from ..model import AuxiliaryFiles, Model, default_dtype
 from ..quantization import (
     FORMATS,
-    INPUT_AXES,
     SCALE,
     VALUES,
     Format,
@@ -39,6 +40,14 @@ Quantization = Literal["none", "fp8", "int8"]
 """What a caller may ask for, besides None: as stored."""
 
 
+class LeafReader(Protocol):
+    """Where the arrays of a `Source` come from."""
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        """One leaf in `dtype`, where `sharding` says. Raises `CheckpointError` for damage."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """An unread model."""
@@ -49,12 +58,7 @@ class Source:
     they were dropped."""
     dtypes: Mapping[str, np.dtype]
     """Leaf name -> dtype as stored."""
-    read: Callable[[Leaf, np.dtype | None, Sharding], jax.Array]
-    """(leaf, dtype or None for the stored one, where to put it) -> array. Raises `CheckpointError`
-    for damage.
-
-    The two parts of a quantised matrix have no dtype but their own.
-    """
+    reader: LeafReader
     auxiliary_files: AuxiliaryFiles
     eos_token_ids: tuple[int, ...]
     path: Path | None = None
@@ -73,6 +77,25 @@ class Source:
         """Whether the teacher can run: its upper q, k, v are there."""
         return any(leaf.is_teacher_qkv for leaf in self.leaves)
 
+    def read(self, leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
+        """One leaf where `sharding` says; `dtype` None is the stored one, and the two parts of a
+        quantised matrix have no other. Raises `CheckpointError` for damage."""
+        stored = self.dtypes[leaf.name]
+        return self.reader.read(leaf, stored if dtype is None or leaf.part else dtype, sharding)
+
+    def shardings(self, mesh: Mesh | None) -> dict[str, Sharding]:
+        """Leaf name -> sharding of the array as it is stored; see `shardings`."""
+        return shardings(self.config, mesh, self.quantization)
+
+    def require_teacher(self, purpose: str) -> None:
+        """Raise `CheckpointError` unless the teacher's upper q, k, v are there: `purpose`, an
+        infinitive, needs them."""
+        if not self.has_teacher:
+            raise CheckpointError(
+                f"{self.path}: the teacher's upper q, k, v were dropped: a checkpoint with them is "
+                f"needed to {purpose}"
+            )
+
 
 def load(
     source: Source,
@@ -82,7 +105,7 @@ def load(
     tokenizer: Any = None,
     quantization: Quantization | None = None,
 ) -> Model:
-    """Read every leaf into a `Model`. `dtype` None is `bundle.default_dtype()`; `mesh` None is the
+    """Read every leaf into a `Model`. `dtype` None is `model.default_dtype()`; `mesh` None is the
     first device.
 
     `quantization` None keeps matrices as they are stored, `"none"` dequantises them to `dtype`, and
@@ -94,7 +117,7 @@ def load(
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     scheme = format and scheme_for(format, device.device_kind)
     if format == source.quantization:
-        where = placements(source.config, mesh, format)
+        where = source.shardings(mesh)
         arrays = {leaf.name: source.read(leaf, dtype, where[leaf.name]) for leaf in source.leaves}
     elif format:
         arrays = dict(_quantized(source, dtype, mesh, format))
@@ -114,23 +137,19 @@ def load(
 def _wanted_format(source: Source, quantization: Quantization | None) -> Format | None:
     if quantization not in (None, "none", *FORMATS):
         raise UsageError(
-            f"quantization {quantization!r} is not known; choose none or {' or '.join(FORMATS)}, "
-            f"or leave it out"
+            f"`quantization`={quantization!r} is not known; choose none or "
+            f"{' or '.join(FORMATS)}, or leave it out"
         )
-    format = (
-        source.quantization
-        if quantization is None
-        else None
-        if quantization == "none"
-        else quantization
-    )
-    if None not in (format, source.quantization) and format != source.quantization:
-        where, stored = source.path, source.quantization
+    if quantization is None:
+        return source.quantization
+    if quantization == "none":
+        return None
+    if source.quantization not in (None, quantization):
         raise UsageError(
-            f"quantization {format!r}: {where} is {stored} already; leave it out, or start from "
-            f"the unquantised checkpoint"
+            f"`quantization`={quantization!r}: {source.path} is {source.quantization} already; "
+            f"leave it out, or start from the unquantised checkpoint"
         )
-    return format
+    return quantization
 
 
 def _quantized(
@@ -138,17 +157,15 @@ def _quantized(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Leaf name -> array, each matrix quantised as soon as it is there, from the dtype it is stored
     in."""
-    scheme, where = (
-        Scheme(format),
-        placements(source.config, mesh) | placements(source.config, mesh, format),
-    )
+    scheme = Scheme(format)
+    where = shardings(source.config, mesh) | shardings(source.config, mesh, format)
     for leaf in source.leaves:
-        if (in_axes := INPUT_AXES.get(leaf.name.rpartition(".")[2])) is None:
+        if (in_axes := leaf.param.in_axes) is None:
             yield leaf.name, source.read(leaf, dtype, where[leaf.name])
             continue
         names = [f"{leaf.name}.{part}" for part in (VALUES, SCALE)]
-        places = Quantized(where[names[0]], where[names[1]], scheme)
-        weight = jax.jit(quantize, static_argnums=(1, 2), out_shardings=places)(
+        out = Quantized(where[names[0]], where[names[1]], scheme)
+        weight = jax.jit(quantize, static_argnums=(1, 2), out_shardings=out)(
             source.read(leaf, None, where[leaf.name]), in_axes, scheme
         )
         yield from zip(names, (weight.values, weight.scale), strict=True)
@@ -157,62 +174,119 @@ def _quantized(
 def _dequantized(
     source: Source, dtype: np.dtype | None, mesh: Mesh | None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Leaf name -> array, each matrix put together from its two parts."""
+    """Leaf name -> array, each matrix computed from its two parts."""
     assert source.quantization is not None
     scheme, by_name = Scheme(source.quantization), {leaf.name: leaf for leaf in source.leaves}
-    where = placements(source.config, mesh) | placements(source.config, mesh, source.quantization)
+    where = shardings(source.config, mesh) | source.shardings(mesh)
     for leaf in source.leaves:
         if leaf.part is None:
             yield leaf.name, source.read(leaf, dtype, where[leaf.name])
         elif leaf.part == VALUES:
             scale = by_name[f"{leaf.matrix}.{SCALE}"]
             values, scale = (source.read(part, None, where[part.name]) for part in (leaf, scale))
-            together = jax.jit(dequantize, static_argnums=1, out_shardings=where[leaf.matrix])
-            yield leaf.matrix, together(Quantized(values, scale, scheme), dtype)
+            product = jax.jit(dequantize, static_argnums=1, out_shardings=where[leaf.matrix])
+            yield leaf.matrix, product(Quantized(values, scale, scheme), dtype)
+
+
+# Sources of sources -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayReader:
+    """Reads from arrays in memory, which stay where they are."""
+
+    arrays: Mapping[str, jax.Array]
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        array = self.arrays[leaf.name]
+        return array if array.dtype == dtype else array.astype(dtype)
 
 
 def from_model(model: Model) -> Source:
     """A model in memory; its leaves may be gradients. They are given out where they are."""
     arrays = by_name(model.llama) | ({} if model.swiftkv is None else by_name(model.swiftkv))
     format = model.quantization and model.quantization.format
-    present = tuple(
-        leaf for leaf in leaves(model.config, quantization=format) if leaf.name in arrays
-    )
-
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        array = arrays[leaf.name]
-        return array if dtype is None or leaf.part else array.astype(dtype)
-
+    present = (leaf for leaf in leaves(model.config, quantization=format) if leaf.name in arrays)
     return Source(
         config=model.config,
-        leaves=present,
+        leaves=tuple(present),
         dtypes={name: np.dtype(array.dtype) for name, array in arrays.items()},
-        read=read,
+        reader=ArrayReader(arrays),
         auxiliary_files=model.auxiliary_files,
         eos_token_ids=model.eos_token_ids,
         quantization=format,
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class DeltaOnBase:
+    """Reads the delta from one place and the frozen weights from another."""
+
+    base: LeafReader
+    delta: LeafReader
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        return (self.delta if leaf.is_delta else self.base).read(leaf, dtype, sharding)
+
+
 def with_delta(
-    base: Source, path: Path, dtypes: Mapping[str, np.dtype], read_delta: Callable[..., jax.Array]
+    base: Source, path: Path, dtypes: Mapping[str, np.dtype], delta: LeafReader
 ) -> Source:
-    """The frozen weights of `base` with the delta in `path`, which has the same cut; `dtypes` and
-    `read_delta` as in `Source`."""
+    """The frozen weights of `base` with the delta in `path`, which has the same cut and these
+    `dtypes`."""
     frozen = tuple(leaf for leaf in base.leaves if not leaf.is_delta)
-    delta = tuple(leaf for leaf in leaves(base.config) if leaf.is_delta)
+    return dataclasses.replace(
+        base,
+        leaves=frozen + tuple(leaf for leaf in leaves(base.config) if leaf.is_delta),
+        dtypes={leaf.name: base.dtypes[leaf.name] for leaf in frozen} | dict(dtypes),
+        reader=DeltaOnBase(base.reader, delta),
+        path=path,
+    )
 
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        return (read_delta if leaf.is_delta else base.read)(leaf, dtype, sharding)
 
-    together = {leaf.name: base.dtypes[leaf.name] for leaf in frozen} | dict(dtypes)
-    return dataclasses.replace(base, leaves=frozen + delta, dtypes=together, read=read, path=path)
+@dataclasses.dataclass(frozen=True)
+class OtherSplit:
+    """Reads both stacks of a source and splits their layers after layer `num_lower_layers`."""
+
+    stored: Source
+    num_lower_layers: int
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        if not leaf.stacked:
+            return self.stored.read(leaf, dtype, sharding)
+        stacks = [self.stored.read(part, dtype, sharding) for part in self.parts(leaf)]
+        layers, lower = jnp.concatenate(stacks), leaf.name.startswith("lower")
+        mine = layers[: self.num_lower_layers] if lower else layers[self.num_lower_layers :]
+        return jax.device_put(mine, sharding)
+
+    def parts(self, leaf: Leaf) -> list[Leaf]:
+        """The stored leaves that hold layers of `leaf`: those of the lower and the upper stack."""
+        if not leaf.stacked:
+            return [leaf]
+        suffix = leaf.name.removeprefix("lower").removeprefix("upper")
+        by_name = {stored.name: stored for stored in self.stored.leaves}
+        return [by_name[f"lower{suffix}"], by_name[f"upper{suffix}"]]
 
 
-def placements(
+def with_split(stored: Source, config: Config) -> Source:
+    """The same Llama split at another layer and without its delta.
+
+    Raises `CheckpointError` if the teacher's upper q, k, v are absent.
+    """
+    stored.require_teacher("split its layers elsewhere")
+    reader = OtherSplit(stored, config.num_lower_layers)
+    present = leaves(config, delta=False, quantization=stored.quantization)
+    dtypes = {
+        leaf.name: np.dtype(jnp.result_type(*(stored.dtypes[p.name] for p in reader.parts(leaf))))
+        for leaf in present
+    }
+    return dataclasses.replace(stored, config=config, leaves=present, dtypes=dtypes, reader=reader)
+
+
+def shardings(
     config: Config, mesh: Mesh | None, quantization: Format | None = None
 ) -> dict[str, Sharding]:
-    """Leaf name -> sharding on `mesh`, or all of it on this process's first device."""
+    """Leaf name -> sharding on `mesh`; None is all of it on this process's first device."""
     if mesh is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
         return {leaf.name: first for leaf in leaves(config, quantization=quantization)}
@@ -231,45 +305,19 @@ def parse_dtype(dtype: Any) -> np.dtype | None:
     except TypeError:
         parsed = None
     if parsed not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise UsageError(f"dtype {dtype!r} is not supported; supported: float32, bfloat16, float16")
+        raise UsageError(
+            f"`dtype`={dtype!r} is not supported; supported: float32, bfloat16, float16"
+        )
     return parsed
 
 
 def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
     """Raise `CheckpointError` unless `wanted` is `stored` with, at most, another SwiftKV cut."""
-    theirs = dataclasses.asdict(
-        stored.cut(wanted.num_key_value_layers, wanted.key_value_group_size)
-    )
-    ours = dataclasses.asdict(wanted)
+    found = dataclasses.asdict(stored.cut(wanted.num_key_value_layers, wanted.key_value_group_size))
+    asked = dataclasses.asdict(wanted)
     if different := [
-        f"{name}={theirs[name]!r} (asked for {ours[name]!r})"
-        for name in ours
-        if ours[name] != theirs[name]
+        f"{name}={found[name]!r} (asked for {asked[name]!r})"
+        for name in asked
+        if asked[name] != found[name]
     ]:
         raise CheckpointError(f"{path}: not the model asked for: {', '.join(different)}")
-
-
-def recut(opened: Source, config: Config) -> Source:
-    """The same Llama with its boundary elsewhere and without its delta; each leaf is put together
-    from both stacks.
-
-    Raises `CheckpointError` if the teacher's upper q, k, v are absent.
-    """
-    if not opened.has_teacher:
-        raise CheckpointError(
-            f"{opened.path}: the teacher's upper q, k, v are absent, so layers cannot move to "
-            f"another SwiftKV cut"
-        )
-    stored = {leaf.name: leaf for leaf in opened.leaves}
-
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        if not leaf.stacked:
-            return opened.read(leaf, dtype, sharding)
-        part, field = leaf.name.split(".", 1)
-        halves = [stored[f"{stack}{part[len('lower') :]}.{field}"] for stack in ("lower", "upper")]
-        whole = jnp.concatenate([opened.read(half, dtype, sharding) for half in halves])
-        cut = config.num_lower_layers
-        return jax.device_put(whole[:cut] if part.startswith("lower") else whole[cut:], sharding)
-
-    present = leaves(config, delta=False, quantization=opened.quantization)
-    return dataclasses.replace(opened, config=config, leaves=present, read=read)

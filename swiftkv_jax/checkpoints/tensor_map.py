@@ -1,5 +1,5 @@
-"""Every parameter's name: in our tree, and in a Hugging Face checkpoint. One table, used to read
-and to write.
+"""Every array's name in our tree, and the tensors of a Hugging Face checkpoint that it holds: the
+table in `params`, for one config. Used to read and to write.
 
 A leaf of our tree stacks the tensors of several layers on its leading axis and keeps heads as an
 axis of their own; a checkpoint has one matrix per layer, heads merged into the rows (q, k, v) or
@@ -10,39 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from ..config import Config
-from ..params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
+from ..errors import CheckpointError
+from ..params import (
+    Llama,
+    Param,
+    SwiftKV,
+    llama_params,
+    llama_shapes,
+    swiftkv_params,
+    swiftkv_shapes,
+)
 from ..quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
 from .compressed_tensors import SCALE_SUFFIX
-
-# Field -> name within a layer, and the axis of the layer's array at which (heads, head dim) merge,
-# if any.
-_LAYER_FIELDS: dict[str, tuple[str, int | None]] = {
-    "attn_norm": ("input_layernorm.weight", None),
-    "mlp_norm": ("post_attention_layernorm.weight", None),
-    "gate": ("mlp.gate_proj.weight", None),
-    "up": ("mlp.up_proj.weight", None),
-    "down": ("mlp.down_proj.weight", None),
-    "o": ("self_attn.o_proj.weight", 1),
-    "o_bias": ("self_attn.o_proj.bias", None),
-    "q": ("self_attn.q_proj{swiftkv}.weight", 0),
-    "k": ("self_attn.k_proj{swiftkv}.weight", 0),
-    "v": ("self_attn.v_proj{swiftkv}.weight", 0),
-    "q_bias": ("self_attn.q_proj{swiftkv}.bias", 0),
-    "k_bias": ("self_attn.k_proj{swiftkv}.bias", 0),
-    "v_bias": ("self_attn.v_proj{swiftkv}.bias", 0),
-}
-_SINGLE = {
-    "embed": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "swiftkv.norm": "model.norm_swiftkv.weight",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +41,8 @@ class Leaf:
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
     """Checkpoint names along the leading axis; a single one if the leaf is not stacked."""
-    stacked: bool
-    head_axis: int | None
-    """Axis of one layer's array that merges with the next one in the checkpoint."""
+    param: Param
+    """Its row of the table."""
 
     @property
     def is_delta(self) -> bool:
@@ -67,6 +52,19 @@ class Leaf:
     def is_teacher_qkv(self) -> bool:
         """Among the upper projections that only the teacher uses."""
         return self.name.startswith("upper_qkv.")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the leading axis counts layers, or groups of layers."""
+        return self.param.stacked
+
+    @property
+    def head_axis(self) -> int | None:
+        """Axis of one layer's array that merges with the next one in the checkpoint."""
+        axis = self.param.head_axis
+        # A scale has the axes of the output channels only: heads among them, or not.
+        merged = axis is None or len(self.shape) - self.stacked >= axis + 2
+        return axis if merged else None
 
     @property
     def part(self) -> str | None:
@@ -106,10 +104,16 @@ def leaves(
     delta, as does a cut without upper layers.
     """
     scheme = quantization and Scheme(quantization)
+    rows = by_name(llama_params(config)) | by_name(swiftkv_params(config))
     shapes: dict[str, Any] = by_name(quantized_shapes(llama_shapes(config), scheme))
     if delta and config.num_upper_layers:
         shapes |= by_name(quantized_shapes(swiftkv_shapes(config), scheme))
-    found = (_leaf(config, name, shape.shape) for name, shape in shapes.items())
+    found = []
+    for name, shape in shapes.items():
+        row = rows[name.removesuffix(f".{VALUES}").removesuffix(f".{SCALE}")]
+        layers = row.layers(config) if row.stacked else None
+        tensors = _tensor_names(row, layers, name.endswith(f".{SCALE}"))
+        found.append(Leaf(name, shape.shape, tensors, row))
     return tuple(leaf for leaf in found if teacher_qkv or not leaf.is_teacher_qkv)
 
 
@@ -141,42 +145,35 @@ def to_trees(
 def repeat_groups(config: Config, leaf: Leaf) -> tuple[tuple[int, str], ...]:
     """(index on the leading axis, tensor name) of every tensor, keys and values of a group once per
     layer of the group."""
-    if not (leaf.is_delta and leaf.stacked and leaf.shape[0] == config.num_kv_groups):
+    if leaf.param.axes[0] != "J":
         return tuple(enumerate(leaf.tensors))
-    field = leaf.name.removeprefix("swiftkv.")
-    names = _layer_names(field, range(config.num_lower_layers, config.num_layers), "_swiftkv")
-    repeats = len(names) // len(leaf.tensors)
-    return tuple((i // repeats, name) for i, name in enumerate(names))
+    upper = range(config.num_lower_layers, config.num_layers)
+    names = _tensor_names(leaf.param, upper, leaf.part == SCALE)
+    return tuple((i // config.key_value_group_size, name) for i, name in enumerate(names))
 
 
-def _leaf(config: Config, name: str, shape: tuple[int, ...]) -> Leaf:
-    if name in _SINGLE:
-        return Leaf(name, shape, (_SINGLE[name],), stacked=False, head_axis=None)
-    stack, field = name.split(".", 1)
-    first, stop = (
-        (0, config.num_lower_layers)
-        if stack.startswith("lower")
-        else (config.num_lower_layers, config.num_layers)
-    )
-    step = config.key_value_group_size if stack == "swiftkv" and field[0] in "kv" else 1
-    tensors = _layer_names(
-        field, range(first, stop, step), "_swiftkv" if stack == "swiftkv" else ""
-    )
-    field, _, part = field.partition(".")
-    merged = _LAYER_FIELDS[field][1]
-    # A scale has the axes of the output channels only: heads among them, or not.
-    head_axis = (
-        None if merged is None or (part == SCALE and merged + 2 > len(shape) - 1) else merged
-    )
-    return Leaf(name, shape, tensors, stacked=True, head_axis=head_axis)
+def check_no_problems(path: Path, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise `CheckpointError` if there are problems: kind -> where. It is one line, whatever their
+    number."""
+    if found := [f"{kind}: {first_of(where)}" for kind, where in problems.items() if where]:
+        raise CheckpointError(f"{path}: {'; '.join(found)}")
 
 
-def _layer_names(field: str, layers: Iterable[int], swiftkv: str) -> tuple[str, ...]:
-    field, _, part = field.partition(".")
-    suffix = _LAYER_FIELDS[field][0].format(swiftkv=swiftkv) + (
-        SCALE_SUFFIX if part == SCALE else ""
-    )
-    return tuple(f"model.layers.{layer}.{suffix}" for layer in layers)
+def first_of(names: Sequence[str], count: int = 5) -> str:
+    """The first names of a list, and how many more there are, for a line that people read."""
+    shown = [
+        name if len(name) <= 120 else f"{name[:80]}... ({len(name)} characters)" for name in names
+    ]
+    if len(names) <= count + 1:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:count])} and {len(names) - count:,} more"
+
+
+def _tensor_names(row: Param, layers: Iterable[int] | None, scale: bool) -> tuple[str, ...]:
+    """Names in a checkpoint, one for each of `layers`; None for a parameter that is not stacked.
+    `scale` for those of its scales."""
+    name = row.tensor + SCALE_SUFFIX if scale else row.tensor
+    return (name,) if layers is None else tuple(f"model.layers.{i}.{name}" for i in layers)
 
 
 def _name(path) -> str:

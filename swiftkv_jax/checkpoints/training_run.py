@@ -4,8 +4,8 @@ checkpoints."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..cli.exit import log
 from ..config import Config
 from ..errors import CheckpointError, UsageError
 from . import open_any
 from .auxiliary import read_json
 from .digest import digest_all
-from .source import Source, placements, with_delta
+from .source import Source, shardings, with_delta
 from .states import FOLDER, DamagedError, Metadata, list_steps, read_leaf, read_metadata
 from .tensor_map import Leaf, leaves
+
+logger = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
 """The settings of the run: `model`, the path of its base model, and `config`, the model's
@@ -60,19 +61,13 @@ def open_run(
         step = _newest_intact(path, opened.config)
     elif step not in run_steps(path):
         raise UsageError(
-            f"--step {step}: no checkpoint of that step in {path / FOLDER}; {_there(path)}"
+            f"`step`={step}: no checkpoint of that step in {path / FOLDER}; {_there(path)}"
         )
     state = path / FOLDER / str(step)
-    metadata = read_metadata(state)
-    delta_dtype = opened.dtypes["embed"]
-
-    def read_delta(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        return _read_delta(state, metadata, leaf, sharding).astype(
-            delta_dtype if dtype is None else dtype
-        )
-
+    metadata, delta_dtype = read_metadata(state), opened.dtypes["embed"]
     dtypes = {leaf.name: delta_dtype for leaf in _delta(opened.config)}
-    return with_delta(_checked(opened, metadata.fingerprint, path), state, dtypes, read_delta)
+    checked = dataclasses.replace(opened, reader=CheckedBase(opened, metadata.fingerprint, path))
+    return with_delta(checked, state, dtypes, DeltaReader(state, metadata))
 
 
 def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
@@ -88,9 +83,9 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         said = (
             f"{path / RECIPE} names {where} as the base model"
             if base is None
-            else f"--base {where}"
+            else f"`base`={where}"
         )
-        raise CheckpointError(f"{said}: no such directory here; say where it is with --base DIR")
+        raise CheckpointError(f"{said}: no such directory here; give its directory as `base`")
     config = open_any(where).config.cut(
         recorded["num_key_value_layers"], recorded["key_value_group_size"]
     )
@@ -101,8 +96,8 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         if found.get(name) != value
     ]:
         raise CheckpointError(
-            f"{where}: not the base model of {path}: {'; '.join(different)}; say where that is "
-            f"with --base DIR"
+            f"{where}: not the base model of {path}: {'; '.join(different)}; give that "
+            f"one's directory as `base`"
         )
     return open_any(where, config)
 
@@ -111,18 +106,18 @@ def _newest_intact(path: Path, config: Config) -> int:
     """The newest step whose delta is what was saved. Reads it: five percent of the model,
     typically."""
     damage: list[DamagedError] = []
-    where = placements(config, None)
+    where = shardings(config, None)
     for step in reversed(run_steps(path)):
         state = path / FOLDER / str(step)
         try:
-            metadata = read_metadata(state)
+            reader = DeltaReader(state, read_metadata(state))
             for leaf in _delta(config):
-                _read_delta(state, metadata, leaf, where[leaf.name])
+                reader.read(leaf, np.dtype(np.float32), where[leaf.name])
         except DamagedError as error:
             damage.append(error)
             continue
         for error in damage:
-            log(f"warning: {error}; using step {step} instead")
+            logger.warning("%s; using step %d instead", error, step)
         return step
     if damage:
         raise CheckpointError(f"{damage[0]}; no other checkpoint of this run is intact")
@@ -133,43 +128,52 @@ def _delta(config: Config) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in leaves(config) if leaf.is_delta)
 
 
-def _read_delta(state: Path, metadata: Metadata, leaf: Leaf, sharding: Sharding) -> jax.Array:
-    """A leaf of the float32 master copy, checked."""
-    name = f"delta.{leaf.name.removeprefix('swiftkv.')}"
-    if name not in metadata.digests:
-        raise CheckpointError(f"{state}: has no {name}, which the run's {RECIPE} calls for")
-    return read_leaf(
-        state,
-        name,
-        jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding),
-        metadata.digests[name],
-    )
+@dataclasses.dataclass(frozen=True)
+class DeltaReader:
+    """Reads the delta of one training state: the float32 master copy, checked."""
+
+    state: Path
+    metadata: Metadata
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        name = f"delta.{leaf.name.removeprefix('swiftkv.')}"
+        if name not in self.metadata.digests:
+            raise CheckpointError(
+                f"{self.state}: has no {name}, which the run's {RECIPE} calls for"
+            )
+        stored = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
+        return read_leaf(self.state, name, stored, self.metadata.digests[name]).astype(dtype)
 
 
-def _checked(base: Source, fingerprint: dict[str, Any], path: Path) -> Source:
-    """`base`, compared as a whole with the weights that the run was trained on before the first
-    leaf of it is given out."""
-    where = placements(base.config, None)
+@dataclasses.dataclass(eq=False)
+class CheckedBase:
+    """Reads the frozen weights of `base`, which are compared as a whole with those that the run in
+    `run` was trained on before the first leaf is given out."""
 
-    @functools.cache
-    def check() -> None:
+    base: Source
+    fingerprint: dict[str, Any]
+    run: Path
+    checked: bool = False
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        if not self.checked:
+            self._check()
+            self.checked = True
+        return self.base.read(leaf, dtype, sharding)
+
+    def _check(self) -> None:
+        where = shardings(self.base.config, None)
         frozen = (
-            base.read(leaf, jnp.dtype(fingerprint["dtype"]), where[leaf.name])
-            for leaf in base.leaves
+            self.base.read(leaf, jnp.dtype(self.fingerprint["dtype"]), where[leaf.name])
+            for leaf in self.base.leaves
             if not leaf.is_delta
         )
-        found, expected = digest_all(frozen), fingerprint["base_model"]
+        found, expected = digest_all(frozen), self.fingerprint["base_model"]
         if found != expected:
             raise CheckpointError(
-                f"{base.path}: not the weights that {path} was trained on (digest {found}, not "
-                f"{expected}); give those with --base DIR"
+                f"{self.base.path}: not the weights that {self.run} was trained on (digest "
+                f"{found}, not {expected}); give those as `base`"
             )
-
-    def read(leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
-        check()
-        return base.read(leaf, dtype, sharding)
-
-    return dataclasses.replace(base, read=read)
 
 
 def _there(path: Path) -> str:

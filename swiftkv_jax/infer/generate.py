@@ -6,7 +6,7 @@ from collections.abc import Sequence, Sized
 
 from jax.sharding import Mesh
 
-from ..cache import Format
+from ..cache import KVCacheDtype
 from ..errors import DataError, UsageError
 from ..model import Model
 from ..pallas_kernels import Implementation
@@ -31,7 +31,7 @@ def generate(
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     decode_steps: int = 8,
-    kv_cache_dtype: Format = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     mesh: Mesh | None = None,
     attention: Implementation | None = None,
     **sampling,

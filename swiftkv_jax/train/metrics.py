@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ..distributed import is_main_process
 from ..errors import DivergenceError, UsageError
-from ..io.files import write_whole
+from ..io.files import write_atomic
 from .progress import Progress
 from .recipe import Recipe
 from .step import learning_rate
@@ -121,7 +121,7 @@ class _JsonLines:
         kept = []
         if path.exists():
             kept = [line for line, row in _complete_rows(path) if _is_kept(row, first_step)]
-        write_whole(path, "".join(kept).encode())
+        write_atomic(path, "".join(kept).encode())
         self._file = path.open("a")
 
     def write(self, row: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ..checkpoints.auxiliary import read_side_files
+from ..checkpoints.auxiliary import read_auxiliary_files
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import layer_weights, train_flops_by_part, train_flops_per_token
@@ -50,7 +50,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
     `CheckpointError`.
     """
     preset = PRESETS.get(recipe.model)
-    config = cut_model(recipe, preset or read_side_files(Path(recipe.model))[0])
+    config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")

@@ -20,7 +20,7 @@ from ..checkpoints.auxiliary import read_json
 from ..checkpoints.training_run import RECIPE
 from ..cli.exit import OK, run
 from ..errors import CheckpointError, UsageError
-from ..io.files import write_whole
+from ..io.files import write_atomic
 from ..io.plotting import matplotlib_missing
 from .metrics import METRICS, read_metrics
 from .plots import draw_run
@@ -111,7 +111,7 @@ def write_report(folder: Path) -> None:
             f"{folder / RECIPE}: not written by a training run: it has no config and max_steps"
         )
     page = render(folder.resolve().name, recipe, rows)
-    write_whole(folder / REPORT, page.encode())
+    write_atomic(folder / REPORT, page.encode())
     logger.info("report: %s", folder / REPORT)
 
 

@@ -201,7 +201,7 @@ def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> N
         "mfu_of": mfu_of,
         "jax": jax.__version__,
     }
-    write_json(recipe.output_dir / RECIPE, settings)
+    write_json(recipe.output_dir / RECIPE, settings, canonical=True)
 
 
 def source_dtype(model: Model) -> jnp.dtype:

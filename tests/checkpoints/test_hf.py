@@ -1,93 +1,33 @@
-"""Hugging Face checkpoints: what is read, what is written, and every way a directory can be
-wrong."""
+"""Hugging Face checkpoints: what is read and what is written."""
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from swiftkv_jax import CheckpointError, Config, ConfigError, Model, UsageError
-from swiftkv_jax import transformer as forward
+from swiftkv_jax import CheckpointError, Model, UsageError
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta, load_hf, open_hf, save_hf
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
-from swiftkv_jax.layers import unembed
 from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.params import llama_shapes, swiftkv_shapes
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-BIASED = Config(
-    vocab_size=48,
-    embed_dim=32,
-    mlp_dim=24,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    attention_bias=True,
-    tie_word_embeddings=True,
+from tests.checkpoints.hf_models import (
+    BIASED,
+    DTYPES,
+    FIXTURES,
+    TIED,
+    UNTIED,
+    assert_same_files,
+    assert_same_models,
+    biased_model,
+    edit,
+    student_logits,
 )
-
-
-def biased_model(dtype=jnp.float32) -> Model:
-    """Every tensor different from every other, so that a swapped name shows."""
-    config, numbers = BIASED.cut(2, 2), np.random.default_rng(0)
-    shapes = llama_shapes(config), swiftkv_shapes(config)
-    llama, delta = jax.tree.map(
-        lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes
-    )
-    return Model(llama, delta, config=config)
-
-
-def assert_same_models(a: Model, b: Model) -> None:
-    assert a.config == b.config
-    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-def assert_same_files(a: Path, b: Path) -> None:
-    """Bit for bit, in any sharding."""
-    ours, theirs = (
-        {name: t for f in sorted(p.glob("*.safetensors")) for name, t in load_file(f).items()}
-        for p in (a, b)
-    )
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
-        assert tensor.tobytes() == theirs[name].tobytes(), name
-
-
-def student_logits(model: Model) -> jax.Array:
-    assert model.swiftkv is not None
-    tokens = jax.random.randint(jax.random.key(7), (2, 11), 0, model.config.vocab_size)
-    hidden = forward.student(
-        model.config, model.llama, model.swiftkv, forward.unpacked_batch(tokens)
-    )
-    return unembed(model.config, model.llama, hidden)
-
-
-def edit(source: Path, target: Path, change=lambda tensors: None, **config) -> Path:
-    """A copy with `change` applied to its tensors and `config` to its config.json."""
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    fields = json.loads((target / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(fields))
-    return target
-
 
 # Reading ----------------------------------------------------------------------
 
@@ -373,130 +313,3 @@ def test_failing_half_way_leaves_nothing_behind(tmp_path):
     with pytest.raises(RuntimeError, match="stop"):
         write_hf(source, tmp_path / "out", progress=stop)
     assert len(seen) == 5 and list(tmp_path.iterdir()) == []
-
-
-# Bad input --------------------------------------------------------------------
-
-
-def test_every_difference_is_in_one_error(tmp_path):
-    def change(tensors):
-        del tensors["model.layers.2.mlp.up_proj.weight"]
-        tensors["model.layers.9.mlp.up_proj.weight"] = np.zeros(3, np.float32)
-        tensors["model.norm.weight"] = np.zeros(65, np.float32)
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
-
-    path = edit(UNTIED, tmp_path / "bad", change)
-    with pytest.raises(CheckpointError) as error:
-        load_hf(path)
-    assert str(error.value) == (
-        f"{path}: missing: model.layers.2.mlp.up_proj.weight; unexpected: "
-        f"model.layers.9.mlp.up_proj.weight; "
-        "wrong shape: model.norm.weight [65], expected [64]; "
-        "dtype not supported yet: lm_head.weight I8 (supported: F32, BF16, F16)"
-    )
-
-
-def test_fp8_weights_are_refused_by_name(tmp_path):
-    import ml_dtypes
-
-    def change(tensors):
-        name = "model.layers.0.mlp.up_proj.weight"
-        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-
-    with pytest.raises(
-        CheckpointError, match=r"not supported yet: model\.layers\.0\.mlp\.up_proj\.weight F8_E4M3"
-    ):
-        load_hf(edit(UNTIED, tmp_path / "fp8", change))
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
-    write_hf(from_model(biased_model()), tmp_path / "out", shard_bytes=20_000)
-    first, second = sorted((tmp_path / "out").glob("*.safetensors"))[:2]
-    name = next(iter(load_file(first)))
-    save_file(load_file(second) | {name: load_file(first)[name]}, second, {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=rf"repeated: {re.escape(name)} \(in {first.name}, {second.name}\)$"
-    ):
-        load_hf(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "name", ["../model.safetensors", "a/b.safetensors", "..", "a\\b.safetensors"]
-)
-def test_an_index_stays_within_its_directory(tmp_path, name):
-    path = edit(UNTIED, tmp_path / "index")
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(CheckpointError, match="weight files must lie in the same directory"):
-        load_hf(path)
-
-
-def test_a_missing_shard_is_named(tmp_path):
-    write_hf(from_model(biased_model()), tmp_path / "out", shard_bytes=20_000)
-    gone = sorted((tmp_path / "out").glob("*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(CheckpointError, match=f"missing weight files .*: {gone.name}$"):
-        load_hf(tmp_path / "out")
-
-
-@pytest.mark.parametrize("damage", ["truncated", "garbled", "empty"])
-def test_damaged_files_are_named(tmp_path, damage):
-    path = edit(UNTIED, tmp_path / "bad")
-    file = path / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(
-        {"truncated": content[: len(content) // 2], "garbled": b"\xff" * 4000, "empty": b""}[damage]
-    )
-    with pytest.raises(CheckpointError, match=f"{file}: not a complete safetensors file"):
-        load_hf(path)
-
-
-@pytest.mark.parametrize("mesh", [None, (1, 4)])
-def test_a_flipped_byte_in_our_export_is_found(tmp_path, mesh):
-    save_hf(biased_model(), tmp_path / "out")
-    file = tmp_path / "out/model.safetensors"
-    content = bytearray(file.read_bytes())
-    header = int.from_bytes(content[:8], "little")
-    name = "model.layers.3.mlp.down_proj.weight"
-    start, _ = json.loads(content[8 : 8 + header])[name]["data_offsets"]
-    content[8 + header + start + 17] ^= 4
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{file}: {re.escape(name)} is damaged"):
-        load_hf(tmp_path / "out", mesh=None if mesh is None else make_mesh(mesh))
-
-
-def test_pickles_are_refused(tmp_path):
-    path = edit(UNTIED, tmp_path / "pickle")
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(
-        CheckpointError,
-        match=r"pytorch_model\.bin: pickle files can run code; convert to safetensors",
-    ):
-        load_hf(path)
-    (path / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match="no weights: looked for"):
-        load_hf(path)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type='yarn' is not supported",
-        ),
-        ({"clip_qkv": 3.0}, "unknown field 'clip_qkv'"),
-        ({"key_value_group_size": 3}, "key_value_group_size=3 must divide the 4 layers"),
-        ({"vocab_size": "many"}, "vocab_size"),
-    ],
-)
-def test_a_bad_config_is_named(tmp_path, fields, message):
-    path = edit(UNTIED, tmp_path / "bad", **fields)
-    with pytest.raises(ConfigError, match=f"{path / 'config.json'}: .*{message}"):
-        load_hf(path)
-
-
-def test_a_garbled_config_is_named(tmp_path):
-    path = edit(UNTIED, tmp_path / "bad")
-    (path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=f"{path / 'config.json'}: not valid JSON"):
-        load_hf(path)

@@ -41,15 +41,18 @@ WORK = """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     from swiftkv_jax import save_hf
-    from swiftkv_jax.sharding import llama_shardings, make_mesh, swiftkv_shardings
-    from swiftkv_jax.train.recovery import RunCheckpoints
+    from swiftkv_jax.mesh import make_mesh
+    from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
+    from swiftkv_jax.train.checkpointing import RunCheckpoints
     from swiftkv_jax.train.step import TrainState
     spec = importlib.util.spec_from_file_location("test_processes", here)
     tests = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)
 
     mesh, model = make_mesh((1, 2)), tests.model()
-    put = lambda tree, shardings: jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]), tree, shardings)
+    def put_leaf(x, sharding):
+        return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+    put = lambda tree, shardings: jax.tree.map(put_leaf, tree, shardings)
     llama = put(model.llama, llama_shardings(model.config, mesh))
     delta = put(model.swiftkv, swiftkv_shardings(model.config, mesh))
     assert not llama.embed.is_fully_addressable
@@ -57,9 +60,11 @@ WORK = """
     for format in ("full", "delta"):
         save_hf(together, out / format, format=format)
 
-    step = lambda number: put(jax.numpy.int32(number), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step = lambda number: put(jax.numpy.int32(number), everywhere)
     state = TrainState(step(0), delta, ())
-    shapes, shardings = jax.eval_shape(lambda: state), jax.tree.map(lambda leaf: leaf.sharding, state)
+    shapes = jax.eval_shape(lambda: state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     for resume, found in ("never", None), ("auto", 3), (2, 2), ("auto", 1):
         checkpoints = RunCheckpoints(out / "run", {}, keep=3, resume=resume)
         state = checkpoints.restore(shapes, shardings)
@@ -68,7 +73,8 @@ WORK = """
             checkpoints.save(TrainState(step(number), delta, ()))
         checkpoints.close()
         if found == 2 and index == 0:  # what only process 1 reads
-            os.truncate(max((out / "run/checkpoints/2").rglob("ocdbt.process_1/d/*"), key=lambda file: file.stat().st_size), 40)
+            files = (out / "run/checkpoints/2").rglob("ocdbt.process_1/d/*")
+            os.truncate(max(files, key=lambda file: file.stat().st_size), 40)
         jax.experimental.multihost_utils.sync_global_devices("damaged")
 """
 

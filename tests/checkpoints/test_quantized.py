@@ -1,8 +1,6 @@
-"""Checkpoints of 8-bit matrices: the authors' FP8 format as it is published, our own directories,
-and every way one can be wrong."""
+"""Checkpoints of 8-bit matrices: the authors' FP8 format as it is published, and this package's
+own directories."""
 
-import copy
-import functools
 import json
 from pathlib import Path
 
@@ -11,122 +9,26 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import swiftkv_jax as skv
-from swiftkv_jax import CheckpointError, ConfigError, UsageError
+from swiftkv_jax import CheckpointError
 from swiftkv_jax.checkpoints import load, open_any
-from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.demo import SWIFTKV
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.quantization import Quantized, Scheme, dequantize
 from tests import tiny
-
-E4M3 = ml_dtypes.float8_e4m3fn
-ARGUMENTS = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "group_size": None,
-    "block_structure": None,
-    "actorder": None,
-}
-QUANTIZATION_CONFIG = {  # of Snowflake/Llama-3.1-SwiftKV-8B-Instruct-FP8
-    "config_groups": {
-        "group_0": {
-            "input_activations": ARGUMENTS
-            | {"strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}},
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": ARGUMENTS
-            | {
-                "strategy": "channel",
-                "dynamic": False,
-                "observer": "minmax",
-                "observer_kwargs": {},
-            },
-        }
-    },
-    "format": "float-quantized",
-    "global_compression_ratio": 2.0148,
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
-
-
-def fp8_tensors(hf, scale_dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor of a tiny checkpoint, Linears but the head as llm-compressor leaves them."""
-    tensors = {}
-    for name, tensor in tiny.tensors_for(hf, seed).items():
-        if not name.endswith("_proj.weight") and "_proj_swiftkv.weight" not in name:
-            tensors[name] = tensor
-            continue
-        scale = (np.abs(tensor).max(axis=1, keepdims=True) / 448).astype(scale_dtype)
-        tensors[name] = np.clip(tensor / scale.astype(np.float32), -448, 448).astype(E4M3)
-        tensors[f"{name}_scale"] = scale
-    return tensors
-
-
-def dequantized(tensors) -> dict[str, np.ndarray]:
-    return {
-        name: tensor.astype(np.float32) * tensors[f"{name}_scale"].astype(np.float32)
-        if tensor.dtype == E4M3
-        else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith("_scale")
-    }
-
-
-@functools.cache
-def hf_fields(**overrides):
-    return tiny.hf_config(num_hidden_layers=4, **overrides) | {
-        "quantization_config": QUANTIZATION_CONFIG,
-        "torch_dtype": "float32",
-    }
-
-
-def write(path: Path, hf, tensors) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(hf))
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("fp8"), hf_fields(), fp8_tensors(hf_fields()))
-
-
-def tokens() -> jax.Array:
-    return jnp.asarray(tiny.tokens_for(hf_fields(), 2, 9))
-
-
-def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Name -> dtype, shape and bytes, read by hand: safetensors gives NumPy no 8-bit floating-point
-    numbers."""
-    content = (path / "model.safetensors").read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header.pop("__metadata__")
-    spans = {
-        name: [start + offset for offset in entry["data_offsets"]] for name, entry in header.items()
-    }
-    return {
-        name: (entry["dtype"], entry["shape"], content[slice(*spans[name])])
-        for name, entry in header.items()
-    }
-
-
-def assert_same(a: skv.Model, b: skv.Model) -> None:
-    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
+from tests.checkpoints.fp8_files import (
+    E4M3,
+    QUANTIZATION_CONFIG,
+    assert_same,
+    dequantized,
+    fp8_tensors,
+    hf_fields,
+    stored,
+    tokens,
+    write,
+)
 
 # Reading ----------------------------------------------------------------------
 
@@ -317,175 +219,6 @@ def test_conversion_keeps_eight_bits(fp8, tmp_path, capsys):
         f"{sum(tensor.size for tensor in plain.values()):,} =" in report
         and "float8_e4m3fn" in report
     )
-
-
-# Refusals ---------------------------------------------------------------------
-
-
-WEIGHT, SCALE = (
-    "model.layers.1.self_attn.o_proj.weight",
-    "model.layers.1.self_attn.o_proj.weight_scale",
-)
-BAD = {
-    "no scale": (lambda t: t.pop(SCALE), f"missing: {SCALE}$"),
-    "no weight": (lambda t: t.pop(WEIGHT), f"missing: {WEIGHT}$"),
-    "a scale too many": (
-        lambda t: t.update({"lm_head.weight_scale": np.ones((61, 1), np.float32)}),
-        "unexpected: lm_head.weight_scale$",
-    ),
-    "scale of inputs": (
-        lambda t: t.update({"model.layers.0.mlp.up_proj.input_scale": np.ones(1)}),
-        "unexpected: .*input_scale",
-    ),
-    "scale per tensor": (
-        lambda t: t.update({SCALE: t[SCALE][:1]}),
-        rf"wrong shape: {SCALE} \[1, 1\], expected \[32, 1\]",
-    ),
-    "flat scale": (
-        lambda t: t.update({SCALE: t[SCALE][:, 0]}),
-        rf"wrong shape: {SCALE} \[32\], expected \[32, 1\]",
-    ),
-    "weight not quantised": (
-        lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.float32)}),
-        rf"{WEIGHT} F32 \(supported: F8_E4M3\)",
-    ),
-    "weight of integers": (
-        lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.int8)}),
-        rf"{WEIGHT} I8 \(supported: F8_E4M3\)",
-    ),
-    "norm quantised": (
-        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype(E4M3)}),
-        r"model.norm.weight F8_E4M3 \(supported: F32, BF16, F16\)",
-    ),
-    "two at a time": (
-        lambda t: [t.pop(SCALE), t.pop("model.norm.weight")],
-        f"missing: {SCALE}, model.norm.weight$",
-    ),
-    "scale not finite": (
-        lambda t: t.update({SCALE: t[SCALE] * np.float32(np.nan)}),
-        f"{SCALE} has scales that are negative or not finite",
-    ),
-    "negative scale": (
-        lambda t: t.update({SCALE: -t[SCALE]}),
-        f"{SCALE} has scales that are negative or not finite",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_damaged_tensors(tmp_path, name):
-    damage, message = BAD[name]
-    tensors = fp8_tensors(hf_fields())
-    damage(tensors)
-    with pytest.raises(CheckpointError, match=message) as error:
-        skv.load(write(tmp_path / "bad", hf_fields(), tensors))
-    assert "\n" not in str(error.value)
-
-
-def test_eight_bits_without_a_config(tmp_path):
-    hf = {name: value for name, value in hf_fields().items() if name != "quantization_config"}
-    with pytest.raises(
-        CheckpointError,
-        match=r"unexpected: .*o_proj.weight_scale.*o_proj.weight F8_E4M3 \(supported: F32",
-    ):
-        skv.load(write(tmp_path / "bad", hf, fp8_tensors(hf)))
-
-
-GROUP = "config_groups.group_0"
-REFUSED = {  # path of a field, another value, what the error says of it
-    "another method": (
-        "quant_method",
-        "gptq",
-        "quant_method='gptq' is not supported; supported: 'compressed-tensors'",
-    ),
-    "packed integers": ("format", "pack-quantized", "format='pack-quantized'"),
-    "not compressed": ("quantization_status", "frozen", "quantization_status='frozen'"),
-    "quantised head": ("ignore", [], r"ignore=\[\]"),
-    "quantised cache": ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme="),
-    "no groups": (
-        "config_groups",
-        {},
-        r"config_groups=\{\} is not supported; supported: one group",
-    ),
-    "groups as text": ("config_groups", "all", "config_groups='all'"),
-    "some layers": (f"{GROUP}.targets", ["re:.*mlp.*"], r"group_0\.targets="),
-    "quantised outputs": (
-        f"{GROUP}.output_activations",
-        {"num_bits": 8},
-        r"group_0\.output_activations=",
-    ),
-    "four bits": (
-        f"{GROUP}.weights.num_bits",
-        4,
-        r"weights\.num_bits=4 is not supported; supported: 8",
-    ),
-    "integers": (f"{GROUP}.weights.type", "int", r"weights\.type='int'"),
-    "per tensor": (f"{GROUP}.weights.strategy", "tensor", r"weights\.strategy='tensor'"),
-    "groups of weights": (f"{GROUP}.weights.group_size", 128, r"weights\.group_size=128"),
-    "asymmetric": (f"{GROUP}.weights.symmetric", False, r"weights\.symmetric=False"),
-    "no weights": (f"{GROUP}.weights", None, r"weights=None must be an object"),
-    "static activations": (
-        f"{GROUP}.input_activations.dynamic",
-        False,
-        r"input_activations\.dynamic=False",
-    ),
-    "activations per tensor": (
-        f"{GROUP}.input_activations.strategy",
-        "tensor",
-        r"input_activations\.strategy='tensor'",
-    ),
-    "activations as they are": (
-        f"{GROUP}.input_activations",
-        None,
-        "input_activations=None must be an object",
-    ),
-    "unknown field": (f"{GROUP}.weights.rotation", "hadamard", "weights: unknown field 'rotation'"),
-    "unknown field on top": ("smoothing", 0.5, "quantization_config: unknown field 'smoothing'"),
-    "sparse": ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config="),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_quantisations(name):
-    path, value, message = REFUSED[name]
-    fields = copy.deepcopy(QUANTIZATION_CONFIG)
-    *parents, last = path.split(".")
-    functools.reduce(lambda node, key: node[key], parents, fields)[last] = value
-    with pytest.raises(ConfigError, match=message) as error:
-        config_from_hf(hf_fields() | {"quantization_config": fields})
-    assert "quantization_config" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_quantised_models_are_for_inference(fp8, tmp_path):
-    model = skv.load(fp8)
-    mask = jnp.ones(tokens().shape, jnp.float32)
-    with pytest.raises(UsageError, match="distill_loss needs unquantised weights, these are fp8"):
-        skv.distill_loss(model, tokens(), mask)
-    with pytest.raises(UsageError, match="add_swiftkv needs unquantised weights, these are fp8"):
-        skv.add_swiftkv(model, 2)
-    with pytest.raises(UsageError, match="a delta needs unquantised weights, these are fp8"):
-        load_delta(fp8, model)
-    with pytest.raises(UsageError, match="format delta: not for fp8 weights"):
-        skv.save_hf(model, tmp_path / "delta", format="delta")
-    assert skv.add_swiftkv(skv.load(fp8, quantization="none"), 2).swiftkv is not None
-
-
-def test_other_formats_than_the_stored_one(fp8, tmp_path):
-    with pytest.raises(UsageError, match=r"quantization 'int8': .* is fp8 already"):
-        skv.load(fp8, quantization="int8")
-    with pytest.raises(
-        UsageError, match="quantization 'int4' is not known; choose none or fp8 or int8"
-    ):
-        skv.load(fp8, quantization="int4")  # pyright: ignore[reportArgumentType]
-    assert_same(skv.load(fp8, quantization="fp8"), skv.load(fp8))
-    hf = tiny.hf_config(num_hidden_layers=4)
-    model = skv.load(write(tmp_path / "plain", hf, tiny.tensors_for(hf)), quantization="int8")
-    with pytest.raises(
-        UsageError,
-        match="format full: not for int8 weights; use save, or load them with quantization='none'",
-    ):
-        skv.save_hf(model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 # Quality ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cache import Format, bytes_per_token, cache_dtype
+from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.engine.engine import Engine, engine_for
 from swiftkv_jax.infer.engine.options import EngineOptions
@@ -228,7 +228,7 @@ def test_a_broken_row_ends_alone(format, params):
 
 
 @functools.cache
-def broken_engine(format: Format) -> Engine[ModelRunner]:
+def broken_engine(format: KVCacheDtype) -> Engine[ModelRunner]:
     """Of few pages, so that all are used again."""
     base = model()
     embed = base.llama.embed.at[60].set(jnp.nan)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...cache import cache_dtype, cache_shapes, cache_sharding
-from ...checkpoints.auxiliary import read_side_files
+from ...checkpoints.auxiliary import read_auxiliary_files
 from ...config import Config
 from ...errors import ConfigError, UsageError
 from ...mesh import MODEL, dp_size
@@ -117,7 +117,7 @@ def _dummy_config(args: argparse.Namespace) -> tuple[Config, str]:
             f"--config {name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
             f"config.json"
         )
-    return read_side_files(Path(name))[0], name
+    return read_auxiliary_files(Path(name))[0], name
 
 
 def _cut(args: argparse.Namespace, config: Config, names: Sequence[str]) -> Config:

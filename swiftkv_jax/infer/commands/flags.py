@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from ... import cli, demo
-from ...cache import FORMATS
+from ...cache import KV_CACHE_DTYPES
 from ...distributed import check_all_take_part, join_processes
 from ...errors import CheckpointError, UsageError
 from ...mesh import emulate_cpu_devices, make_mesh, parse_mesh
@@ -115,7 +115,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         "--kv-cache-dtype",
-        choices=FORMATS,
+        choices=KV_CACHE_DTYPES,
         help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",
     )
     flag(

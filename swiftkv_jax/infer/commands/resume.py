@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import DataError, UsageError
-from ...io.files import check_absent, write_whole
+from ...io.files import check_absent, write_atomic
 from ...io.jsonl import parse
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -99,7 +99,7 @@ class Output:
             if os.fstat(file.fileno()).st_size:
                 self._check(self.partial, settings)
             else:
-                write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
+                write_atomic(self._settings_file, json.dumps(settings, indent=2).encode())
             self._read(file, old)
             yield file
             file.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ...cache import Format
+from ...cache import KVCacheDtype
 from ...config import Config
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
@@ -31,7 +31,7 @@ class EngineOptions:
     2048, on a CPU 512."""
     decode_steps: int = 8
     """Tokens that each row decodes in one call: fewer come out sooner, more spare the host."""
-    kv_cache_dtype: Format = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     kv_cache_memory: int | None = None
     """Bytes on each device. None is what is left of `memory_utilization`; on a CPU, what
     `max_num_seqs` rows of `max_model_len` can fill, at most a quarter of the machine's memory."""

@@ -23,9 +23,9 @@ from ...cache import (
     KVCache,
     Pool,
     cache_sharding,
+    gather_pages,
     keys_carry_nan,
     row_sharding,
-    take_pages,
     write_pages,
     write_token,
 )
@@ -209,7 +209,7 @@ def _reader(config: Config, pieces: QueryTiles, context, attention: Attention) -
         if (
             context is not None
         ):  # a device kernel widens all of what it is given, so it is given what the chunk reads
-            k, v = take_pages(k, context, sharding), take_pages(v, context, sharding)
+            k, v = gather_pages(k, context, sharding), gather_pages(v, context, sharding)
         out = attention.prefill(
             unpack(q, pieces, page_size),
             k.values,

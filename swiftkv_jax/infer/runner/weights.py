@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from ...config import Config
 from ...model import Model
-from ...params import QKV, Block, Leaf, Llama, SwiftKV, llama_shapes, swiftkv_shapes, unstack
+from ...params import (
+    QKV,
+    Block,
+    Leaf,
+    Llama,
+    SwiftKV,
+    llama_shapes,
+    require_teacher,
+    swiftkv_shapes,
+    unstack,
+)
 from ...quantization import Scheme, as_matrix, quantized_shapes, scheme_of
 from ...sharding import llama_shardings, swiftkv_shardings
 
@@ -49,11 +59,8 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
     With `donate` the stacks are deleted one after the other, so that memory holds the model once.
     Raises `ValueError` for the teacher of a model whose upper projections were dropped.
     """
-    if delta is None and llama.upper_qkv is None:
-        raise ValueError(
-            "the teacher's upper q, k, v were dropped: load the model with them to run it as a "
-            "plain Llama"
-        )
+    if delta is None:
+        require_teacher(llama, "run it as a plain Llama")
     lower, upper = _blocks(llama.lower, donate), _blocks(llama.upper, donate)
     lower_qkv = unstack(llama.lower_qkv, donate=donate)
     if delta is None:

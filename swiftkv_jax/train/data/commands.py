@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...checkpoints.auxiliary import load_tokenizer, read_side_files
+from ...checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
 from ...cli.exit import OK, run
 from ...errors import UsageError
 from .dataset import PackedDataset, is_packed_dataset
@@ -142,7 +142,7 @@ def show_main(argv: list[str] | None = None) -> int:
 
 
 def _tokenizer(model: Path) -> Any:
-    tokenizer = load_tokenizer(model, read_side_files(model)[1])
+    tokenizer = load_tokenizer(model, read_auxiliary_files(model)[1])
     if tokenizer is None:
         raise UsageError(f"`model`={model}: it has no tokenizer")
     return tokenizer

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ...distributed import run_on_process_0
 from ...errors import DataError
-from ...io.atomic import new_directory
+from ...io.files import new_directory
 from .dataset import (
     ROWS,
     UNREADABLE,

@@ -143,11 +143,11 @@ import os, signal, sys
 from pathlib import Path
 import jax
 from swiftkv_jax import cli, demo
-from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_side_files
+from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
 cli.configure_logging()
-tokenizer = load_tokenizer(demo.LLAMA, read_side_files(demo.LLAMA)[1])
+tokenizer = load_tokenizer(demo.LLAMA, read_auxiliary_files(demo.LLAMA)[1])
 source, cache = DataSource(sys.argv[1]), Path(sys.argv[2])
 """
 

@@ -1,0 +1,108 @@
+"""Read leaves from safetensors files, each device's slice straight from the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from ..errors import CheckpointError, OutOfMemoryError
+from ..hardware import GIB
+from ..quantization import SCALE
+from .safetensors_io import DTYPES, Stored, read_into, verify
+from .tensor_map import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorReader:
+    """Reads from the tensors of a Hugging Face checkpoint."""
+
+    tensors: Mapping[str, Stored]
+    """By name."""
+
+    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        """One leaf onto its devices. Equal slices (copies on several devices) are read once."""
+        if leaf.size == 0:
+            return jnp.zeros(leaf.shape, dtype, device=sharding)
+        blocks: dict[tuple[range, ...], np.ndarray] = {}
+        verified: set[str] = set()
+
+        def block(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            ranges = tuple(
+                range(*part.indices(size)) for part, size in zip(index, leaf.shape, strict=True)
+            )
+            if ranges not in blocks:
+                blocks[ranges] = self._read_ranges(leaf, ranges, dtype, verified)
+            return blocks[ranges]
+
+        return jax.make_array_from_callback(leaf.shape, sharding, block)
+
+    def _read_ranges(
+        self, leaf: Leaf, ranges: tuple[range, ...], dtype: np.dtype, verified: set[str]
+    ) -> np.ndarray:
+        """The part of a leaf within `ranges`, one tensor after another. Of a tensor that is read in
+        part the checksum is verified once."""
+        out = _empty(leaf, tuple(len(part) for part in ranges), dtype)
+        layers, within = (ranges[0], ranges[1:]) if leaf.stacked else (range(1), ranges)
+        index = _merge_heads(leaf, within)
+        for row, layer in enumerate(layers):
+            tensor = self.tensors[leaf.tensors[layer]]
+            partial = any(
+                part.stop - part.start != size
+                for part, size in zip(index, tensor.shape, strict=True)
+            )
+            if partial and tensor.name not in verified:
+                verify(tensor)
+                verified.add(tensor.name)
+            target = out[row] if leaf.stacked else out
+            read_into(target.reshape([part.stop - part.start for part in index]), tensor, index)
+            _check_values(leaf, tensor, target)
+        return out
+
+
+def _check_values(leaf: Leaf, tensor: Stored, values: np.ndarray) -> None:
+    narrowed = values.dtype == np.float16 and DTYPES[tensor.code] != values.dtype
+    if narrowed and not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} has values beyond float16; load it as bfloat16 or "
+            f"float32"
+        )
+    if leaf.part == SCALE and not (np.isfinite(values) & (values >= 0)).all():
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} has scales that are negative or not finite; copy or "
+            f"download it again"
+        )
+
+
+def _empty(leaf: Leaf, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that a CPU device can take over without a copy: that needs an address divisible by
+    64."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        buffer = np.empty(num_bytes + 63, np.uint8)
+    except (MemoryError, ValueError):  # NumPy's for sizes beyond the address space
+        raise OutOfMemoryError(
+            f"out of host memory: reading {leaf.name} needs {num_bytes / GIB:.2f} GiB for "
+            f"{dtype.name}{list(shape)}"
+        ) from None
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _merge_heads(leaf: Leaf, within: tuple[range, ...]) -> tuple[slice, ...]:
+    """Ranges of one layer's array as slices of its tensor. Heads are never split: their dimension
+    is whole."""
+    slices = [slice(part.start, part.stop) for part in within]
+    if (axis := leaf.head_axis) is not None:
+        head_dim = len(within[axis + 1])
+        assert head_dim == leaf.shape[axis + 1 + leaf.stacked], "no sharding splits a head"
+        slices[axis : axis + 2] = [
+            slice(slices[axis].start * head_dim, slices[axis].stop * head_dim)
+        ]
+    return (*slices, slice(0, 1)) if leaf.part == SCALE else tuple(slices)
