@@ -32,6 +32,7 @@ from typing import get_args
 
 from .. import cli
 from ..cli.devices import join_and_emulate
+from ..cli.model_options import add_process_arguments
 from ..errors import UsageError
 from ..mesh import parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
@@ -101,7 +102,8 @@ def parser() -> argparse.ArgumentParser:
         help=f"data, checkpoints, metrics, report and the exported model (demo: {DEMO.output_dir})",
     )
 
-    flag = result.add_argument_group("machine").add_argument
+    machine = result.add_argument_group("machine")
+    flag = machine.add_argument
     flag(
         "--mesh",
         metavar="DATAxMODEL",
@@ -129,13 +131,7 @@ def parser() -> argparse.ArgumentParser:
         choices=IMPLEMENTATIONS,
         help="implementation of attention (default: the one for the device)",
     )
-    flag(
-        "--coordinator-address",
-        metavar="HOST:PORT",
-        help="of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say",
-    )
-    flag("--num-processes", type=int, metavar="N", help="with --coordinator-address")
-    flag("--process-id", type=int, metavar="I", help="with --coordinator-address")
+    add_process_arguments(machine)
     flag(
         "--dry-run",
         action="store_true",
@@ -191,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--recipe",
         choices=tuple(RECIPES),
-        help="authors: the loss exactly as in the authors' trainer, also on data with masked "
+        help="authors: the loss as in the authors' trainer, also on data with masked "
         "prompts: --loss-average positions --loss-mask unshifted",
     )
     flag("--temperature", type=float, help=f"of both softmaxes (default: {Recipe.temperature:g})")

@@ -81,6 +81,6 @@ def _whole_weights(config: Config, tp: int, size: int) -> float:
 
 
 def fits(memory: float, hardware: Hardware) -> bool:
-    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan does not
-    know."""
+    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan leaves
+    out."""
     return memory <= 0.9 * hardware.memory_bytes

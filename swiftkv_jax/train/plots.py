@@ -23,7 +23,7 @@ def _set_log(axes: Any) -> None:
 
 
 def draw_analysis(analysis: Analysis, path: Path) -> None:
-    """Two panels: the students' KL against what prefill costs, one line per g, and the similarity
+    """Two panels: the students' KL against the FLOPs of prefill, one line per g, and the similarity
     of the layers' inputs."""
     with figure(11, 4.4, 1, 2) as (picture, (left, right)):
         _draw_cuts(left, analysis)

@@ -1,4 +1,4 @@
-"""One optimiser step: the delta is differentiated and updated, everything else is read."""
+"""One optimiser step: the delta is differentiated and updated, the other weights are frozen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .recipe import Recipe
 
 @struct.dataclass
 class TrainState:
-    """All that training changes, and all that a checkpoint holds."""
+    """What training changes, and what a checkpoint holds."""
 
     step: Leaf  # i32[]; optimiser steps taken
     delta: SwiftKV  # float32 master copy
@@ -63,7 +63,7 @@ def state_shapes(config: Config, optimizer: optax.GradientTransformation) -> Tra
 def state_shardings(
     config: Config, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """The moments live where their parameter lives; counters are replicated."""
+    """Moments are sharded like their parameter; counters are replicated."""
     delta = swiftkv_shardings(config, mesh)
     moments = optax.tree_utils.tree_map_params(
         optimizer,
@@ -99,7 +99,8 @@ def make_train_step(
     donated, the frozen weights are not.
 
     The fields of `micro_batches` are A B T. Sums are divided by the tokens of all A of them, so the
-    update depends neither on how the rows are divided into micro-batches nor on the mesh.
+    update depends neither on how the rows are divided into micro-batches nor on the mesh. `chunk`
+    is the argument of `distill.linear_kl`.
     """
     objective = recipe.objective
     attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
@@ -152,7 +153,7 @@ def make_train_step(
 
 
 def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays A B T: the rows of every micro-batch over `data` and `fsdp`."""
+    """Sharding of arrays A B T: the rows of every micro-batch over `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(None, row_axes(mesh)))
 
 

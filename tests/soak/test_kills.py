@@ -90,13 +90,13 @@ def attempt(data: Path, run: Path, kill_after: float = math.inf) -> str | None:
 
 
 def cpu_seconds(process: int) -> float:
-    """Of all its threads, from /proc: utime and stime."""
+    """CPU time of all its threads, from /proc: utime and stime."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def phase(run: Path, log: str) -> str:
-    """What an attempt is doing, by what it has said since it started."""
+    """What an attempt is doing, by its log."""
     if f"step {STEPS}/" in log or f"after step {STEPS} of" in log:
         return "at the end, with its last save or the export"
     if not any(name.name.isdecimal() for name in (run / "checkpoints").glob("*")):
@@ -116,5 +116,5 @@ def outcome(run: Path) -> tuple[bytes, list[dict]]:
 
 
 def names(run: Path) -> list[str]:
-    """Of the files and folders at the top of a run and in each of its folders."""
+    """Files and folders at the top of a run and in each of its folders."""
     return sorted(str(path.relative_to(run)) for path in [*run.glob("*"), *run.glob("*/*")])

@@ -98,7 +98,7 @@ def test_costs(analysis):
 
 
 def test_similarity_is_the_mean_cosine_of_real_tokens(analysis):
-    """Of the embedding, the input of layer 3 and the last layer's output, in float64."""
+    """The embedding, the input of layer 3 and the last layer's output, in float64."""
     model = add_swiftkv(Model(llama=LLAMA, swiftkv=None, config=CONFIG), 3)
     cosines, real = np.zeros((3, 3)), 0
     for batch in BATCHES:

@@ -37,8 +37,8 @@ def child(folder: Path, code: str) -> list[str]:
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
-    """Files may not grow beyond 4 KB, so the second save fails in the background: `close` says
-    so."""
+    """Files cannot grow beyond 4 KB, so the second save fails in the background: `close` raises
+    its error."""
     code = """
         from swiftkv_jax import cli
         def main():
@@ -66,7 +66,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path):
     assert_is(restore(tmp_path, resume="must"), 1)
 
 
-def test_a_save_that_failed_is_told_by_the_next_one(tmp_path):
+def test_a_save_that_failed_is_reported_by_the_next_one(tmp_path):
     checkpoints = open_run(tmp_path)
     checkpoints.restore(*shapes_and_shardings())
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

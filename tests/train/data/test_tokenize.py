@@ -1,5 +1,4 @@
-"""Target masks: exactly what the assistant says, by any template that leaves earlier turns
-alone."""
+"""Target masks: exactly the assistant's turns, by any template that leaves earlier turns alone."""
 
 import copy
 
