@@ -42,7 +42,7 @@ logger = logging.getLogger("swiftkv_jax.benchmarks")
 
 MAX_CHANGE = 0.005
 """Largest relative change of perplexity that a cache format may cause."""
-CELLS: tuple[tuple[Quantization, Format], ...] = (
+CELLS: tuple[tuple[Quantization, KVCacheDtype], ...] = (
     ("none", "auto"),  # the one that the others are compared with comes first
     ("none", "fp8"),
     ("none", "int8"),
