@@ -342,15 +342,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import plan
 
             return plan.main(recipe, args.topology)
-<<<<<<< HEAD
         join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
         from . import loop  # after the devices are set up: Orbax and Grain look at them
-=======
-        join_and_emulate(
-            recipe.mesh, args.coordinator_address, args.num_processes, args.process_id
-        )
-        from . import loop  # after the devices are settled: Orbax and Grain look at them
->>>>>>> room-cli
 
         return loop.run(recipe)
 
