@@ -3,9 +3,14 @@ return at once; only `read` waits for a result."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
+import sys
+import weakref
 from collections import abc
 from typing import Any
 
@@ -33,9 +38,15 @@ from .weights import Weights
 
 logger = logging.getLogger(__name__)
 
+_prepared: weakref.WeakSet[ModelRunner] = weakref.WeakSet()
+"""Runners that may have calls in flight."""
+
 
 class ModelRunner:
     """A model in serving form on its devices. Made by `build_model_runner`."""
+
+    _state: Any = None
+    """Decode state; None before `prepare`."""
 
     def __init__(
         self,
@@ -66,7 +77,6 @@ class ModelRunner:
             scored_tokens=shapes.chunks[-1] if shapes.scoring else 0,
         )
         self._compiled: dict[Key, Any] = {}
-        self._state: Any = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -99,7 +109,21 @@ class ModelRunner:
         tokens = self.shapes.dp_size * self.shapes.num_pages * self.shapes.page_size
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
         self._state = self.layout.init_state(self.shapes)
+        _wait_at_exit()
+        _prepared.add(self)
         self._warm_up()
+
+    def wait(self) -> None:
+        """Wait for all calls in flight; their errors are dropped."""
+        leaves = [leaf for leaf in jax.tree.leaves(self._state) if not leaf.is_deleted()]
+        with contextlib.suppress(RuntimeError):
+            jax.block_until_ready(leaves)
+
+    def __del__(self) -> None:
+        # XLA aborts the process if its client is destroyed while a call is in flight. At exit
+        # `_wait_at_exit` has waited before.
+        if self._state is not None and not sys.is_finalizing():
+            self.wait()
 
     def num_compilations(self) -> int:
         """Programs that the process has compiled since the first call."""
@@ -275,3 +299,15 @@ def _to_host(result: SamplerOutput) -> SamplerOutput:
     for leaf in jax.tree.leaves(result):
         leaf.copy_to_host_async()
     return result
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let the interpreter wait for calls in flight before it ends. Handlers run in reverse order, so
+    this one before that of JAX, which destroys the client."""
+
+    def wait() -> None:
+        for runner in list(_prepared):
+            runner.wait()
+
+    atexit.register(wait)
