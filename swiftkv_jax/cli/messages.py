@@ -48,6 +48,7 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
         handler = MessageHandler()
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # absl, which Orbax uses, adds a handler to the root logger
     handler.parser = parser
 
 
