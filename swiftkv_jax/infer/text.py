@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..chat_template import render_chat
 from ..errors import UsageError
 from .engine.requests import Request
 
@@ -96,20 +97,14 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     """Token ids of a conversation up to the assistant's turn. The template writes every special
     token itself.
 
-    Raises `UsageError` if the tokenizer has no template, or if the template refuses the messages.
+    Raises `UsageError` if the tokenizer has no template, and `DataError` if the template refuses
+    the messages, or fails on them in any other way (`chat_template.render_chat`).
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model's tokenizer has no chat template: use a chat model, or plain prompts"
         )
-    import jinja2
-
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise UsageError(f"the chat template refuses these messages: {error}") from error
+    text = render_chat(tokenizer, messages, add_generation_prompt=True)
     check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
