@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from ...mesh import MODEL, dp_size
 from ...model import Model, add_swiftkv, default_dtype
 from ...pallas_kernels import Implementation
 from ...presets import PRESETS
-from ...quantization import Scheme, scheme_for
+from ...quantization import Format, Scheme, scheme_for
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..runner.layout import Layout
@@ -84,7 +85,7 @@ def _dummy_source(options: BenchOptions) -> Source:
         config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
     dtype, scheme = jnp.dtype(model.dtype or default_dtype()), None
     if model.quantization not in (None, "none"):
-        scheme = scheme_for(model.quantization, jax.devices()[0].device_kind)
+        scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
 
     def make(names: Sequence[str]) -> Model:
         return dummy_model(
