@@ -242,7 +242,7 @@ def _measure(
             raise UsageError(f"`swiftkv`=both: the checkpoint has no {missing}")
         tokenizer = model.tokenizer
         longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-        defaults = {"scoring": True, "max_model_len": longest}
+        defaults: dict[str, Any] = {"scoring": True, "max_model_len": longest}
         engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), side)
         del model  # the engine has its own copy of the layers: memory for one, not two
         reports[name] = measure(tasks, engine, tokenizer)
