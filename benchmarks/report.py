@@ -70,7 +70,7 @@ def new_seed(seed: int | None) -> int:
 
 def environment(seed: int) -> dict[str, Any]:
     """When, where and with what."""
-    return measured.environment() | {"seed": seed, "sources_sha256": _sources()}
+    return measured.provenance() | {"seed": seed, "sources_sha256": _sources()}
 
 
 def _sources() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import sys
@@ -64,11 +65,12 @@ def write(message: str) -> None:
     """A line on standard error, above any progress bar; nothing where standard error is closed."""
     if sys.stderr is None:
         return
-    if "tqdm" in sys.modules:
-        sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
-        sys.stderr.flush()
-    else:
-        print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what would read it has ended; the exit code still tells
+        if "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
+            sys.stderr.flush()
+        else:
+            print(message, file=sys.stderr, flush=True)
 
 
 def prog(command: str | None = None) -> str:

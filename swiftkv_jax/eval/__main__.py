@@ -43,7 +43,7 @@ from ..infer.commands.flags import (
 )
 from ..infer.engine.engine import Engine
 from ..io.files import check_absent, write_json
-from ..io.provenance import environment
+from ..io.provenance import provenance
 from ..model import Model
 from .comparison import Report, difference, scores, table
 from .tasks import PAPER, Tasks, TaskSet
@@ -248,7 +248,7 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
 def document(args: argparse.Namespace, reports: dict[str, Report]) -> dict[str, Any]:
     """What --output holds."""
     first = next(iter(reports.values()))
-    facts = environment() | {
+    facts = provenance() | {
         "lm_eval": first.get("lm_eval_version"),
         "model": str(args.model or demo.SWIFTKV),
     }

@@ -32,7 +32,7 @@ import jax
 from ...cli.exit import OK
 from ...errors import UsageError
 from ...io.files import check_absent, write_json
-from ...io.provenance import environment
+from ...io.provenance import provenance
 from ...mesh import parse_mesh
 from ...roofline import Roofline, measure_roofline
 from ..commands.flags import add_engine_flags, add_model_flags, engine_options, length, log, writes
@@ -174,7 +174,7 @@ def main(args: argparse.Namespace) -> int:
         measure_roofline(source.dtype, devices)
     )  # what else ran on the machine may have ended meanwhile
     rows = _rows(args.mode, cells, variants, raws, roofline)
-    document = environment() | {
+    document = provenance() | {
         "mode": args.mode,
         "options": {name: _plain(value) for name, value in vars(args).items() if name != "main"},
         "config": dataclasses.asdict(source.config),
