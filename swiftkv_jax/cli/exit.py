@@ -35,9 +35,8 @@ def run(main: Callable[[], int], parser: argparse.ArgumentParser | None = None) 
     Every foreseeable failure becomes one line on standard error and the right exit code. Names of
     `parser`'s arguments in backticks become its flags, in errors and in the log.
     """
-    messages.configure_logging(parser)
     try:
-        with interrupts.raising():
+        with interrupts.raising(), messages.own_log(parser):
             code = _run(main, parser)
         if not interrupts.pending():
             return code

@@ -52,6 +52,19 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
     handler.parser = parser
 
 
+@contextlib.contextmanager
+def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
+    """While a command runs, the package's log goes nowhere but to standard error: libraries install
+    handlers of their own at the root, which would repeat it."""
+    configure_logging(parser)
+    logger = logging.getLogger(LOGGER)
+    before, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+
+
 def log(message: str) -> None:
     """Progress and remarks, on standard error of process 0: standard output carries results
     only."""

@@ -139,6 +139,18 @@ def test_the_log_goes_to_standard_error_as_messages(parser, capsys):
     assert err == "3 rows, by --kv-cache-memory\nwarning: few rows\ndone: 100%\n"
 
 
+def test_handlers_of_other_libraries_do_not_repeat_the_log(capsys, caplog):
+    def main() -> int:
+        LIBRARY.info("once")
+        return cli.OK
+
+    with caplog.at_level(logging.INFO):
+        assert cli.run(main) == cli.OK
+        assert not caplog.records and capsys.readouterr().err == "once\n"
+        LIBRARY.info("of a program that calls the library")
+        assert len(caplog.records) == 1
+
+
 def test_there_is_one_handler(parser):
     cli.configure_logging(parser)
     cli.configure_logging()
