@@ -12,13 +12,20 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
 
-# The tests are thousands of small programs: compiled quickly rather than well, they take a third less of the processors' time.
-QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)"
+# The tests are thousands of small programs. Compiled quickly rather than well, and kept for the next
+# run, they take a half to a quarter of the processors' time. TEST_CACHE= compiles everything anew.
+TEST_CACHE ?= $(HOME)/.cache/swiftkv-jax/test-programs
+QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)" \
+	JAX_COMPILATION_CACHE_DIR="$(TEST_CACHE)" \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+PYTEST := -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadgroup
 test: lint
-	$(QUICKLY) $(RUN) -m pytest -q --numprocesses auto --maxprocesses 8 --durations 10
+	@if test -d "$(TEST_CACHE)"; then find "$(TEST_CACHE)" -type f -mtime +14 -delete; fi
+	$(QUICKLY) $(RUN) $(PYTEST) --durations 10
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check --quiet .
 	$(VENV)/bin/basedpyright --level error
 
 $(VENV)/installed: requirements.lock pyproject.toml
@@ -36,7 +43,7 @@ test-newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report]'
 	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(QUICKLY) .venv-newest/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
+	$(QUICKLY) .venv-newest/bin/python $(PYTEST) $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
 
 # What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
 test-eval:
@@ -48,7 +55,7 @@ test-eval:
 # Every shape of every kernel, interpreted; `make test` has the most telling ones.
 EVERY_SHAPE := -m "long or not long"
 test-kernels: $(VENV)/installed
-	$(QUICKLY) $(RUN) -m pytest -q --numprocesses auto --maxprocesses 8 $(EVERY_SHAPE) tests/pallas_kernels
+	$(QUICKLY) $(RUN) $(PYTEST) $(EVERY_SHAPE) tests/pallas_kernels
 
 # Training runs killed twenty times at random moments, which must end like one that never was; and bugs planted in the kernels,
 # which the interpreters must notice. Some minutes.
@@ -60,7 +67,7 @@ test-soak: $(VENV)/installed
 COMPILE_CASES :=  # a pytest -k expression; empty is all
 test-compile: $(VENV)/compilers
 	PYTHONPATH=$(VENV)/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
-		$(RUN) -m pytest -q --numprocesses auto --maxprocesses 8 --durations 10 tests/compile -k "$(COMPILE_CASES)"
+		$(RUN) $(PYTEST) --durations 10 tests/compile -k "$(COMPILE_CASES)"
 
 # In the versions that go with the JAX of requirements.lock.
 COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 libtpu==0.0.48.1

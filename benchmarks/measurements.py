@@ -382,7 +382,7 @@ time per output token, 4 rows              8.0 ms  (100%)    8.1 ms  (101%)    8
 KV cache bytes per token, float32          4,096  (100%)     4,096  (100%)     3,072  (75%)
 held-out perplexity before distilling      13.512            13.946            28.776
 held-out perplexity after 16 and 32 steps  13.512  (+0.00%)  13.697  (+1.37%)  21.851  (+61.71%)
-next token agrees with the teacher         100.0%            88.9%             65.6%"""  # noqa: E501
+next token agrees with the teacher         100.0%            88.9%             65.6%"""
 """The table that one `make demo` ended in."""
 
 

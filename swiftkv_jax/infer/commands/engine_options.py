@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ...cache import FORMATS
+from ...cache import KV_CACHE_DTYPES
 from ...cli.devices import parse_size
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
@@ -52,7 +52,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-cache-dtype",
-        choices=FORMATS,
+        choices=KV_CACHE_DTYPES,
         help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",
     )
     add(

@@ -1,0 +1,92 @@
+"""One vocabulary: words that the glossary of docs/architecture.md has replaced do not come back."""
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "swiftkv_jax").rglob("*.py"))
+
+# Retired word -> the field's word. Parts of a name count too: `num_lanes` has `lanes`.
+RETIRED = {
+    "anybody": "the subject",
+    "anyone": "the subject",
+    "boundary": "layer K",
+    "bundle": "model",
+    "everybody": "the subject",
+    "everyone": "the subject",
+    "nobody": "the subject",
+    "obstacle": "unsupported_reason",
+    "overtaken": "num_times_skipped",
+    "patience": "max_skips",
+    "probe": "layer_hook",
+    "recut": "with_split",
+    "rival": "baseline",
+    "rivals": "baselines",
+    "somebody": "the subject",
+    "strangers": "independent",
+    "survey": "scan",
+    "tapped": "hidden_state_layer",
+    "unseen": "num_in_flight_tokens",
+    "whoever": "the subject",
+}
+RETIRED_NAMES = {
+    "allow_most_of_a_gpu": "set_gpu_memory_fraction",
+    "block_table": "page_table",
+    "boundary_norm": "norm_swiftkv",
+    "engine_for": "Engine.from_model",
+    "finish_layer": "output_and_mlp",
+    "keep_compiled": "enable_compilation_cache",
+    "lay_out": "constrain_activations",
+    "num_lanes": "dp_size",
+    "settle_devices": "setup_devices",
+    "side_files": "auxiliary_files",
+    "spans_of": "scheduled_tokens",
+    "tell_complete": "report_complete",
+    "whole_rows": "unpacked_batch",
+    "whole_vocabulary": "all_gather_vocabulary",
+}
+# Where a word has its own meaning in the field.
+ALLOWED = {
+    # Early stopping: Keras' and Hugging Face's `patience`.
+    "patience": "train/",
+    # A TPU's vector lanes and a warp's lanes.
+    "lane": "pallas_kernels/",
+    "lanes": "pallas_kernels/",
+}
+RETIRED |= {"lane": "dp_rank", "lanes": "dp_size"}
+
+
+def words_of(path: Path) -> set[str]:
+    """Names of the code, and the words of its comments and strings, in lower case."""
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        for name in re.findall(r"[A-Za-z_]\w*", token.string):
+            parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+            found |= {name.lower(), *(part.lower() for part in parts)}
+    return found
+
+
+def test_retired_words_stay_away():
+    found = []
+    for path in FILES:
+        where = path.relative_to(ROOT / "swiftkv_jax").as_posix()
+        for word in sorted(words_of(path) & (RETIRED.keys() | RETIRED_NAMES.keys())):
+            if not where.startswith(ALLOWED.get(word, "-")):
+                found.append(f"{where}: {word!r}, now {(RETIRED | RETIRED_NAMES)[word]!r}")
+    assert not found, "\n".join(found)
+
+
+def test_the_glossary_has_the_words_in_use():
+    """Every replacement that is a name stands in the glossary."""
+    glossary = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    names = {word for word in (RETIRED | RETIRED_NAMES).values() if "_" in word}
+    missing = {name for name in names if name not in glossary}
+    assert not missing
+
+
+def test_words_are_found_in_names_comments_and_strings(tmp_path):
+    file = tmp_path / "example.py"
+    file.write_text('num_lanes = 1  # nobody\nclass PagePool: ...\ntext = f"whoever {num_lanes}"\n')
+    assert {"num_lanes", "lanes", "nobody", "whoever", "page", "pool"} <= words_of(file)
