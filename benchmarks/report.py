@@ -80,7 +80,7 @@ def roofline(shapes: str) -> Roofline:
 
 def environment(seed: int) -> dict[str, Any]:
     """Date, command, machine, versions and sources of a measurement."""
-    return measured.environment() | {"seed": seed, "sources_sha256": _sources()}
+    return measured.provenance() | {"seed": seed, "sources_sha256": _sources()}
 
 
 def _sources() -> str:

@@ -35,9 +35,8 @@ def run(main: Callable[[], int], parser: argparse.ArgumentParser | None = None) 
     Every foreseeable failure becomes one line on standard error and the right exit code. Names of
     `parser`'s arguments in backticks become its flags, in errors and in the log.
     """
-    messages.configure_logging(parser)
     try:
-        with interrupts.raising():
+        with interrupts.raising(), messages.own_log(parser):
             code = _run(main, parser)
         if not interrupts.pending():
             return code
@@ -94,15 +93,17 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
 def _os_error(error: OSError) -> str:
     """What could not be used or done, then the reason.
 
-    Notes on the error (PEP 678) say what was being done: "writing out.json".
+    A note on the error (`BaseException.add_note`) that begins with "cannot" says what was being
+    done: "cannot write out.json".
     """
     if error.strerror is None:  # one of ours, in words
         return str(error)
     reason = error.strerror[0].lower() + error.strerror[1:]
-    if notes := getattr(error, "__notes__", None):
-        return f"{notes[0]}: {reason}"
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith("cannot "):
+            return f"{note}: {reason}"
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name)]
-    return f"cannot access {' or '.join(names)}: {reason}" if names else reason
+    return f"cannot use {' or '.join(names)}: {reason}" if names else reason
 
 
 def _is_path(name: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import sys
@@ -52,6 +53,19 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
     handler.parser = parser
 
 
+@contextlib.contextmanager
+def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
+    """While a command runs, the package's log goes nowhere but to standard error: libraries install
+    handlers of their own at the root, which would repeat it."""
+    configure_logging(parser)
+    logger = logging.getLogger(LOGGER)
+    before, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+
+
 def log(message: str) -> None:
     """Progress and remarks, on standard error of process 0: standard output carries results
     only."""
@@ -65,11 +79,12 @@ def write(message: str) -> None:
     """A line on standard error, above any progress bar; nothing where standard error is closed."""
     if sys.stderr is None:
         return
-    if "tqdm" in sys.modules:
-        sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
-        sys.stderr.flush()
-    else:
-        print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what would read it has ended; the exit code still tells
+        if "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
+            sys.stderr.flush()
+        else:
+            print(message, file=sys.stderr, flush=True)
 
 
 def prog(command: str | None = None) -> str:
