@@ -182,7 +182,7 @@ def test_a_template_that_fails_ends_the_session_with_one_line(checkpoint, run, t
     path = tmp_path / "model"
     shutil.copytree(checkpoint, path)
     (path / "chat_template.jinja").write_text("{{ 1 // 0 }}")
-    assert run("chat", "-m", path) == 1
+    assert run("chat", "-m", path) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
