@@ -138,7 +138,7 @@ def _spec(
     `fsdp` splits the first dimension of a layer's matrix that it divides, so that gathered shards
     are consecutive in memory. Vectors are not split over it.
     """
-    axes = [
+    axes: list[Any] = [
         axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(model_spec, shape, strict=False)
     ]
