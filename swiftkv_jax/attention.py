@@ -65,7 +65,11 @@ class Attention:
             pallas_kernels.check_prefill(q, k, v, q_offset=q_offset, **options)
         )
         kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        rows = {"lengths": lengths, "segment_ids": segment_ids, "page_table": page_table}
+        rows: dict[str, Any] = {
+            "lengths": lengths,
+            "segment_ids": segment_ids,
+            "page_table": page_table,
+        }
         # Only a static offset tells the kernels that rows start where their keys start.
         if isinstance(q_offset, int):
             op = functools.partial(op, q_offset=q_offset)

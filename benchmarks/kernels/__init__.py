@@ -1,1 +1,1 @@
-"""The attention ops: are they right, how fast are they, and their tuning on the current device."""
+"""Benchmarks of the attention ops: their errors, their speed, and the tuning of their kernels."""

@@ -3,7 +3,7 @@ run only by name.
 
 cuDNN masks by causality and by lengths, both counted from position 0, so it takes neither documents
 nor a chunk's offset (an explicit mask would be a T x S array, which is what these ops avoid).
-Through JAX it also wants keys and values position-major: what the cache holds is transposed first,
+Through JAX it also needs keys and values position-major: head-major ones are transposed first,
 a copy of as much as is read.
 """
 

@@ -92,8 +92,9 @@ def prefill(
     blocks = _even(q.shape[1], block_q), _even(keys.length, block_kv, page=k.shape[2])
 
     def row(q, table, last):
-        out = _blocked(q[None], keys._replace(page_table=table[None]), last[None], *blocks)
-        return jnp.squeeze(out, 0)
+        return jnp.squeeze(
+            _blocked(q[None], keys._replace(page_table=table[None]), last[None], *blocks), 0
+        )
 
     # Rows one after the other: they are chunks of prompts, some long, some idle, and each walks its
     # own blocks only.

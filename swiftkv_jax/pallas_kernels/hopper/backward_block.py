@@ -1,4 +1,4 @@
-"""What the two backward kernels share: the recomputed weights of a block, its mask, and small
+"""Shared by the two backward kernels: the recomputed weights of a block, its mask, and small
 helpers."""
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def weights(s, mask, lse, head_dim):
 
 
 def causal_mask(row_start, row_ids, col_start, ids_gmem, b, shape, compare):
-    """Which pairs of a block see each other: in causal order, and of the same document."""
+    """The mask of a block: True where the query sees the key, which is not later and of the same
+    document."""
     # Vectors, not tiles, of positions: the compiler keeps what does not change with the block in
     # registers.
     row = row_start + plgpu.broadcasted_iota(jnp.int32, (shape[0],), 0, layout=ROW)
@@ -44,8 +45,8 @@ def causal_mask(row_start, row_ids, col_start, ids_gmem, b, shape, compare):
 
 
 def hidden_zero(step):
-    """Zero, but the compiler cannot know: a WGMMA descriptor that depends on it is not hoisted out
-    of the loop into a register."""
+    """A zero that the compiler cannot fold: a WGMMA descriptor that depends on it is not hoisted
+    out of the loop into a register."""
     return lax.shift_right_logical(step, i32(30))
 
 

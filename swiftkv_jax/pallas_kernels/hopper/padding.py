@@ -1,4 +1,4 @@
-"""Whole blocks out of arrays of any length."""
+"""Padding of arrays to whole blocks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 
 def pad(x, axis: int, multiple: int, *, value: float | None = 0):
-    """`x` with `axis` lengthened to a multiple of `multiple`, by `value`, or with None by its last
-    entry; as it is if it is one."""
+    """`x` with `axis` padded to a multiple of `multiple` with `value`, or with None with the last
+    entry; `x` itself if it is one already."""
     width = [(0, -size % multiple if i == axis else 0) for i, size in enumerate(x.shape)]
     if not width[axis][1]:
         return x
