@@ -1,8 +1,8 @@
 """Training states on disk: `checkpoints/<step>/` in a run's output folder, read leaf by leaf, each
 with its digest.
 
-`train.recovery` writes them with Orbax, which gives a folder its name only when all of it is on
-disk. Orbax keeps no checksum of array payloads, so each state carries a digest per leaf in its
+`train.checkpointing` writes them with Orbax, which gives a folder its name only when all of it is
+on disk. Orbax keeps no checksum of array payloads, so each state carries a digest per leaf in its
 metadata.
 """
 

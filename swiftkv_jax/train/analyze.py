@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from .. import cli
 from ..attention import Attention
 from ..checkpoints import load, open_any
 from ..cli.devices import join_and_emulate
-from ..cli.exit import OK, run
 from ..config import Config
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import DataError, UsageError
@@ -49,8 +49,8 @@ STATES_BYTES = 2**31
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train analyze",
-        description=__doc__,
+        prog=cli.prog("train analyze"),
+        description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = result.add_argument
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         fields = vars(args) | {"mesh": parse_mesh(args.mesh), "data": tuple(args.data or ())}
         return analyze(AnalyzeOptions(**fields))
 
-    return run(command, parser=arguments)
+    return cli.run(command, parser=arguments)
 
 
 def analyze(options: AnalyzeOptions) -> int:
@@ -178,7 +178,7 @@ def analyze(options: AnalyzeOptions) -> int:
             "prompt_length": settings.prompt_length,
         }
         write(settings.folder, analysis, facts)
-    return OK
+    return cli.OK
 
 
 def settle(options: AnalyzeOptions) -> SweepSettings:

@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .. import cli
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.training_run import RECIPE
-from ..cli.exit import OK, run
 from ..errors import CheckpointError, UsageError
 from ..io.files import write_atomic
 from ..io.plotting import matplotlib_missing
@@ -76,7 +76,7 @@ svg {{ width: 100%; height: auto; }}
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train report",
+        prog=cli.prog("train report"),
         description=f"Write {REPORT} into the folder of a run.",
     )
     parser.add_argument(
@@ -86,9 +86,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         write_report(folder)
-        return OK
+        return cli.OK
 
-    return run(command, parser=parser)
+    return cli.run(command, parser=parser)
 
 
 def write_report(folder: Path) -> None:

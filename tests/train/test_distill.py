@@ -108,12 +108,12 @@ def test_an_average_over_positions_is_the_public_loss():
     mask = (jnp.arange(13) >= 8).astype(jnp.float32) * jnp.ones((2, 1))
     batch = unpacked_batch(tokens, mask)
     loss, parts = distill_loss(model, tokens, mask)
+    delta = model.swiftkv
+    assert delta is not None
 
     def trained(average):
         objective = distill.Objective(average=average)
-        return distill.mean_loss(
-            model.config, model.swiftkv, model.llama, batch, objective=objective
-        )
+        return distill.mean_loss(model.config, delta, model.llama, batch, objective=objective)
 
     by_positions, positions = trained("positions")
     _, targets = trained("targets")
@@ -127,9 +127,11 @@ def test_an_average_over_positions_is_the_public_loss():
 @pytest.mark.parametrize("chunk", [1, 5, 13, 64])
 def test_chunks_change_nothing(chunk):
     model, batch = make_model(noise=0.1), unpacked_batch(make_tokens())
+    delta = model.swiftkv
+    assert delta is not None
 
     def sums(chunk):
-        return distill.distill_sums(model.config, model.swiftkv, model.llama, batch, chunk=chunk)
+        return distill.distill_sums(model.config, delta, model.llama, batch, chunk=chunk)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums(chunk), sums(None))
 

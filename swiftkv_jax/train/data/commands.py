@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ... import cli
 from ...checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
-from ...cli.exit import OK, run
 from ...errors import UsageError
 from .dataset import PackedDataset, is_packed_dataset
 from .packing import PackedRow
@@ -33,7 +33,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 def prepare_main(argv: list[str] | None = None) -> int:
     """Build one packed dataset per source; print the `--data` flags that name them."""
     parser = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train prepare",
+        prog=cli.prog("train prepare"),
         description="Tokenise and pack training data into folders, which --data accepts.",
     )
     flag = parser.add_argument
@@ -94,15 +94,15 @@ def prepare_main(argv: list[str] | None = None) -> int:
                 for source, path in zip(sources, paths, strict=True)
             )
         )
-        return OK
+        return cli.OK
 
-    return run(command, parser=parser)
+    return cli.run(command, parser=parser)
 
 
 def show_main(argv: list[str] | None = None) -> int:
     """Print the first rows of a packed dataset as text, with what is to be predicted marked."""
     parser = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.train show",
+        prog=cli.prog("train show"),
         description="Print rows of prepared data. Text to be predicted is green on a terminal, "
         "and in [[...]] elsewhere.",
     )
@@ -136,9 +136,9 @@ def show_main(argv: list[str] | None = None) -> int:
             )
             for document, text in enumerate(_marked_documents(row, tokenizer, marks)):
                 print(f"--- document {document}: {row.lengths[document]:,} tokens\n{text}")
-        return OK
+        return cli.OK
 
-    return run(command, parser=parser)
+    return cli.run(command, parser=parser)
 
 
 def _tokenizer(model: Path) -> Any:
