@@ -23,11 +23,13 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool = False,
     tools: Any = None,
     deadline_s: float = 10.0,
     max_memory: int = MAX_MEMORY,
 ) -> str:
-    """Text of a conversation, as the tokenizer's chat template writes it.
+    """Text of a conversation, as the tokenizer's chat template writes it;
+    `continue_final_message` leaves its last message open.
 
     Raises `DataError` if the template refuses the messages, fails in any other way, runs longer
     than `deadline_s` seconds, or makes the process grow by more than `max_memory` bytes. Both
@@ -41,6 +43,7 @@ def render_chat(
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
 
     try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,18 @@ def test_lines_of_batch_files(tokenizer):
     for row, message in wrong:
         with pytest.raises(UsageError, match=message):
             reader.from_row(0, row)
+
+
+def test_a_row_on_which_the_chat_template_fails_is_an_error(checkpoint, run, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text("{{ 1 // (messages | length - 1) }}")
+    turn = {"role": "user", "content": "hi"}
+    rows = rows_file(tmp_path, {"messages": [turn]}, {"messages": [turn] * 3})
+    assert run("-m", path, "-i", rows, "-o", tmp_path / "out", "--max-tokens", 2) == 3
+    failed, good = written(tmp_path / "out")
+    assert "the chat template fails on the messages: ZeroDivisionError" in failed["error"]
+    assert len(good["token_ids"]) == 2
 
 
 def test_logprobs_of_chat_requests(tokenizer):

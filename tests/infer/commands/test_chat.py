@@ -178,6 +178,14 @@ def test_a_conversation_that_fills_the_window(chat):
     assert len(out.splitlines()) >= 1 and "error: the conversation would have" in err
 
 
+def test_a_template_that_fails_ends_the_session_with_one_line(checkpoint, run, tmp_path, capsys):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text("{{ 1 // 0 }}")
+    assert run("chat", "-m", path) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_chat_needs_a_template(checkpoint, run, capsys):
     assert run("chat", "-m", checkpoint) == 2
     assert (

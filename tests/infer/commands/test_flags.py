@@ -16,10 +16,12 @@ MODEL = (
     "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
     "--num-processes --process-id".split()
 )
-ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype --kv-cache-memory --memory-utilization
-    --page-size --enable-prefix-caching --no-prefix-caching --compile-cache""".split()
-SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty
-    --logit-bias --seed --stop --stop-token-ids --ignore-eos""".split()
+ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
+    --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
+    --compile-cache""".split()
+SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty
+    --presence-penalty --frequency-penalty --logit-bias --seed --stop --stop-token-ids
+    --ignore-eos""".split()
 
 
 def test_flags_are_these():
