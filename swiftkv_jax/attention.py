@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
@@ -41,7 +42,7 @@ class Attention:
         k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
         v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
         *,
-        q_offset: Int[Array, ""] | Int[Array, " B"] | int = 0,
+        q_offset: Int[Array, ""] | Int[Array, " B"] | int | np.integer = 0,
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,

@@ -18,8 +18,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # puts into their fields.
 FUNCTION_MODULES = [
     "swiftkv_jax.layers",
-    "swiftkv_jax.pallas_kernels.xla",
-    "swiftkv_jax.pallas_kernels.reference",
+    "swiftkv_jax.attention",
+    "swiftkv_jax.pallas_kernels",
 ]
 install_import_hook(FUNCTION_MODULES, "beartype.beartype")
 

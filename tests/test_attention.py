@@ -19,8 +19,8 @@ def operands(kv_heads: int):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-# 8 and 4 heads split over any of these meshes or are shared by several devices; of 2, devices
-# always share one; 1 is everyone's.
+# 8 and 4 heads are split over any of these meshes or shared by several devices; of 2 each is always
+# shared; 1 is on all devices.
 @pytest.mark.parametrize(
     ("shape", "kv_heads"),
     [
@@ -76,7 +76,7 @@ def test_gradients_agree(shape):
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_that_do_not_divide_are_everyones():
+def test_rows_that_do_not_divide_are_replicated():
     q, k, v = (x[:3] for x in operands(4))
     found = Attention(make_mesh((2, 2))).decode(q, k, v, jnp.asarray([9, 24, 7]))
     np.testing.assert_allclose(
@@ -89,7 +89,7 @@ def test_rows_that_do_not_divide_are_everyones():
     [((4, 2), 8, 1, 8, 4), ((2, 4), 2, 2, 4, 1), ((1, 8), 16, 4, 2, 2)],
 )
 def test_each_device_sees_its_part(shape, kv_heads, rows, heads, keys, monkeypatch):
-    """What reaches the kernel: `rows` of 4, `heads` of 16 and `keys` of the key/value heads."""
+    """The kernel gets `rows` of 4 rows, `heads` of 16 heads and `keys` of the key/value heads."""
     seen = []
     monkeypatch.setattr(
         "swiftkv_jax.pallas_kernels.decode_attention",
@@ -126,32 +126,22 @@ def test_the_other_options_agree(shape, kv_heads):
 
 
 @pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4), 2), ((4, 2), 4), ((2, 1), 1)])
-def test_a_pool_is_in_lanes(shape, kv_heads):
-    """A row uses the blocks of its own device, and counts them from the first that is there."""
+def test_a_pool_is_split_like_the_rows(shape, kv_heads):
+    """A row uses the pages of its own data-parallel shard, counted from the shard's first."""
     q, k, v = operands(kv_heads)
     (k8, k_scale), (v8, v_scale) = quantised(k), quantised(v)
-    lengths, length, offset = (
-        jnp.asarray([6, 0, 3, 1]),
-        jnp.asarray([24, 6, 0, 9]),
-        jnp.asarray([18, 2, 0, 23]),
-    )
-    per_row, lanes = 4, shape[0]  # a row has 3 blocks of 8, and there is one more for each
-    table = np.concatenate(
-        [
-            np.random.default_rng(lane).permutation(B // lanes * per_row)[: B // lanes * 3]
-            for lane in range(lanes)
-        ]
-    )
-    table = table.reshape(B, 3)
-    first = (
-        np.arange(B)[:, None] // (B // lanes) * (B // lanes * per_row)
-    )  # block of each row's lane
+    lengths, length = jnp.asarray([6, 0, 3, 1]), jnp.asarray([24, 6, 0, 9])
+    offset = jnp.asarray([18, 2, 0, 23])
+    dp_size, per_row = shape[0], 4  # a row has 3 pages of 8, and the pool one more for each
+    rows, pages = B // dp_size, B // dp_size * per_row  # of a shard
+    shards = [np.random.default_rng(rank).permutation(pages)[: rows * 3] for rank in range(dp_size)]
+    table = np.concatenate(shards).reshape(B, 3)
+    first = np.arange(B)[:, None] // rows * pages  # the first page of each row's shard
 
     def pool(x):  # B K S ... -> X K page ...
-        blocks = jnp.moveaxis(x.reshape(B, kv_heads, 3, 8, *x.shape[3:]), 2, 1)
-        return (
-            jnp.full((B * per_row, *blocks.shape[2:]), 100, x.dtype).at[first + table].set(blocks)
-        )
+        split = jnp.moveaxis(x.reshape(B, kv_heads, 3, 8, *x.shape[3:]), 2, 1)
+        unused = jnp.full((B * per_row, *split.shape[2:]), 100, x.dtype)
+        return unused.at[first + table].set(split)
 
     def calls(attention, table):
         scales = {"k_scale": pool(k_scale), "v_scale": pool(v_scale)}
@@ -185,19 +175,19 @@ def test_each_device_has_its_part_of_the_pool(monkeypatch):
     assert seen == [((2, T, 4, H), (6, 2, 16, H), (2, 3))]
 
 
-@pytest.mark.parametrize(("rows", "blocks"), [(3, 12), (4, 11)])
-def test_lanes_must_be_equal(rows, blocks):
-    """Or it would be unclear which block an entry names."""
-    q, kv, length = jnp.zeros((rows, T, N, H)), jnp.zeros((blocks, 8, 16, H)), jnp.full(rows, 9)
+@pytest.mark.parametrize(("rows", "pages"), [(3, 12), (4, 11)])
+def test_rows_and_pages_must_divide_over_the_shards(rows, pages):
+    """Or it would be unclear which page an entry means."""
+    q, kv, length = jnp.zeros((rows, T, N, H)), jnp.zeros((pages, 8, 16, H)), jnp.full(rows, 9)
     with pytest.raises(
-        ValueError, match=f"multiples of the mesh's 2 lanes, got {rows} and {blocks}"
+        ValueError, match=f"multiples of the mesh's 2 data-parallel shards, got {rows} and {pages}"
     ):
         Attention(make_mesh((2, 4))).decode(q, kv, kv, length, page_table=jnp.zeros((rows, 3), int))
 
 
 def test_errors_name_the_whole_arrays():
-    """What the caller passed, not what is left of it on a device; and values are looked at on a
-    mesh too."""
+    """Shapes are those that the caller passed, not a device's; and values are checked on a mesh
+    too."""
     q, k, v = operands(8)
     attention = Attention(make_mesh((2, 4)))
     with pytest.raises(

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from . import cudnn, xla
@@ -32,7 +33,7 @@ def prefill_attention(
     k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
     v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
     *,
-    q_offset: Int[Array, ""] | Int[Array, " B"] | int = 0,
+    q_offset: Int[Array, ""] | Int[Array, " B"] | int | np.integer = 0,
     lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,

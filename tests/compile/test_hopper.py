@@ -52,8 +52,8 @@ def test_prefill_chunk(head_dim):
     )
 
 
-def piece_operands(head_dim, page):
-    """Shapes of (q, k, v, options): pieces of 128 queries in a pool of 4096 blocks, 64 to a row."""
+def chunk_operands(head_dim, page):
+    """Shapes of (q, k, v, options): chunks of 128 queries in a pool of 4096 pages, 64 a row."""
     rows, kv = shape(20, dtype=jnp.int32), shape(4096, K, page, head_dim)
     return (
         shape(20, 128, N, head_dim),
@@ -65,10 +65,10 @@ def piece_operands(head_dim, page):
 
 @pytest.mark.parametrize("page", [64, 128, 256])
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
-def test_prefill_of_pieces(head_dim, page):
+def test_prefill_of_chunks_in_a_pool(head_dim, page):
     """The pool is read as it lies there."""
     op = functools.partial(prefill_attention, implementation="hopper")
-    operands = piece_operands(head_dim, page)
+    operands = chunk_operands(head_dim, page)
     memory = check(
         lambda q, k, v, options: op(q, k, v, **options), *operands, kernels=1
     ).memory_analysis()
@@ -112,9 +112,9 @@ DECODE = [
 
 def decode_operands(head_dim, cache_format, slots, length, paged, page=256):
     """Shapes of (q, k, v, lengths, options)."""
-    blocks, positions = (slots * length // page, page) if paged else (slots, length)
-    kv = shape(blocks, K, positions, head_dim, dtype=CACHE[cache_format])
-    scale = shape(blocks, K, positions, dtype=jnp.float32)
+    pages, positions = (slots * length // page, page) if paged else (slots, length)
+    kv = shape(pages, K, positions, head_dim, dtype=CACHE[cache_format])
+    scale = shape(pages, K, positions, dtype=jnp.float32)
     options = {} if cache_format == "bfloat16" else {"k_scale": scale, "v_scale": scale}
     if paged:
         options["page_table"] = shape(slots, length // page, dtype=jnp.int32)

@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
 from tests.compile.compiled import compile_for
-from tests.compile.test_hopper import DECODE, K, N, decode_operands, piece_operands, shape
+from tests.compile.test_hopper import DECODE, K, N, chunk_operands, decode_operands, shape
 
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
 
@@ -45,10 +45,10 @@ def test_prefill_chunk(head_dim, topology):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("page", [128, 256, 1024])
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
-def test_prefill_of_pieces(head_dim, page, topology):
+def test_prefill_of_chunks_in_a_pool(head_dim, page, topology):
     """The pool is read as it lies there."""
     op = functools.partial(prefill_attention, implementation="tpu")
-    *arrays, options = piece_operands(head_dim, page)
+    *arrays, options = chunk_operands(head_dim, page)
     q, k, v = (
         arrays[0],
         *(shape(2**19 // page, K, page, head_dim) for _ in "kv"),

@@ -13,6 +13,19 @@ from tests.pallas_kernels import mosaic_interpreter
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
 V5E = AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1)
+DEVICES = {
+    "H100": H100,
+    "H200": AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132),
+    "GH200": AbstractDevice(device_kind="NVIDIA GH200 480GB", platform="gpu", num_cores=132),
+    "A100": AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", platform="gpu", num_cores=108),
+    "B200": AbstractDevice(device_kind="NVIDIA B200", platform="gpu", num_cores=148),
+    "v5e": V5E,
+}
+
+
+def under(device: str):
+    """A mesh of one device of `DEVICES`, which need not exist: code is traced for it in here."""
+    return _device(DEVICES[device])
 
 
 def on_hardware(implementation: str) -> bool:

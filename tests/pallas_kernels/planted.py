@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from swiftkv_jax.pallas_kernels import prefill_attention
 from tests.pallas_kernels.interpreted import device_of
+from tests.pallas_kernels.operands import check, decode_inputs, inputs, prefill_mask
 from tests.pallas_kernels.shapes import Decode, Prefill
-from tests.pallas_kernels.test_attention import check, decode_inputs, inputs, prefill_mask
 
 STATEMENTS = ("plgpu.barrier_wait(", "plgpu.commit_smem(", ".wait()")
 """Waits for data or for room, and fences. Leaving one out lets a kernel read too early or write too

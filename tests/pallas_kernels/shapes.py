@@ -13,23 +13,23 @@ class Prefill(NamedTuple):
     kv_heads: int  # K
     keys: int  # S
     head_dim: int  # H
-    offset: int | tuple[int, ...] = 0  # where the first query stands, of all rows or of each
+    offset: int | tuple[int, ...] = 0  # position of the first query, of all rows or of each
     lengths: tuple[int, ...] | None = None  # real queries of each row
 
 
-class Pieces(NamedTuple):
-    """Prefill from a pool of blocks."""
+class Chunks(NamedTuple):
+    """Chunks of prompts whose keys and values lie in a pool of pages."""
 
     batch: int
     queries: int
     heads: int
     kv_heads: int
-    keys: int  # positions of a row's blocks
+    keys: int  # positions of a row's pages
     head_dim: int
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
-    page: int  # positions of a block
-    tables: tuple[int, ...]  # the row whose blocks each row uses
+    page: int  # positions of a page
+    tables: tuple[int, ...]  # the row whose pages each row uses
 
 
 class Decode(NamedTuple):
@@ -40,7 +40,7 @@ class Decode(NamedTuple):
     keys: int
     head_dim: int
     lengths: tuple[int, ...]  # valid positions of each row, the queries included; 0 is an idle row
-    page: int | None = None  # positions of a block of the pool; None is a cache row by row
+    page: int | None = None  # positions of a page of the pool; None is a cache row by row
 
 
 PREFILL = {
@@ -58,24 +58,24 @@ PREFILL = {
     "ragged rows": Prefill(4, 140, 2, 1, 140, 64, 0, (140, 1, 0, 77)),
     "ragged rows at different offsets": Prefill(3, 70, 2, 1, 290, 96, (130, 0, 220), (70, 0, 33)),
 }
-PIECES = {  # of prompts in a pool of blocks
-    "of one prompt": Pieces(3, 128, 2, 1, 384, 128, (0, 128, 256), (128, 128, 70), 128, (0, 0, 0)),
-    "of two prompts, an idle row first": Pieces(
+CHUNKS = {
+    "of one prompt": Chunks(3, 128, 2, 1, 384, 128, (0, 128, 256), (128, 128, 70), 128, (0, 0, 0)),
+    "of two prompts, an idle row first": Chunks(
         4, 70, 4, 2, 384, 64, (5, 130, 60, 0), (0, 70, 70, 33), 128, (1, 1, 3, 3)
     ),
-    "pages of 64, up to the last position": Pieces(
+    "pages of 64, up to the last position": Chunks(
         3, 64, 2, 2, 320, 64, (280, 216, 0), (40, 64, 0), 64, (0, 0, 2)
     ),
-    "pages of 256": Pieces(2, 40, 2, 1, 512, 96, (0, 300), (40, 40), 256, (0, 1)),
-    "pages of 1536": Pieces(1, 20, 1, 1, 3072, 128, (2000,), (20,), 1536, (0,)),
-    "more pages than are loaded at once": Pieces(
+    "pages of 256": Chunks(2, 40, 2, 1, 512, 96, (0, 300), (40, 40), 256, (0, 1)),
+    "pages of 1536": Chunks(1, 20, 1, 1, 3072, 128, (2000,), (20,), 1536, (0,)),
+    "more pages than are loaded at once": Chunks(
         2, 16, 2, 1, 1280, 64, (1100, 3), (16, 9), 128, (0, 1)
     ),
-    "fewer positions than queries": Pieces(
+    "fewer positions than queries": Chunks(
         2, 150, 2, 1, 128, 128, (0, 28), (128, 100), 128, (0, 0)
     ),
-    "pages of 7": Pieces(3, 300, 4, 2, 490, 24, (0, 188, 300), (300, 300, 9), 7, (0, 0, 2)),
-    "pages of 16, in one block": Pieces(
+    "pages of 7": Chunks(3, 300, 4, 2, 490, 24, (0, 188, 300), (300, 300, 9), 7, (0, 0, 2)),
+    "pages of 16, in one block": Chunks(
         3, 33, 4, 4, 96, 64, (0, 33, 66), (33, 33, 1), 16, (0, 0, 0)
     ),
 }
@@ -90,8 +90,8 @@ DECODE = {
     "idle rows": Decode(4, 1, 8, 2, 96, 64, (0, 96, 0, 12)),
     "several tokens": Decode(3, 4, 8, 2, 129, 128, (4, 129, 63)),
     "several tokens, one key/value head": Decode(1, 7, 4, 1, 145, 256, (131,)),
-    "block table": Decode(3, 1, 8, 2, 384, 128, (300, 1, 128), page=128),
-    "block table, several tokens": Decode(2, 2, 4, 2, 512, 64, (512, 131), page=256),
+    "page table": Decode(3, 1, 8, 2, 384, 128, (300, 1, 128), page=128),
+    "page table, several tokens": Decode(2, 2, 4, 2, 512, 64, (512, 131), page=256),
 }
 SEGMENTS = {  # lengths of the documents of each row, in order; what is left is padding (id 0)
     "short documents": (Prefill(2, 140, 4, 2, 140, 64), ((30, 60, 20), (140,))),

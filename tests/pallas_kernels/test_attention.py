@@ -2,7 +2,6 @@
 shapes."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +9,28 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
-from tests.pallas_kernels.interpreted import device_of, on_hardware
-from tests.pallas_kernels.shapes import DECODE, PIECES, PREFILL, SEGMENTS, Decode, Pieces, Prefill
+from tests.pallas_kernels.interpreted import on_hardware
+from tests.pallas_kernels.operands import (
+    TOLERANCE,
+    as_format,
+    check,
+    chunk_inputs,
+    decode_inputs,
+    hide,
+    inputs,
+    prefill_mask,
+    run,
+    segments,
+)
+from tests.pallas_kernels.shapes import CHUNKS, DECODE, PREFILL, SEGMENTS, Prefill
 
 RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
-TOLERANCE = {
-    "float32": 2e-5,
-    "bfloat16": 1.5e-2,
-}  # absolute, and half of it relative: bfloat16 keeps 8 bits
+# Absolute, and half of it relative: bfloat16 keeps 8 bits.
 GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest entry of the gradient
-UNSEEN_KEY, UNSEEN_VALUE = jnp.nan, 1e3
-"""What keys and values hold beyond the valid positions: seen by mistake, it shows. A cache may hold
-keys of NaN, but no such values."""
-
 parametrize = pytest.mark.parametrize
 
-# What is interpreted in every run of the tests, the most telling shapes; the others are `long`
-# (make test-kernels). XLA, and kernels on their own hardware, go through all of them.
+# The most telling shapes are interpreted in every run of the tests; the others are `long` (make
+# test-kernels). XLA, and kernels on their own hardware, run all of them.
 SHORT = {
     *(
         "8B",
@@ -41,7 +45,7 @@ SHORT = {
         "of two prompts, an idle row first",
         "pages of 256",
     ),
-    *("8 queries a head", "wide", "idle rows", "block table, several tokens", "odd head dim", None),
+    *("8 queries a head", "wide", "idle rows", "page table, several tokens", "odd head dim", None),
 }
 
 
@@ -53,77 +57,6 @@ def cases(runs, names) -> list:
         pytest.param(*case, marks=long if case[0] != "xla" and case[2] not in SHORT else [])
         for case in every
     ]
-
-
-def inputs(shape: Prefill | Pieces | Decode, dtype: str, keys: int | None = None):
-    """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to
-    bfloat16 would show."""
-    rng = np.random.default_rng(0)
-    cache = (shape.batch, shape.kv_heads, keys or shape.keys, shape.head_dim)
-    q, k, v = (
-        rng.normal(size=size)
-        for size in ((shape.batch, shape.queries, shape.heads, shape.head_dim), cache, cache)
-    )
-    return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
-
-
-def prefill_mask(shape: Prefill | Pieces) -> np.ndarray:
-    """bool[B, T, S], one entry at a time."""
-    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
-    offsets = np.broadcast_to(shape.offset, shape.batch)
-    for row in range(shape.batch):
-        for query in range(shape.queries if shape.lengths is None else shape.lengths[row]):
-            mask[row, query, : offsets[row] + query + 1] = True
-    return mask
-
-
-def decode_mask(shape: Decode) -> np.ndarray:
-    """bool[B, T, S], one entry at a time."""
-    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
-    for row, length in enumerate(shape.lengths):
-        for query in range(shape.queries):
-            mask[row, query, : max(0, length - shape.queries + query + 1)] = True
-    return mask
-
-
-def segments(shape: Prefill, documents) -> np.ndarray:
-    """i32[B, T]: 1, 2, ... for the documents of each row in order, 0 for padding."""
-    ids = np.zeros((shape.batch, shape.queries), np.int32)
-    for row, lengths in enumerate(documents):
-        ends = np.cumsum(lengths)
-        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False), start=1):
-            ids[row, start:end] = number
-    return ids
-
-
-def hide(k, v, mask):
-    """k and v[B, K, S, H] with the positions that no query may see filled with `UNSEEN_KEY` and
-    `UNSEEN_VALUE`."""
-    seen = jnp.asarray(mask.any(axis=1))[:, None, :, None]
-    return [
-        jnp.where(seen, x, jnp.asarray(unseen, x.dtype))
-        for x, unseen in ((k, UNSEEN_KEY), (v, UNSEEN_VALUE))
-    ]
-
-
-def run(implementation, op, *operands, **options):
-    """`op` compiled and run where `implementation` runs, after a look that it is the one that
-    runs."""
-    with device_of(implementation):
-        traced = jax.jit(op).trace(*operands, **options)
-        assert set(re.findall(r"name=(hopper|tpu)_\w+", str(traced.jaxpr))) == {implementation} - {
-            "xla"
-        }
-        return jax.block_until_ready(traced.lower().compile()(*operands, **options))
-
-
-def check(actual, q, k, v, mask):
-    """`actual` is the reference under `mask`[B, T, S]."""
-    expected = reference.attention(q, k, v, jnp.asarray(mask))
-    assert actual.dtype == q.dtype
-    assert actual.shape == q.shape
-    tolerance = TOLERANCE[q.dtype.name]
-    np.testing.assert_allclose(np.float32(actual), expected, atol=tolerance, rtol=tolerance / 2)
 
 
 def test_reference():
@@ -153,23 +86,14 @@ def test_prefill(implementation, dtype, name):
     lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
     op = functools.partial(prefill_attention, lengths=lengths, implementation=implementation)
     if shape.offset == 0:  # known to be 0: nothing lies before the rows
-        check(run(implementation, op, q, k, v), q, k, v, mask)
+        out = run(implementation, op, q, k, v)
     else:
-        offset = jnp.asarray(shape.offset)
-        check(
-            run(
-                implementation,
-                lambda q, k, v, offset: op(q, k, v, q_offset=offset),
-                q,
-                k,
-                v,
-                offset,
-            ),
-            q,
-            k,
-            v,
-            mask,
-        )
+
+        def chunk(q, k, v, offset):
+            return op(q, k, v, q_offset=offset)
+
+        out = run(implementation, chunk, q, k, v, jnp.asarray(shape.offset))
+    check(out, q, k, v, mask)
 
 
 @parametrize(("implementation", "dtype", "name"), cases(RUNS, SEGMENTS))
@@ -178,21 +102,11 @@ def test_segments(implementation, dtype, name):
     q, k, v = inputs(shape, dtype)
     ids = segments(shape, documents)
     mask = prefill_mask(shape) & (ids[:, :, None] == ids[:, None, :])
-    op = functools.partial(prefill_attention, implementation=implementation)
-    check(
-        run(
-            implementation,
-            lambda q, k, v, ids: op(q, k, v, segment_ids=ids),
-            q,
-            k,
-            v,
-            jnp.asarray(ids),
-        ),
-        q,
-        k,
-        v,
-        mask,
-    )
+
+    def op(q, k, v, ids):
+        return prefill_attention(q, k, v, segment_ids=ids, implementation=implementation)
+
+    check(run(implementation, op, q, k, v, jnp.asarray(ids)), q, k, v, mask)
 
 
 # Six positions: documents of three and two tokens, one of padding. Rows are queries, columns keys.
@@ -254,110 +168,32 @@ def test_gradient(implementation, dtype, name):
         )
 
 
-def as_format(x, dtype: str):
-    """(x stored as `dtype`, its scales or None, the values it then stands for): one scale per
-    position and head."""
-    if dtype in ("float32", "bfloat16"):
-        return x.astype(dtype), None, x.astype(dtype)
-    largest = 448 if dtype == "float8_e4m3fn" else 127
-    scale = jnp.abs(x.astype(jnp.float32)).max(axis=-1) / largest
-    stored = x.astype(jnp.float32) / scale[..., None]
-    stored = (jnp.round(stored) if dtype == "int8" else stored).astype(dtype)
-    return stored, scale, stored.astype(jnp.float32) * scale[..., None]
-
-
-def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
-    """(operands of the op, options of the op, what k and v stand for row by row)."""
-    q, k, v = inputs(shape, dtype)
-    mask = decode_mask(shape)
-    (k, k_scale, k_values), (v, v_scale, v_values) = (
-        as_format(x, cache_format) for x in hide(k, v, mask)
-    )
-    options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
-    if shape.page is not None:
-        blocks = shape.keys // shape.page
-        table = shuffled_table(shape.batch, blocks)
-        k, v, options = (
-            pool(k, table),
-            pool(v, table),
-            {name: pool(scale, table) for name, scale in options.items()},
-        )
-        options["page_table"] = jnp.asarray(table, jnp.int32)
-    return (q, k, v, jnp.asarray(shape.lengths)), options, (q, k_values, v_values, mask)
-
-
-def shuffled_table(rows: int, blocks: int) -> np.ndarray:
-    """i32[rows, blocks]: each entry another block of a pool that has twice as many."""
-    return (
-        np.random.default_rng(3)
-        .permutation(2 * rows * blocks)[: rows * blocks]
-        .reshape(rows, blocks)
-    )
-
-
-def pool(x, table):
-    """x[B, K, S, ...] as a pool X K page ..., each block of each row at its place in the table."""
-    split = jnp.moveaxis(x.reshape(*x.shape[:2], table.shape[1], -1, *x.shape[3:]), 2, 1)
-    unseen = UNSEEN_VALUE if x.dtype.itemsize > 1 else 120  # 8 bits hold no more
-    return jnp.full((2 * table.size, *split.shape[2:]), unseen, x.dtype).at[table].set(split)
-
-
-def piece_inputs(shape: Pieces, cache_format: str, dtype="bfloat16"):
-    """(operands of the op, options of the op, what k and v stand for row by row): `PIECES` in a
-    pool."""
-    q, k, v = inputs(shape, dtype)
-    rows, mask = np.asarray(shape.tables), prefill_mask(shape)
-    seen = np.stack(
-        [mask[rows == row].any(axis=(0, 1), keepdims=True)[0] for row in rows]
-    )  # B 1 S: by any row of the table
-    (k, k_scale, k_values), (v, v_scale, v_values) = (
-        as_format(x, cache_format) for x in hide(k[rows], v[rows], seen)
-    )
-    options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
-    table = shuffled_table(shape.batch, shape.keys // shape.page)[rows]
-    k, v, options = (
-        pool(k, table),
-        pool(v, table),
-        {name: pool(scale, table) for name, scale in options.items()},
-    )
-    ends = np.where(shape.lengths, np.add(shape.offset, shape.lengths), 0)
-    unused = np.arange(table.shape[1]) * shape.page >= ends[:, None]
-    table = jnp.asarray(np.where(unused, 10**9, table), jnp.int32)
-    options |= {
-        "q_offset": jnp.asarray(shape.offset),
-        "lengths": jnp.asarray(shape.lengths),
-        "page_table": table,
-    }
-    return (q, k, v), options, (q, k_values, v_values, mask)
-
-
-PAGED = cases([("xla", "float32")], PIECES)
+PAGED = cases([("xla", "float32")], CHUNKS)
 PAGED += cases(
     [("xla", "bfloat16"), ("xla", "float8_e4m3fn"), ("xla", "int8")],
     ["of one prompt", "pages of 7"],
 )
 PAGED += cases(
-    [("hopper", "bfloat16")], [name for name, shape in PIECES.items() if shape.page % 64 == 0]
+    [("hopper", "bfloat16")], [name for name, shape in CHUNKS.items() if shape.page % 64 == 0]
 )
 PAGED += cases(
-    [("tpu", "bfloat16")], [name for name, shape in PIECES.items() if shape.page % 128 == 0]
+    [("tpu", "bfloat16")], [name for name, shape in CHUNKS.items() if shape.page % 128 == 0]
 )
 PAGED += cases([("hopper", "int8"), ("tpu", "float8_e4m3fn")], ["pages of 256"])
 
 
 @parametrize(("implementation", "cache_format", "name"), PAGED)
-def test_prefill_of_pieces(implementation, cache_format, name):
-    operands, options, (q, k, v, mask) = piece_inputs(
-        PIECES[name], cache_format, "float32" if cache_format == "float32" else "bfloat16"
+def test_prefill_of_chunks_in_a_pool(implementation, cache_format, name):
+    operands, options, (q, k, v, mask) = chunk_inputs(
+        CHUNKS[name], cache_format, "float32" if cache_format == "float32" else "bfloat16"
     )
-    if implementation != "xla":  # they are handed a widened copy
+    if implementation != "xla":  # these kernels get a widened copy
         k, v = k.astype(q.dtype), v.astype(q.dtype)
     op = functools.partial(prefill_attention, implementation=implementation)
     check(run(implementation, op, *operands, **options), q, k, v, mask)
 
 
-# The two 8-bit formats take the same way through every implementation, but for how they are
-# widened.
+# In every implementation the two 8-bit formats differ only in how they are widened.
 FORMATS = {
     "bfloat16": list(DECODE),
     "float8_e4m3fn": [
@@ -367,16 +203,14 @@ FORMATS = {
         "8 queries a head",
         "wide",
         "idle rows",
-        "block table",
+        "page table",
     ],
-    "int8": ["8B", "4 queries a head", "wide", "several tokens", "block table, several tokens"],
+    "int8": ["8B", "4 queries a head", "wide", "several tokens", "page table, several tokens"],
 }
 CACHES = cases([("xla", "float32")], DECODE)
 for cache_format, names in FORMATS.items():
     CACHES += cases([("hopper", cache_format), ("tpu", cache_format)], names)
-    CACHES += cases(
-        [("xla", cache_format)], ["8B", "several tokens", "block table, several tokens"]
-    )
+    CACHES += cases([("xla", cache_format)], ["8B", "several tokens", "page table, several tokens"])
 
 
 @parametrize(("implementation", "cache_format", "name"), CACHES)
@@ -396,7 +230,7 @@ def test_prefill_from_a_quantised_cache(implementation, cache_format):
     (k, k_scale, k_values), (v, v_scale, v_values) = (
         as_format(x, cache_format) for x in hide(k, v, mask)
     )
-    if implementation != "xla":  # they are handed a widened copy
+    if implementation != "xla":  # these kernels get a widened copy
         k_values, v_values = k_values.astype(q.dtype), v_values.astype(q.dtype)
     op = functools.partial(
         prefill_attention,
@@ -437,10 +271,5 @@ def test_cudnn(name):
     shape = PREFILL[name]
     q, k, v = inputs(shape, "bfloat16")
     lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
-    check(
-        prefill_attention(q, k, v, lengths=lengths, implementation="cudnn"),
-        q,
-        k,
-        v,
-        prefill_mask(shape),
-    )
+    out = prefill_attention(q, k, v, lengths=lengths, implementation="cudnn")
+    check(out, q, k, v, prefill_mask(shape))

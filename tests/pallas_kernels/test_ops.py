@@ -1,4 +1,5 @@
-"""What the two ops refuse, and how they choose."""
+"""The choice of an implementation, the tunings that it runs with, and the gradients that there are
+not."""
 
 import contextlib
 import re
@@ -6,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
+from swiftkv_jax.pallas_kernels import decode_attention, hopper, ops, prefill_attention, tpu
 from swiftkv_jax.pallas_kernels.device import is_hopper
 from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit, unsupported_reason
+from tests.pallas_kernels.interpreted import under
 
 B, T, N, K, S, H = 2, 6, 4, 2, 8, 64
 SCALE = jnp.ones((B, K, S))
@@ -40,184 +40,8 @@ def decode(**changes):
     return decode_attention(**{**arguments, "length": jnp.asarray([8, 3]), **changes})
 
 
-def both(**arrays):
-    return {"prefill": (prefill, arrays), "decode": (decode, arrays)}
-
-
 INT8 = {"k": zeros(B, K, S, H, dtype=jnp.int8), "v": zeros(B, K, S, H, dtype=jnp.int8)}
-WRONG = {  # name -> (call, arguments that are wrong, what the message names)
-    "k and v differ in shape": (both(v=zeros(B, K, 5, H)), r"v\.shape=\(2, 2, 5, 64\)"),
-    "k and v differ in dtype": (both(v=zeros(B, K, S, H, dtype=jnp.float32)), "v.dtype=dtype"),
-    "rows differ": (both(k=zeros(3, K, S, H), v=zeros(3, K, S, H)), r"k\.shape=\(3, 2, 8, 64\)"),
-    "head dims differ": (both(q=zeros(B, T, N, 80)), r"q\.shape=\(2, 6, 4, 80\)"),
-    "q without heads": (both(q=zeros(B, T, H)), "q must be B T N H"),
-    "k without heads": (both(k=zeros(B, S, H), v=zeros(B, S, H)), "k, v B K S H"),
-    "heads do not divide": (both(q=zeros(B, T, 3, H)), r"query heads.*q\.shape=\(2, 6, 3, 64\)"),
-    "integer q": (both(q=zeros(B, T, N, H, dtype=jnp.int32)), "q must be bfloat16"),
-    "keys wider than q": (
-        both(k=zeros(B, K, S, H, dtype=jnp.float32), v=zeros(B, K, S, H, dtype=jnp.float32)),
-        "k.dtype=dtype",
-    ),
-    "int8 without scales": (both(**INT8), "k_scale goes with"),
-    "scales without int8": (both(k_scale=SCALE, v_scale=SCALE), "k_scale goes with"),
-    "one scale missing": (both(**INT8, k_scale=SCALE), "v_scale goes with"),
-    "scales of another shape": (
-        both(**INT8, k_scale=SCALE, v_scale=SCALE[..., None]),
-        "v_scale must be float32 and B K S",
-    ),
-    "scales in half": (
-        both(**INT8, k_scale=SCALE.astype(jnp.bfloat16), v_scale=SCALE),
-        "k_scale.*bfloat16",
-    ),
-    "offset beyond the keys": (
-        {"prefill": (prefill, {"q_offset": 3})},
-        "q_offset must be from 0 to 2",
-    ),
-    "negative offset": (
-        {"prefill": (prefill, {"q_offset": jnp.asarray([0, -1])})},
-        "q_offset.*got -1",
-    ),
-    "offsets of other rows": (
-        {"prefill": (prefill, {"q_offset": jnp.zeros(3, int)})},
-        "q_offset must be a scalar or one a row",
-    ),
-    "more queries than keys": (both(q=zeros(B, 9, N, H)), "8 keys and q.shape=.2, 9, 4, 64"),
-    "lengths beyond the queries": (
-        {"prefill": (prefill, {"lengths": jnp.asarray([7, 1])})},
-        "lengths must be from 0 to 6",
-    ),
-    "lengths not one a row": (
-        {"prefill": (prefill, {"lengths": jnp.asarray([7])})},
-        "lengths must be one integer a row",
-    ),
-    "length beyond the cache": (
-        {"decode": (decode, {"length": jnp.asarray([1, 9])})},
-        "length must be from 0 to 8",
-    ),
-    "length not one a row": (
-        {"decode": (decode, {"length": jnp.asarray([6])})},
-        "length must be one integer a row",
-    ),
-    "length for all": (
-        {"decode": (decode, {"length": jnp.asarray(6)})},
-        "length must be one integer a row",
-    ),
-    "fractional length": (
-        {"decode": (decode, {"length": jnp.asarray([1.0, 2.0])})},
-        "length must be integers, got value.dtype=dtype.'float32'",
-    ),
-    "block table of other rows": (
-        {"decode": (decode, {"page_table": jnp.zeros((3, 2), int)})},
-        "page_table must be B P",
-    ),
-    "fractional block table": (
-        {"decode": (decode, {"page_table": jnp.zeros((B, 1))})},
-        "page_table must be integers",
-    ),
-    "fractional offset": (
-        {"prefill": (prefill, {"q_offset": 1.0})},
-        "q_offset must be integers.*float32",
-    ),
-    "offset true": ({"prefill": (prefill, {"q_offset": True})}, "q_offset must be integers.*bool"),
-    "NumPy offset beyond the keys": (
-        {"prefill": (prefill, {"q_offset": np.int64(3)})},
-        "q_offset must be from 0 to 2",
-    ),
-    "lengths true": (
-        {"prefill": (prefill, {"lengths": jnp.ones(B, bool)})},
-        "lengths must be integers.*bool",
-    ),
-    "a list beyond the cache": (
-        {"decode": (decode, {"length": [1, 9]})},
-        "length must be from 0 to 8",
-    ),
-    "fractional segments": (
-        {"prefill": (prefill, {"segment_ids": jnp.ones((B, T))})},
-        "segment_ids must be integers",
-    ),
-    "no rows": (
-        both(q=zeros(0, T, N, H), k=zeros(0, K, S, H), v=zeros(0, K, S, H)),
-        r"no axis.*q\.shape=\(0, 6, 4, 64\)",
-    ),
-    "no queries": (both(q=zeros(B, 0, N, H)), "no axis of q, k and v may be empty"),
-    "no key/value heads": (
-        both(k=zeros(B, 0, S, H), v=zeros(B, 0, S, H)),
-        "no axis of q, k and v may be empty",
-    ),
-    "no blocks": (
-        {"decode": (decode, {"page_table": jnp.zeros((B, 0), int)})},
-        r"page_table must be B P.*\(2, 0\)",
-    ),
-    "double q": (
-        both(q=np.zeros((B, T, N, H))),
-        "q must be bfloat16, float16 or float32, got q.dtype=dtype.'float64'",
-    ),
-    "q of no type": (both(q=None), "q must be an array, got None"),
-    "segments and an offset": (
-        {"prefill": (prefill, {"segment_ids": jnp.ones((B, T), int), "q_offset": 1})},
-        r"segment_ids need.*q_offset=1",
-    ),
-    "segments and a cache": (
-        {"prefill": (prefill, {"segment_ids": jnp.ones((B, T), int)})},
-        r"segment_ids need.*k\.shape",
-    ),
-    "segments of other rows": (
-        {"prefill": (prefill, {"segment_ids": jnp.ones((1, T), int)})},
-        "segment_ids must be B T",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "op"), [(name, op) for name, (calls, _) in WRONG.items() for op in calls]
-)
-def test_wrong_arguments(name, op):
-    calls, message = WRONG[name]
-    call, arguments = calls[op]
-    with pytest.raises(ValueError, match=message):
-        call(**arguments)
-
-
-@pytest.mark.parametrize("call", [prefill, decode])
-def test_good_arguments(call):
-    """What the tests above start from is accepted."""
-    assert call().dtype == jnp.bfloat16
-    assert call(**INT8, k_scale=SCALE, v_scale=SCALE).dtype == jnp.bfloat16
-
-
-def test_lists_and_numpy_integers():
-    """Nor must they be JAX arrays. A NumPy integer is as static as one of Python: with it segments
-    are allowed."""
-    assert (decode(length=[8, 3]) == decode(length=np.asarray([8, 3], np.uint8))).all()
-    q, ids = zeros(B, S, N, H), [[1] * S] * B
-    assert prefill(q=q, segment_ids=ids, q_offset=np.int64(0), lengths=[S, 1]).shape == q.shape
-
-
-def test_the_room_is_checked_inside_jit():
-    """Shapes are known there, whatever the offset is."""
-    with pytest.raises(ValueError, match="at least as many keys as queries, got 8 keys"):
-        jax.eval_shape(lambda offset: prefill(q=zeros(B, 9, N, H), q_offset=offset), jnp.int32(0))
-
-
-def test_values_are_not_checked_inside_jit():
-    """There they are not known; all that is promised is a result of the right shape."""
-    assert jax.jit(lambda offset: prefill(q_offset=offset))(jnp.int32(7)).shape == (B, T, N, H)
-
-
 # Choice -----------------------------------------------------------------------
-
-DEVICES = {
-    "H100": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132),
-    "H200": AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132),
-    "GH200": AbstractDevice(device_kind="NVIDIA GH200 480GB", platform="gpu", num_cores=132),
-    "A100": AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", platform="gpu", num_cores=108),
-    "B200": AbstractDevice(device_kind="NVIDIA B200", platform="gpu", num_cores=148),
-    "v5e": AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1),
-}
-
-
-def under(device: str):
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[device]))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +84,7 @@ def like(*shape, dtype=jnp.bfloat16):
 
 
 TABLE = like(1, 8, dtype=jnp.int32)
-LIMITS = {  # what a kernel cannot do -> device, op, q, k, block table, what the refusal names
+LIMITS = {  # what a kernel cannot do -> device, op, q, k, page table, what the refusal names
     "65 queries a head": (
         "hopper",
         "decode",
@@ -350,7 +174,6 @@ def test_none_is_xla_on_a_cpu(call):
 
 
 REFUSED = {  # device, implementation, arguments -> what the message names
-    "unknown": ("H100", "flash", {}, "available: 'xla', 'hopper', 'tpu', 'cudnn'"),
     "hopper on an A100": ("A100", "hopper", {}, "needs a Hopper GPU, this is gpu .NVIDIA A100"),
     "hopper on a TPU": ("v5e", "hopper", {}, "needs a Hopper GPU, this is tpu"),
     "tpu on a GPU": ("H100", "tpu", {}, "needs a TPU, this is gpu"),
@@ -387,6 +210,14 @@ def test_a_name_is_obeyed_or_refused(name, op):
         )
 
 
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    q, k = like(B, T, N, H), like(B, K, S, H)
+    with pytest.raises(
+        NotImplementedError, match="'flash' is not available; available: 'xla', 'hopper', 'tpu'"
+    ):
+        ops.choose_implementation("prefill", "flash", q, k)
+
+
 @pytest.mark.parametrize("implementation", ["hopper", "tpu", "cudnn"])
 def test_no_device_kernel_on_a_cpu(implementation):
     for op in (prefill, decode):
@@ -404,6 +235,87 @@ def test_no_device_kernel_on_a_cpu(implementation):
 def test_what_cudnn_refuses(arguments, message):
     with under("A100"), pytest.raises(NotImplementedError, match=message):
         prefill(implementation="cudnn", **arguments)
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H800", "NVIDIA H20"]
+)
+def test_names_of_hopper(kind):
+    assert is_hopper("gpu", kind)
+
+
+# Tunings ----------------------------------------------------------------------
+
+DEVICE = {"hopper": "H100", "tpu": "v5e"}
+
+
+def traced(implementation: str, call, **options) -> str:
+    """The program of `call` on the device of `implementation`."""
+    with under(DEVICE[implementation]):
+        jaxpr = jax.make_jaxpr(lambda: call(implementation=implementation, **options))()
+    return str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "call", "tuning"),
+    [
+        ("hopper", prefill, hopper.prefill.Tuning(block_kv=64)),
+        ("hopper", decode, hopper.decode.Tuning(splits=2)),
+        ("tpu", prefill, tpu.prefill.Tuning(block_kv=256, block_kv_compute=256)),
+        ("tpu", decode, tpu.decode.Tuning(buffers=2)),
+    ],
+)
+def test_a_tuning_replaces_the_table(implementation, call, tuning):
+    usual = traced(implementation, call)
+    op = "prefill" if call is prefill else "decode"
+    with under(DEVICE[implementation]):
+        entry = ops.find_tuning(implementation, op, zeros(B, T, N, H), jnp.bfloat16)
+    assert traced(implementation, call, tuning=entry) == usual
+    assert traced(implementation, call, tuning=tuning) != usual
+
+
+@pytest.mark.parametrize(
+    ("implementation", "tuning"),
+    [
+        ("hopper", hopper.backward.Tuning(dq_block_kv=64)),
+        ("tpu", tpu.backward.Tuning(block_kv=256, block_kv_compute=256)),
+    ],
+)
+def test_a_backward_tuning_is_that_of_the_gradient_alone(implementation, tuning):
+    def gradient(**options):
+        def loss(q, k, v):
+            return prefill(q=q, k=k, v=v, **options).astype(jnp.float32).sum()
+
+        return jax.grad(loss)(zeros(B, S, N, H), zeros(B, K, S, H), zeros(B, K, S, H))
+
+    forward = traced(implementation, prefill, q=zeros(B, S, N, H))
+    assert traced(implementation, gradient, backward_tuning=tuning) != traced(
+        implementation, gradient
+    )
+    assert traced(implementation, prefill, q=zeros(B, S, N, H), backward_tuning=tuning) == forward
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "message"),
+    [
+        (None, {"tuning": Tuning()}, "tuning goes with implementation='hopper' or 'tpu'"),
+        ("xla", {"backward_tuning": Tuning()}, "backward_tuning goes with.*got implement.*'xla'"),
+        ("hopper", {"tuning": Tuning()}, "tuning must be a Tuning of the hopper prefill kernel"),
+        ("tpu", {"backward_tuning": Tuning()}, "must be a Tuning of the tpu backward kernel"),
+    ],
+)
+def test_a_tuning_of_another_kernel_is_refused(implementation, options, message):
+    with under(DEVICE.get(implementation, "H100")), pytest.raises(ValueError, match=message):
+        prefill(implementation=implementation, **options)
+
+
+def test_a_tuning_that_does_not_fit_is_refused_with_the_reason():
+    tuning = hopper.prefill.Tuning(block_q=128, block_kv=256)
+    with under("H100"), pytest.raises(NotImplementedError, match="needs .* registers"):
+        prefill(implementation="hopper", tuning=tuning)
+
+
+# Gradients --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["hopper", "tpu"])
@@ -460,10 +372,3 @@ def test_no_gradient_of_scaled_or_paged_keys(device, call, arguments):
             ),
             zeros(B, 1, N, H),
         )
-
-
-@pytest.mark.parametrize(
-    "kind", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H800", "NVIDIA H20"]
-)
-def test_names_of_hopper(kind):
-    assert is_hopper("gpu", kind)

@@ -1,5 +1,5 @@
-"""Prefill from a pool of blocks: what is refused, which kernels take it, and that nobody copies the
-pool."""
+"""Prefill from a pool of pages: the arguments that are refused, the kernels that take it, and that
+the pool is not copied."""
 
 import functools
 import math
@@ -10,38 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from swiftkv_jax.pallas_kernels import ops, prefill_attention
+from swiftkv_jax.pallas_kernels import check_prefill, ops, prefill_attention
 from swiftkv_jax.pallas_kernels.hopper.prefill import fit as fit_hopper
 from swiftkv_jax.pallas_kernels.tpu.schedule import Tuning
 from swiftkv_jax.pallas_kernels.tpu.schedule import fit as fit_tpu
-from tests.pallas_kernels.interpreted import device_of
+from tests.pallas_kernels.interpreted import device_of, under
 
 B, T, N, K, H = 2, 6, 4, 2, 64
-BLOCKS, PAGE, P = 5, 8, 3
-DEVICES = {
-    "hopper": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132),
-    "tpu": AbstractDevice(device_kind="TPU v5 lite", platform="tpu", num_cores=1),
-    "cudnn": AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", platform="gpu", num_cores=108),
-}
+X, PAGE, P = 5, 8, 3
+DEVICE = {"hopper": "H100", "tpu": "v5e"}
 
 
-def prefill(**changes):
-    kv = jnp.zeros((BLOCKS, K, PAGE, H))
-    arguments: dict[str, Any] = {
-        "q": jnp.zeros((B, T, N, H)),
-        "k": kv,
-        "v": kv,
-        "page_table": jnp.zeros((B, P), int),
-    }
-    return prefill_attention(**arguments | changes)
-
-
-def under(implementation: str):
-    return jax.sharding.use_abstract_mesh(
-        AbstractMesh((), (), abstract_device=DEVICES[implementation])
-    )
+def arguments(**changes) -> dict[str, Any]:
+    kv = jnp.zeros((X, K, PAGE, H))
+    usual = {"q": jnp.zeros((B, T, N, H)), "k": kv, "v": kv}
+    return usual | {"page_table": jnp.zeros((B, P), int)} | changes
 
 
 def like(*shape, dtype=jnp.bfloat16):
@@ -50,17 +34,17 @@ def like(*shape, dtype=jnp.bfloat16):
 
 WRONG = {
     "other rows": ({"page_table": jnp.zeros((3, P), int)}, r"page_table must be B P.*\(3, 3\)"),
-    "no blocks": ({"page_table": jnp.zeros((B, 0), int)}, r"page_table must be B P.*\(2, 0\)"),
+    "no pages": ({"page_table": jnp.zeros((B, 0), int)}, r"page_table must be B P.*\(2, 0\)"),
     "fractions": ({"page_table": jnp.zeros((B, P))}, "page_table must be integers"),
     "segments": (
         {"segment_ids": jnp.ones((B, T), int)},
         "segment_ids do not go with a page_table",
     ),
-    "an offset beyond the blocks": (
+    "an offset beyond the pages": (
         {"q_offset": 25, "lengths": [0, 0]},
         "q_offset must be from 0 to 24, the 24 positions of a row",
     ),
-    "queries beyond the blocks": (
+    "queries beyond the pages": (
         {"q_offset": [20, 0], "lengths": [5, 6]},
         "q_offset . lengths must be from 0 to 24.*got 6 to 25",
     ),
@@ -81,7 +65,7 @@ WRONG = {
         "at least as many keys as queries, got 24 keys",
     ),
     "scales of another pool": (
-        {name: jnp.zeros((BLOCKS, K, PAGE, H), jnp.int8) for name in "kv"}
+        {name: jnp.zeros((X, K, PAGE, H), jnp.int8) for name in "kv"}
         | {f"{name}_scale": jnp.zeros((B, K, 24)) for name in "kv"},
         r"k_scale must be float32 and B K S, got scale.shape=\(2, 2, 24\)",
     ),
@@ -90,22 +74,22 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
-    arguments, message = WRONG[name]
+    changes, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        prefill(**arguments)
+        check_prefill(**arguments(**changes))
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "changes",
     [
         {},
-        {"q_offset": [18, 24], "lengths": [6, 0]},
-        {"q": jnp.zeros((B, 30, N, H)), "lengths": [24, 1]},
+        {"q_offset": jnp.asarray([18, 24]), "lengths": jnp.asarray([6, 0])},
+        {"q": jnp.zeros((B, 30, N, H)), "lengths": jnp.asarray([24, 1])},
     ],
 )
-def test_good_arguments(arguments):
-    """What the tests above start from; and queries that are none may stand past the last block."""
-    assert prefill(**arguments).shape[0] == B
+def test_good_arguments(changes):
+    """What the tests above start from; and queries past `lengths` may stand past the last page."""
+    assert prefill_attention(**arguments(**changes)).shape[0] == B
 
 
 @pytest.mark.parametrize("implementation", ["hopper", "tpu"])
@@ -122,9 +106,8 @@ def test_pages_as_long_as_the_queries(implementation):
             q, k, v, page_table=table
         )
     expected = prefill_attention(q, k[::-1], v[::-1], implementation="xla")
-    np.testing.assert_allclose(
-        np.float32(found), np.float32(expected), atol=1.5e-2, rtol=1e-2
-    )  # bfloat16 keeps 8 bits
+    # bfloat16 keeps 8 bits.
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), atol=1.5e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"q_offset": 3, "lengths": jnp.asarray([5, 6])}])
@@ -133,17 +116,20 @@ def test_no_gradient(options):
     with pytest.raises(
         NotImplementedError, match="scaled or paged keys and values has no gradient"
     ):
-        jax.eval_shape(jax.grad(lambda q: prefill(q=q, **options).sum()), jnp.zeros((B, T, N, H)))
+        jax.eval_shape(
+            jax.grad(lambda q: prefill_attention(**arguments(q=q, **options)).sum()),
+            jnp.zeros((B, T, N, H)),
+        )
 
 
 def test_cudnn_takes_none():
     with (
-        under("cudnn"),
+        under("A100"),
         pytest.raises(
             NotImplementedError, match="'cudnn' takes no page_table; 'xla' runs prefill everywhere"
         ),
     ):
-        prefill(implementation="cudnn")
+        prefill_attention(**arguments(implementation="cudnn"))
 
 
 LIMITS = {  # implementation, q, k, table, what the refusal names
@@ -175,7 +161,7 @@ LIMITS = {  # implementation, q, k, table, what the refusal names
 def test_the_limits_of_a_kernel(name):
     """Shapes beyond them go to XLA unless the kernel was asked for by name."""
     implementation, q, k, table, message = LIMITS[name]
-    with under(implementation):
+    with under(DEVICE[implementation]):
         assert ops.choose_implementation("prefill", None, q, k, page_table=table) == "xla"
         with pytest.raises(
             NotImplementedError, match=f"implementation='{implementation}'.*{message}"
@@ -186,11 +172,14 @@ def test_the_limits_of_a_kernel(name):
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 @pytest.mark.parametrize("page", [64, 128, 192, 256, 640])
 def test_hopper_takes_pages_of_64(page, head_dim):
-    """Blocks of keys longer than a page are cut, and still cover it, with as many keys in the
+    """Blocks of keys longer than a page are shortened, and still cover it, with as many keys in the
     ring."""
     q, k, table = like(20, 128, 32, head_dim), like(9, 8, page, head_dim), like(20, 64)
-    with under("hopper"):
-        assert ops.choose_implementation("prefill", None, q, k, page_table=table, offset=True) == "hopper"
+    with under("H100"):
+        assert (
+            ops.choose_implementation("prefill", None, q, k, page_table=table, offset=True)
+            == "hopper"
+        )
         tuning = ops.find_tuning("hopper", "prefill", q, k.dtype)
     fitted = fit_hopper(tuning, page)
     assert page % fitted.block_kv == 0
@@ -212,11 +201,11 @@ def test_blocks_on_a_tpu_are_whole_pages_or_parts(page, pages):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_pool_stays_where_it_is(dtype):
-    """XLA reads the blocks it visits, one after the other: beside the pool there is nothing of its
-    size, nor of a row's."""
-    batch, queries, blocks, page, pages = 4, 128, 1024, 128, 64
-    kv = like(blocks, K, page, H, dtype=jnp.dtype(dtype))
-    scale = like(blocks, K, page, dtype=jnp.float32)
+    """XLA reads one block of pages after the other: there is no copy of the pool, nor of a row's
+    pages."""
+    batch, queries, pool, page, pages = 4, 128, 1024, 128, 64
+    kv = like(pool, K, page, H, dtype=jnp.dtype(dtype))
+    scale = like(pool, K, page, dtype=jnp.float32)
     options: dict[str, Any] = {"page_table": like(batch, pages, dtype=jnp.int32)} | {
         name: like(batch, dtype=jnp.int32) for name in ("q_offset", "lengths")
     }
@@ -237,5 +226,5 @@ def test_the_pool_stays_where_it_is(dtype):
     memory = compiled.memory_analysis()
     assert (
         memory is not None
-        and memory.temp_size_in_bytes < blocks * K * page * H * kv.dtype.itemsize / 2
+        and memory.temp_size_in_bytes < pool * K * page * H * kv.dtype.itemsize / 2
     )

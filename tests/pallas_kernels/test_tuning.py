@@ -6,7 +6,7 @@ import json
 import pytest
 
 from swiftkv_jax.pallas_kernels import hopper, ops, tpu, tuning
-from tests.pallas_kernels.test_ops import under
+from tests.pallas_kernels.interpreted import under
 
 CLASSES = {
     f"{name}.{op}": getattr(kernels, op.split(".")[0]).Tuning

@@ -1,0 +1,161 @@
+"""Operands of the two ops drawn for a shape, and the check of their results against the reference
+formula."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax.pallas_kernels import reference
+from tests.pallas_kernels.interpreted import device_of
+from tests.pallas_kernels.shapes import Chunks, Decode, Prefill
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
+UNSEEN_KEY, UNSEEN_VALUE = jnp.nan, 1e3
+"""Keys and values beyond the valid positions: read by mistake, they change the result. A cache may
+hold keys of NaN, but no such values."""
+
+
+def inputs(shape: Prefill | Chunks | Decode, dtype: str, keys: int | None = None):
+    """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to
+    bfloat16 would show."""
+    rng = np.random.default_rng(0)
+    cache = (shape.batch, shape.kv_heads, keys or shape.keys, shape.head_dim)
+    q, k, v = (
+        rng.normal(size=size)
+        for size in ((shape.batch, shape.queries, shape.heads, shape.head_dim), cache, cache)
+    )
+    return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
+
+
+def prefill_mask(shape: Prefill | Chunks) -> np.ndarray:
+    """bool[B, T, S], one entry at a time."""
+    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
+    offsets = np.broadcast_to(shape.offset, shape.batch)
+    for row in range(shape.batch):
+        for query in range(shape.queries if shape.lengths is None else shape.lengths[row]):
+            mask[row, query, : offsets[row] + query + 1] = True
+    return mask
+
+
+def decode_mask(shape: Decode) -> np.ndarray:
+    """bool[B, T, S], one entry at a time."""
+    mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
+    for row, length in enumerate(shape.lengths):
+        for query in range(shape.queries):
+            mask[row, query, : max(0, length - shape.queries + query + 1)] = True
+    return mask
+
+
+def segments(shape: Prefill, documents) -> np.ndarray:
+    """i32[B, T]: 1, 2, ... for the documents of each row in order, 0 for padding."""
+    ids = np.zeros((shape.batch, shape.queries), np.int32)
+    for row, lengths in enumerate(documents):
+        ends = np.cumsum(lengths)
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False), start=1):
+            ids[row, start:end] = number
+    return ids
+
+
+def hide(k, v, mask):
+    """k and v[B, K, S, H] with the positions that no query may see filled with `UNSEEN_KEY` and
+    `UNSEEN_VALUE`."""
+    seen = jnp.asarray(mask.any(axis=1))[:, None, :, None]
+    return [
+        jnp.where(seen, x, jnp.asarray(unseen, x.dtype))
+        for x, unseen in ((k, UNSEEN_KEY), (v, UNSEEN_VALUE))
+    ]
+
+
+def run(implementation, op, *operands, **options):
+    """`op` compiled and run where `implementation` runs, after a look that it is the one that
+    runs."""
+    with device_of(implementation):
+        traced = jax.jit(op).trace(*operands, **options)
+        assert set(re.findall(r"name=(hopper|tpu)_\w+", str(traced.jaxpr))) == {implementation} - {
+            "xla"
+        }
+        return jax.block_until_ready(traced.lower().compile()(*operands, **options))
+
+
+def check(actual, q, k, v, mask):
+    """`actual` is the reference under `mask`[B, T, S]."""
+    expected = reference.attention(q, k, v, jnp.asarray(mask))
+    assert actual.dtype == q.dtype
+    assert actual.shape == q.shape
+    tolerance = TOLERANCE[q.dtype.name]
+    np.testing.assert_allclose(np.float32(actual), expected, atol=tolerance, rtol=tolerance / 2)
+
+
+def as_format(x, dtype: str):
+    """(x stored as `dtype`, its scales or None, the values it then stands for): one scale per
+    position and head."""
+    if dtype in ("float32", "bfloat16"):
+        return x.astype(dtype), None, x.astype(dtype)
+    largest = 448 if dtype == "float8_e4m3fn" else 127
+    scale = jnp.abs(x.astype(jnp.float32)).max(axis=-1) / largest
+    stored = x.astype(jnp.float32) / scale[..., None]
+    stored = (jnp.round(stored) if dtype == "int8" else stored).astype(dtype)
+    return stored, scale, stored.astype(jnp.float32) * scale[..., None]
+
+
+def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
+    """(operands of the op, options of the op, q, the values of k and v row by row and the mask)."""
+    q, k, v = inputs(shape, dtype)
+    mask = decode_mask(shape)
+    (k, k_scale, k_values), (v, v_scale, v_values) = (
+        as_format(x, cache_format) for x in hide(k, v, mask)
+    )
+    options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    if shape.page is not None:
+        table = shuffled_table(shape.batch, shape.keys // shape.page)
+        k, v, options = (
+            pool(k, table),
+            pool(v, table),
+            {name: pool(scale, table) for name, scale in options.items()},
+        )
+        options["page_table"] = jnp.asarray(table, jnp.int32)
+    return (q, k, v, jnp.asarray(shape.lengths)), options, (q, k_values, v_values, mask)
+
+
+def shuffled_table(rows: int, pages: int) -> np.ndarray:
+    """i32[rows, pages]: each entry another page of a pool that has twice as many."""
+    order = np.random.default_rng(3).permutation(2 * rows * pages)
+    return order[: rows * pages].reshape(rows, pages)
+
+
+def pool(x, table):
+    """x[B, K, S, ...] as a pool X K page ..., each page of each row where the table says."""
+    split = jnp.moveaxis(x.reshape(*x.shape[:2], table.shape[1], -1, *x.shape[3:]), 2, 1)
+    unseen = UNSEEN_VALUE if x.dtype.itemsize > 1 else 120  # 8 bits hold no more
+    return jnp.full((2 * table.size, *split.shape[2:]), unseen, x.dtype).at[table].set(split)
+
+
+def chunk_inputs(shape: Chunks, cache_format: str, dtype="bfloat16"):
+    """(operands of the op, options of the op, q, the values of k and v row by row and the
+    mask): `CHUNKS` in a pool."""
+    q, k, v = inputs(shape, dtype)
+    rows, mask = np.asarray(shape.tables), prefill_mask(shape)
+    seen = np.stack(
+        [mask[rows == row].any(axis=(0, 1), keepdims=True)[0] for row in rows]
+    )  # B 1 S: by any row of the table
+    (k, k_scale, k_values), (v, v_scale, v_values) = (
+        as_format(x, cache_format) for x in hide(k[rows], v[rows], seen)
+    )
+    options = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    table = shuffled_table(shape.batch, shape.keys // shape.page)[rows]
+    k, v, options = (
+        pool(k, table),
+        pool(v, table),
+        {name: pool(scale, table) for name, scale in options.items()},
+    )
+    ends = np.where(shape.lengths, np.add(shape.offset, shape.lengths), 0)
+    unused = np.arange(table.shape[1]) * shape.page >= ends[:, None]
+    table = jnp.asarray(np.where(unused, 10**9, table), jnp.int32)
+    options |= {
+        "q_offset": jnp.asarray(shape.offset),
+        "lengths": jnp.asarray(shape.lengths),
+        "page_table": table,
+    }
+    return (q, k, v), options, (q, k_values, v_values, mask)

@@ -1,0 +1,225 @@
+"""The arguments that the two ops accept, and the errors for those that do not fit together."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swiftkv_jax.pallas_kernels import (
+    check_decode,
+    check_prefill,
+    decode_attention,
+    prefill_attention,
+)
+
+B, T, N, K, S, H = 2, 6, 4, 2, 8, 64
+SCALE = jnp.ones((B, K, S))
+
+
+def zeros(*shape, dtype=jnp.bfloat16):
+    return jnp.zeros(shape, dtype)
+
+
+def prefill(**changes):
+    arguments: dict[str, Any] = {
+        "q": zeros(B, T, N, H),
+        "k": zeros(B, K, S, H),
+        "v": zeros(B, K, S, H),
+    } | changes
+    return check_prefill(**arguments)
+
+
+def decode(**changes):
+    arguments: dict[str, Any] = {
+        "q": zeros(B, 1, N, H),
+        "k": zeros(B, K, S, H),
+        "v": zeros(B, K, S, H),
+    }
+    return check_decode(**{**arguments, "length": jnp.asarray([8, 3]), **changes})
+
+
+def both(**arrays):
+    return {"prefill": (prefill, arrays), "decode": (decode, arrays)}
+
+
+INT8 = {"k": zeros(B, K, S, H, dtype=jnp.int8), "v": zeros(B, K, S, H, dtype=jnp.int8)}
+WRONG = {  # name -> (call, arguments that are wrong, what the message names)
+    "k and v differ in shape": (both(v=zeros(B, K, 5, H)), r"v\.shape=\(2, 2, 5, 64\)"),
+    "k and v differ in dtype": (both(v=zeros(B, K, S, H, dtype=jnp.float32)), "v.dtype=dtype"),
+    "rows differ": (both(k=zeros(3, K, S, H), v=zeros(3, K, S, H)), r"k\.shape=\(3, 2, 8, 64\)"),
+    "head dims differ": (both(q=zeros(B, T, N, 80)), r"q\.shape=\(2, 6, 4, 80\)"),
+    "q without heads": (both(q=zeros(B, T, H)), "q must be B T N H"),
+    "k without heads": (both(k=zeros(B, S, H), v=zeros(B, S, H)), "k, v B K S H"),
+    "heads do not divide": (both(q=zeros(B, T, 3, H)), r"query heads.*q\.shape=\(2, 6, 3, 64\)"),
+    "integer q": (both(q=zeros(B, T, N, H, dtype=jnp.int32)), "q must be bfloat16"),
+    "keys wider than q": (
+        both(k=zeros(B, K, S, H, dtype=jnp.float32), v=zeros(B, K, S, H, dtype=jnp.float32)),
+        "k.dtype=dtype",
+    ),
+    "int8 without scales": (both(**INT8), "k_scale goes with"),
+    "scales without int8": (both(k_scale=SCALE, v_scale=SCALE), "k_scale goes with"),
+    "one scale missing": (both(**INT8, k_scale=SCALE), "v_scale goes with"),
+    "scales of another shape": (
+        both(**INT8, k_scale=SCALE, v_scale=SCALE[..., None]),
+        "v_scale must be float32 and B K S",
+    ),
+    "scales in half": (
+        both(**INT8, k_scale=SCALE.astype(jnp.bfloat16), v_scale=SCALE),
+        "k_scale.*bfloat16",
+    ),
+    "offset beyond the keys": (
+        {"prefill": (prefill, {"q_offset": 3})},
+        "q_offset must be from 0 to 2",
+    ),
+    "negative offset": (
+        {"prefill": (prefill, {"q_offset": jnp.asarray([0, -1])})},
+        "q_offset.*got -1",
+    ),
+    "offsets of other rows": (
+        {"prefill": (prefill, {"q_offset": jnp.zeros(3, int)})},
+        "q_offset must be a scalar or one a row",
+    ),
+    "more queries than keys": (both(q=zeros(B, 9, N, H)), "8 keys and q.shape=.2, 9, 4, 64"),
+    "lengths beyond the queries": (
+        {"prefill": (prefill, {"lengths": jnp.asarray([7, 1])})},
+        "lengths must be from 0 to 6",
+    ),
+    "lengths not one a row": (
+        {"prefill": (prefill, {"lengths": jnp.asarray([7])})},
+        "lengths must be one integer a row",
+    ),
+    "length beyond the cache": (
+        {"decode": (decode, {"length": jnp.asarray([1, 9])})},
+        "length must be from 0 to 8",
+    ),
+    "length not one a row": (
+        {"decode": (decode, {"length": jnp.asarray([6])})},
+        "length must be one integer a row",
+    ),
+    "length for all": (
+        {"decode": (decode, {"length": jnp.asarray(6)})},
+        "length must be one integer a row",
+    ),
+    "fractional length": (
+        {"decode": (decode, {"length": jnp.asarray([1.0, 2.0])})},
+        "length must be integers, got value.dtype=dtype.'float32'",
+    ),
+    "page table of other rows": (
+        {"decode": (decode, {"page_table": jnp.zeros((3, 2), int)})},
+        "page_table must be B P",
+    ),
+    "fractional page table": (
+        {"decode": (decode, {"page_table": jnp.zeros((B, 1))})},
+        "page_table must be integers",
+    ),
+    "fractional offset": (
+        {"prefill": (prefill, {"q_offset": 1.0})},
+        "q_offset must be integers.*float32",
+    ),
+    "offset true": ({"prefill": (prefill, {"q_offset": True})}, "q_offset must be integers.*bool"),
+    "NumPy offset beyond the keys": (
+        {"prefill": (prefill, {"q_offset": np.int64(3)})},
+        "q_offset must be from 0 to 2",
+    ),
+    "lengths true": (
+        {"prefill": (prefill, {"lengths": jnp.ones(B, bool)})},
+        "lengths must be integers.*bool",
+    ),
+    "a list beyond the cache": (
+        {"decode": (decode, {"length": [1, 9]})},
+        "length must be from 0 to 8",
+    ),
+    "fractional segments": (
+        {"prefill": (prefill, {"segment_ids": jnp.ones((B, T))})},
+        "segment_ids must be integers",
+    ),
+    "no rows": (
+        both(q=zeros(0, T, N, H), k=zeros(0, K, S, H), v=zeros(0, K, S, H)),
+        r"no axis.*q\.shape=\(0, 6, 4, 64\)",
+    ),
+    "no queries": (both(q=zeros(B, 0, N, H)), "no axis of q, k and v may be empty"),
+    "no key/value heads": (
+        both(k=zeros(B, 0, S, H), v=zeros(B, 0, S, H)),
+        "no axis of q, k and v may be empty",
+    ),
+    "no pages": (
+        {"decode": (decode, {"page_table": jnp.zeros((B, 0), int)})},
+        r"page_table must be B P.*\(2, 0\)",
+    ),
+    "double q": (
+        both(q=np.zeros((B, T, N, H))),
+        "q must be bfloat16, float16 or float32, got q.dtype=dtype.'float64'",
+    ),
+    "q of no type": (both(q=None), "q must be an array, got None"),
+    "segments and an offset": (
+        {"prefill": (prefill, {"segment_ids": jnp.ones((B, T), int), "q_offset": 1})},
+        r"segment_ids need.*q_offset=1",
+    ),
+    "segments and a cache": (
+        {"prefill": (prefill, {"segment_ids": jnp.ones((B, T), int)})},
+        r"segment_ids need.*k\.shape",
+    ),
+    "segments of other rows": (
+        {"prefill": (prefill, {"segment_ids": jnp.ones((1, T), int)})},
+        "segment_ids must be B T",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [(name, op) for name, (calls, _) in WRONG.items() for op in calls]
+)
+def test_wrong_arguments(name, op):
+    calls, message = WRONG[name]
+    call, arguments = calls[op]
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)
+
+
+def test_the_ops_check_their_arguments():
+    q, kv = zeros(B, T, N, H), zeros(B, K, S, H)
+    with pytest.raises(ValueError, match="q_offset must be from 0 to 2"):
+        prefill_attention(q, kv, kv, q_offset=3)
+    with pytest.raises(ValueError, match="length must be from 0 to 8"):
+        decode_attention(q, kv, kv, jnp.asarray([1, 9]))
+
+
+@pytest.mark.parametrize("call", [prefill, decode])
+def test_good_arguments(call):
+    """What the tests above start from is accepted."""
+    assert call()[0].dtype == jnp.bfloat16
+    assert call(**INT8, k_scale=SCALE, v_scale=SCALE)[1].dtype == jnp.int8
+
+
+def test_lists_and_numpy_integers():
+    """Arguments need not be JAX arrays. A NumPy integer is as static as one of Python: with it
+    segments are allowed."""
+    length = decode(length=np.asarray([8, 3], np.uint8))[3]
+    assert length.dtype == jnp.int32 and (length == decode(length=[8, 3])[3]).all()
+    q, ids = zeros(B, S, N, H), [[1] * S] * B
+    found = prefill(q=q, segment_ids=ids, q_offset=np.int64(0), lengths=[S, 1])
+    assert found[3] == 0 and isinstance(found[3], int)
+    assert found[5].shape == (B, S)
+
+
+def test_a_numpy_offset_is_static():
+    q, kv = zeros(B, S, N, H), zeros(B, K, S, H)
+    ids = jnp.ones((B, S), jnp.int32)
+    assert prefill_attention(q, kv, kv, segment_ids=ids, q_offset=np.int64(0)).shape == q.shape
+
+
+def test_the_room_is_checked_inside_jit():
+    """Shapes are known there, whatever the offset is."""
+    with pytest.raises(ValueError, match="at least as many keys as queries, got 8 keys"):
+        jax.eval_shape(
+            lambda offset: prefill(q=zeros(B, 9, N, H), q_offset=offset)[0], jnp.int32(0)
+        )
+
+
+def test_values_are_not_checked_inside_jit():
+    """There they are not known; all that is promised is a result of the right shape."""
+    kv = zeros(B, K, S, H)
+    op = jax.jit(lambda q, offset: prefill_attention(q, kv, kv, q_offset=offset))
+    assert op(zeros(B, T, N, H), jnp.int32(7)).shape == (B, T, N, H)

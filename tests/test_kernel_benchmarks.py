@@ -1,0 +1,370 @@
+"""The kernel benchmarks count right, check right, report right, and lose no row when one fails."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import report
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.kernels import candidates, inputs, oracle, shapes, sweep, tune
+from swiftkv_jax.pallas_kernels import tuning
+from swiftkv_jax.roofline import Roofline
+from tests.pallas_kernels.interpreted import H100
+
+ROOFLINE = Roofline(
+    flops=1e12, bandwidth=1e9, devices=1, dtype="bfloat16", tried={}, published=None
+)
+PREFILL = shapes.Prefill("p", 2, 24, 24, 4, 2, 8)
+CHUNK = shapes.Prefill("c", 2, 8, 24, 4, 2, 8, offset=16)
+PACKED = shapes.Prefill("d", 2, 100, 100, 4, 2, 8, packed=True)
+TRAIN = shapes.Prefill("t", 2, 24, 24, 4, 2, 8, packed=True, gradient=True)
+PAGED = shapes.Decode("g", 3, 32, "int8", page=16, ragged=True, heads=4, kv_heads=2, head_dim=8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def mask(shape: shapes.Prefill) -> np.ndarray:
+    """bool[T, S] of any row, one entry at a time."""
+    ids = np.repeat(np.arange(len(shape.documents)), shape.documents)
+    seen = np.zeros((shape.queries, shape.keys), bool)
+    for t, s in np.ndindex(seen.shape):
+        seen[t, s] = s <= t + shape.offset and (not shape.packed or ids[t] == ids[s])
+    return seen
+
+
+@pytest.mark.parametrize("shape", [PREFILL, CHUNK, PACKED, TRAIN], ids=lambda shape: shape.name)
+def test_flops(shape):
+    assert sum(shape.documents) == shape.queries
+    pairs = shape.batch * int(mask(shape).sum())
+    assert shape.pairs == pairs
+    assert shape.work == pairs * 4 * shape.head_dim * shape.heads * (3.5 if shape.gradient else 1)
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_bytes(cache, ragged):
+    shape = shapes.Decode("d", 3, 64, cache, ragged=ragged, heads=4, kv_heads=2, head_dim=16)
+    arrays = jax.eval_shape(lambda: inputs.draw_one(shape, jax.random.key(0)))
+    read = [
+        np.zeros(arrays[name].shape, arrays[name].dtype)
+        for name in ("k", "v", "k_scale", "v_scale")
+        if name in arrays
+    ]
+    assert len(read) == (2 if cache == "bfloat16" else 4)
+    total = sum(x[row, :, :length].nbytes for x in read for row, length in enumerate(shape.lengths))
+    assert shape.work == total
+    assert shapes.rate(shape, 2.0) == total / 2e9
+
+
+@pytest.mark.parametrize("table", shapes.TABLES.values())
+def test_table(table):
+    assert len({shape.name for shape in table}) == len(table)
+    assert all(shape.work > 0 for shape in table) and {target.row for target in shapes.TARGETS} <= {
+        shape.name for shape in shapes.FULL
+    }
+
+
+@pytest.mark.parametrize("shape", [TRAIN, PAGED], ids=lambda shape: shape.name)
+def test_the_check_passes_what_is_right_and_no_more(shape):
+    arrays = inputs.draw(shape, jax.random.key(1), 1)[-1]
+    wanted = oracle.expected(shape, arrays)
+    got = jax.jit(candidates.op(shape, "xla"))(arrays)
+    got = got if isinstance(got, tuple) else (got,)
+    assert len(got) == len(wanted) == (4 if shape.gradient else 1)
+    errors, wrong = oracle.check(shape, got, wanted)
+    assert wrong is None and 0 < errors["out"].relative < 1e-2
+    one_vector = got[0].at[0, -1, -1].multiply(-1)  # hardly seen in the norm of a large output
+    assert "worst vector" in (oracle.check(shape, (one_vector, *got[1:]), wanted)[1] or "")
+    assert "nan" in (oracle.check(shape, (got[0] * jnp.nan, *got[1:]), wanted)[1] or "")
+    if len(got) == 4:
+        assert "dk" in (
+            oracle.check(shape, (got[0], got[1], got[2] * 1.1, got[3]), wanted)[1] or ""
+        )
+
+
+def test_a_smoke_run(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    flags = [
+        "--shapes",
+        "smoke",
+        "--only",
+        "^(chunk|decode int8)$",
+        "--implementation",
+        "xla",
+        "--output",
+        str(path),
+    ]
+    assert kernels.main([*flags, "--seed", "3"]) == 0
+    document = json.loads(path.read_text())
+    assert document.keys() >= {
+        "date",
+        "command",
+        "seed",
+        "device",
+        "versions",
+        "commit",
+        "sources_sha256",
+        "conventions",
+        "roofline",
+        "rows",
+    }
+    assert (
+        document["seed"] == 3
+        and document["device"]["platform"] == "cpu"
+        and document["versions"]["jax"] == jax.__version__
+    )
+    assert document["roofline"]["flops"] > 0 and document["roofline"]["bandwidth"] > 0
+    assert [row["name"] for row in document["rows"]] == ["chunk", "decode int8"]
+    for row in document["rows"]:
+        (result,) = row["results"]
+        assert (
+            result["implementation"] == "xla"
+            and result["status"] == "ok"
+            and result["errors"]["out"].keys() == {"relative", "worst_vector", "max_abs"}
+        )
+        scale = {"TFLOP/s": 1e12, "GB/s": 1e9}[row["unit"]]
+        assert result["seconds"] > 0 and result["rate"] == pytest.approx(
+            row["work"] / result["seconds"] / scale
+        )
+        roof = document["roofline"]["flops" if row["unit"] == "TFLOP/s" else "bandwidth"]
+        assert result["share_of_roofline"] == pytest.approx(result["rate"] * scale / roof)
+        assert len(result["timing"]["short_runs"]) == len(result["timing"]["long_runs"]) >= 3
+    assert "chunk" in capsys.readouterr().out
+    assert kernels.main([*flags, "--seconds", "1e-9"]) == 1
+    assert (
+        '"skipped": "the budget' in path.read_text()
+        and "nothing was measured" in capsys.readouterr().err
+    )
+
+
+def test_a_smoke_run_leaves_nothing_and_explains_its_marks(tmp_path, monkeypatch, capsys):
+    result = {
+        "implementation": "xla",
+        "status": "ok",
+        "seconds": 1e-3,
+        "rate": 1.0,
+        "share_of_roofline": 0.5,
+    }
+    result |= {
+        "errors": {"out": {"relative": 1e-3}},
+        "timing": {"linear": False, "host_share": 0.1},
+    }
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "roofline", lambda shapes: ROOFLINE)
+    monkeypatch.setattr(
+        kernels, "measure_row", lambda shape, *_: kernels._described(shape) | {"results": [result]}
+    )
+    assert kernels.main(["--shapes", "smoke", "--only", "^chunk$"]) == 0
+    assert not list(tmp_path.iterdir())
+    row, footer = capsys.readouterr().out.splitlines()[-2:]
+    assert row.endswith(" ~") and footer.startswith("~: ")
+
+
+def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
+    def fail(argument):
+        raise (
+            NotImplementedError("not here")
+            if isinstance(argument, shapes.Prefill)
+            else RuntimeError("no such kernel\nand more")
+        )
+
+    available = {
+        "hopper": lambda shape: candidates.Candidate("hopper", fail),
+        "cudnn": fail,
+        "wrong": lambda shape: candidates.Candidate(
+            "wrong", lambda s: candidates.op(PREFILL, "xla")(s) * 1.1
+        ),
+        "xla": lambda shape: candidates.ours("xla", shape),
+    }
+    monkeypatch.setattr(kernels, "builders", lambda: available)
+    monkeypatch.setitem(shapes.TABLES, "smoke", (PREFILL,))
+    path = tmp_path / "kernels.json"
+    assert kernels.main(["--shapes", "smoke", "--output", str(path)]) == 1
+    results = {
+        result["implementation"]: result
+        for result in json.loads(path.read_text())["rows"][0]["results"]
+    }
+    assert [results[name]["status"] for name in available] == [
+        "error",
+        "unsupported",
+        "wrong",
+        "ok",
+    ]
+    assert (
+        results["hopper"]["reason"] == "RuntimeError: no such kernel"
+        and results["xla"]["seconds"] > 0
+    )
+    assert "wrong or broken: p/hopper, p/wrong" in capsys.readouterr().err
+
+
+def test_judging():
+    def row(name, **result):
+        return {
+            "name": name,
+            "results": [
+                {
+                    "implementation": "hopper",
+                    "status": "ok",
+                    "rate": 650.0,
+                    "share_of_roofline": 0.8,
+                    **result,
+                }
+            ],
+        }
+
+    rows = [
+        row("prefill 8B 8k", ratio_to_cudnn=1.01),
+        row("decode 64x2k bf16"),
+        row("prefill 8B 2k", status="wrong", ratio_to_cudnn=2.0),
+    ]
+    verdicts = {(v["row"], v["measure"]): v["verdict"] for v in kernels.judge(rows, "full")}
+    assert verdicts["prefill 8B 8k", "ratio_to_cudnn"] == "met, 1.01"
+    assert verdicts["decode 64x2k bf16", "share_of_roofline"] == "MISSED, 0.8"
+    assert (
+        verdicts["prefill 8B 2k", "ratio_to_cudnn"]
+        == verdicts["prefill 8B 32k", "rate"]
+        == "not measured"
+    )
+
+
+# Commands ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        (kernels, ["--only", "nothing such"], "no such row"),
+        (kernels, ["--only", "("], "not a regular expression"),
+        (kernels, ["--implementation", "fast"], "--implementation fast: not here"),
+        (
+            kernels,
+            ["--implementation", "hopper"],
+            "--implementation hopper: needs a Hopper GPU, this is cpu",
+        ),
+        (kernels, ["--only", "chunk", "--output", "/dev/null/x"], "cannot be made"),
+        (tune, [], "nothing to tune on a CPU"),
+        (tune, ["--only", "nothing such"], "nothing has such a name"),
+    ],
+)
+def test_usage_errors_are_one_line(command, flags, message, capsys):
+    assert command.main([*flags, "--shapes", "smoke"]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_seconds_are_positive_and_finite(seconds, capsys):
+    with pytest.raises(SystemExit) as exit:
+        kernels.main(["--seconds", seconds])
+    assert exit.value.code == 2
+    assert (
+        f"--seconds: must be a positive, finite number of seconds, got '{seconds}'"
+        in capsys.readouterr().err
+    )
+
+
+# Tuning -----------------------------------------------------------------------
+
+
+def test_tune_without_a_device(capsys):
+    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [job.name for job in tune.jobs("cpu", None)]
+    assert "Nothing can be timed" in last and " 0 of " not in "".join(lines)
+
+
+def test_tune_fails_where_nothing_runs(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        tune, "tune", lambda *_, **__: {"tried": [{"reason": "broken"}], "best": None, "basis": ""}
+    )
+    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 1
+
+
+def test_sweeps(monkeypatch):
+    every = tune.jobs("cpu", None)
+    assert (
+        sweep.SWEEPS.keys()
+        == {job.kernel for job in every}
+        == {entry["kernel"] for entry in tuning.read_table()}
+    )
+    for job in every:
+        fields = {field.name for field in dataclasses.fields(job.tuning_class)}
+        assert {name for group in sweep.SWEEPS[job.kernel] for name in group} <= fields
+        for shape in sweep.shapes(job.kernel, job.head_dim, job.dtype, "full"):
+            assert getattr(shape, "packed", False) == job.kernel.endswith(".packed")
+    monkeypatch.setitem(sweep.SWEEPS, "tpu.decode", ({"rows": (1,), "block_kv": (128,)},))
+    with pytest.raises(ValueError, match="sweep of tpu.decode has block_kv"):
+        list(
+            sweep.combinations(
+                "tpu.decode", 0, tune.Job("tpu.decode", 128, "int8").tuning_class, {}
+            )
+        )
+
+
+@pytest.mark.parametrize("job", tune.jobs("gpu", "H128 bfloat16"), ids=lambda job: job.kernel)
+def test_every_candidate_is_traced_anew(job):
+    """A cache that ignored the tuning would give all candidates the same program."""
+    (shape,) = sweep.shapes(job.kernel, job.head_dim, job.dtype, "smoke")
+    arrays = [jax.eval_shape(lambda: inputs.draw_one(shape, jax.random.key(0)))]
+    traced = []
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H100)):
+        for values in list(sweep.combinations(job.kernel, 0, job.tuning_class, {}))[:2]:
+            argument = {job.argument: job.tuning_class(**values)}
+            call = candidates.op(shape, "hopper", **argument)
+            program = jax.jit(lambda sets, call=call: [call(one) for one in sets])
+            traced.append(str(program.trace(arrays).jaxpr))
+    assert traced[0] != traced[1]
+
+
+def test_the_table(tmp_path):
+    entry = {
+        "kernel": "hopper.decode",
+        "head_dim": 64,
+        "dtype": "int8",
+        "tuning": {},
+        "basis": "draft",
+    }
+    old = [entry | {"device": device} for device in ("any", "X")]
+    new = old[1] | {"tuning": {"block_kv": 64, "splits": None}, "basis": "measured"}
+    table = tune.with_entry(old, new)
+    text = tune.table_text(table)
+    assert table == [new, old[0]] == json.loads(text) and len(text.splitlines()) == len(table) + 2
+    assert (
+        tune.table_text(json.loads(tuning.TABLE.read_text())) == tuning.TABLE.read_text()
+    )  # a new entry changes one line
+    (path := tmp_path / "table.json").write_text(text)
+    assert list(tuning.read_table(path)) == table
+
+
+def test_what_tune_writes_goes_before_any(monkeypatch):
+    job, kinds = tune.Job("hopper.prefill.packed", 128, "bfloat16"), ["X", "X", "Y"]
+    usual = {
+        "kernel": job.kernel,
+        "device": "any",
+        "head_dim": "any",
+        "dtype": "any",
+        "tuning": {},
+        "basis": "draft",
+    }
+    entry = usual | {
+        "device": "X",
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "tuning": {"block_kv": 64},
+    }
+    monkeypatch.setattr(tuning, "read_table", lambda: tune.with_entry([usual], entry))
+    monkeypatch.setattr(tuning, "current_device", lambda: ("gpu", kinds.pop(0)))
+    taken = [
+        tuning.tuning_for(job.tuning_class, job.kernel, head_dim, job.dtype).block_kv
+        for head_dim in (128, 64, 128)
+    ]
+    assert taken == [64, 128, 128]
