@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -259,16 +260,31 @@ def test_figures_of_the_pages_are_the_measured_ones():
     assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
 
 
+@cache
+def pictures() -> dict[str, tuple[Callable[[Path], None], str]]:
+    """Name -> what draws it, and the ending of its file."""
+    program = ROOT / "docs" / "img" / "make_pictures.py"
+    spec = importlib.util.spec_from_file_location("make_pictures", program)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PICTURES
+
+
 @pytest.mark.parametrize("name", ["swiftkv", "stacks", "pages", "engine-step"])
 def test_drawings_are_those_of_the_program(name, tmp_path):
-    folder = ROOT / "docs" / "img"
-    spec = importlib.util.spec_from_file_location("make_pictures", folder / "make_pictures.py")
-    assert spec is not None and spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    draw, ending = program.PICTURES[name]
+    draw, ending = pictures()[name]
     draw(tmp_path / "drawn")
-    assert (tmp_path / "drawn").read_text() == (folder / f"{name}.{ending}").read_text()
+    committed = ROOT / "docs" / "img" / f"{name}.{ending}"
+    assert (tmp_path / "drawn").read_text() == committed.read_text()
+
+
+@pytest.mark.parametrize("name", ["prefill", "analysis", "run"])
+def test_plots_can_be_drawn_again(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    draw, ending = pictures()[name]
+    draw(tmp_path / f"drawn.{ending}")
+    assert (tmp_path / f"drawn.{ending}").stat().st_size > 10_000
 
 
 # Length ------------------------------------------------------------------------

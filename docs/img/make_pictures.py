@@ -285,10 +285,10 @@ def prefill(path: Path) -> None:
 def analysis(path: Path) -> None:
     """`swiftkv train analyze` of the demo model."""
     from swiftkv_jax.train.plots import draw_analysis
-    from swiftkv_jax.train.sweep import Analysis, Cut
+    from swiftkv_jax.train.sweep import Analysis, CutResult
 
     found = json.loads((DATA / "analysis.json").read_text(encoding="utf-8"))
-    cuts = [Cut(**cut) for cut in found["cuts"]]
+    cuts = [CutResult(**cut) for cut in found["cuts"]]
     names = ("tokens", "teacher_perplexity", "similarity")
     draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts), path)
 

@@ -1,4 +1,5 @@
-"""Conversion between text and tokens: prompts, chat templates, streamed text, stop strings."""
+"""Between text and tokens: text that appears as it becomes certain, stop strings, chat
+templates."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from .engine.requests import Request
 
 REPLACEMENT = "\ufffd"
 PROMPT_TOKENS = 6
-"""Tokens at the end of a prompt that the text of its continuation can depend on."""
+"""Of a prompt, what its continuation's text can depend on."""
 HELD_TOKENS = 8
-"""Tokens for which bytes that are no character yet are held back; after that, the last four are."""
+"""Bytes that are no character yet are held back for so many tokens; after that, the last four."""
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -65,8 +66,8 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 
 def first_token(tokenizer: Any) -> int:
-    """The token before a text without context: the one that begins texts, else the one that ends
-    them. Raises `UsageError` if the tokenizer has neither."""
+    """What stands before a text without context. Raises `UsageError` if the tokenizer has no such
+    token."""
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if first is None:
         raise UsageError(
@@ -120,7 +121,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
-        """The text begins after that of `prompt`."""
+        """The text is what follows that of `prompt`."""
         self._tokenizer, self._prompt = tokenizer, list(prompt[-PROMPT_TOKENS:])
         self._ids: list[int] = []
         self._context, self._done = 0, 0
@@ -144,14 +145,15 @@ class Detokenizer:
         return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
 
     def finish(self) -> str:
-        """The text that was held back, incomplete bytes as replacement characters."""
+        """What was held back, incomplete bytes as replacement characters."""
         return self._release(len(self._ids), self._pending())
 
     def _begin(self) -> None:
         """Decoding starts a few tokens back, because some tokenizers treat the first token of a
         text specially: Llama 2's drops its space."""
-        # Not if the prompt ends within a character, whose rest the text begins with.
-        if not self._decode(self._prompt).endswith(REPLACEMENT):
+        if not self._decode(self._prompt).endswith(
+            REPLACEMENT
+        ):  # half a character, which the text has the other half of
             self._ids, self._done = self._prompt, len(self._prompt)
 
     def _release(self, upto: int, text: str) -> str:
@@ -179,10 +181,10 @@ class StopStrings:
             raise UsageError("stop='': a stop string must have at least one character")
         self._held = ""
         self.hit: str | None = None
-        """The stop string that was complete first; of two at once, the longer."""
+        """The string that was complete first; of two at once, the longer."""
 
     def push(self, text: str) -> str:
-        """The text that cannot be part of a stop string any more; empty after a hit."""
+        """The text that cannot be part of a stop string any more. After a hit, nothing."""
         if self.hit:
             return ""
         text = self._held + text
@@ -196,7 +198,7 @@ class StopStrings:
         return text[: len(text) - hold]
 
     def finish(self) -> str:
-        """The text that was held back, when no text follows."""
+        """What was held back, now that nothing follows."""
         held, self._held = self._held, ""
         return held
 
@@ -214,7 +216,7 @@ class StopStrings:
 
 
 class TextStream:
-    """The text of a sample from its tokens, up to a stop string."""
+    """Tokens of one row in, its text out, up to a stop string."""
 
     def __init__(
         self,
@@ -232,11 +234,11 @@ class TextStream:
             min_tokens,
         )
         self.token_ids: list[int] = []
-        """Tokens so far, up to the one that completed a stop string."""
+        """Tokens taken so far: up to the one that completed a stop string."""
 
     @classmethod
     def of(cls, tokenizer: Any, request: Request) -> TextStream:
-        """The stream of one sample of a request."""
+        """Of one sample of a request."""
         return cls(
             tokenizer,
             request.params.stop,
@@ -246,12 +248,12 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has appeared."""
+        """A stop string has appeared."""
         return self._stops.hit is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that has appeared; None before."""
+        """That stop string."""
         return self._stops.hit
 
     def push(self, tokens: Iterable[int]) -> str:
@@ -266,7 +268,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The text that was held back. No token may follow."""
+        """What was held back. No token may follow."""
         text = self._detokenizer.finish()
         return (
             text if len(self.token_ids) <= self._min_tokens else self._stops.push(text)
