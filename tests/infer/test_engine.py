@@ -19,6 +19,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner import build, model_runner, shapes
+from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.memory import MemoryPlan
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
@@ -374,6 +375,18 @@ def test_a_plan_larger_than_the_machine(monkeypatch):
 def test_a_cache_larger_than_the_machine():
     with pytest.raises(OutOfMemoryError, match="`kv_cache_memory`=40960.00 GiB"):
         Engine.from_model(model(), small(kv_cache_memory=40 * 2**40))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")])
+def test_memory_that_is_not_free_is_reported(error, monkeypatch):
+    """The plan fits, but other processes hold the memory."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Layout, "init_state", fail)
+    with pytest.raises(OutOfMemoryError, match="no memory is free for the KV cache .memory per"):
+        Engine.from_model(model(), small())
 
 
 def test_options_are_checked():

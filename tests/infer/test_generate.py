@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,6 +83,11 @@ def sampled() -> list[list[int]]:
 )
 def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
     assert generate(model(), PROMPTS, **SAMPLED, **options) == sampled()
+
+
+def test_tokens_do_not_depend_on_jax_enable_x64():
+    with jax.enable_x64(True):
+        assert generate(model(), PROMPTS, **SAMPLED, logprobs=1, min_p=0.0) == sampled()
 
 
 def test_the_seed_matters():

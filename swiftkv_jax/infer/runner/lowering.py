@@ -45,7 +45,7 @@ def lower_all(
     lower: dict[Key, Callable[[], jax.stages.Lowered]] = {}
 
     def add(key: Key, program, *operands, **static):
-        lower[key] = functools.partial(program.lower, *operands, **static)
+        lower[key] = functools.partial(_lower, program, *operands, **static)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return layout.array(shape, jnp.int32)
@@ -69,6 +69,12 @@ def lower_all(
     pages = ints(shapes.dp_size * COPY_PAGES)
     add(("copy",), copy_pages, served, pages, pages, state.cache, attention=attention)
     return lower
+
+
+def _lower(program, *operands, **static) -> jax.stages.Lowered:
+    """One program. Its types are the same whether JAX_ENABLE_X64 is set or not."""
+    with jax.enable_x64(False):
+        return program.lower(*operands, **static)
 
 
 def _chunk(layout: Layout, shapes: Shapes, tokens: int, context: int | None) -> PrefillChunk:

@@ -31,7 +31,7 @@ from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, empty_batch, make_batch
 from .layout import Layout
 from .lowering import COPY_PAGES, INSERT_SEQUENCES, Key, lower_all
-from .memory import MemoryPlan, host_memory, memory_plan
+from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import INVALID_PAGE, Spans, chunk_needs, pack_scored, pack_spans, scored_index
 from .shapes import Shapes, check_pages
 from .weights import Weights
@@ -108,7 +108,8 @@ class ModelRunner:
         self.plan = plan
         tokens = self.shapes.dp_size * self.shapes.num_pages * self.shapes.page_size
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
-        self._state = self.layout.init_state(self.shapes)
+        with allocating(f"the KV cache ({plan})"):
+            self._state = self.layout.init_state(self.shapes)
         _wait_at_exit()
         _prepared.add(self)
         self._warm_up()
