@@ -104,7 +104,7 @@ def test_requests_begin_in_their_order_while_there_is_room():
 
 
 def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
-    """Length -> the step of each request's first output, if one may be skipped `max_skips` times."""
+    """Length -> the step of each request's first output, each skipped `max_skips` times at most."""
     engine, _ = mock_engine(
         slots=16,
         num_pages=520,

@@ -72,8 +72,8 @@ def bytes_per_device(tree) -> int:
 
 
 def memory_limit(device: Any, utilization: float) -> int | None:
-    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device does
-    not say, as a CPU."""
+    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device
+    does not say, as a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 

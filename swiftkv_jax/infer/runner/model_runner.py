@@ -304,8 +304,8 @@ def _to_host(result: SamplerOutput) -> SamplerOutput:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """Let the interpreter wait for calls in flight before it ends. Handlers run in reverse order, so
-    this one before that of JAX, which destroys the client."""
+    """Let the interpreter wait for calls in flight before it ends. Exit handlers run in reverse
+    order, so this one before that of JAX, which destroys the client."""
 
     def wait() -> None:
         for runner in list(_prepared):
