@@ -27,11 +27,13 @@ def overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
-    interrupts.install()  # before the imports that take a second
+    """Run one command; returns its exit code. Without `argv` this is the whole program, and handles
+    SIGINT."""
+    if argv is None:
+        interrupts.install()  # before the imports that take a second
+        argv = sys.argv[1:]
     from . import cli
 
-    argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in ("--help", "-h", "--version"):
         text = f"swiftkv-jax {__version__}" if argv[0] == "--version" else overview()
         return cli.run(lambda: print(text) or cli.OK)

@@ -23,11 +23,13 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool = False,
     tools: Any = None,
     deadline_s: float = 10.0,
     max_memory: int = MAX_MEMORY,
 ) -> str:
-    """Text of a conversation, as the tokenizer's chat template writes it.
+    """Text of a conversation, as the tokenizer's chat template writes it;
+    `continue_final_message` leaves its last message open.
 
     Raises `DataError` if the template refuses the messages, fails in any other way, runs longer
     than `deadline_s` seconds, or makes the process grow by more than `max_memory` bytes. Both
@@ -41,6 +43,7 @@ def render_chat(
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
 
     try:
@@ -58,7 +61,7 @@ def _reason(error: Exception) -> str:
     import jinja2
 
     message = " ".join(str(error).split())
-    if isinstance(error, jinja2.TemplateError):  # what templates raise on purpose included
+    if isinstance(error, jinja2.TemplateError | ValueError):  # also what templates raise on purpose
         return f"refuses the messages: {message}"
     return f"fails on the messages: {type(error).__name__}{': ' if message else ''}{message}"
 
@@ -78,8 +81,8 @@ class _Run:
     deadline_s: float
     max_memory: int
     start: float
-    memory: int | None = None
-    """Bytes of the process when the watcher first looked: short runs are not slowed down."""
+    memory: int
+    """Bytes of the process at the start."""
     reason: str = ""
     """Why it was stopped."""
 
@@ -95,7 +98,7 @@ def _limited(work: Callable[[], Any], deadline_s: float, max_memory: int) -> Any
     if _watcher is None or not _watcher.is_alive():  # a forked process has none
         _watcher = threading.Thread(target=_watch, name="chat template limits", daemon=True)
         _watcher.start()
-    thread, run = threading.get_ident(), _Run(deadline_s, max_memory, time.monotonic())
+    thread, run = threading.get_ident(), _Run(deadline_s, max_memory, time.monotonic(), _memory())
     try:
         _runs[thread] = run
         _started.set()
@@ -126,11 +129,9 @@ def _watch() -> None:
             _started.wait()
         time.sleep(_POLL_S)
         for thread, run in list(_runs.items()):
-            memory = _memory()
-            run.memory = memory if run.memory is None else run.memory
             if time.monotonic() - run.start > run.deadline_s:
                 run.reason = f"runs longer than {run.deadline_s:g} s on the messages"
-            elif memory - run.memory > run.max_memory:
+            elif _memory() - run.memory > run.max_memory:
                 run.reason = f"takes over {run.max_memory / 2**30:g} GiB of memory"
             else:
                 continue

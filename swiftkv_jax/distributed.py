@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,11 @@ JOIN_TIMEOUT = "SWIFTKV_JOIN_TIMEOUT"
 DEFAULT_JOIN_TIMEOUT = 300
 
 # How many processes a launcher has started. Not SLURM_NTASKS: a script or shell in an allocation
-# has that too, on its own.
-_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+# has that too, on its own. Beside it, what JAX needs to join them.
+_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_JOB_ID SLURM_STEP_NODELIST SLURM_PROCID SLURM_LOCALID".split(),
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK".split(),
+}
 # The hosts of a TPU slice on GKE, separated by commas, and where to read them or to meet the hosts
 # of other slices.
 _HOSTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
@@ -65,16 +69,19 @@ def join_processes(
             )
     elif not _is_one_of_several():
         return 1
+    else:
+        _check_launcher()
     timeout = _join_timeout() if timeout is None else timeout
     logger.info("%s, for at most %d s", _waiting(*given), timeout)
     # Training finishes the step, saves and exits on SIGTERM by a handler of its own. JAX's would
     # swallow a signal that comes before the first step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(*given, initialization_timeout=timeout)
-    except KeyError as error:
+        _initialize(*given, timeout=timeout)
+    except TimeoutError as error:
         raise UsageError(
-            f"cannot join the other processes: the launcher has not set {error.args[0]}"
+            f"cannot join the other processes: after {timeout} s still {_waiting(*given)} "
+            f"({JOIN_TIMEOUT} in the environment allows more)"
         ) from error
     except (RuntimeError, ValueError, OSError) as error:
         raise UsageError(
@@ -150,6 +157,31 @@ def check_all_take_part(mesh: Mesh) -> None:
         )
 
 
+def _initialize(*given: Any, timeout: int) -> None:
+    """`jax.distributed.initialize` in a thread. Raises what it raises, and `TimeoutError` after
+    `timeout` seconds.
+
+    JAX would abort the process when its own time is over, so that is longer. In a thread, because
+    an interrupt does not end the call.
+    """
+    outcome: list[BaseException | None] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(*given, initialization_timeout=2 * timeout + 60)
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=initialize, name="join_processes", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not outcome:
+        raise TimeoutError(f"no answer within {timeout} s")
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
 def _as_before(given: Any, array: np.ndarray, sent: Any) -> Any:
     """The bytes in `sent` as `given` is: a number of its type, or an array."""
     result = np.frombuffer(np.asarray(sent).tobytes(), array.dtype).reshape(array.shape)
@@ -175,6 +207,19 @@ def _join_timeout() -> int:
 def _announced() -> int:
     """How many processes the launcher says it has started; 1 if it does not say."""
     return max((_count(name) for name in _COUNTS if name in os.environ), default=1)
+
+
+def _check_launcher() -> None:
+    """Raise `UsageError` if a launcher has set how many processes there are, but not all that JAX
+    needs with it."""
+    for count, others in _COUNTS.items():
+        missing = [name for name in others if name not in os.environ]
+        if count in os.environ and _count(count) > 1 and missing:
+            raise UsageError(
+                f"{count}={os.environ[count]} in the environment announces several processes, "
+                f"without {' and '.join(missing)}: start them by one launcher, or give "
+                f"`coordinator_address`, `num_processes` and `process_id`"
+            )
 
 
 def _count(name: str) -> int:

@@ -49,7 +49,7 @@ def test_text_is_that_of_the_tokenizer(tokenizer):
             "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
             "fails on the messages: RecursionError: ",
         ),
-        ({"tool_use": "a", "rag": "b"}, "fails on the messages: ValueError: "),
+        ({"tool_use": "a", "rag": "b"}, "refuses the messages: "),
     ],
 )
 def test_failures_are_one_line(tokenizer, template, message):

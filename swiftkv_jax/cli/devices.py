@@ -61,7 +61,10 @@ def join_and_emulate(
     process_id: int | None = None,
 ) -> None:
     """Join the other processes, if any, and emulate this one's share of the devices of `shape`
-    where there is no accelerator. Raises `UsageError`."""
+    where there is no accelerator. Raises `UsageError`, also for 64-bit numbers, which nothing here
+    is written for."""
+    if jax.config.read("jax_enable_x64"):
+        raise UsageError("JAX_ENABLE_X64 in the environment: 64-bit numbers are not supported")
     processes = join_processes(coordinator_address, num_processes, process_id)
     meshes.emulate_cpu_devices(math.prod(shape) // processes)
 

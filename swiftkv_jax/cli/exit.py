@@ -35,9 +35,8 @@ def run(main: Callable[[], int], parser: argparse.ArgumentParser | None = None) 
     Every foreseeable failure becomes one line on standard error and the right exit code. Names of
     `parser`'s arguments in backticks become its flags, in errors and in the log.
     """
-    messages.configure_logging(parser)
     try:
-        with interrupts.raising():
+        with interrupts.raising(), messages.own_log(parser):
             code = _run(main, parser)
         if not interrupts.pending():
             return code
@@ -86,7 +85,7 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
             return fail(f"out of host memory{detail}", OUT_OF_MEMORY)
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
         return fail(f"out of device memory: {text.splitlines()[0]}", OUT_OF_MEMORY)
-    if platforms := _impossible_platforms():
+    if platforms := _wrong_platforms(error):
         return fail(platforms, USAGE)
     return _fail_unforeseen(error)
 
@@ -94,34 +93,39 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
 def _os_error(error: OSError) -> str:
     """What could not be used or done, then the reason.
 
-    Notes on the error (PEP 678) say what was being done: "writing out.json".
+    A note on the error (`BaseException.add_note`) that begins with "cannot" says what was being
+    done: "cannot write out.json".
     """
     if error.strerror is None:  # one of ours, in words
         return str(error)
     reason = error.strerror[0].lower() + error.strerror[1:]
-    if notes := getattr(error, "__notes__", None):
-        return f"{notes[0]}: {reason}"
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith("cannot "):
+            return f"{note}: {reason}"
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name)]
-    return f"cannot access {' or '.join(names)}: {reason}" if names else reason
+    return f"cannot use {' or '.join(names)}: {reason}" if names else reason
 
 
 def _is_path(name: object) -> bool:
     return isinstance(name, str | bytes | os.PathLike)
 
 
-def _impossible_platforms() -> str | None:
-    """What is wrong with the environment's choice of devices; None if nothing is."""
+def _wrong_platforms(error: Exception) -> str | None:
+    """What is wrong with the environment's choice of devices, if that is why JAX failed."""
     chosen = os.environ.get("JAX_PLATFORMS")
     if chosen is None or "jax" not in sys.modules:
         return None
-    try:
-        sys.modules["jax"].devices()
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return (
-            f"JAX_PLATFORMS={chosen!r} in the environment names no device of this machine: {reason}"
-        )
-    return None
+    if "Unable to initialize backend" not in str(error):
+        try:  # where a plugin is missing, JAX fails an assertion instead
+            sys.modules["jax"].devices()
+            return None
+        except Exception as again:
+            error = again
+    reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+    return (
+        f"JAX_PLATFORMS={chosen!r} in the environment names a kind of device that is not here"
+        + (f": {reason}" if reason else "")
+    )
 
 
 def _fail_unforeseen(error: Exception) -> int:

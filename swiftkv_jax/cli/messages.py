@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import sys
@@ -48,7 +49,21 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
         handler = MessageHandler()
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # absl, which Orbax uses, adds a handler to the root logger
     handler.parser = parser
+
+
+@contextlib.contextmanager
+def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
+    """While a command runs, the package's log goes nowhere but to standard error: libraries install
+    handlers of their own at the root, which would repeat it."""
+    configure_logging(parser)
+    logger = logging.getLogger(LOGGER)
+    before, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = before
 
 
 def log(message: str) -> None:
@@ -64,11 +79,12 @@ def write(message: str) -> None:
     """A line on standard error, above any progress bar; nothing where standard error is closed."""
     if sys.stderr is None:
         return
-    if "tqdm" in sys.modules:
-        sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
-        sys.stderr.flush()
-    else:
-        print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what would read it has ended; the exit code still tells
+        if "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
+            sys.stderr.flush()
+        else:
+            print(message, file=sys.stderr, flush=True)
 
 
 def prog(command: str | None = None) -> str:
@@ -109,7 +125,7 @@ def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action
-        if isinstance(action.choices, dict):  # subcommands
+        if isinstance(action, argparse._SubParsersAction):
             for sub in action.choices.values():
                 yield from _actions(sub)
 

@@ -41,7 +41,7 @@ from ..infer.commands.engine_options import (
 from ..infer.engine.engine import Engine
 from ..infer.engine.options import EngineOptions
 from ..io.files import check_absent, write_json
-from ..io.provenance import environment
+from ..io.provenance import provenance
 from .comparison import Report, difference, scores, table
 from .tasks import PAPER, Tasks, TaskSet
 from .text_model import TextModel
@@ -242,7 +242,7 @@ def _measure(
             raise UsageError(f"`swiftkv`=both: the checkpoint has no {missing}")
         tokenizer = model.tokenizer
         longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-        defaults = {"scoring": True, "max_model_len": longest}
+        defaults: dict[str, Any] = {"scoring": True, "max_model_len": longest}
         engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), side)
         del model  # the engine has its own copy of the layers: memory for one, not two
         reports[name] = measure(tasks, engine, tokenizer)
@@ -268,7 +268,7 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
 def document(model: Path, settings: dict[str, Any], reports: dict[str, Report]) -> dict[str, Any]:
     """Content of the output file."""
     first = next(iter(reports.values()))
-    facts = environment() | {"lm_eval": first.get("lm_eval_version"), "model": str(model)}
+    facts = provenance() | {"lm_eval": first.get("lm_eval_version"), "model": str(model)}
     facts |= settings
     facts["reports"] = {
         name: {part: report[part] for part in REPORT_FIELDS if part in report}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from ..infer.engine.engine import Engine
 from ..infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
@@ -127,23 +128,23 @@ class TextModel:
         open, to be continued.
 
         If the template refuses the messages, they are tried without the system message, as the
-        harness's own models do. Raises `UsageError` without a template.
+        harness's own models do. Raises `UsageError` without a template, and `DataError` if the
+        template fails then too.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise UsageError("`apply_chat_template`: this model's tokenizer has no chat template")
-        import jinja2
 
-        def render(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
+        def render(messages: Sequence[dict[str, str]]) -> str:
+            return render_chat(
+                self.tokenizer,
                 messages,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
 
         try:
-            return render(list(chat_history))
-        except jinja2.TemplateError:
+            return render(chat_history)
+        except DataError:
             return render([message for message in chat_history if message["role"] != "system"])
 
     # Tokens -------------------------------------------------------------------

@@ -34,6 +34,9 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        error.add_note(f"cannot write {path}")
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -1,5 +1,4 @@
-"""How this package draws, by matplotlib, which is imported when something is drawn. Nothing here
-needs a display."""
+"""Figures by matplotlib, which is imported when one is drawn and needs no display."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 COLORS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#8a6bbe", "#7a7a7a")
-"""Blue, red, green, violet, grey: apart also for colour-blind eyes in this order."""
+"""Blue, red, green, violet, grey: in this order also colour-blind eyes tell them apart."""
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -27,7 +26,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def matplotlib_missing() -> str | None:
-    """What to do where matplotlib is not installed; None where it is."""
+    """How to install matplotlib where it is missing; None where it is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return "it needs matplotlib: pip install 'swiftkv-jax[report]'"
     return None
@@ -35,8 +34,8 @@ def matplotlib_missing() -> str | None:
 
 @contextmanager
 def figure(width: float, height: float, rows: int, columns: int) -> Iterator[tuple[Any, list[Any]]]:
-    """(figure, axes row by row) of that size in inches, in this package's style, without changing
-    matplotlib's own."""
+    """A figure of `width` x `height` inches, and its `rows` x `columns` axes row by row, in this
+    package's style; matplotlib's own style stays as it is."""
     import matplotlib
     from matplotlib.figure import Figure
 

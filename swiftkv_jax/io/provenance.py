@@ -1,4 +1,4 @@
-"""Where and with what something was measured."""
+"""Provenance of a measurement: when, where and with which versions it was made."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from typing import Any
 
 import jax
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+"""The checkout, if this is one."""
 PACKAGES = (
     *("swiftkv-jax", "jax", "jaxlib", "flax", "numpy", "libtpu", "torch", "triton"),
     *("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 )
 
 
-def environment() -> dict[str, Any]:
-    """When, where and with what. `load` is the machine's load average: of a busy machine only
-    ratios mean anything."""
+def provenance() -> dict[str, Any]:
+    """Date, command, device, host, versions and commit, as JSON holds them. Starts JAX's backend.
+
+    `host.load` is the load average of the last 1, 5 and 15 minutes: on a busy machine only ratios
+    of times mean anything.
+    """
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "device": {
             "platform": device.platform,
             "kind": device.device_kind,
@@ -42,10 +46,13 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _module() -> str:
-    """The command's module, as `python -m` was given it."""
+def _program() -> list[str]:
+    """What was called: a module by `python -m`, a file by `python`, or an installed script."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
+    if spec is not None:
+        return ["python", "-m", spec.name.removesuffix(".__main__")]
+    script = Path(sys.argv[0])
+    return ["python", str(script)] if script.suffix == ".py" else [script.name]
 
 
 def _version(package: str) -> str | None:
@@ -56,23 +63,19 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """NVIDIA's driver, if there is one."""
+    """Version of NVIDIA's driver, if there is one."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return (
-            subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-            .stdout.split("\n")[0]
-            .strip()
-            or None
-        )
+        run = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return run.stdout.partition("\n")[0].strip() or None
 
 
-def _commit() -> str | None:
-    """The commit that is checked out, if this is a checkout. Read without git: a copied one belongs
-    to another user, which git refuses."""
-    git = ROOT / ".git"
+def _commit(root: Path = ROOT) -> str | None:
+    """The commit that is checked out in `root`, if that is a checkout. Read without git, which
+    refuses a checkout that belongs to another user, as copied ones do."""
+    git = root / ".git"
     try:
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):

@@ -190,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
     flag = result.add_argument_group("loss").add_argument
     flag(
         "--recipe",
-        choices=RECIPES,
+        choices=tuple(RECIPES),
         help="authors: the loss exactly as in the authors' trainer, also on data with masked "
         "prompts: --loss-average positions --loss-mask unshifted",
     )

@@ -36,7 +36,7 @@ from ...cli import OK
 from ...distributed import is_main_process
 from ...errors import UsageError
 from ...io.files import check_absent, write_json
-from ...io.provenance import environment
+from ...io.provenance import provenance
 from ...roofline import Roofline, measure_roofline
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     # Again, because other work on the machine may have ended meanwhile.
     roofline = roofline.best(measure_roofline(source.dtype, devices))
     rows = _rows(options.mode, cells, measured, roofline)
-    document = environment() | {
+    document = provenance() | {
         "mode": options.mode,
         "options": {name: _plain(value) for name, value in vars(args).items() if name != "main"},
         "config": dataclasses.asdict(source.config),

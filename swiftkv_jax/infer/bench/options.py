@@ -21,7 +21,7 @@ VARIANTS = {"on": SWIFTKV, "off": TEACHER}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure, and of which model. None stands for the default of the mode."""
+    """Measurements and the model that they are made of. None stands for the mode's default."""
 
     mode: Mode
     model: ModelOptions
@@ -161,11 +161,9 @@ def plan(options: BenchOptions) -> tuple[EngineOptions, list[Cell]]:
     measured. Raises `UsageError` for options that do not go with the mode.
     """
     _check_mode(options)
-    given = options.engine
     batches = options.batch or [1]
-    steps = EngineOptions(
-        **({"decode_steps": 1} if options.mode == "prefill" else {}) | given
-    ).decode_steps
+    defaults: dict[str, Any] = {"decode_steps": 1} if options.mode == "prefill" else {}
+    steps = EngineOptions(**defaults | options.engine).decode_steps
     cells = make_cells(
         options.mode,
         input_lens=options.input_len,
@@ -176,17 +174,14 @@ def plan(options: BenchOptions) -> tuple[EngineOptions, list[Cell]]:
         max_concurrency=options.max_concurrency,
         decode_steps=steps,
     )
-    defaults: dict[str, Any] = {
-        "decode_steps": steps,
-        "max_model_len": max(cell.length for cell in cells),
-    }
+    defaults |= {"decode_steps": steps, "max_model_len": max(cell.length for cell in cells)}
     if options.measures_alone:
         dp_size = options.model.mesh.rows
         defaults |= {
             "max_num_seqs": max(batches),
             "decode_rows": tuple(sorted({-(-batch // dp_size) for batch in batches})),
         }
-    return EngineOptions(**defaults | given), cells
+    return EngineOptions(**defaults | options.engine), cells
 
 
 def _check_mode(options: BenchOptions) -> None:

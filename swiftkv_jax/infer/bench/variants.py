@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from ...checkpoints.auxiliary import read_side_files
 from ...cli.devices import setup_devices
 from ...cli.model_options import load_model, read_model
 from ...config import Config
-from ...errors import ConfigError, OutOfMemoryError, UsageError
+from ...cut import choose_cut
+from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
 from ...mesh import MODEL, dp_size
 from ...model import Model, add_swiftkv, default_dtype
 from ...pallas_kernels import Implementation
 from ...presets import PRESETS
-from ...quantization import Scheme, scheme_for
+from ...quantization import Format, Scheme, scheme_for
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..runner.layout import Layout
@@ -80,10 +82,10 @@ def _dummy_source(options: BenchOptions) -> Source:
     )
     config, name = _dummy_config(options)
     if SWIFTKV in options.variants:
-        config = _choose_cut(options, config)
+        config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
     dtype, scheme = jnp.dtype(model.dtype or default_dtype()), None
     if model.quantization not in (None, "none"):
-        scheme = scheme_for(model.quantization, jax.devices()[0].device_kind)
+        scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
 
     def make(names: Sequence[str]) -> Model:
         return dummy_model(
@@ -138,22 +140,6 @@ def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
             f"config.json"
         )
     return read_side_files(Path(name))[0], name
-
-
-def _choose_cut(options: BenchOptions, config: Config) -> Config:
-    """The config with the cut of the options, else with its own, else with half of its layers."""
-    layers = options.num_key_value_layers or (
-        config.num_key_value_layers if config.num_upper_layers else max(1, config.num_layers // 2)
-    )
-    group = options.key_value_group_size or (
-        config.key_value_group_size if layers == config.num_key_value_layers else 1
-    )
-    try:
-        return config.cut(layers, group)
-    except ConfigError as error:
-        raise UsageError(
-            f"`num_key_value_layers`={layers} with `key_value_group_size`={group}: {error}"
-        ) from None
 
 
 # Memory -----------------------------------------------------------------------

@@ -102,34 +102,31 @@ def read_rows(path: Path, build: RequestBuilder, *, skip: int = 0) -> Iterator[R
     """Yield the rows of a file after the first `skip`.
 
     The id is `id` or `custom_id`, and the row's index if there is neither. A row that cannot be
-    read, or whose id an earlier row has, is yielded with its error.
+    read, or that has the `id` of an earlier one, is yielded with its error.
     """
     ids = set[str | int]()
     for line in read_lines(path):
-        row, fields = Row(line.number, line.where), dict[str, Any]()
+        row = Row(line.number, line.where)
         try:
             fields = parse_object(line.content)
-            row.id = _pop_id(fields, line.number)
-            if row.id in ids:
-                raise UsageError("an earlier row has the same id")
+            if (given := _pop_id(fields)) is not None:
+                row.id = given
+                if given in ids:
+                    raise UsageError("an earlier row has the same id")
+                ids.add(given)
+            if line.number >= skip:
+                row.request, row.result = build(line.number, fields)
         except (DataError, UsageError) as error:
             row.fail(error)
-        ids.add(row.id)
-        if line.number < skip:
-            continue
-        if row.error is None:
-            try:
-                row.request, row.result = build(line.number, fields)
-            except (DataError, UsageError) as error:
-                row.fail(error)
-        yield row
+        if line.number >= skip:
+            yield row
 
 
-def _pop_id(fields: dict[str, Any], number: int) -> str | int:
-    ids = [fields.pop(name) for name in ("id", "custom_id") if name in fields] or [number]
-    if len(ids) > 1 or type(ids[0]) not in (str, int):
+def _pop_id(fields: dict[str, Any]) -> str | int | None:
+    ids = [fields.pop(name) for name in ("id", "custom_id") if name in fields]
+    if len(ids) > 1 or (ids and type(ids[0]) not in (str, int)):
         raise UsageError("id, or custom_id, must be a string or a whole number")
-    return ids[0]
+    return ids[0] if ids else None
 
 
 def run_rows(engine: Engine, rows: Iterable[Row], writer: RowWriter, *, in_flight: int) -> None:

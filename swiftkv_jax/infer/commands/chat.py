@@ -67,7 +67,11 @@ def main(args: argparse.Namespace) -> int:
     params, tokenizer = sampling_params(sampling_fields, model), model.tokenizer
     encode_chat(tokenizer, [{"role": "user", "content": ""}])  # needs a template that works
     longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-    defaults = {"max_model_len": longest, "max_num_seqs": 1, "decode_steps": 1}
+    defaults: dict[str, Any] = {
+        "max_model_len": longest,
+        "max_num_seqs": 1,
+        "decode_steps": 1,
+    }
     engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), model_options)
     del model  # the engine has its own copy of the layers: memory for one, not two
     logger.info(

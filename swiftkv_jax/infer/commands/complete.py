@@ -288,7 +288,11 @@ def _fitted_options(
     longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
     fitting = min(1 << (longest - 1).bit_length(), model.config.max_position_embeddings)
     steps = 1 if stream else EngineOptions.decode_steps
-    defaults = {"max_model_len": fitting, "decode_steps": steps, "one_size": True}
+    defaults: dict[str, Any] = {
+        "max_model_len": fitting,
+        "decode_steps": steps,
+        "one_size": True,
+    }
     options = EngineOptions(**defaults | engine_fields)
     num_sequences = sum(request.params.n for request in requests)
     return dataclasses.replace(options, max_num_seqs=min(options.max_num_seqs, num_sequences))

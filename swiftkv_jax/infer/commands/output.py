@@ -28,7 +28,7 @@ MAX_ERRORS_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class OutputOptions:
-    """Where rows of output go."""
+    """Destination of the rows of output."""
 
     path: Path | None
     """File for JSON lines; None is standard output."""

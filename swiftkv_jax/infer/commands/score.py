@@ -165,7 +165,8 @@ class Total:
 def main(args: argparse.Namespace) -> int:
     model_options, engine_fields = ModelOptions.from_args(args), given_engine_options(args)
     # Decoding is compiled as well, and not used: for one row that is quick.
-    options = EngineOptions(**{"max_num_seqs": 1, "scoring": True} | engine_fields)
+    defaults: dict[str, Any] = {"max_num_seqs": 1, "scoring": True}
+    options = EngineOptions(**defaults | engine_fields)
     num_rows, digest = scan(args.input)
     file = OutputOptions(args.output, args.resume).open()
     model, mesh = load_model(model_options)

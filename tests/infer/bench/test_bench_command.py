@@ -164,8 +164,11 @@ def test_plot(tmp_path, mode):
     cell = {"prompts": 1, "request_rate": "inf" if mode == "latency" else None}
     shares = {"flops_share": 0.5, "bandwidth_share": 0.5}
     rows = [
-        {"variant": name, "cell": cell | {"input_len": length}} | shares | dict.fromkeys(figures, 5.0)
-        for name in (SWIFTKV, TEACHER) for length in (16, 32)
-    ]  # fmt: skip
+        {"variant": name, "cell": cell | {"input_len": length}}
+        | shares
+        | dict.fromkeys(figures, 5.0)
+        for name in (SWIFTKV, TEACHER)
+        for length in (16, 32)
+    ]
     draw(mode, rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

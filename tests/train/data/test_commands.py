@@ -1,4 +1,4 @@
-"""The commands, from flags to what is printed."""
+"""The commands `prepare` and `show`: from flags to what is printed."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_several_sources(tmp_path, chat, capfd):
             "--max-length 1: must be at least 2",
         ),
         (["--data", "{chat}", "--output-dir", "{chat}"], cli.USAGE, "exists already"),
-        (["--data", "{chat}.gone"], cli.ERROR, "no such file or folder"),
+        (["--data", "{chat}.gone"], cli.USAGE, "no such file or folder"),
     ],
 )
 def test_refusals(tmp_path, chat, capfd, flags, code, message):
@@ -90,9 +90,9 @@ def test_refusals(tmp_path, chat, capfd, flags, code, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_refusals_of_stores(tmp_path, chat, capfd):
+def test_refusals_of_prepared_data(tmp_path, chat, capfd):
     prepare(chat, output=tmp_path / "store")
     assert prepare(tmp_path / "store", output=tmp_path / "again") == cli.USAGE
     assert "prepared already; give it to training as it is" in capfd.readouterr().err
     assert show_main([str(tmp_path), *MODEL]) == cli.ERROR
-    assert "not a prepared store" in capfd.readouterr().err
+    assert "not a prepared dataset" in capfd.readouterr().err

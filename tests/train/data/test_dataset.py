@@ -1,4 +1,4 @@
-"""Stores: what goes in comes out, and damage is named."""
+"""Packed datasets: rows are read as they were written, and damage is named."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ def make_row(random, length):
     )
 
 
-def make_store(path, rows, length=64):
+def make_dataset(path, rows, length=64):
     path.mkdir()
     totals = write_rows(path / ROWS, rows, length)
     counts = {
@@ -60,19 +60,19 @@ def rows():
 
 
 def test_rows_come_back_in_any_order(tmp_path, rows):
-    store = pickle.loads(pickle.dumps(PackedDataset(make_store(tmp_path / "s", rows))))
-    assert len(store) == 50 and store.name == "a.jsonl"
+    dataset = pickle.loads(pickle.dumps(PackedDataset(make_dataset(tmp_path / "s", rows))))
+    assert len(dataset) == 50 and dataset.name == "a.jsonl"
     for number in [49, 0, 17]:
         for name, expected in vars(rows[number]).items():
-            found = getattr(store[number], name)
+            found = getattr(dataset[number], name)
             assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
-    assert store.manifest.tokens == sum(len(row.tokens) for row in rows)
-    assert store.manifest.targets == sum(row.fields(64)["loss_mask"].sum() for row in rows)
+    assert dataset.manifest.tokens == sum(len(row.tokens) for row in rows)
+    assert dataset.manifest.targets == sum(row.fields(64)["loss_mask"].sum() for row in rows)
 
 
 def test_fingerprint_is_of_content_and_order(tmp_path, rows):
     def fingerprint(name, rows, length=64):
-        return PackedDataset(make_store(tmp_path / name, rows, length)).manifest.fingerprint
+        return PackedDataset(make_dataset(tmp_path / name, rows, length)).manifest.fingerprint
 
     first = fingerprint("a", rows)
     assert fingerprint("b", rows) == first
@@ -121,20 +121,23 @@ def edit(**fields):
             lambda path: (path / MANIFEST).write_text("{"),
             "manifest.json: damaged, or not the manifest",
         ),
-        (lambda path: (path / MANIFEST).unlink(), "not a prepared store: it has no manifest.json"),
+        (
+            lambda path: (path / MANIFEST).unlink(),
+            "not a prepared dataset: it has no manifest.json",
+        ),
     ],
 )
 def test_damage(tmp_path, rows, damage, message):
-    path = make_store(tmp_path / "s", rows)
+    path = make_dataset(tmp_path / "s", rows)
     damage(path)
     with pytest.raises(DataError, match=message):
-        store = PackedDataset(path)
-        for number in range(len(store)):
-            store[number]
+        dataset = PackedDataset(path)
+        for number in range(len(dataset)):
+            dataset[number]
 
 
-def test_is_store(tmp_path, rows):
-    path = make_store(tmp_path / "s", rows)
+def test_is_packed_dataset(tmp_path, rows):
+    path = make_dataset(tmp_path / "s", rows)
     assert is_packed_dataset(path) and not is_packed_dataset(tmp_path)
     (path / MANIFEST).unlink()
     assert not is_packed_dataset(path)

@@ -1,17 +1,19 @@
-"""The key/value projection at the boundary: does XLA leave anything for a fused kernel to win?
+"""The key/value projection of the SwiftKV layer: what a fused kernel for it could save.
 
-    python -m benchmarks.boundary                     on a GPU or a TPU: times it there
-    python -m benchmarks.boundary --shapes smoke      tiny shapes, also on a CPU
+    python -m benchmarks.kv_projection                   on a GPU or a TPU: times it there
+    python -m benchmarks.kv_projection --shapes smoke    tiny shapes, also on a CPU
 
-    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.boundary
-                                                      without a GPU: compiles it for an H200 and counts
+Without a GPU it compiles the program for an H200 and counts:
+
+    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
+        python -m benchmarks.kv_projection
 
 A prompt token ends with one product `[T, D] x [D, 2 J K H]`, rotary embedding of the keys, and the
 write into J layers of cache. A kernel that did all of it at once would read activations and weights
 and write the cache, once each. For chunks of several lengths this command lists what XLA's
 optimised program reads and writes instead, and says how much of a prefill chunk's time such a
 kernel could save at most. With a device it also times the program and the bare product. The table
-goes to stdout, JSON to `benchmarks/results/` (of a smoke run only to `--output`).
+goes to stdout, JSON to `benchmarks/results/` (from a smoke run only to `--output`).
 """
 
 from __future__ import annotations
@@ -33,22 +35,22 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.layers import rope_table
 from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.roofline import Roofline
 from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.transformer import project_fused_kv
 
 from . import hlo, report
-from .floors import floors_for
+from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan, Program, Run, Timing, jax_program, measure
 
-TOPOLOGY = "h200:1"
 MATMUL, COPY = 790e12, 4.3e12
-"""FLOP/s and bytes/s that an H200 reaches on large products and copies: for shares where nothing is
-measured."""
+"""FLOP/s and bytes/s that an H200 reaches on large products and copies: the roofline of the counted
+shares, where nothing is measured."""
 KERNEL = 3e-6
-"""Seconds that a kernel takes at least, launch included: an assumption, for the pessimistic of the
-two estimates."""
-PAGE = 16
-"""Positions of a page of the cache: what the smallest case has."""
+"""Seconds that a kernel takes at least, launch included: an assumption, for the more pessimistic of
+the two estimates."""
+PAGE_SIZE = 16
+"""Positions of a page of the cache: the chunk of the smallest case."""
 
 TINY = Config(
     vocab_size=64,
@@ -63,14 +65,15 @@ TINY = Config(
 CASES = {
     "full": (LLAMA_8B, (512, 2048, 8192), 8192),
     "smoke": (TINY, (16,), 32),
-}  # architecture, chunks, positions of the cache
+}
+"""(architecture, lengths of chunks, positions of the cache) by `--shapes`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code is that of `swiftkv_jax.cli.exit`."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.boundary",
-        description="What a fused boundary projection could save.",
+        prog="python -m benchmarks.kv_projection",
+        description="What a fused key/value projection could save.",
     )
     report.add_flags(parser, tables=tuple(CASES), seconds=300, rows=False)
     args = parser.parse_args(argv)
@@ -78,34 +81,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    start, seed, (config, chunks, length) = (
-        time.monotonic(),
-        report.new_seed(args.seed),
-        CASES[args.shapes],
-    )
-    here = (
-        jax.default_backend() != "cpu" or args.shapes == "smoke"
-    )  # else the device is described, not there
+    start, seed = time.monotonic(), report.new_seed(args.seed)
+    config, chunks, length = CASES[args.shapes]
+    # Without a device the program is compiled for a described one.
+    here = jax.default_backend() != "cpu" or args.shapes == "smoke"
     sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
     document = {
-        "benchmark": "boundary",
+        "benchmark": "kv_projection",
         **report.environment(seed),
         "compiled_for": "this device" if here else TOPOLOGY,
     }
     document["assumed"] = {"matmul_flops": MATMUL, "copy_bytes": COPY, "kernel_seconds": KERNEL}
     path = report.output_path(
         args,
-        "boundary",
-        document["device"]["kind"] if here else TOPOLOGY.split(":")[0],
+        "kv-projection",
+        document["device"]["kind"],
         document["date"],
+        compiled_for=None if here else TOPOLOGY,
     )
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
-    floors = floors_for(args.shapes, key, plan) if here else None
-    if floors is not None:
-        document["floors"] = dataclasses.asdict(floors)
-        print(
-            f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s"
-        )
+    roofline = report.roofline(args.shapes) if here else None
+    if roofline is not None:
+        document["roofline"] = roofline.to_json()
+        print(f"roofline: {roofline}")
     rows: list[dict[str, Any]] = []
     document["rows"] = rows
     for chunk in chunks:
@@ -115,25 +113,9 @@ def _main(args: argparse.Namespace) -> int:
         cli.log(f"chunk of {chunk}")
         rows.append(count(config, chunk, length, sharding))
         _print_counts(rows[-1])
-        if floors is not None:
+        if roofline is not None:
             timings = timed(config, chunk, length, key, plan)
-            rows[-1]["timings"] = {
-                name: dataclasses.asdict(timing) for name, timing in timings.items()
-            }
-            whole, product = timings["boundary"].seconds, timings["product"].seconds
-            floor = max(
-                rows[-1]["flops"] / floors.matmul_tflops / 1e12,
-                rows[-1]["least_bytes"] / floors.copy_gbps / 1e9,
-            )
-            share = max(0.0, whole - product) / (
-                rows[-1]["chunk_seconds"] + whole - rows[-1]["floor_seconds"]
-            )
-            rows[-1]["measured"] = {"floor_seconds": floor, "above_product": share}
-            print(
-                f"  measured {report.duration(whole)}; the bare product "
-                f"{report.duration(product)}; floor {report.duration(floor)}; "
-                f"what is above the product is {share:.2%} of the chunk"
-            )
+            rows[-1] |= _measured(rows[-1], timings, roofline)
         report.write_json(path, document)
     counted = [row for row in rows if "largest_saving" in row]
     if counted:
@@ -155,19 +137,36 @@ def _main(args: argparse.Namespace) -> int:
     return cli.OK if counted else cli.ERROR
 
 
+def _measured(
+    row: dict[str, Any], timings: dict[str, Timing], roofline: Roofline
+) -> dict[str, Any]:
+    """The timings of a row, and the share of a chunk's time above that of the bare product."""
+    whole, product = timings["projection"].seconds, timings["product"].seconds
+    floor = max(row["flops"] / roofline.flops, row["least_bytes"] / roofline.bandwidth)
+    share = max(0.0, whole - product) / (row["chunk_seconds"] + whole - row["floor_seconds"])
+    print(
+        f"  measured {report.duration(whole)}; the bare product {report.duration(product)}; "
+        f"floor {report.duration(floor)}; what is above the product is {share:.2%} of the chunk"
+    )
+    return {
+        "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
+        "measured": {"floor_seconds": floor, "above_product": share},
+    }
+
+
 # The program ------------------------------------------------------------------
 
 
-def boundary(config: Config):
+def projection(config: Config):
     """(norm, weights, hidden states, rotary table, pages, caches) -> caches, as
-    `infer.programs.fill` does it."""
+    `infer.runner.programs` does it."""
 
     def run(norm, kv, x, rope, pages, caches):
         k, v = project_fused_kv(config, norm, kv, None, x, rope)
-        written = jnp.ones((pages.size, PAGE), bool)
+        written = jnp.ones((pages.size, PAGE_SIZE), bool)
 
         def write(pool, new):  # 1 K T H
-            new = new[0].reshape(new.shape[1], pages.size, PAGE, new.shape[3]).swapaxes(0, 1)
+            new = new[0].reshape(new.shape[1], pages.size, PAGE_SIZE, new.shape[3]).swapaxes(0, 1)
             return write_pages(Pool(pool), new, pages, written).values
 
         return [(write(a, k[j]), write(b, v[j])) for j, (a, b) in enumerate(caches)]
@@ -176,16 +175,16 @@ def boundary(config: Config):
 
 
 def operands(config: Config, chunk: int, length: int) -> tuple[Any, ...]:
-    """Shapes of the operands of `boundary` for one row."""
+    """Shapes of the operands of `projection` for one row."""
 
     def shape(*size, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(size, dtype)
 
     heads, groups = (config.num_kv_heads, config.head_dim), config.num_kv_groups
-    cache = shape(length // PAGE, config.num_kv_heads, PAGE, config.head_dim)
+    cache = shape(length // PAGE_SIZE, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     rope = shape(2, 1, chunk, config.head_dim // 2, dtype=jnp.float32)
     weights = shape(2, groups, *heads, config.embed_dim)
-    x, pages = shape(1, chunk, config.embed_dim), shape(chunk // PAGE, dtype=jnp.int32)
+    x, pages = shape(1, chunk, config.embed_dim), shape(chunk // PAGE_SIZE, dtype=jnp.int32)
     return shape(config.embed_dim), weights, x, rope, pages, [(cache, cache)] * groups
 
 
@@ -195,14 +194,14 @@ def operands(config: Config, chunk: int, length: int) -> tuple[Any, ...]:
 def count(
     config: Config, chunk: int, length: int, sharding: NamedSharding | None
 ) -> dict[str, Any]:
-    """What the optimised program reads and writes, what it would have to, and the share of a chunk
-    in between."""
+    """Bytes that the optimised program reads and writes, those that it would have to, and the
+    difference as a share of a chunk's time."""
     shapes = operands(config, chunk, length)
     if sharding is not None:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
         )
-    text = jax.jit(boundary(config), donate_argnums=5).lower(*shapes).compile().as_text()
+    text = jax.jit(projection(config), donate_argnums=5).lower(*shapes).compile().as_text()
     kernels = hlo.kernels(text or "")
     norm, weights, x, rope, _, _ = shapes
     outputs = 2 * config.num_kv_groups * config.num_kv_heads * config.head_dim
@@ -219,9 +218,8 @@ def count(
         for kernel in kernels
     ]
     floor = max(flops / MATMUL, least / COPY)
-    ideal_chunk = (
-        prefill_flops(config, chunk, swiftkv=True) / MATMUL
-    )  # all of it at the rate of a large product
+    # The whole chunk at the rate of a large product.
+    ideal_chunk = prefill_flops(config, chunk, swiftkv=True) / MATMUL
 
     def saving(program: float) -> float:
         above = max(0.0, program - floor)
@@ -246,7 +244,7 @@ def count(
 
 
 def _print_counts(row: dict[str, Any]) -> None:
-    """One line per kind of kernel: those that differ only in their number are alike."""
+    """One line per kind of kernel: their names differ only in their numbers."""
     print(
         f"chunk of {row['chunk']}: {row['flops'] / 1e9:.4g} GFLOP, at least "
         f"{row['least_bytes'] / 1e6:.4g} MB"
@@ -288,10 +286,10 @@ def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -
     scale, rope, pages = (
         jnp.ones(norm.shape, norm.dtype),
         rope_table(config, jnp.arange(chunk)[None]),
-        jnp.arange(chunk // PAGE),
+        jnp.arange(chunk // PAGE_SIZE),
     )
     state = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)]
-    step = jax.jit(boundary(config), donate_argnums=5)
+    step = jax.jit(projection(config), donate_argnums=5)
 
     def run(repeats: int) -> Run:
         start = time.perf_counter()
@@ -306,7 +304,7 @@ def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -
     product = jax_program(
         lambda pair: jnp.einsum("TD,FD->TF", pair[0][0], pair[1]), [(x, flat) for x in chunks]
     )
-    timings, failed = measure({"boundary": Program(run, 1, None), "product": product}, plan)
+    timings, failed = measure({"projection": Program(run, 1, None), "product": product}, plan)
     for error in failed.values():
         raise error
     return timings

@@ -1,16 +1,16 @@
-"""Check and time the attention ops against other libraries and against what the device can do.
+"""Check and time the attention ops against other libraries and against the device's roofline.
 
-    python -m benchmarks.kernels                          everything, most important rows first, under ten minutes
-    python -m benchmarks.kernels --only 'decode.*fp8'     some rows
-    python -m benchmarks.kernels --shapes smoke           tiny shapes, to see that everything runs; also on a CPU
+    python -m benchmarks.kernels                        all rows, most important first, <10 minutes
+    python -m benchmarks.kernels --only 'decode.*fp8'   some rows
+    python -m benchmarks.kernels --shapes smoke         tiny shapes, a test run; also on a CPU
 
 A line per row and implementation goes to stdout: time per call on the device, rate, share of the
-device's measured limit (matrix product for prefill, copy bandwidth for decode), speed relative to
-cuDNN, error. Then which targets are met. `~` marks a time that does not scale with the number of
+device's measured roofline (matrix product for prefill, copy bandwidth for decode), speed relative
+to cuDNN, error. Then which targets are met. `~` marks a time that does not scale with the number of
 calls, and `host-bound` one that is the host's, not the device's. JSON with everything, raw times
-included, goes to `benchmarks/results/` (of a smoke run only to `--output`), rewritten after every
-row. Exit code 1 if a result is wrong, one of our implementations broke or nothing was measured; the
-other rows are measured all the same.
+included, goes to `benchmarks/results/` (from a smoke run only to `--output`), rewritten after every
+row. Exit code 1 if a result is wrong, one of this package's implementations failed or nothing was
+measured; the other rows are measured all the same.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.roofline import Roofline
 
-from . import inputs, oracle, report, rivals
+from .. import report
+from ..timing import SMOKE_PLAN, Plan, Program, measure
+from . import baselines, inputs, oracle
 from .candidates import OURS, Candidate, ours, ours_here, why_not
-from .floors import Floors, floors_for
-from .shapes import TABLES, TARGETS, Shape, rate
-from .timing import SMOKE_PLAN, Plan, Program, measure
+from .shapes import TABLES, TARGETS, Shape, rate, roof
 
 CONVENTIONS = (
     "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of "
@@ -43,7 +44,7 @@ MARKS = {
     "be trusted",
     "host-bound": "the host was busy handing over the calls: the time is its own, not the device's",
 }
-"""What stands behind a time, and what it means: the table's footer."""
+"""Marks behind a time and their meaning: the table's footer."""
 Builders = dict[str, Callable[[Shape], Candidate]]
 
 
@@ -57,21 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--implementation",
         action="append",
         metavar="NAME",
-        help="only this one, ours or another's; repeat to add more",
+        help="only this implementation, of this package or another; repeat to add more",
     )
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
 
 def builders() -> Builders:
-    """Everything that can be asked to compute a shape on this platform, ours first."""
-    return {
-        name: lambda shape, name=name: ours(name, shape) for name in ours_here()
-    } | rivals.builders()
+    """All implementations for the current platform by name, this package's first."""
+    own = {name: lambda shape, name=name: ours(name, shape) for name in ours_here()}
+    return own | baselines.builders()
 
 
 def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
-    """Rows whose name matches. Raises `UsageError` that names the flag."""
+    """The rows whose name matches. Raises `UsageError`."""
     try:
         chosen = [shape for shape in table if re.search(pattern or "", shape.name)]
     except re.error as error:
@@ -106,14 +106,11 @@ def _main(args: argparse.Namespace) -> int:
     cli.log(f"{document['device']['kind']}, seed {seed}, writing {path or 'nothing'}")
 
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
-    floors = floors_for(args.shapes, key, plan)
-    document["floors"] = dataclasses.asdict(floors)
+    roofline = report.roofline(args.shapes)
+    document["roofline"] = roofline.to_json()
+    print(f"roofline: {roofline}; {CONVENTIONS}")
     print(
-        f"matrix product {floors.matmul_tflops:.1f} TFLOP/s, copy {floors.copy_gbps:.0f} GB/s; "
-        f"{CONVENTIONS}"
-    )
-    print(
-        f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} {'of floor':>8} "
+        f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} {'of roof':>8} "
         f"{'of cuDNN':>8} {'error':>8}",
         flush=True,
     )
@@ -128,7 +125,7 @@ def _main(args: argparse.Namespace) -> int:
             )
             continue
         cli.log(f"{shape.name} ({number + 1} of {len(chosen)}, {spent:.0f} s)")
-        rows.append(measure_row(shape, available, jax.random.fold_in(key, number), floors, plan))
+        rows.append(measure_row(shape, available, jax.random.fold_in(key, number), roofline, plan))
         _print_row(rows[-1])
         report.write_json(path, document)
     timed = [result for row in rows for result in row["results"] if "seconds" in result]
@@ -160,10 +157,9 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def measure_row(
-    shape: Shape, available: Builders, key: jax.Array, floors: Floors, plan: Plan
+    shape: Shape, available: Builders, key: jax.Array, roofline: Roofline, plan: Plan
 ) -> dict[str, Any]:
-    """Check and time every implementation of one row. What goes wrong with one is recorded in its
-    place."""
+    """Check and time every implementation of one row. A failure is recorded as its result."""
     row = _described(shape)
     try:
         sets = inputs.draw(shape, key)
@@ -188,10 +184,10 @@ def measure_row(
         results[name] |= {
             "seconds": timing.seconds,
             "rate": speed,
-            "share_of_floor": speed / floors.of(shape.unit),
+            "share_of_roofline": speed / roof(shape, roofline),
         }
-        if rivals.CUDNN in timings and results[rivals.CUDNN]["status"] == "ok":
-            results[name]["ratio_to_cudnn"] = timings[rivals.CUDNN].seconds / timing.seconds
+        if baselines.CUDNN in timings and results[baselines.CUDNN]["status"] == "ok":
+            results[name]["ratio_to_cudnn"] = timings[baselines.CUDNN].seconds / timing.seconds
         results[name]["timing"] = dataclasses.asdict(timing)
     return row | {"results": list(results.values())}
 
@@ -199,7 +195,7 @@ def measure_row(
 def _start(
     name: str, build: Callable[[Shape], Candidate], shape: Shape, sets, wanted
 ) -> tuple[dict[str, Any], Program | None]:
-    """(what is known of the result, the program to time unless there is none)."""
+    """(the result so far, the program to time; None if it failed)."""
     result: dict[str, Any] = {"implementation": name}
     try:
         candidate = build(shape)
@@ -210,7 +206,7 @@ def _start(
             "status": "unsupported",
             "reason": " ".join(str(error).split())[:300],
         }, None
-    except Exception as error:  # one that raises must not lose the rest
+    except Exception as error:  # the other implementations go on
         return result | {"status": "error", "reason": report.reason(error)}, None
     result |= {"status": "wrong", "reason": wrong} if wrong else {"status": "ok"}
     result["errors"] = {output: dataclasses.asdict(error) for output, error in errors.items()}
@@ -228,14 +224,14 @@ def _described(shape: Shape) -> dict[str, Any]:
 
 
 def _is_bad(result: dict[str, Any]) -> bool:
-    """Wrong, whoever it is, or broken and ours."""
+    """Whether a result is wrong, or failed and is this package's."""
     return result["status"] == "wrong" or (
         result["status"] == "error" and result["implementation"] in (*OURS, "oracle")
     )
 
 
 def _marks(result: dict[str, Any]) -> list[str]:
-    """Why its time is not to be trusted, if it is not."""
+    """Marks (`MARKS`) of a time that is not to be trusted."""
     timing = result["timing"]
     host_bound = timing["host_share"] > 0.9 and jax.default_backend() != "cpu"
     return ["~"] * (not timing["linear"]) + ["host-bound"] * host_bound
@@ -247,7 +243,7 @@ def _print_row(row: dict[str, Any]) -> None:
         if "seconds" in result:
             line += (
                 f"{report.duration(result['seconds']):>10} {result['rate']:>6.4g} "
-                f"{row['unit']:7} {result['share_of_floor']:8.1%} "
+                f"{row['unit']:7} {result['share_of_roofline']:8.1%} "
             )
             line += (
                 f"{result['ratio_to_cudnn']:8.3f} " if "ratio_to_cudnn" in result else f"{'-':>8} "
@@ -260,7 +256,7 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def judge(rows: Sequence[dict[str, Any]], table: str) -> list[dict[str, Any]]:
-    """Each target of the release with the best of our device kernels held against it."""
+    """Each target of the release and the best device kernel's value, as a verdict."""
     if table != "full":
         return []
     by_name, verdicts = {row["name"]: row for row in rows}, []

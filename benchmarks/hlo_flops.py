@@ -1,4 +1,4 @@
-"""Counts the matrix products of an optimised program, each as often as it runs.
+"""Counts the FLOPs of an optimised program's matrix products, each as often as it runs.
 
 XLA's own cost analysis counts the body of a loop once, however long the loop, and says nothing for
 a GPU that is only described. A loop whose length is known says so in its program, so its products
@@ -23,30 +23,30 @@ _BRANCHES = re.compile(
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 
 
-class Products(NamedTuple):
-    """FLOPs; a multiply-add is two."""
+class MatmulFlops(NamedTuple):
+    """FLOPs of matrix products; a multiply-add is two."""
 
     plain: int
-    """Of a matrix and a matrix: weights and activations."""
+    """FLOPs of a matrix times a matrix: weights and activations."""
     batched: int
-    """Of many pairs of matrices at once: in a transformer, the heads of attention."""
+    """FLOPs of products with batch dimensions: in a transformer, the heads of attention."""
 
     @property
     def all(self) -> int:
         return self.plain + self.batched
 
 
-def count_products(text: str) -> Products:
-    """All products of an optimised module. Raises `ValueError` for a loop of unknown length that
-    contains some."""
+def matmul_flops(text: str) -> MatmulFlops:
+    """FLOPs of all matrix products of an optimised module. Raises `ValueError` for a loop of
+    unknown length that contains some."""
     modules = hlo.computations(text)
 
     @functools.cache
-    def total(name: str) -> Products:
+    def total(name: str) -> MatmulFlops:
         shapes = {instruction.name: instruction.shape for instruction in modules[name]}
         return _sum(of(instruction, shapes) for instruction in modules[name])
 
-    def of(instruction: hlo.Instruction, shapes: dict[str, str]) -> Products:
+    def of(instruction: hlo.Instruction, shapes: dict[str, str]) -> MatmulFlops:
         if instruction.op == "dot":
             return _dot(instruction, shapes)
         if instruction.op == "conditional":
@@ -61,17 +61,17 @@ def count_products(text: str) -> Products:
             return inside
         if not (trips := _TRIPS.search(instruction.attributes)):
             raise ValueError(f"{instruction.name}: a loop of unknown length contains products")
-        return Products(int(trips[1]) * inside.plain, int(trips[1]) * inside.batched)
+        return MatmulFlops(int(trips[1]) * inside.plain, int(trips[1]) * inside.batched)
 
     return total("")
 
 
-def _sum(parts: Iterable[Products]) -> Products:
+def _sum(parts: Iterable[MatmulFlops]) -> MatmulFlops:
     found = list(parts)
-    return Products(sum(part.plain for part in found), sum(part.batched for part in found))
+    return MatmulFlops(sum(part.plain for part in found), sum(part.batched for part in found))
 
 
-def _dot(instruction: hlo.Instruction, shapes: dict[str, str]) -> Products:
+def _dot(instruction: hlo.Instruction, shapes: dict[str, str]) -> MatmulFlops:
     """Twice the entries of the result times the length of the sums."""
     left = [
         int(size)
@@ -84,4 +84,5 @@ def _dot(instruction: hlo.Instruction, shapes: dict[str, str]) -> Products:
         * hlo.elements(instruction.shape)
         * math.prod(left[int(axis)] for axis in contracted[1].split(",") if axis)
     )
-    return Products(0, flops) if "lhs_batch_dims" in instruction.attributes else Products(flops, 0)
+    batched = "lhs_batch_dims" in instruction.attributes
+    return MatmulFlops(0, flops) if batched else MatmulFlops(flops, 0)

@@ -1,11 +1,10 @@
-"""What is measured: one named table of shapes, in order of importance, with exact counts of their
-work.
+"""The shapes that are measured: one table, in order of importance, with exact counts of their work.
 
 Conventions. FLOPs: a multiply-add is two; only the (query, key) pairs that the mask lets through
 count, so a causal square counts as half; a pair costs 4 H N forward (scores and weighted values)
 and 3.5 times that forward and backward (two products forward, five backward, the scores computed
 again included). Bytes of decoding: keys and values of the valid positions and their scales, each
-once; queries, results and block tables are left out.
+once; queries, results and page tables are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+
+from swiftkv_jax.roofline import Roofline
 
 BACKWARD = 3.5
 """Operations of forward and backward over those of forward."""
@@ -128,6 +129,12 @@ def rate(shape: Shape, seconds: float) -> float:
     return shape.work / seconds / (1e12 if shape.unit == "TFLOP/s" else 1e9)
 
 
+def roof(shape: Shape, roofline: Roofline) -> float:
+    """The highest `rate` that the roofline allows: matrix products for prefill, copies for
+    decode."""
+    return roofline.flops / 1e12 if shape.unit == "TFLOP/s" else roofline.bandwidth / 1e9
+
+
 def _causal(name: str, length: int, batch: int, **options) -> Prefill:
     return Prefill(name, batch, length, length, **options)
 
@@ -190,12 +197,11 @@ TABLES: dict[str, tuple[Shape, ...]] = {"full": FULL, "smoke": SMOKE}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the release asks of one row: at least `value` of `measure`."""
+    """Requirement of a release on one row: at least `value` of `measure`."""
 
     row: str
-    measure: (
-        str  # a field of a result: `ratio_to_cudnn`, `rate` (in the row's unit) or `share_of_floor`
-    )
+    measure: str
+    """Field of a result: `ratio_to_cudnn`, `rate` (in the row's unit) or `share_of_roofline`."""
     value: float
 
 
@@ -206,7 +212,7 @@ TARGETS = (
     ),
     *(Target(f"prefill 8B {size}", "rate", 600.0) for size in ("8k", "16k", "32k")),
     *(
-        Target(f"decode {slots} {cache}", "share_of_floor", 0.85)
+        Target(f"decode {slots} {cache}", "share_of_roofline", 0.85)
         for slots in ("64x2k", "1x32k")
         for cache in ("bf16", "fp8")
     ),
@@ -214,8 +220,8 @@ TARGETS = (
 
 
 def score_bytes(shape: Shape) -> float:
-    """What plain XLA needs for its float32 scores: about two copies forward, four with the backward
-    pass."""
+    """Memory that a whole float32 array of scores would need: about two copies forward, four with
+    the backward pass."""
     return (
         (4 if shape.gradient else 2)
         * 4

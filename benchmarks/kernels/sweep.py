@@ -1,4 +1,4 @@
-"""Which block sizes are tried, and on which shapes they are compared."""
+"""The block sizes that are tried, and the shapes on which they are compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TPU_BLOCKS: tuple[Values, ...] = (
         "vmem_limit_bytes": (2**26,),
     },
 )
-GRIDS: dict[str, tuple[Values, ...]] = {
+SWEEPS: dict[str, tuple[Values, ...]] = {
     "hopper.prefill": _HOPPER_PREFILL,
     "hopper.prefill.packed": _HOPPER_PREFILL,
     "hopper.backward": (
@@ -58,17 +58,17 @@ def combinations(
 
     Raises `ValueError` for a name that is not a field.
     """
-    values = GRIDS[kernel][group]
+    values = SWEEPS[kernel][group]
     if unknown := values.keys() - {field.name for field in dataclasses.fields(tuning_class)}:
         raise ValueError(
-            f"the grid of {kernel} has {', '.join(sorted(unknown))}, which its Tuning does not have"
+            f"the sweep of {kernel} has {', '.join(sorted(unknown))}, which its Tuning has not"
         )
     for choice in itertools.product(*values.values()):
         yield best | dict(zip(values, choice, strict=True))
 
 
 def fields(tuning: Any) -> dict[str, Any]:
-    """Those of a `Tuning` that JSON can hold."""
+    """The fields of a `Tuning` that JSON can hold."""
     values = {field.name: getattr(tuning, field.name) for field in dataclasses.fields(tuning)}
     return {
         name: value
@@ -78,8 +78,8 @@ def fields(tuning: Any) -> dict[str, Any]:
 
 
 def shapes(kernel: str, head_dim: int, cache: str, table: str) -> tuple[Shape, ...]:
-    """What a kernel is tuned on: candidates are ranked by the geometric mean of their times.
-    Llama-3.1-8B's heads."""
+    """The shapes that a kernel is tuned on, with the heads of Llama-3.1-8B. Candidates are ranked
+    by the geometric mean of their times."""
     op, packed = kernel.split(".")[1], kernel.endswith(".packed")
     if table == "smoke":
         if op == "decode":

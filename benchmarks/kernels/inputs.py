@@ -11,8 +11,8 @@ import numpy as np
 from .shapes import Decode, Prefill, Shape
 
 Set = dict[str, jax.Array]
-"""q `B T N H`; k, v `B K S H`, or a pool `X K page H`; and what the shape has of d_out,
-segment_ids, offset, length, k_scale, v_scale, page_table."""
+"""q `B T N H`; k, v `B K S H`, or a pool `X K page H`; and those of d_out, segment_ids, offset,
+length, k_scale, v_scale and page_table that the shape has."""
 
 ROTATED_BYTES = 8e9
 """Room for the sets of one row. Together they are far larger than any cache: reading one evicts the
@@ -22,14 +22,10 @@ others."""
 def draw(shape: Shape, key: jax.Array, count: int | None = None) -> list[Set]:
     """Independent sets: two of prefill, two to eight of decode, whose single call is short."""
     if count is None:
-        count = (
-            2
-            if isinstance(shape, Prefill)
-            else int(min(8, max(2, ROTATED_BYTES // shape.input_bytes)))
-        )
-    return [
-        jax.block_until_ready(draw_one(shape, jax.random.fold_in(key, i))) for i in range(count)
-    ]
+        fitting = int(min(8, max(2, ROTATED_BYTES // shape.input_bytes)))
+        count = 2 if isinstance(shape, Prefill) else fitting
+    keys = [jax.random.fold_in(key, i) for i in range(count)]
+    return [jax.block_until_ready(draw_one(shape, key)) for key in keys]
 
 
 def draw_one(shape: Shape, key: jax.Array) -> Set:
@@ -57,13 +53,12 @@ def _decode(shape: Decode, key) -> Set:
         for name in ("k", "v"):
             arrays[name], arrays[f"{name}_scale"] = quantise(arrays[name], shape.cache)
     if shape.page is not None:
-        blocks = shape.keys // shape.page
-        table = jax.random.permutation(jax.random.fold_in(key, 4), shape.batch * blocks).astype(
-            jnp.int32
-        )
+        pages = shape.keys // shape.page
+        table = jax.random.permutation(jax.random.fold_in(key, 4), shape.batch * pages)
+        table = table.astype(jnp.int32)
         for name in {"k", "v", "k_scale", "v_scale"} & arrays.keys():
-            arrays[name] = _pool(arrays[name], blocks, shape.page, table)
-        arrays["page_table"] = table.reshape(shape.batch, blocks)
+            arrays[name] = _pool(arrays[name], pages, shape.page, table)
+        arrays["page_table"] = table.reshape(shape.batch, pages)
     return arrays
 
 
@@ -91,13 +86,13 @@ def quantise(x, dtype: str):
 
 
 def dequantised(arrays: Set, name: str) -> jax.Array:
-    """float32 keys or values as they count, still in their blocks if they have a table."""
+    """float32 keys or values, scaled; still a pool if they are one."""
     x, scale = arrays[name].astype(jnp.float32), arrays.get(f"{name}_scale")
     return x if scale is None else x * scale[..., None]
 
 
-def _pool(x, blocks: int, page: int, table):
-    """B K S ... -> X K page ...: block p of row b lies at `table[b * blocks + p]`."""
-    x = jnp.moveaxis(x.reshape(*x.shape[:2], blocks, page, *x.shape[3:]), 2, 1)
+def _pool(x, pages: int, page: int, table):
+    """B K S ... -> X K page ...: page p of row b lies at `table[b * pages + p]`."""
+    x = jnp.moveaxis(x.reshape(*x.shape[:2], pages, page, *x.shape[3:]), 2, 1)
     x = x.reshape(-1, *x.shape[2:])
     return jnp.zeros_like(x).at[table].set(x)

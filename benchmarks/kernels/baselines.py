@@ -1,29 +1,30 @@
-"""Attention by others, each in the layout it likes best, to compare with. Each builder returns a
-`Candidate` or raises `NotImplementedError` with the reason why that library cannot do the shape."""
+"""Attention of other libraries, each in its preferred layout, to compare with. Each builder returns
+a `Candidate` or raises `NotImplementedError` with the reason why its library cannot run a shape."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..timing import Program, Run
 from .candidates import Candidate, with_gradient
 from .inputs import Set
 from .shapes import Decode, Prefill, Shape
 
 CUDNN = "cudnn-btnh"
-"""The baseline of the ratios. (`cudnn` is the op of this package, which transposes keys and values
-first.)"""
+"""Baseline of the ratios; `cudnn` is this package's op, which first transposes keys and values."""
 
 
 def builders() -> dict[str, Callable[[Shape], Candidate]]:
-    """Those for the platform at hand, by name."""
+    """The baselines for the current platform, by name."""
     platform = jax.default_backend()
     if platform == "gpu":
-        from .torch_rival import torch_flash
-
         return {CUDNN: cudnn, "jax-mgpu": jax_mgpu, "torch-flash": torch_flash}
     if platform == "tpu":
         return {"jax-splash": jax_splash, "jax-paged": jax_paged}
@@ -43,7 +44,7 @@ def _head_major_gradients(outputs) -> tuple:
 
 
 def require_plain(shape: Shape) -> Prefill:
-    """Causal attention of whole rows, which everyone has."""
+    """`shape` if it is causal attention of whole rows, which every library has."""
     if isinstance(shape, Decode):
         raise NotImplementedError("has no decode attention")
     if shape.packed:
@@ -58,7 +59,7 @@ def cudnn(shape: Shape) -> Candidate:
     if isinstance(shape, Decode):
         if shape.cache != "bfloat16" or shape.page is not None:
             raise NotImplementedError(
-                "takes neither 8-bit caches nor block tables through JAX's public API"
+                "takes neither 8-bit caches nor page tables through JAX's public API"
             )
         return Candidate(
             CUDNN,
@@ -189,3 +190,107 @@ def jax_paged(shape: Shape) -> Candidate:
         return attend(s["q"], s["k"], s["v"], s["length"], s["page_table"])
 
     return Candidate("jax-paged", call, jax.jit(prepare), lambda out: (out[:, None],))
+
+
+# PyTorch ----------------------------------------------------------------------
+
+
+def torch_flash(shape: Shape) -> Candidate:
+    """PyTorch's `scaled_dot_product_attention` with the flash backend and no other; torch's own B N
+    T H over B T N H memory. Arrays are shared with JAX, not copied."""
+    if isinstance(shape, Decode):
+        raise NotImplementedError("takes no lengths to decode with")
+    if shape.packed:
+        raise NotImplementedError("takes no documents but as a mask of T x S")
+    torch = _torch()
+    attend = _torch_attend(torch, shape)
+
+    def prepare(s: Set) -> dict[str, Any]:
+        position_major = {name: s[name].transpose(0, 2, 1, 3) for name in ("k", "v")}
+        arrays = {name: s[name] for name in ("q", "d_out") if name in s} | position_major
+        jax.block_until_ready(arrays)
+        tensors = {name: torch.from_dlpack(x).transpose(1, 2) for name, x in arrays.items()}
+        if shape.gradient:
+            tensors |= {name: tensors[name].detach().requires_grad_() for name in ("q", "k", "v")}
+        return tensors
+
+    def call(s):
+        out = attend(s["q"], s["k"], s["v"])
+        return (
+            (out, *torch.autograd.grad(out, (s["q"], s["k"], s["v"]), s["d_out"]))
+            if shape.gradient
+            else (out,)
+        )
+
+    def canonical(outputs) -> tuple:
+        out, *gradients = outputs
+        swapped = [out.transpose(1, 2), *(x.transpose(1, 2) for x in gradients[:1]), *gradients[1:]]
+        torch.cuda.synchronize()
+        return tuple(jnp.from_dlpack(x.detach().contiguous()) for x in swapped)
+
+    return Candidate(
+        "torch-flash",
+        call,
+        prepare,
+        canonical,
+        lambda call, sets: _torch_program(torch, call, sets),
+    )
+
+
+def _torch() -> Any:
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:  # a broken installation must not lose the other rows
+        raise NotImplementedError(f"torch cannot be imported: {type(error).__name__}") from error
+    if not torch.cuda.is_available():
+        raise NotImplementedError("this torch has no CUDA device")
+    return torch
+
+
+def _torch_attend(torch: Any, shape) -> Callable:
+    """Causal attention; with an offset the mask is causal from the lower right corner, which the
+    flash backend supports."""
+    attention = importlib.import_module("torch.nn.attention")
+    bias = None
+    if shape.offset:
+        if shape.offset + shape.queries != shape.keys:
+            raise NotImplementedError("takes a chunk at the end of the cache only")
+        bias = importlib.import_module("torch.nn.attention.bias").causal_lower_right(
+            shape.queries, shape.keys
+        )
+    mask = {"is_causal": True} if bias is None else {"attn_mask": bias}
+
+    def attend(q, k, v):
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, **mask, enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+    return attend
+
+
+def _torch_program(torch: Any, call: Callable, sets: Sequence) -> Program:
+    """A program timed by events on torch's stream, by the device's clock."""
+    start_time = time.perf_counter()
+    outputs = [call(one) for one in sets]
+    torch.cuda.synchronize()
+    first_seconds = time.perf_counter() - start_time
+    output_bytes = sum(x.numel() * x.element_size() for output in outputs for x in output)
+    last = tuple(x.detach() for x in outputs[-1])
+    del outputs
+
+    def run(repeats: int) -> Run:
+        first, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = time.perf_counter()
+        first.record()
+        for _ in range(repeats):
+            for one in sets:
+                call(one)
+        end.record()
+        queued = time.perf_counter()
+        torch.cuda.synchronize()
+        return Run(
+            first.elapsed_time(end) / 1e3, min(queued - start, first.elapsed_time(end) / 1e3)
+        )
+
+    return Program(run, len(sets), last, output_bytes, first_seconds)

@@ -1,4 +1,4 @@
-"""Is a result right? Compared with the reference formula in float32, computed in slices that fit in
+"""Checks a result against the reference formula in float32, computed in slices that fit in
 memory."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRADIENT_RELATIVE, GRADIENT_WORST = 2e-2, 1e-1
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """Of one output: ||out - ref|| / ||ref||, the same of its worst vector, the largest
+    """Error of one output: ||out - ref|| / ||ref||, the same of its worst vector, and the largest
     difference."""
 
     relative: float
@@ -62,12 +62,11 @@ def check(
         if out.shape != ref.shape:
             raise ValueError(f"{name} is {out.shape}, expected {ref.shape}")
         error = errors[name] = Error(*(float(x) for x in _error(out, ref)))
-        relative, worst = (
-            (RELATIVE, WORST) if name == "out" else (GRADIENT_RELATIVE, GRADIENT_WORST)
-        )
-        if (
-            not (error.relative <= relative and error.worst_vector <= worst) and wrong is None
-        ):  # NaN is wrong
+        relative, worst = GRADIENT_RELATIVE, GRADIENT_WORST
+        if name == "out":
+            relative, worst = RELATIVE, WORST
+        right = error.relative <= relative and error.worst_vector <= worst  # NaN is wrong
+        if not right and wrong is None:
             wrong = (
                 f"{name}: error {error.relative:.2g} (at most {relative:g}), worst vector "
                 f"{error.worst_vector:.2g} (at most {worst:g})"
@@ -170,8 +169,8 @@ def _gradient(shape: Prefill, arrays: Set):
 def _decode(shape: Decode, arrays: Set):
     def row(b):
         one = {name: x for name, x in arrays.items() if name in ("k", "v", "k_scale", "v_scale")}
-        blocks = arrays["page_table"][b] if "page_table" in arrays else b[None]
-        one = {name: x[blocks] for name, x in one.items()}  # P K page ..., or 1 K S ...
+        pages = arrays["page_table"][b] if "page_table" in arrays else b[None]
+        one = {name: x[pages] for name, x in one.items()}  # P K page ..., or 1 K S ...
         k, v = (jnp.moveaxis(dequantised(one, name), 0, 1) for name in ("k", "v"))
         k, v = (x.reshape(1, shape.kv_heads, shape.keys, shape.head_dim) for x in (k, v))
         seen = jnp.arange(shape.keys) < arrays["length"][b]

@@ -1,4 +1,5 @@
-"""What is measured: this package's implementations. `rivals` has the others."""
+"""The programs that are measured: this package's implementations. `baselines` has those of other
+libraries."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ import jax
 
 from swiftkv_jax.pallas_kernels import Implementation, decode_attention, prefill_attention
 
+from ..timing import Program, jax_program
 from .inputs import Set, draw_one
 from .shapes import Decode, Prefill, Shape, score_bytes
-from .timing import Program, jax_program
 
 OURS: tuple[str, ...] = get_args(Implementation)
 _PLATFORM = {"hopper": "gpu", "cudnn": "gpu", "tpu": "tpu"}
 
 
 def ours_here() -> tuple[str, ...]:
-    """Those that are for this platform."""
+    """This package's implementations for the current platform."""
     return tuple(name for name in OURS if _PLATFORM.get(name) in (None, jax.default_backend()))
 
 
 def why_not(name: str) -> str | None:
-    """Why implementation `name` cannot run here, as the op says it; None if it can."""
+    """The op's reason why implementation `name` cannot run here; None if it can."""
     shape = Prefill(name, 1, 128, 128, 1, 1, 128)
     try:
         jax.eval_shape(op(shape, name), jax.eval_shape(lambda: draw_one(shape, jax.random.key(0))))
@@ -47,11 +48,12 @@ class Candidate:
 
     name: str
     call: Callable[[Any], Any]
-    """On one prepared set: the output, or output and gradients. This is what is timed."""
+    """Timed function of one prepared set that returns the output, or output and gradients."""
     prepare: Callable[[Set], Any] = _same
-    """To the layout that the implementation likes best. Not timed."""
+    """Conversion of a set to the implementation's preferred layout. Not timed."""
     canonical: Callable[[Any], tuple] = _as_tuple
-    """What `call` returned, as a tuple of B T N H and, of gradients, B K S H. Not timed."""
+    """Conversion of the result of `call` to a tuple of B T N H and, for gradients, B K S H. Not
+    timed."""
     program: Callable[[Callable, Sequence], Program] = jax_program
     calls: int | None = None
     """Calls in a program, if fewer than there are sets."""
@@ -67,14 +69,16 @@ def ours(name: str, shape: Shape) -> Candidate:
     memory."""
     if name == "xla" and score_bytes(shape) > 0.6 * _memory():
         raise NotImplementedError(f"its scores are about {score_bytes(shape) / 1e9:.0f} GB")
-    calls = (
-        1 if name == "xla" and not isinstance(shape, Decode) else None
-    )  # slow and large: once is enough
+    # XLA's prefill is slow and large: one call a program is enough.
+    calls = 1 if name == "xla" and not isinstance(shape, Decode) else None
     return Candidate(name, op(shape, name), calls=calls)
 
 
-def op(shape: Shape, implementation: str | None) -> Callable[[Set], Any]:
-    """The op of `shape` as a function of one set; with gradients, (out, dq, dk, dv)."""
+def op(shape: Shape, implementation: str | None, **tunings: Any) -> Callable[[Set], Any]:
+    """The op of `shape` as a function of one set; with gradients, (out, dq, dk, dv).
+
+    `tunings` are the op's `tuning` and `backward_tuning`.
+    """
     if isinstance(shape, Decode):
         names = ("k_scale", "v_scale", "page_table")
         return lambda s: decode_attention(
@@ -84,6 +88,7 @@ def op(shape: Shape, implementation: str | None) -> Callable[[Set], Any]:
             s["length"],
             **{name: s.get(name) for name in names},
             implementation=implementation,  # pyright: ignore
+            **tunings,
         )
 
     def prefill(s, q, k, v):
@@ -95,6 +100,7 @@ def op(shape: Shape, implementation: str | None) -> Callable[[Set], Any]:
             q_offset=offset,
             segment_ids=s.get("segment_ids"),
             implementation=implementation,  # pyright: ignore
+            **tunings,
         )
 
     if not shape.gradient:
@@ -109,6 +115,6 @@ def with_gradient(attend: Callable, s: Set):
 
 
 def _memory() -> float:
-    """Bytes of the device that JAX may use; of a CPU, what a smoke run should."""
+    """Bytes of the device that JAX may use; on a CPU 4 GB, for smoke runs."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", 4e9)

@@ -1,24 +1,24 @@
-"""Find the best block sizes for the device at hand and put them into
+"""Find the best block sizes for the current device and put them into
 `swiftkv_jax/pallas_kernels/tuning.json`.
 
-    python -m benchmarks.tune                               every kernel, head dim and cache format of this device
-    python -m benchmarks.tune --only 'prefill H128'         some: names are like `hopper.decode H128 float8_e4m3fn`
-    python -m benchmarks.tune --dry-run                     print, and write nothing
-    python -m benchmarks.tune --dry-run --shapes smoke      tiny shapes, to see that it runs
+    python -m benchmarks.kernels.tune                            all kernels, head dims and formats
+    python -m benchmarks.kernels.tune --only 'prefill H128'      some of them
+    python -m benchmarks.kernels.tune --dry-run                  print, and write nothing
+    python -m benchmarks.kernels.tune --dry-run --shapes smoke   tiny shapes, a test run
 
-On a CPU nothing can be timed: `--dry-run` lists what would be tried.
+`--only` matches names like `hopper.decode H128 float8_e4m3fn`. On a CPU nothing can be timed:
+`--dry-run` lists the candidates.
 
 Candidates that their class refuses, that do not compile or whose results are wrong are skipped,
 with the reason. The best goes to the top of the table for this kind of device as soon as it is
-known; the entry there is now competes, and stays unless another is at least 1 % faster. Everything
-that was tried goes to `benchmarks/results/` (of a smoke run only to `--output`). Exit code 1 if no
+known; the current entry competes, and stays unless another is at least 1 % faster. Everything that
+was tried goes to `benchmarks/results/` (from a smoke run only to `--output`). Exit code 1 if no
 candidate of any kernel ran.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import math
@@ -26,10 +26,9 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 
@@ -39,9 +38,10 @@ from swiftkv_jax.io.files import write_whole
 from swiftkv_jax.pallas_kernels import ops, tuning
 from swiftkv_jax.pallas_kernels.device import current_device
 
-from . import grid, inputs, oracle, report
+from .. import report
+from ..timing import SMOKE_PLAN, Plan, measure
+from . import inputs, oracle, sweep
 from .candidates import Candidate, op
-from .timing import SMOKE_PLAN, Plan, measure
 
 KEEP = 0.99
 """A candidate replaces the best so far if it takes less than this share of its time: differences
@@ -51,13 +51,20 @@ PLAN = Plan(short_run=0.01, seconds=0.25, warm_up=0.05)
 
 
 class Job(NamedTuple):
-    kernel: str  # as the table has it: "hopper.prefill.packed" is `hopper.prefill` with segment ids
+    kernel: str
+    """Name in the table: "hopper.prefill.packed" is `hopper.prefill` with segment ids."""
     head_dim: int
-    dtype: str  # of the keys as they are stored
+    dtype: str
+    """Dtype of the keys as they are stored."""
 
     @property
     def name(self) -> str:
         return f"{self.kernel} H{self.head_dim} {self.dtype}"
+
+    @property
+    def argument(self) -> str:
+        """The op's argument for this kernel's tuning."""
+        return "backward_tuning" if self.kernel.endswith(".backward") else "tuning"
 
     @property
     def tuning_class(self) -> type:
@@ -69,7 +76,8 @@ class Job(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code is that of `swiftkv_jax.cli.exit`."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune", description="Find the best block sizes for this device."
+        prog="python -m benchmarks.kernels.tune",
+        description="Find the best block sizes for this device.",
     )
     report.add_flags(parser, tables=("full", "smoke"), seconds=540)
     parser.add_argument("--dry-run", action="store_true", help="print the best, change nothing")
@@ -85,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def jobs(platform: str, pattern: str | None) -> list[Job]:
-    """What there is to tune, most used first: all devices' kernels on a CPU. Raises `UsageError`
-    that names the flag."""
+    """The kernels of a platform (all of them on a CPU), most used first, that match `pattern`.
+    Raises `UsageError`."""
     prefixes = {"gpu": ("hopper",), "tpu": ("tpu",)}.get(platform, ("hopper", "tpu"))
     head_dims = sorted(ops.HEAD_DIMS, key=lambda head_dim: head_dim != 128)
     found = [
@@ -112,9 +120,7 @@ def _main(args: argparse.Namespace) -> int:
     chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
     if platform not in ("gpu", "tpu"):
         if not args.dry_run:
-            raise UsageError(
-                "there is nothing to tune on a CPU; --dry-run lists what would be tried"
-            )
+            raise UsageError("there is nothing to tune on a CPU; --dry-run lists the candidates")
         for job in chosen:
             print(f"{job.name}: {listed(job)}")
         print("Nothing can be timed on a CPU: these are the candidates for a device.")
@@ -176,12 +182,11 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def listed(job: Job) -> str:
-    """The candidates in one line: the entry there is now, then the grid, a group after the
-    other."""
+    """The candidates in one line: the table's entry, then the sweep group by group."""
     start = _current(job) or {}
     groups = []
-    for number, group in enumerate(grid.GRIDS[job.kernel]):
-        candidates = list(grid.combinations(job.kernel, number, job.tuning_class, start))
+    for number, group in enumerate(sweep.SWEEPS[job.kernel]):
+        candidates = list(sweep.combinations(job.kernel, number, job.tuning_class, start))
         values = ", ".join(
             f"{name} {'|'.join(map(str, choices))}" for name, choices in group.items()
         )
@@ -203,12 +208,12 @@ def _accepted(job: Job, values: dict[str, Any]) -> bool:
 def tune(
     job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf
 ) -> dict[str, Any]:
-    """All candidates of one kernel, head dim and cache format; the best of those that are right, or
-    None."""
+    """All candidates of one kernel, head dim and cache format, and the best of those that are
+    right, or None."""
     cli.log(job.name)
     implementation = job.kernel.split(".")[0]
     tuning_class = job.tuning_class
-    shapes = grid.shapes(job.kernel, job.head_dim, job.dtype, table)
+    shapes = sweep.shapes(job.kernel, job.head_dim, job.dtype, table)
     cases = []
     for i, shape in enumerate(shapes):
         sets = inputs.draw(shape, jax.random.fold_in(key, i))
@@ -228,7 +233,7 @@ def tune(
         try:
             candidate = tuning_class(**values)
             record |= {
-                "tuning": grid.fields(candidate),
+                "tuning": sweep.fields(candidate),
                 "seconds": _times(job, candidate, implementation, cases, plan, best),
             }
             record["mean"] = math.exp(
@@ -243,9 +248,9 @@ def tune(
             best = record
 
     attempt(start)
-    for group in range(len(grid.GRIDS[job.kernel])):
+    for group in range(len(sweep.SWEEPS[job.kernel])):
         for values in list(
-            grid.combinations(
+            sweep.combinations(
                 job.kernel, group, tuning_class, start if best is None else best["tuning"]
             )
         ):
@@ -259,14 +264,16 @@ def tune(
     if "mean" in tried[0] and best is not tried[0]:
         basis += f", {tried[0]['mean'] / best['mean']:.2f} x as fast as the entry before"
     if time.monotonic() >= deadline:
-        basis += ", cut short"
+        basis += ", stopped early"
     return result | {"best": best["tuning"], "basis": basis}
 
 
 def _current(job: Job) -> dict[str, Any] | None:
-    """What the table has now, or None if it has nothing that the class accepts."""
+    """The table's entry, or None if it has none that the class accepts."""
     try:
-        return grid.fields(tuning.tuning_for(job.tuning_class, job.kernel, job.head_dim, job.dtype))
+        return sweep.fields(
+            tuning.tuning_for(job.tuning_class, job.kernel, job.head_dim, job.dtype)
+        )
     except (NotImplementedError, TypeError, ValueError):
         return None
 
@@ -278,8 +285,8 @@ def _times(
     the first shape."""
     seconds: dict[str, float] = {}
     for shape, sets, wanted in cases:
-        with using(job.kernel, candidate):
-            program = Candidate(job.name, op(shape, implementation)).start(sets)
+        call = op(shape, implementation, **{job.argument: candidate})
+        program = Candidate(job.name, call).start(sets)
         result = program.result if isinstance(program.result, tuple) else (program.result,)
         if wrong := oracle.check(shape, result, wanted)[1]:
             raise ArithmeticError(wrong)
@@ -299,19 +306,6 @@ def _times(
     return seconds
 
 
-@contextlib.contextmanager
-def using(kernel: str, candidate: Any) -> Iterator[None]:
-    """The ops as they are, but for one kernel's tuning: what is traced in here runs with
-    `candidate`."""
-    usual = ops.tuning_for
-
-    def chosen(tuning_class, name, head_dim, dtype):
-        return candidate if name == kernel else usual(tuning_class, name, head_dim, dtype)
-
-    with mock.patch.object(ops, "tuning_for", chosen):
-        yield
-
-
 def _told(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {report.duration(value)}" for name, value in seconds.items())
 
@@ -320,7 +314,8 @@ def _told(seconds: dict[str, float]) -> str:
 
 
 def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """`entry` on top; one for the same kernel, device, head dim and dtype goes."""
+    """The table with `entry` on top, without another for the same kernel, device, head dim and
+    dtype."""
     same = ("kernel", "device", "head_dim", "dtype")
     return [
         entry,
@@ -329,7 +324,7 @@ def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dic
 
 
 def table_text(entries: list[dict[str, Any]]) -> str:
-    """One entry a line."""
+    """The table's JSON, one entry a line."""
     return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
 
 

@@ -1,0 +1,152 @@
+"""Environments that a command cannot work in: one line on standard error, and the exit code."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READS_AND_PRINTS = """
+import sys
+from swiftkv_jax import cli
+sys.exit(cli.run(lambda: print("naïve", ascii(sys.stdin.read())) or 0))
+"""
+USES_A_DEVICE = """
+import sys
+from swiftkv_jax import cli
+def main():
+    import jax
+    return jax.device_count() and 0
+sys.exit(cli.run(main))
+"""
+JOINS = """
+import argparse, sys
+from swiftkv_jax import cli
+def main():
+    from swiftkv_jax.distributed import join_processes
+    return join_processes(*([sys.argv[1], 2, 1] if sys.argv[1:] else [])) and 0
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-processes")
+sys.exit(cli.run(main, parser))
+"""
+LAUNCHERS = ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_")
+
+
+def shell(program: str, *arguments: str, redirected: str = "", **environment: str):
+    """A fresh interpreter behind a shell, which closes streams: the finished process."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return subprocess.run(
+        [
+            "bash",
+            "-c",
+            f'"$0" -c "$1" "${{@:2}}" {redirected}',
+            sys.executable,
+            program,
+            *arguments,
+        ],
+        cwd=ROOT,
+        env=clean | environment,
+        input=b"caf\xc3\xa9",
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def error_of(run: subprocess.CompletedProcess[bytes], code: int) -> str:
+    """The one line of standard error that begins with `error: `; it is the last."""
+    lines = run.stderr.decode().splitlines()
+    assert run.returncode == code, lines
+    assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert not any("Traceback" in line for line in lines)
+    return lines[-1]
+
+
+def test_standard_output_that_is_closed():
+    run = shell(READS_AND_PRINTS, redirected=">&-")
+    assert "standard output is closed" in error_of(run, 1)
+
+
+def test_standard_input_that_is_closed():
+    run = shell(READS_AND_PRINTS, redirected="<&-")
+    assert error_of(run, 1) == "error: standard input is closed" and run.stdout == b""
+
+
+def test_standard_error_that_is_closed():
+    run = shell(READS_AND_PRINTS, redirected="2>&-")
+    assert run.returncode == 0 and run.stdout == "naïve 'caf\\xe9'\n".encode()
+    run = shell("from swiftkv_jax.__main__ import main; main(['x'])", redirected="2>&-")
+    assert run.stdout == b""
+
+
+def test_standard_output_that_is_full():
+    run = shell(READS_AND_PRINTS, redirected=">/dev/full")
+    assert error_of(run, 1) == "error: no space left on device"
+
+
+def test_a_reader_that_has_ended():
+    run = shell(READS_AND_PRINTS, redirected="| true")
+    assert run.stderr == b""
+
+
+def test_standard_streams_that_would_be_ascii():
+    run = shell(READS_AND_PRINTS, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "naïve 'caf\\xe9'\n".encode()
+
+
+@pytest.mark.parametrize("platforms", ["nonsense", ",", "cpu,", "cuda"])
+def test_platforms_that_are_not_there(platforms):
+    line = error_of(shell(USES_A_DEVICE, JAX_PLATFORMS=platforms), 2)
+    assert line.startswith(f"error: JAX_PLATFORMS={platforms!r} in the environment names a kind")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "without OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_LOCAL_RANK: start them by one "
+            "launcher, or give `coordinator_address`, --num-processes and `process_id`",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE='many' in the environment"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "without SLURM_JOB_ID and SLURM_STEP"),
+    ],
+    ids=str,
+)
+def test_a_launcher_that_sets_half_of_its_variables(variables, said):
+    assert said in error_of(shell(JOINS, **variables), 2)
+
+
+def test_a_coordinator_that_does_not_answer():
+    """It says at once whom it waits for and how long, and ends when that is over."""
+    with socket.socket() as silent:  # bound, so that nothing else listens there
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        run = shell(JOINS, address, SWIFTKV_JOIN_TIMEOUT="1")
+    first = run.stderr.decode().splitlines()[0]
+    assert first == f"waiting for process 0 at {address}, for at most 1 s"
+    line = error_of(run, 2)
+    assert f"after 1 s still waiting for process 0 at {address} (SWIFTKV_JOIN_TIMEOUT" in line
+
+
+def test_a_time_to_wait_that_is_none():
+    line = error_of(shell(JOINS, "127.0.0.1:1", SWIFTKV_JOIN_TIMEOUT="soon"), 2)
+    assert "SWIFTKV_JOIN_TIMEOUT='soon' in the environment: expected seconds" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of address space")
+def test_memory_that_is_not_enough():
+    """The limit is for arrays of NumPy; what native code cannot allocate ends the process."""
+    program = """
+import resource, sys
+from swiftkv_jax import cli
+def main():
+    import numpy as np
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    return int(np.ones(1 << 33, np.uint8).sum())
+sys.exit(cli.run(main))
+"""
+    assert error_of(shell(program), 5).startswith("error: out of host memory: Unable to allocate")

@@ -1,0 +1,43 @@
+"""What is written beside every measurement."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swiftkv_jax.io import provenance
+from swiftkv_jax.io.provenance import _commit
+
+COMMIT = "1309431f0a6ab0c1b0d0e2a4a4d3c2f1e0d9c8b7"
+
+
+def test_it_is_json_and_says_where_and_with_what():
+    found = json.loads(json.dumps(provenance.provenance()))
+    assert found["device"]["platform"] == "cpu" and found["device"]["processes"] == 1
+    assert {"python", "jax", "numpy"} <= found["versions"].keys()
+    assert "pytest" in found["command"] and len(found["host"]["load"]) == 3
+
+
+def test_the_root_is_the_checkout():
+    assert (provenance.ROOT / "swiftkv_jax" / "io").is_dir()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"HEAD": COMMIT},
+        {"HEAD": "ref: refs/heads/main\n", "refs/heads/main": f"{COMMIT}\n"},
+        {"HEAD": "ref: refs/heads/main\n", "packed-refs": f"# pack\n{COMMIT} refs/heads/main\n"},
+    ],
+    ids=["detached", "branch", "packed"],
+)
+def test_the_commit_is_read_without_git(files, tmp_path):
+    for name, content in files.items():
+        path: Path = tmp_path / ".git" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert _commit(tmp_path) == COMMIT
+
+
+def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
+    assert _commit(tmp_path) is None
