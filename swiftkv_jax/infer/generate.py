@@ -25,7 +25,7 @@ from .text import TextStream, encode, encode_chat
 def generate(model: Model, prompts: str, *, max_tokens: int, **options: Any) -> str: ...
 @overload
 def generate(
-    model: Model, prompts: Sequence[str], *, max_tokens: int, **options: Any
+    model: Model, prompts: list[str] | tuple[str, ...], *, max_tokens: int, **options: Any
 ) -> list[str]: ...
 @overload
 def generate(

@@ -95,7 +95,7 @@ def test_the_seed_matters():
     assert generate(model(), PROMPTS, **other) != sampled()
 
 
-def test_a_row_draws_by_its_number():
+def test_a_prompt_draws_by_its_number():
     assert generate(model(), PROMPTS[:1], **SAMPLED)[0] == sampled()[0]
     first, second = generate(model(), [PROMPTS[0]] * 2, **SAMPLED)
     assert first == sampled()[0] != second
@@ -103,7 +103,7 @@ def test_a_row_draws_by_its_number():
 
 def test_prompts_may_be_numpy_arrays():
     arrays = [np.asarray(prompt) for prompt in PROMPTS]
-    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType]
+    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_end_tokens_are_left_out():
@@ -116,7 +116,7 @@ def test_end_tokens_are_left_out():
     assert generate(model(), PROMPTS, max_tokens=9, stop_token_ids=[end]) == expected
 
 
-def test_no_prompts_give_no_rows():
+def test_no_prompts_give_no_answers():
     assert generate(model(), [], max_tokens=3) == []
 
 

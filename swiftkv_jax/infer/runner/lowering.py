@@ -90,9 +90,16 @@ def _scored(layout: Layout, shapes: Shapes, scored: int) -> ScoredTokens:
 
 def _tiles(layout: Layout, shapes: Shapes, tokens: int) -> QueryTiles:
     count = shapes.dp_size * shapes.tiles(tokens)
-    page_table = layout.rows(count, shapes.table_pages)
-    index = layout.rows(shapes.dp_size, tokens)
-    return QueryTiles(*[layout.rows(count)] * 5, page_table, index)
+    each = layout.rows(count)
+    return QueryTiles(
+        page=each,
+        page_start=each,
+        query_start=each,
+        query_end=each,
+        source=each,
+        page_table=layout.rows(count, shapes.table_pages),
+        tile_index=layout.rows(shapes.dp_size, tokens),
+    )
 
 
 # Without an engine ------------------------------------------------------------

@@ -56,11 +56,11 @@ class ModelRunner:
         *,
         eos_token_ids: abc.Sequence[int],
         attention: Attention,
-        device: jax.Device,
+        device: Any,
         memory_limit: int | None,
         shrink_cache: bool,
     ):
-        """`device` is the first of the devices, `memory_limit` the bytes that may be used of each
+        """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
         (None: not known). With `shrink_cache` a cache that does not fit is made smaller."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
