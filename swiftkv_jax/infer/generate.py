@@ -25,7 +25,7 @@ from .text import TextStream, encode, encode_chat
 def generate(model: Model, prompts: str, *, max_tokens: int, **options: Any) -> str: ...
 @overload
 def generate(
-    model: Model, prompts: Sequence[str], *, max_tokens: int, **options: Any
+    model: Model, prompts: list[str] | tuple[str, ...], *, max_tokens: int, **options: Any
 ) -> list[str]: ...
 @overload
 def generate(
@@ -65,12 +65,13 @@ def generate(
     """Continue prompts. A text gives a text and token ids give token ids, one prompt or a list.
 
     Texts need `model.tokenizer`; they get its special tokens, unless they begin with the first of
-    them, and end before a stop string. The new tokens of token ids end before the end token, or
-    with the one that completes a stop string. The defaults are greedy. Sampling parameters are those
-    of `SamplingParams`, also under the names in `sampling` that vLLM and Transformers give them;
-    the prompt's number is its random stream, so equal prompts draw differently. `swiftkv` False runs
-    the unmodified teacher, True the student, None the student if there is a delta; `mesh` and
-    `attention` are as in `Engine.from_model`, the others as in `EngineOptions`.
+    them, and the answer ends before a stop string. An answer in token ids ends before the end
+    token, or with the token that completes a stop string. The defaults are greedy. Sampling
+    parameters are those of `SamplingParams`; `sampling` takes the others, and the names that vLLM
+    and Transformers use. The number of a prompt is its random stream, so equal prompts draw
+    differently. `swiftkv` False runs the unmodified teacher, True the student, None the student if
+    there is a delta; `mesh` and `attention` are as in `Engine.from_model`, the rest as in
+    `EngineOptions`.
 
     Raises `UsageError` (a `ValueError`) that names the prompt or the parameter, `DataError` (a
     `ValueError`) if the logits are not finite, and the errors of `Engine.from_model`. Each call

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,12 +85,17 @@ def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
     assert generate(model(), PROMPTS, **SAMPLED, **options) == sampled()
 
 
+def test_tokens_do_not_depend_on_jax_enable_x64():
+    with jax.enable_x64(True):
+        assert generate(model(), PROMPTS, **SAMPLED, logprobs=1, min_p=0.0) == sampled()
+
+
 def test_the_seed_matters():
     other: dict[str, Any] = SAMPLED | {"seed": 5}
     assert generate(model(), PROMPTS, **other) != sampled()
 
 
-def test_a_row_draws_by_its_number():
+def test_a_prompt_draws_by_its_number():
     assert generate(model(), PROMPTS[:1], **SAMPLED)[0] == sampled()[0]
     first, second = generate(model(), [PROMPTS[0]] * 2, **SAMPLED)
     assert first == sampled()[0] != second
@@ -97,7 +103,7 @@ def test_a_row_draws_by_its_number():
 
 def test_prompts_may_be_numpy_arrays():
     arrays = [np.asarray(prompt) for prompt in PROMPTS]
-    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType]
+    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_end_tokens_are_left_out():
@@ -110,7 +116,7 @@ def test_end_tokens_are_left_out():
     assert generate(model(), PROMPTS, max_tokens=9, stop_token_ids=[end]) == expected
 
 
-def test_no_prompts_give_no_rows():
+def test_no_prompts_give_no_answers():
     assert generate(model(), [], max_tokens=3) == []
 
 

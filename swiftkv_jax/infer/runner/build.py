@@ -11,7 +11,7 @@ from ...model import Model
 from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
 from .layout import Layout
-from .memory import bytes_per_device, memory_limit
+from .memory import allocating, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
 from .shapes import choose_shapes
 from .weights import place, served_config, serving_weights
@@ -41,7 +41,8 @@ def build_model_runner(
         model = place(model, mesh)
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
     delta = model.swiftkv if swiftkv else None
-    weights = serving_weights(model.llama, delta, donate=donate)
+    with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
+        weights = serving_weights(model.llama, delta, donate=donate)
     limit = memory_limit(device, options.memory_utilization)
     shapes = choose_shapes(
         served,

@@ -45,7 +45,7 @@ def lower_all(
     lower: dict[Key, Callable[[], jax.stages.Lowered]] = {}
 
     def add(key: Key, program, *operands, **static):
-        lower[key] = functools.partial(program.lower, *operands, **static)
+        lower[key] = functools.partial(_lower, program, *operands, **static)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return layout.array(shape, jnp.int32)
@@ -71,6 +71,12 @@ def lower_all(
     return lower
 
 
+def _lower(program, *operands, **static) -> jax.stages.Lowered:
+    """One program. Its types are the same whether JAX_ENABLE_X64 is set or not."""
+    with jax.enable_x64(False):
+        return program.lower(*operands, **static)
+
+
 def _chunk(layout: Layout, shapes: Shapes, tokens: int, context: int | None) -> PrefillChunk:
     ids = layout.rows(shapes.dp_size, tokens)
     pages = None if context is None else layout.rows(shapes.dp_size * context)
@@ -84,9 +90,16 @@ def _scored(layout: Layout, shapes: Shapes, scored: int) -> ScoredTokens:
 
 def _tiles(layout: Layout, shapes: Shapes, tokens: int) -> QueryTiles:
     count = shapes.dp_size * shapes.tiles(tokens)
-    page_table = layout.rows(count, shapes.table_pages)
-    index = layout.rows(shapes.dp_size, tokens)
-    return QueryTiles(*[layout.rows(count)] * 5, page_table, index)
+    each = layout.rows(count)
+    return QueryTiles(
+        page=each,
+        page_start=each,
+        query_start=each,
+        query_end=each,
+        source=each,
+        page_table=layout.rows(count, shapes.table_pages),
+        tile_index=layout.rows(shapes.dp_size, tokens),
+    )
 
 
 # Without an engine ------------------------------------------------------------

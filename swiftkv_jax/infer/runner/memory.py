@@ -3,14 +3,16 @@ them are allocated."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
+from ...errors import OutOfMemoryError
 from ...hardware import GIB
 
 
@@ -70,10 +72,21 @@ def bytes_per_device(tree) -> int:
 
 
 def memory_limit(device: Any, utilization: float) -> int | None:
-    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device does
-    not say, as a CPU."""
+    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device
+    does not say, as a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+@contextlib.contextmanager
+def allocating(what: str) -> Iterator[None]:
+    """Turn a failed allocation of `what` into an `OutOfMemoryError`."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(f"no memory is free for {what}") from error
 
 
 def host_memory() -> int:

@@ -31,7 +31,7 @@ from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, empty_batch, make_batch
 from .layout import Layout
 from .lowering import COPY_PAGES, INSERT_SEQUENCES, Key, lower_all
-from .memory import MemoryPlan, host_memory, memory_plan
+from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import INVALID_PAGE, Spans, chunk_needs, pack_scored, pack_spans, scored_index
 from .shapes import Shapes, check_pages
 from .weights import Weights
@@ -56,11 +56,11 @@ class ModelRunner:
         *,
         eos_token_ids: abc.Sequence[int],
         attention: Attention,
-        device: jax.Device,
+        device: Any,
         memory_limit: int | None,
         shrink_cache: bool,
     ):
-        """`device` is the first of the devices, `memory_limit` the bytes that may be used of each
+        """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
         (None: not known). With `shrink_cache` a cache that does not fit is made smaller."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
@@ -108,7 +108,8 @@ class ModelRunner:
         self.plan = plan
         tokens = self.shapes.dp_size * self.shapes.num_pages * self.shapes.page_size
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
-        self._state = self.layout.init_state(self.shapes)
+        with allocating(f"the KV cache ({plan})"):
+            self._state = self.layout.init_state(self.shapes)
         _wait_at_exit()
         _prepared.add(self)
         self._warm_up()
@@ -303,8 +304,8 @@ def _to_host(result: SamplerOutput) -> SamplerOutput:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """Let the interpreter wait for calls in flight before it ends. Handlers run in reverse order, so
-    this one before that of JAX, which destroys the client."""
+    """Let the interpreter wait for calls in flight before it ends. Exit handlers run in reverse
+    order, so this one before that of JAX, which destroys the client."""
 
     def wait() -> None:
         for runner in list(_prepared):

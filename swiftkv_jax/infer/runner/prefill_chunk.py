@@ -196,8 +196,16 @@ class _TileBuilder:
             at += end - first
 
     def tiles(self) -> QueryTiles:
-        page_table = self._page_table.reshape(-1, self._page_table.shape[2])
-        return QueryTiles(*self._fields.reshape(5, -1), page_table, self._tile_index)
+        page, page_start, query_start, query_end, source = self._fields.reshape(5, -1)
+        return QueryTiles(
+            page=page,
+            page_start=page_start,
+            query_start=query_start,
+            query_end=query_end,
+            source=source,
+            page_table=self._page_table.reshape(-1, self._page_table.shape[2]),
+            tile_index=self._tile_index,
+        )
 
 
 def _gather(places: dict[int, int], span: ScheduledTokens, page_size: int) -> list[int]:

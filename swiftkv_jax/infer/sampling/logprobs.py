@@ -46,8 +46,8 @@ def empty_logprobs(
 
 
 def _largest(logits: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
-    """`lax.top_k` over the vocabulary, without the sort of all of it that a GPU would do: only the k
-    blocks with the largest maxima are searched.
+    """`lax.top_k` over the vocabulary, without the sort of all of it that a GPU would do: only the
+    k blocks with the largest maxima are searched.
 
     Each of those has a token at least as large as any outside them, and of blocks with equal maxima
     the first are chosen: so they hold the k largest tokens, of equals those with lower ids. The

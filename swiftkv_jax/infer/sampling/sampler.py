@@ -59,8 +59,8 @@ def sample(
 def _mark_non_finite(
     token: Int[Array, " B"], greedy: Int[Array, " B"], logits: Float[Array, "B V"]
 ) -> Int[Array, " B"]:
-    """`token`, or `NON_FINITE` where the largest logit, at `greedy`, is not finite: it is NaN if any
-    logit is."""
+    """`token`, or `NON_FINITE` where the largest logit, at `greedy`, is not finite: it is NaN if
+    any logit is."""
     largest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
     return jnp.where(jnp.isfinite(largest), token, NON_FINITE)
 

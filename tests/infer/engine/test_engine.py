@@ -1,5 +1,5 @@
-"""The engine on a model: whatever else runs, on whatever mesh, in whatever chunks, an answer is
-what it is alone."""
+"""The engine on a model: an answer does not depend on what else runs, on the mesh or on the
+chunks."""
 
 import dataclasses
 import functools
@@ -19,6 +19,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner import build, model_runner, shapes
+from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.memory import MemoryPlan
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
@@ -52,7 +53,7 @@ def small(**fields: Any) -> EngineOptions:
 
 @functools.cache
 def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
-    """The engine under test; shared, as engines are."""
+    """The engine under test, shared by the tests."""
     return Engine.from_model(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
 
 
@@ -105,8 +106,8 @@ def prompts_of(seed: int, count: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("format", "swiftkv"), SERVED)
 def test_soak(format, swiftkv, compilations):
-    """Mixed requests that come and are cancelled at random: each answer is the one it gets alone;
-    no compile, no leak."""
+    """Mixed requests that come and are aborted at random: each answer is that of the request alone;
+    nothing is compiled, no page leaks."""
     engine, rng = engine_of(format, swiftkv), random.Random(f"{format} {swiftkv}")
     compilations.clear()
     live: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
@@ -138,7 +139,7 @@ def test_soak(format, swiftkv, compilations):
     assert len(finished) > 50
     for id, sample in finished:
         if id not in live:
-            continue  # cancelled once it had ended
+            continue  # aborted after it had ended
         prompt, params, stream = live[id]
         assert outputs[id, sample] == alone(format, swiftkv, prompt, params, stream)[sample], (
             prompt,
@@ -168,12 +169,12 @@ def note(event, live, outputs, finished) -> None:
 
 @pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((1, 4), "auto")], ids=str)
 def test_a_mesh_changes_nothing(shape, format):
-    lanes, prompts = shape[0], prompts_of(2, 9)
+    dp_size, prompts = shape[0], prompts_of(2, 9)
     requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
-    requests += [Request(prompts[0], SamplingParams(max_tokens=5, n=4 // lanes, temperature=1.0))]
+    requests += [Request(prompts[0], SamplingParams(max_tokens=5, n=4 // dp_size, temperature=1.0))]
     scores = [ScoreRequest(prompt * 2, len(prompt), top_logprobs=2) for prompt in prompts]
     engine = Engine.from_model(
-        model(), options(kv_cache_dtype=format, decode_rows=(4 // lanes,)), mesh=make_mesh(shape)
+        model(), options(kv_cache_dtype=format, decode_rows=(4 // dp_size,)), mesh=make_mesh(shape)
     )
     assert collect(engine, requests) == collect(engine_of(format, True), requests)
     found, expected = (dict(engine.run(scores)) for engine in (engine, engine_of(format, True)))
@@ -202,7 +203,7 @@ NON_FINITE = [
 @pytest.mark.parametrize(("format", "params"), NON_FINITE, ids=str)
 def test_a_broken_row_ends_alone(format, params):
     """Token 60 makes the hidden state NaN. A row that has it ends with an error; its pages, used
-    again, harm nobody."""
+    again, harm no other row."""
     engine = broken_engine(format)
     bad = [
         Request([1, 2, 60, *range(3, 20)], SamplingParams(max_tokens=9, **params), rng_stream=i)
@@ -290,7 +291,7 @@ def test_logprobs_of_generated_tokens_are_their_scores():
 
 
 @pytest.mark.parametrize("swiftkv", [True, False])
-def test_pages_are_the_same_whoever_wrote_them(swiftkv):
+def test_pages_of_prefill_decoding_and_scores_are_the_same(swiftkv):
     """A conversation's pages come from prefill, from decoding and from scores; a reuse of each
     gives the fresh answer."""
     engine = engine_of("auto", swiftkv)
@@ -344,8 +345,7 @@ def test_a_cache_of_a_given_size():
 
 
 def test_what_does_not_fit_is_not_taken(monkeypatch):
-    """The device says how much it has; the engine sizes its cache by that, and corrects its guess
-    by the compiler's figures."""
+    """The cache is sized by the device's memory and an estimate, then by the compiler's figures."""
     monkeypatch.setattr(shapes, "_temporaries", lambda config, tokens: 0)  # a guess that is too low
     monkeypatch.setattr(build, "memory_limit", lambda device, share: int(share * 12_000_000))
     engine = Engine.from_model(model(), small())
@@ -360,7 +360,7 @@ def test_what_does_not_fit_is_not_taken(monkeypatch):
 
 
 def test_a_plan_larger_than_the_machine(monkeypatch):
-    """A CPU does not say what it has; the machine does."""
+    """A CPU does not report its memory; the machine does."""
 
     monkeypatch.setattr(model_runner, "host_memory", lambda: 150_000)
     with pytest.raises(
@@ -374,6 +374,18 @@ def test_a_plan_larger_than_the_machine(monkeypatch):
 def test_a_cache_larger_than_the_machine():
     with pytest.raises(OutOfMemoryError, match="`kv_cache_memory`=40960.00 GiB"):
         Engine.from_model(model(), small(kv_cache_memory=40 * 2**40))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")])
+def test_memory_that_is_not_free_is_reported(error, monkeypatch):
+    """The plan fits, but other processes hold the memory."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Layout, "init_state", fail)
+    with pytest.raises(OutOfMemoryError, match="no memory is free for the KV cache .memory per"):
+        Engine.from_model(model(), small())
 
 
 def test_options_are_checked():

@@ -13,7 +13,7 @@ from swiftkv_jax.cli.devices import enable_compilation_cache
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys, jax
 from pathlib import Path

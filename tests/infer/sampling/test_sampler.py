@@ -237,7 +237,7 @@ def assert_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_a_row_sees_no_other_row():
+def test_rows_are_independent():
     batch = rows(*mixture(), eos_token_ids=(1,))
     logits, token_counts, position = mixture_inputs(8)
     together = jitted_sample(logits, batch, token_counts, position)

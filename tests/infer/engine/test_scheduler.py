@@ -1,4 +1,4 @@
-"""Scheduling, on a device without a model that notices every page that is not its reader's."""
+"""Scheduling, on a model runner without a model that checks every page that is read."""
 
 import random
 import statistics
@@ -79,7 +79,7 @@ def test_a_long_prompt_runs_in_chunks_while_others_decode():
     assert runner.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
 
 
-def test_short_requests_overtake_a_long_one_that_has_no_room_but_not_for_ever():
+def test_a_request_without_room_is_skipped_a_bounded_number_of_times():
     engine, _ = mock_engine(slots=4, num_pages=16)
     first = engine.add_request(ask(prompt_of(0, 20), 12, ignore_eos=True))
     big = engine.add_request(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
@@ -104,7 +104,7 @@ def test_requests_begin_in_their_order_while_there_is_room():
 
 
 def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
-    """Length -> the step of each request's first output, if one may be skipped `max_skips` times."""
+    """Length -> the step of each request's first output, each skipped `max_skips` times at most."""
     engine, _ = mock_engine(
         slots=16,
         num_pages=520,
@@ -134,7 +134,7 @@ def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
 
 def test_long_and_short_requests_share_memory():
     """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less,
-    and long ones no longer, than if each waited for all before it."""
+    and long ones no longer, than in strict order."""
     lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
     strict, fair = (first_outputs(max_skips, lengths) for max_skips in (1, MAX_SKIPS))
     assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])
@@ -144,7 +144,7 @@ def test_long_and_short_requests_share_memory():
 
 
 def test_the_same_requests_leave_the_same_slots_and_pages():
-    """In every process of several: whatever else lies in its memory."""
+    """Processes that make the same calls hold the same pages, whatever else is in their memory."""
     left, junk = [], []
     for attempt in range(8):
         junk.append([object() for _ in range(1000 * attempt)])
@@ -252,7 +252,7 @@ def test_requests_that_can_never_run_are_refused():
         small.add_request(ask([1] * 4, 60, n=3))
 
 
-def test_whoever_stops_listening_stops_the_requests():
+def test_closing_a_run_aborts_its_requests():
     engine, _ = mock_engine()
     for number, _ in engine.run(
         [ask(prompt_of(seed, 9), 40, ignore_eos=True) for seed in range(9)]
@@ -263,20 +263,20 @@ def test_whoever_stops_listening_stops_the_requests():
     check_empty(engine)
 
 
-def test_a_sample_cancelled_before_it_begins_never_speaks():
+def test_a_sample_aborted_before_it_begins_has_no_output():
     engine, _ = mock_engine(slots=2, chunk=4)
     prompt = prompt_of(7, 14)
     busy = engine.add_request(ask(prompt_of(8, 4), 3, n=2, ignore_eos=True))
     waiting, prefilling = engine.add_request(ask(prompt, 6, n=2)), None
     engine.abort_request(waiting, 0)
-    spoken = []
+    outputs = []
     while engine.has_work:
-        spoken += [(event.request_id, event.sample) for event in engine.step()]
-        if prefilling is None and (busy, 0) in spoken:
+        outputs += [(event.request_id, event.sample) for event in engine.step()]
+        if prefilling is None and (busy, 0) in outputs:
             prefilling = engine.add_request(ask(prompt[:9], 6, n=2))
             engine.abort_request(prefilling, 1)
-    assert {sample for id, sample in spoken if id == waiting} == {1}
-    assert {sample for id, sample in spoken if id == prefilling} == {0}
+    assert {sample for id, sample in outputs if id == waiting} == {1}
+    assert {sample for id, sample in outputs if id == prefilling} == {0}
     one = engine.add_request(ask(prompt, 6))
     engine.abort_request(one, 0)
     assert not engine.has_work
@@ -285,7 +285,7 @@ def test_a_sample_cancelled_before_it_begins_never_speaks():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_at_random(seed):
-    """Requests of all kinds come, go and are cancelled at any moment; every answer is right, and
+    """Requests of all kinds come, go and are aborted at any moment; every answer is right, and
     nothing leaks."""
     rng = random.Random(seed)
     dp_size, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
@@ -324,15 +324,15 @@ def test_at_random(seed):
             new()
         if live and rng.random() < 0.2:
             id = rng.choice(list(live))
-            cancelled, _ = live[id]
-            n = cancelled.params.n if isinstance(cancelled, Request) else 1
+            aborted, _ = live[id]
+            n = aborted.params.n if isinstance(aborted, Request) else 1
             sample = rng.choice([None, *range(n)])
             engine.abort_request(id, sample)
             gone |= {(id, number) for number in (range(n) if sample is None else [sample])}
             if sample is None:
                 live.pop(id)
         for event in engine.step():
-            assert (event.request_id, event.sample) not in gone, "a cancelled sample spoke"
+            assert (event.request_id, event.sample) not in gone, "output of an aborted sample"
             request, outputs = live[event.request_id]
             outputs.setdefault(event.sample, []).extend(event.token_ids)
             if event.finish_reason:

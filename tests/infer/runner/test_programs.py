@@ -76,7 +76,7 @@ def arrays(spans: list[ScheduledTokens], tokens: int):
 
 
 def test_the_picture():
-    """The one in `prefill_chunk`: request a from position 6 to 9, request b from 0 to 3, pages of 4."""
+    """The drawing in `prefill_chunk`: request a from 6 to 9, request b from 0 to 3, pages of 4."""
     a, b = request_state(range(100, 111), 10, [3, 5, 7]), request_state(range(200, 205), 4, [2, 4])
     spans = [ScheduledTokens(a, 6, 10), ScheduledTokens(b, 0, 4)]
     chunk, scored = arrays(spans, 8)
