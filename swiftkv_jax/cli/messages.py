@@ -124,9 +124,10 @@ def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action
-        if isinstance(action.choices, dict):  # subcommands
-            for sub in action.choices.values():
-                yield from _actions(sub)
+        if isinstance(action.choices, dict):
+            for choice in action.choices.values():
+                if isinstance(choice, argparse.ArgumentParser):
+                    yield from _actions(choice)
 
 
 def _name(action: argparse.Action) -> str:

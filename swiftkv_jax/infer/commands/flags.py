@@ -20,6 +20,12 @@ import jax
 
 from ... import cli, demo
 from ...cache import FORMATS
+from ...cli.devices import (
+    DEFAULT_COMPILE_CACHE,
+    enable_compilation_cache,
+    parse_size,
+    set_gpu_memory_fraction,
+)
 from ...distributed import check_all_take_part, join_processes
 from ...errors import CheckpointError, UsageError
 from ...mesh import emulate_cpu_devices, make_mesh, parse_mesh
@@ -28,8 +34,6 @@ from ...pallas_kernels import IMPLEMENTATIONS
 from ..engine.engine import Engine, engine_for
 from ..engine.options import EngineOptions
 from ..engine.sampling_params import SamplingParams
-from ..runner.compilation import DEFAULT_CACHE, keep_compiled
-from ..runner.memory import allow_most_of_a_gpu, parse_size
 
 SWIFTKV = {"auto": None, "on": True, "off": False}
 GENERATION_CONFIG = "generation_config.json"
@@ -151,7 +155,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="--no-enable-prefix-caching",
     )
-    cache = str(DEFAULT_CACHE)
+    cache = DEFAULT_COMPILE_CACHE
     flag(
         "--compile-cache",
         metavar="DIR",
@@ -336,11 +340,11 @@ def settle_devices(args: argparse.Namespace) -> jax.sharding.Mesh | None:
             f"--mesh {args.mesh}: fsdp is for training; inference keeps its weights whole, or "
             f"splits them over model"
         )
-    allow_most_of_a_gpu()
+    set_gpu_memory_fraction()
     processes = join_processes(args.coordinator_address, args.num_processes, args.process_id)
     emulate_cpu_devices(math.prod(shape) // processes)
     if args.compile_cache != "none":
-        keep_compiled(Path(args.compile_cache))
+        enable_compilation_cache(args.compile_cache)
     if math.prod(shape) == 1 and jax.process_count() == 1:
         return None
     mesh = make_mesh(shape)

@@ -1,46 +1,16 @@
-"""Compiling all programs ahead of time: several at once, kept on disk for the next start, and
-counted ever after."""
+"""Compiling all programs ahead of time, several at once, and counting compilations after that."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import os
-import stat
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ...errors import UsageError
 from .shapes import Key
-
-DEFAULT_CACHE = Path("~/.cache/swiftkv-jax/compiled")
-
-
-def keep_compiled(folder: Path) -> None:
-    """Keep what is compiled from now on in `folder`, and look there first.
-
-    A compiled program is code: whoever can write the folder can run code in this process. So it is
-    made for its owner alone, and one that others own or can write is refused with `UsageError`.
-    """
-    folder = folder.expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if hasattr(os, "getuid") and status.st_uid != os.getuid():
-        raise UsageError(
-            f"--compile-cache {folder}: belongs to another user, who could put code there; choose "
-            f"another folder"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UsageError(
-            f"--compile-cache {folder}: others can write there, and so run code here; chmod 700 "
-            f"it, or choose another folder"
-        )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def compile_all(

@@ -11,11 +11,7 @@ from typing import Any
 
 import jax
 
-from ...errors import UsageError
 from ...hardware import GIB
-
-GPU_SHARE = 0.95
-"""Of a GPU's memory. The rest is for what JAX does not count: CUDA's context and libraries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,34 +75,9 @@ def memory_limit(device: Any, utilization: float) -> int | None:
     return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
-def allow_most_of_a_gpu() -> None:
-    """Let JAX take `GPU_SHARE` of each GPU's memory, not three quarters, unless the environment
-    says how much. Before it starts."""
-    if not any(
-        os.environ.get(name)
-        for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    ):
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
-
-
 def host_memory() -> int:
     """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def parse_size(text: str) -> int:
-    """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
-    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    number, unit = (
-        (text[:-1], units[text[-1].lower()]) if text and text[-1].lower() in units else (text, 1)
-    )
-    try:
-        size = float(number) * unit
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
-    return int(size)
 
 
 def _shard_bytes(leaf) -> int:

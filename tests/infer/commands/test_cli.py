@@ -17,7 +17,6 @@ from swiftkv_jax import demo
 from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
 from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
 from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
-from swiftkv_jax.infer.runner.memory import allow_most_of_a_gpu
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
 
@@ -381,22 +380,6 @@ def test_rows_without_an_output_file_are_json_lines(checkpoint, run, tmp_path, c
         and bad["id"] == "b"
         and "is empty" in bad["error"]
     )
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}],
-    ids=str,
-)
-def test_jax_may_use_most_of_a_gpu(given, monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    allow_most_of_a_gpu()
-    assert {
-        name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")
-    } == (given or {"XLA_CLIENT_MEM_FRACTION": "0.95"})
 
 
 def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):
