@@ -1,14 +1,29 @@
-"""Which launchers are recognised, with the variables they set, what JAX is then asked, and which
-meshes leave a process out."""
+"""Which launchers are recognised, with the variables they set, what JAX is then asked, which meshes
+leave a process out, and what processes ask each other."""
 
 import importlib.util
+import logging
 import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from swiftkv_jax.distributed import check_all_take_part, join_processes
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.distributed import (
+    any_process,
+    barrier,
+    check_all_take_part,
+    from_process_0,
+    is_main_process,
+    join_processes,
+    run_on_process_0,
+)
+from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.mesh import make_mesh
 
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
@@ -40,9 +55,7 @@ def asked(monkeypatch) -> list:
     monkeypatch.setattr(
         jax.distributed,
         "initialize",
-        lambda *arguments, initialization_timeout: calls.append(
-            (*arguments, initialization_timeout)
-        ),
+        lambda *arguments, initialization_timeout: calls.append(arguments),
     )
     monkeypatch.setattr(
         jax.config, "update", lambda name, value: None
@@ -84,7 +97,7 @@ def test_one_of_several_joins_with_what_jax_finds(launcher, asked, monkeypatch):
     variables, announced = JOINED[launcher]
     set_all(monkeypatch, variables)
     assert join_processes() == announced
-    assert asked == [(None, None, None, 300)]
+    assert asked == [(None, None, None)]
 
 
 @pytest.mark.parametrize("launcher", ALONE)
@@ -103,13 +116,13 @@ def test_a_kubernetes_job_joins_if_jax_can_ask_kubernetes(installed, asked, monk
         lambda name: object() if name == "kubernetes" and installed else None,
     )
     assert join_processes() == 1
-    assert asked == [(None, None, None, 300)] * installed
+    assert asked == [(None, None, None)] * installed
 
 
 def test_arguments_come_before_the_launcher(asked, monkeypatch):
     set_all(monkeypatch, SRUN)
     assert join_processes("10.0.0.1:1234", 2, 0) == 2
-    assert asked == [("10.0.0.1:1234", 2, 0, 300)]
+    assert asked == [("10.0.0.1:1234", 2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -148,3 +161,111 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
         UsageError, match="takes 1 of 8 devices, none of them in 1 of the 2 processes; use all"
     ):
         check_all_take_part(mesh)
+
+
+# Launchers that set half of their variables, and numbers that are none ----------
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_LOC"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "4.5"}, "SLURM_STEP_NUM_TASKS='4.5' in the environment"),
+        (OPEN_MPI | {"SWIFTKV_JOIN_TIMEOUT": "0"}, "SWIFTKV_JOIN_TIMEOUT='0' in the environment"),
+    ],
+    ids=["half", "no number", "no time"],
+)
+def test_variables_that_do_not_do(variables, message, asked, monkeypatch):
+    set_all(monkeypatch, variables)
+    with pytest.raises(UsageError, match=message):
+        join_processes()
+    assert not asked
+
+
+def test_the_time_to_wait_comes_from_the_argument_then_the_environment(monkeypatch, caplog):
+    """JAX is given longer: it would abort the process."""
+    waited = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: waited.wait())
+    monkeypatch.setenv("SWIFTKV_JOIN_TIMEOUT", "1")
+    with caplog.at_level(logging.INFO, "swiftkv_jax"):
+        with pytest.raises(UsageError, match="after 1 s still waiting at host:1 for 1 other"):
+            join_processes("host:1", 2, 0)
+        monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: None)
+        assert join_processes("host:1", 2, 1, timeout=7) == 2
+    waited.set()
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting at host:1 for 1 other processes, for at most 1 s",
+        "waiting for process 0 at host:1, for at most 7 s",
+    ]
+
+
+@pytest.mark.parametrize("process_id", [-1, 2])
+def test_a_process_has_a_number_below_their_count(process_id, asked):
+    with pytest.raises(UsageError, match=f"`process_id`={process_id} must be from 0 to 1"):
+        join_processes("host:1", 2, process_id)
+    assert not asked
+
+
+# What they ask each other -------------------------------------------------------
+
+
+def test_one_process_answers_itself():
+    barrier("here")
+    assert is_main_process() and any_process(True) and not any_process(False)
+    value = {"a": np.arange(3), "b": 2**40}
+    assert from_process_0(value) is value
+    assert run_on_process_0(lambda: value, {}) is value
+    with pytest.raises(DataError, match="no rows"):
+        run_on_process_0(fails, 0)
+
+
+def fails() -> int:
+    raise DataError("no rows")
+
+
+PAIR = """
+import sys
+import jax
+import numpy as np
+from swiftkv_jax import distributed as d
+from swiftkv_jax.errors import DataError
+me = int(sys.argv[2])
+assert d.join_processes(sys.argv[1], 2, me) == 2
+jax.config.update("jax_num_cpu_devices", 1)
+assert d.is_main_process() == (me == 0)
+d.barrier("here")
+assert d.any_process(me == 1) and d.any_process(True) and not d.any_process(False)
+assert d.from_process_0(2**40 + me) == 2**40
+found = d.from_process_0({"a": np.array([1.5, 2**-60]) + me, "b": (me == 0, np.zeros((0, 3)))})
+assert found["a"].dtype == np.float64 and found["a"].tolist() == [1.5, 2**-60]
+assert found["b"][0] is True and found["b"][1].shape == (0, 3)
+assert d.run_on_process_0(lambda: np.int32(7), np.int32(0)) == 7
+def fails():
+    raise DataError("no rows")
+try:
+    d.run_on_process_0(fails, 0)
+except DataError as error:
+    assert str(error) == ("no rows" if me == 0 else "process 0 has failed; its message says why")
+else:
+    raise AssertionError
+print("fine")
+"""
+
+
+def test_two_processes_answer_alike():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-c", PAIR, address, str(number)],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in pair:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0 and out.endswith("fine\n"), err

@@ -121,7 +121,7 @@ def test_a_launcher_that_sets_half_of_its_variables(variables, said):
 
 
 def test_a_coordinator_that_does_not_answer():
-    """It says at once whom it waits for and how long, and ends when that is over."""
+    """The first line says what the process waits for and how long; then it ends."""
     with socket.socket() as silent:  # bound, so that nothing else listens there
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -26,6 +26,7 @@ LIBRARY = logging.getLogger("swiftkv_jax.infer.somewhere")
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kv-cache-memory")
+    parser.add_argument("--swiftkv", choices={"auto": None, "on": True})
     parser.add_argument("--memory-utilization", "--gpu-memory-utilization")
     parser.add_argument("--temperature", "--temp")
     parser.add_argument("--max-len", "-c", dest="max_model_len")

@@ -12,7 +12,6 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
-from swiftkv_jax.cli.devices import set_gpu_memory_fraction
 from swiftkv_jax.infer import Request, SamplingParams
 from swiftkv_jax.infer.__main__ import COMMANDS, main
 from swiftkv_jax.infer.commands import complete
@@ -246,22 +245,6 @@ def test_rows_without_an_output_file_are_json_lines(checkpoint, run, tmp_path, c
         and bad["id"] == "b"
         and "is empty" in bad["error"]
     )
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}],
-    ids=str,
-)
-def test_jax_may_use_most_of_a_gpu(given, monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    set_gpu_memory_fraction()
-    assert {
-        name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")
-    } == (given or {"XLA_CLIENT_MEM_FRACTION": "0.95"})
 
 
 def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):
