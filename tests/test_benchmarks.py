@@ -77,10 +77,10 @@ HLO = """HloModule m
   %right = f32[4,8,8,8]{3,2,1,0} slice(%wide), slice={[0:4], [0:8], [0:8], [8:16]}
   %turned = f32[4,8,8,16]{3,2,1,0} concatenate(%right, %left), dimensions={3}
   %group = f32[1,8,8,16]{3,2,1,0} slice(%turned), slice={[2:3], [0:8], [0:8], [0:16]}
-  %narrow = bf16[1,8,8,16]{3,2,1,0} convert(%group)
-  %zero = s32[] constant(0)
+  %n = bf16[1,8,8,16]{3,2,1,0} convert(%group)
+  %z = s32[] constant(0)
   %p2 = s32[] parameter(2)
-  ROOT %update = bf16[1,8,64,16]{3,2,1,0} dynamic-update-slice(%p0, %narrow, %zero, %zero, %p2, /*index=5*/%zero)
+  ROOT %update = bf16[1,8,64,16]{3,2,1,0} dynamic-update-slice(%p0, %n, %z, %z, %p2, /*index=5*/%z)
 }
 
 ENTRY %main (a: bf16[32,64], b: bf16[64,64], cache: bf16[1,8,64,16], at: s32[]) -> bf16[1,8,64,16] {

@@ -54,6 +54,8 @@ ALLOWED = {
     # A TPU's vector lanes and a warp's lanes.
     "lane": "pallas_kernels/",
     "lanes": "pallas_kernels/",
+    # A masked key.
+    "unseen": "pallas_kernels/",
 }
 RETIRED |= {"lane": "dp_rank", "lanes": "dp_size"}
 

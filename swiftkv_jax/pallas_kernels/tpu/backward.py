@@ -236,7 +236,7 @@ def _attention_dq(
             lse_rows_ref[head * bq : (head + 1) * bq, :] = column(lse_ref[head : head + 1, :])
             delta_rows_ref[head * bq : (head + 1) * bq, :] = column(delta_ref[head : head + 1, :])
 
-    # 2. Everybody sees every key: no mask. Static indices, so that the chunks overlap.
+    # 2. Every query sees every key: no mask. Static indices, so that the chunks overlap.
     full = key0 + bkv - 1 <= query0
     if q_ids_ref is not None:
         full &= q_id_ref[task] == kv_id_ref[row * num_kv + j]

@@ -13,14 +13,10 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
-from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.runner import build, model_runner, shapes
-from swiftkv_jax.infer.runner.layout import Layout
-from swiftkv_jax.infer.runner.memory import MemoryPlan
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
@@ -307,97 +303,3 @@ def test_pages_of_prefill_decoding_and_scores_are_the_same(swiftkv):
     assert events[0].num_cached_tokens == 32  # and the score's
     expected = alone("auto", swiftkv, tuple(tokens), SamplingParams(max_tokens=6))[0]
     assert [token for event in events for token in event.token_ids] == expected
-
-
-# Memory -----------------------------------------------------------------------
-
-
-def plan_of(engine: Engine[ModelRunner]) -> MemoryPlan:
-    assert engine.model_runner.plan is not None
-    return engine.model_runner.plan
-
-
-def test_the_plan_is_what_is_allocated():
-    for format in ("auto", "fp8"):
-        engine = engine_of(format, True)
-        plan, state = plan_of(engine), engine.model_runner._state
-        assert plan.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
-        assert plan.rows == sum(
-            leaf.nbytes for leaf in jax.tree.leaves((state.batch, state.token_counts))
-        )
-        assert plan.weights == sum(
-            leaf.nbytes for leaf in jax.tree.leaves(engine.model_runner.weights)
-        )
-        tokens = engine.model_runner.shapes.num_pages * engine.model_runner.shapes.page_size
-        assert plan.cache == tokens * engine.model_runner.kv_bytes_per_token
-        assert plan.temporaries > 0 and plan.program
-
-
-def test_a_cache_of_a_given_size():
-    engine = Engine.from_model(model(), small(kv_cache_memory=100_000))
-    assert 0.9 * 100_000 < plan_of(engine).cache <= 100_000
-    message = (
-        "the KV cache has room for 16 tokens, too little for one sequence of "
-        "`max_model_len`=80.*`kv_cache_memory`"
-    )
-    with pytest.raises(UsageError, match=message):
-        Engine.from_model(model(), small(kv_cache_memory=5_000))
-
-
-def test_what_does_not_fit_is_not_taken(monkeypatch):
-    """The cache is sized by the device's memory and an estimate, then by the compiler's figures."""
-    monkeypatch.setattr(shapes, "_temporaries", lambda config, tokens: 0)  # a guess that is too low
-    monkeypatch.setattr(build, "memory_limit", lambda device, share: int(share * 12_000_000))
-    engine = Engine.from_model(model(), small())
-    assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
-    with pytest.raises(
-        OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower `kv_cache_memory`"
-    ):
-        Engine.from_model(model(), small(kv_cache_memory=10_650_000))
-    monkeypatch.setattr(build, "memory_limit", lambda device, share: 100_000)
-    with pytest.raises(UsageError, match="the KV cache has room for"):
-        Engine.from_model(model(), small())
-
-
-def test_a_plan_larger_than_the_machine(monkeypatch):
-    """A CPU does not report its memory; the machine does."""
-
-    monkeypatch.setattr(model_runner, "host_memory", lambda: 150_000)
-    with pytest.raises(
-        UsageError,
-        match="the KV cache has room for 0 tokens, too little for one sequence of "
-        "`max_model_len`=80",
-    ):
-        Engine.from_model(model(), small())
-
-
-def test_a_cache_larger_than_the_machine():
-    with pytest.raises(OutOfMemoryError, match="`kv_cache_memory`=40960.00 GiB"):
-        Engine.from_model(model(), small(kv_cache_memory=40 * 2**40))
-
-
-@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")])
-def test_memory_that_is_not_free_is_reported(error, monkeypatch):
-    """The plan fits, but other processes hold the memory."""
-
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(Layout, "init_state", fail)
-    with pytest.raises(OutOfMemoryError, match="no memory is free for the KV cache .memory per"):
-        Engine.from_model(model(), small())
-
-
-def test_options_are_checked():
-    for fields, message in (
-        ({"max_model_len": 1}, "`max_model_len`=1 must"),
-        ({"max_model_len": 129}, "`max_model_len`=129 must be from 2 to the model's 128"),
-        ({"max_num_seqs": 0}, "`max_num_seqs`=0"),
-        ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
-        ({"kv_cache_dtype": "bfloat16"}, "needs weights of that dtype"),
-        ({"memory_utilization": 1.5}, "`memory_utilization`=1.5"),
-        ({"decode_rows": (2,)}, "the last of `decode_rows` the 4 sequences"),
-        ({"chunks": (16, 4)}, "must be ascending"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            Engine.from_model(model(), options(**fields))

@@ -1,0 +1,64 @@
+"""Results that are in no result file: asserted by tests, or printed by commands."""
+
+ASSERTED = (
+    (
+        "logits of teacher and student against the authors' PyTorch model",
+        "equal to 3e-6, greedy tokens equal; two recorded checkpoints",
+        "`tests/test_public_api.py`",
+    ),
+    (
+        "losses and gradients against the same",
+        "equal to 1e-5 relative",
+        "`tests/test_public_api.py`",
+    ),
+    (
+        "prefill operations at Llama-3.1-8B shape, K = 16 of 32, by XLA's count",
+        "0.535 of the teacher's",
+        "`tests/infer/runner/test_programs.py`",
+    ),
+    (
+        "operations of a score of 32 of 2,048 tokens, Llama-3.1-8B shape, by XLA's count of loops "
+        "once",
+        "0.52 of a full forward pass",
+        "`tests/infer/runner/test_programs.py`",
+    ),
+    (
+        "memory of `convert hf2orbax` for a 400 MiB model, above Python and JAX",
+        "80 to 116 MiB, largest weight 32 MiB",
+        "`tests/test_convert.py`",
+    ),
+    (
+        "distillation loss and gradient against float64 by complex steps",
+        "1e-5 relative, every divergence",
+        "`tests/train/test_divergence.py`",
+    ),
+    (
+        "20 kills at random moments, resumed",
+        "weights bit-equal, metrics row for row",
+        "`make test-soak`",
+    ),
+)
+"""(what, result, the test that asserts it)."""
+
+SHIPPED = (
+    ("held-out perplexity", "13.58, teacher 13.51; 13.95 before training"),
+    (
+        "next token agrees with the teacher",
+        "91.0 %; 84.4 % before training (65,000 held-out tokens, one seed)",
+    ),
+)
+"""(what, result) of the shipped student, as its training printed them."""
+
+DEMO = (
+    f"{'':43}{'teacher':18}{'SwiftKV 50%':18}SwiftKV 50% + 2-way AcrossKV\n"
+    + "-" * 107
+    + """
+prefill FLOPs, 896 tokens                  4.55 G  (100%)    2.70 G  (59%)     2.64 G  (58%)
+prefill time, 4 x 896 tokens               0.57 s  (100%)    0.40 s  (70%)     0.40 s  (70%)
+time per output token, 4 rows              8.0 ms  (100%)    8.1 ms  (101%)    8.1 ms  (101%)
+KV cache bytes per token, float32          4,096  (100%)     4,096  (100%)     3,072  (75%)
+held-out perplexity before distilling      13.512            13.946            28.776
+held-out perplexity after 16 and 32 steps  13.512  (+0.00%)  13.697  (+1.37%)  21.851  (+61.71%)
+next token agrees with the teacher         100.0%            88.9%             65.6%"""
+)
+"""The table that one `make demo` ended in."""
