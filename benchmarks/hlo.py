@@ -1,9 +1,9 @@
-"""Reads optimised HLO: which kernels a program runs, and how many bytes each must at least read and
+"""Reads optimised HLO: the kernels of a program, and how many bytes each must at least read and
 write.
 
-Every instruction of the entry computation that is not bookkeeping is a kernel. Of what a fusion is
-given, only the elements that its result needs count: a fusion that updates a slice in place reads
-and writes the slice, not the buffer.
+Every instruction of the entry computation that is not bookkeeping is a kernel. Only those elements
+of a fusion's operands count that its result needs: a fusion that updates a slice in place reads and
+writes the slice, not the buffer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ import math
 import re
 from typing import NamedTuple
 
-_BITS = {
-    "pred": 8,
-    "s4": 4,
-    "u4": 4,
-    "c64": 64,
-    "c128": 128,
-}  # others say it in their name: f8e4m3fn, bf16, s32
+# The names of other types contain their bits: f8e4m3fn, bf16, s32.
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128}
 _FREE = {
     "parameter",
     "constant",
@@ -72,7 +67,7 @@ def elements(shape: str) -> int:
 
 
 def bytes_of(shape: str, *, workspaces: bool = True) -> int:
-    """Of an array or of all arrays of a tuple; `workspaces=False` leaves out s8 vectors, a
+    """Bytes of an array or of all arrays of a tuple; `workspaces=False` leaves out s8 vectors, a
     library's scratch."""
     return sum(count * bits // 8 for count, bits in _arrays(shape, workspaces))
 
@@ -88,7 +83,7 @@ def _arrays(shape: str, workspaces: bool = True) -> list[tuple[int, int]]:
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:
-    """Every computation by name, in the order of its instructions; the entry is also under ""."""
+    """The instructions of every computation by its name; the entry is also under ""."""
     found: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in text.splitlines():
@@ -108,7 +103,7 @@ def computations(text: str) -> dict[str, list[Instruction]]:
 
 
 def _split(rest: str) -> tuple[str, str]:
-    """(what is between the parentheses that the operation opened, what follows)."""
+    """(the text up to the parenthesis that closes the operation's arguments, the text after it)."""
     depth = 1
     for position, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
@@ -118,7 +113,7 @@ def _split(rest: str) -> tuple[str, str]:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """What runs on the device, in order."""
+    """The kernels that run on the device, in order."""
     modules = computations(text)
     shapes = {instruction.name: instruction.shape for instruction in modules[""]}
     found = []
@@ -153,10 +148,9 @@ def _fusion_bytes(body: list[Instruction]) -> tuple[int, int]:
     """(read, written): how many elements of each parameter the result needs, found from the root
     upwards."""
     by_name = {instruction.name: instruction for instruction in body}
-    sliced: dict[str, dict[str, float]] = {
-        name: {} for name in by_name
-    }  # distinct slices of a value add up
-    needed = dict.fromkeys(by_name, 0.0)  # any other two uses may want the same elements
+    # Distinct slices of a value add up; any other two uses may need the same elements.
+    sliced: dict[str, dict[str, float]] = {name: {} for name in by_name}
+    needed = dict.fromkeys(by_name, 0.0)
     written = 0
 
     def use(operand: str, count: float, region: str | None = None):
@@ -177,9 +171,8 @@ def _fusion_bytes(body: list[Instruction]) -> tuple[int, int]:
         source = result
         while source.op in ("bitcast", "copy", "reshape") and source.operands:
             source = by_name[source.operands[0]]
-        if (
-            source.op == "dynamic-update-slice"
-        ):  # in place: the buffer is neither read nor written elsewhere
+        # In place: the rest of the buffer is neither read nor written.
+        if source.op == "dynamic-update-slice":
             written += bytes_of(by_name[source.operands[1]].shape)
             needed[source.name] = 0.0
             use(source.operands[1], elements(by_name[source.operands[1]].shape))

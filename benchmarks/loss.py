@@ -4,8 +4,10 @@ once.
     python -m benchmarks.loss                     on a GPU or a TPU: times it there
     python -m benchmarks.loss --shapes smoke      tiny shapes, also on a CPU
 
-    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.loss
-                                                  without a GPU: compiles it for an H200 and counts
+Without a GPU it compiles it for an H200 and counts:
+
+    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
+        python -m benchmarks.loss
 
 Every row is one compiled program: the four sums of `linear_kl` and the gradient in the student's
 hidden states, for one packed row of 8,192 tokens, 128,256 entries of vocabulary and width 4096 in
@@ -25,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +35,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax import cli
 from swiftkv_jax.hardware import GIB
+from swiftkv_jax.roofline import Roofline
 from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.train import distill
 from swiftkv_jax.train.divergence import Divergence, divergence_and_gradient
 
 from . import report
-from .boundary import TOPOLOGY
-from .floors import Floors, floors_for
-from .products import count_products
+from .hlo_flops import matmul_flops
+from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan, jax_program, measure
 
 TEMPERATURE = distill.AUTHORS.temperature
@@ -74,7 +75,7 @@ class Case:
     top_k: int | None = None
     naive: bool = False
     positions: int | None = None
-    """Of a chunk; None is the package's choice."""
+    """Positions in a chunk; None is the package's choice."""
 
     @property
     def name(self) -> str:
@@ -133,14 +134,15 @@ def _main(args: argparse.Namespace) -> int:
     path = report.output_path(
         args,
         "loss",
-        document["device"]["kind"] if here else TOPOLOGY.split(":")[0],
+        document["device"]["kind"],
         document["date"],
+        compiled_for=None if here else TOPOLOGY,
     )
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
-    floors = floors_for(args.shapes, key, plan) if here else None
-    if floors is not None:
-        document["floors"] = dataclasses.asdict(floors)
-        print(f"matrix product {floors.matmul_tflops:.1f} TFLOP/s")
+    roofline = report.roofline(args.shapes) if here else None
+    if roofline is not None:
+        document["roofline"] = roofline.to_json()
+        print(f"roofline: {roofline}")
     sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
     sets = [draw(size, jax.random.fold_in(key, number)) for number in range(2)] if here else []
     rows: list[dict[str, Any]] = []
@@ -152,7 +154,7 @@ def _main(args: argparse.Namespace) -> int:
             )
             continue
         cli.log(case.name)
-        rows.append(measure_row(case, size, sharding, sets, floors, plan))
+        rows.append(measure_row(case, size, sharding, sets, roofline, plan))
         print(_line(rows[-1]), flush=True)
         report.write_json(path, document)
     document["targets"] = judge(rows, args.shapes)
@@ -199,22 +201,17 @@ def fused(case: Case) -> Callable:
     nll)), d kl / d student_x)."""
 
     def sums(student_x, teacher_x, head, next_tokens, weights):
-        entries = (
-            distill.LOGITS_PER_CHUNK if case.positions is None else case.positions * head.shape[0]
+        kl, *others = distill.linear_kl(
+            TEMPERATURE,
+            student_x,
+            teacher_x,
+            head,
+            next_tokens,
+            weights,
+            divergence=case.divergence,
+            top_k=case.top_k,
+            chunk=case.positions,
         )
-        with mock.patch.object(
-            distill, "LOGITS_PER_CHUNK", entries
-        ):  # read while the function is traced
-            kl, *others = distill.linear_kl(
-                TEMPERATURE,
-                student_x,
-                teacher_x,
-                head,
-                next_tokens,
-                weights,
-                divergence=case.divergence,
-                top_k=case.top_k,
-            )
         return kl, tuple(others)
 
     return jax.value_and_grad(sums, has_aux=True)
@@ -284,16 +281,16 @@ def measure_row(
     size: Size,
     sharding: NamedSharding | None,
     sets: list[tuple[jax.Array, ...]],
-    floors: Floors | None,
+    roofline: Roofline | None,
     plan: Plan,
 ) -> dict[str, Any]:
-    """The compiler's figures, and with `floors` the device's: what goes wrong is recorded in their
-    place."""
+    """The compiler's figures, and with `roofline` the device's; a failure is recorded as
+    `error`."""
     row = _described(case, size)
     try:
         row |= count(case, size, sharding)
-        if floors is not None:
-            row |= timed(case, size, sets, floors, plan)
+        if roofline is not None:
+            row |= timed(case, size, sets, roofline, plan)
     except (
         Exception
     ) as error:  # one that fails, out of memory for example, must not lose the others
@@ -302,7 +299,7 @@ def measure_row(
 
 
 def _described(case: Case, size: Size) -> dict[str, Any]:
-    chosen = case.positions or min(size.tokens, distill.LOGITS_PER_CHUNK // size.vocabulary)
+    chosen = case.positions or distill.chunk_length(1, size.tokens, size.vocabulary)
     chunk = size.tokens if case.naive else chosen
     return (
         {"name": case.name}
@@ -322,19 +319,19 @@ def count(case: Case, size: Size, sharding: NamedSharding | None) -> dict[str, A
     memory: Any = compiled.memory_analysis()
     return {
         "temporary_bytes": memory.temp_size_in_bytes,
-        "flops": count_products(compiled.as_text() or "").all,
+        "flops": matmul_flops(compiled.as_text() or "").all,
         "least_flops": least_flops(size),
         "compile_seconds": seconds,
     }
 
 
 def least_flops(size: Size) -> int:
-    """Of the three products with the output matrix: both logits and the gradient."""
+    """FLOPs of the three products with the output matrix: both logits and the gradient."""
     return 3 * 2 * size.tokens * size.vocabulary * size.width
 
 
 def timed(
-    case: Case, size: Size, sets: list[tuple[jax.Array, ...]], floors: Floors, plan: Plan
+    case: Case, size: Size, sets: list[tuple[jax.Array, ...]], roofline: Roofline, plan: Plan
 ) -> dict[str, Any]:
     """Time per call, its share of the measured rate of a large product, and the error against the
     naive form."""
@@ -353,7 +350,7 @@ def timed(
     return found | {
         "seconds": timing.seconds,
         "tflops": rate,
-        "share_of_matmul": rate / floors.matmul_tflops,
+        "share_of_matmul": rate / (roofline.flops / 1e12),
         "timing": dataclasses.asdict(timing),
     }
 

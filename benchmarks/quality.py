@@ -1,7 +1,8 @@
-"""What each cut costs in quality, before and after distillation, on the demo model and the standard
+"""The quality of each cut, before and after distillation, on the demo model and the standard
 library's source.
 
-    python -m benchmarks.quality                       every cut that the demo model's eight layers allow, three seeds
+    python -m benchmarks.quality                       every cut that the demo model's eight layers
+                                                       allow, three seeds
     python -m benchmarks.quality --steps 8 --cuts 4:1  a quick look at one
 
 A cut K:g keeps the keys and values of K layers and lets the other layers share theirs in groups of
@@ -24,7 +25,6 @@ from typing import Any
 
 from swiftkv_jax import cli, demo
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.cli.exit import log
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.mesh import emulate_cpu_devices, parse_mesh
 from swiftkv_jax.train.__main__ import main as train
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> int:
         cells.append(summary(cut, layers, runs))
         report.write_json(output, document)
     print(table(cells, args.steps, tokens))
-    log(f"written to {output}")
+    cli.log(f"written to {output}")
     return verdict(cells)
 
 
@@ -116,8 +116,8 @@ def prepared(folder: Path) -> list[str]:
 def distil(
     args: argparse.Namespace, data: list[str], cut: tuple[int, int], seed: int
 ) -> dict[str, Any]:
-    """One run, or what is left of it: its evaluations before the first step and after the last, and
-    its seconds."""
+    """One run, or the rest of an interrupted one: its evaluations before the first step and after
+    the last, and its seconds."""
     output = args.folder / f"{cut[0]}-{cut[1]}-seed{seed}-{args.steps}"
     flags = {
         "num-key-value-layers": cut[0],

@@ -1,5 +1,5 @@
-"""What is written down with every measurement, and how: JSON that appears complete or not at
-all."""
+"""Flags, roofline and result files of the benchmarks. Every measurement is written with when, where
+and with what it was made, and appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io import files
 from swiftkv_jax.io import provenance as measured
+from swiftkv_jax.roofline import LONG, Roofline, measure_roofline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
+TOPOLOGY = "h200:1"
+"""Machine that programs are compiled for, to be counted, where there is none to run them on."""
 
 
 def add_flags(
     parser: argparse.ArgumentParser, *, tables: tuple[str, ...], seconds: float, rows: bool = True
 ) -> None:
-    """The flags that every benchmark has; `rows` for one whose rows have names."""
+    """Add the flags that every benchmark has; `rows` for one whose rows have names."""
     flag = parser.add_argument
     flag(
         "--shapes",
@@ -68,13 +73,18 @@ def new_seed(seed: int | None) -> int:
     return int.from_bytes(os.urandom(4), "little") >> 1 if seed is None else seed
 
 
+def roofline(shapes: str) -> Roofline:
+    """The roofline of one device for bfloat16 products; with smoke shapes only of small ones."""
+    return measure_roofline(jnp.bfloat16, 1, long=0.0 if shapes == "smoke" else LONG)
+
+
 def environment(seed: int) -> dict[str, Any]:
-    """When, where and with what."""
+    """Date, command, machine, versions and sources of a measurement."""
     return measured.provenance() | {"seed": seed, "sources_sha256": _sources()}
 
 
 def _sources() -> str:
-    """Of the package's Python and JSON files: tells uncommitted versions apart."""
+    """Digest of the package's Python and JSON files: tells uncommitted versions apart."""
     digest = hashlib.sha256()
     for path in sorted(
         path for ending in ("py", "json") for path in (ROOT / "swiftkv_jax").rglob(f"*.{ending}")
@@ -83,24 +93,35 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def output_path(args: argparse.Namespace, name: str, kind: str, date: str) -> Path | None:
-    """Where the JSON goes; None for a smoke run that was not told, whose times mean nothing. Raises
-    `UsageError`."""
+def output_path(
+    args: argparse.Namespace,
+    name: str,
+    kind: str,
+    date: str,
+    *,
+    compiled_for: str | None = None,
+) -> Path | None:
+    """The file for the JSON: `--output`, or `default_path`; None for a smoke run without
+    `--output`, whose times mean nothing. Raises `UsageError` if it cannot be written."""
     if args.output is None and args.shapes == "smoke":
         return None
-    path = args.output or default_path(name, kind, date)
+    path = args.output or default_path(name, kind, date, compiled_for=compiled_for)
     check_writable(path)
     return path
 
 
-def default_path(name: str, kind: str, date: str) -> Path:
-    """`results/kernels-nvidia-h200-20261121-093000.json`."""
+def default_path(name: str, kind: str, date: str, *, compiled_for: str | None = None) -> Path:
+    """`results/kernels-nvidia-h200-20261121-093000.json`, or with `compiled_for="h200:1"`, for
+    programs that were compiled for a machine and never ran on it,
+    `results/loss-compiled-for-h200-20261121-093000.json`."""
+    if compiled_for is not None:
+        kind = f"compiled for {compiled_for.split(':')[0]}"
     stamp = date[:19].replace("-", "").replace(":", "").replace("T", "-")
     return RESULTS / f"{name}-{kind.lower().replace(' ', '-').replace('/', '-')}-{stamp}.json"
 
 
 def check_writable(path: Path) -> None:
-    """Before an hour of measuring rather than after it. Raises `UsageError`."""
+    """Raise `UsageError` if `path` cannot be written: before an hour of measuring, not after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,12 +133,13 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path | None, document: dict[str, Any]) -> None:
+    """Write `document`, unless `path` is None."""
     if path is not None:
         files.write_json(path, document)
 
 
 def reason(error: BaseException) -> str:
-    """One line, not too long."""
+    """Class and first line of an error, 300 characters at most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 

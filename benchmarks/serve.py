@@ -1,13 +1,14 @@
 """Serving Llama-3.1-8B with random weights on one GPU or TPU: SwiftKV and its teacher, bfloat16 and
 8-bit KV.
 
-    python -m benchmarks.serve                  about eight minutes on an H200; JSON into benchmarks/results/
-    python -m benchmarks.serve --shapes smoke   a tiny model, also on a CPU, to see that everything runs
+    python -m benchmarks.serve                 about eight minutes on an H200
+    python -m benchmarks.serve --shapes smoke  a tiny model, also on a CPU, to see that all runs
 
-Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a part
-that fails loses nothing of the others: prefill over the prompt length, decoding over rows and
-context, offline throughput, latency of requests that arrive. No part begins after --seconds; the
-document says which were left out. Exit code 1 if a part failed.
+Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a
+failure of one leaves the others: prefill over the prompt length, decoding over rows and context,
+offline throughput, latency of requests that arrive. JSON goes to `benchmarks/results/`. No part
+begins after --seconds; the document names those that were left out. Exit code 1 if a part
+failed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ TINY = Config(
     head_dim=16,
     num_key_value_layers=2,
 )
-# The most telling first, should time run out. Names are those of the rows of the targets for one
-# H200.
+# The most important first, should time run out. Names are those of the rows of the targets for
+# one H200.
 FULL = {
     "prefill": "prefill --input-len 2k,8k,32k -r 5",
     "decode": "decode --input-len 1k --batch 1,64,256 --output-len 64 -r 3",
@@ -70,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report.add_flags(parser, tables=("full", "smoke"), seconds=540, rows=False)
     args = parser.parse_args(argv)
-    return cli.run(lambda: _main(args))
+    return cli.run(lambda: _main(args), parser)
 
 
 def _main(args: argparse.Namespace) -> int:
-    """This process touches no device: each part wants all of its memory."""
+    """Run all parts. This process uses no device: each part needs all of its memory."""
     start, seed = time.monotonic(), report.new_seed(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -114,7 +115,7 @@ def _main(args: argparse.Namespace) -> int:
 def _run(
     part: str, flags: list[str], path: Path, seconds: float
 ) -> tuple[str, dict[str, Any] | None]:
-    """(what became of it, its document). Its tables go to standard output as they come."""
+    """Status of a part and its document, None if it failed. Its tables go to standard output."""
     print(f"\n## {part}\n", flush=True)
     command = [sys.executable, "-m", "swiftkv_jax.infer", "bench", *flags, "-o", str(path)]
     try:

@@ -35,35 +35,40 @@ yet."""
 
 class Run(NamedTuple):
     seconds: float
-    enqueueing: float  # the part in which the host was still handing over programs
+    """Seconds from the first program enqueued to the last one finished."""
+    enqueueing: float
+    """Seconds of these in which the host was still enqueueing programs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Compiled, run once, and ready to be timed."""
+    """A program that is compiled, has run once, and is ready to be timed."""
 
     run: Callable[[int], Run]
-    """Run the program so many times and wait."""
+    """Function that runs the program a number of times and waits."""
     calls: int
-    """Calls in a program."""
+    """Number of calls in the program."""
     result: Any
-    """What the last call returned on the first run."""
+    """Result of the last call of the first run."""
     output_bytes: int = 0
     compile_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """How long and how often programs are run."""
+
     short_run: float = 0.02
-    """Seconds the shorter run should take, as far as `max_repeats` lets it."""
+    """Seconds that the shorter run should take, as far as `max_repeats` allows."""
     seconds: float = 0.6
-    """For all samples of one program, beyond the fewest rounds."""
+    """Seconds for all samples of one program, beyond `min_rounds`."""
     min_rounds: int = 5
     max_rounds: int = 40
     max_repeats: int = 10
-    """Three times this many programs stay below JAX's limit of 32 in flight: enqueueing never waits
-    for the device."""
+    """Most programs in the shorter run: three times as many stay below JAX's limit of 32 in flight,
+    so enqueueing never waits for the device."""
     warm_up: float = 0.15
+    """Seconds for which a program runs before it is timed."""
 
 
 SMOKE_PLAN = Plan(short_run=0.002, seconds=0.02, min_rounds=3, max_rounds=5, warm_up=0.0)
@@ -72,13 +77,15 @@ SMOKE_PLAN = Plan(short_run=0.002, seconds=0.02, min_rounds=3, max_rounds=5, war
 @dataclasses.dataclass(frozen=True)
 class Timing:
     seconds: float
-    """Of one call: the median over all samples."""
+    """Seconds of one call: the median over all samples."""
     spread: float
     """Quartile distance of the samples over their median."""
     scaling: float
+    """Time of 3n programs over that of n."""
     host_share: float
+    """Share of the long run in which the host was enqueueing."""
     linear: bool
-    """`scaling` is near three: the time is that of the calls."""
+    """Whether `scaling` is near three: then the time is that of the calls."""
     calls: int
     repeats: int
     short_runs: list[float]
@@ -86,7 +93,7 @@ class Timing:
 
 
 def jax_program(call: Callable, sets: Sequence, *, platform: str | None = None) -> Program:
-    """`call` of each of `sets`, in one compiled program."""
+    """A program of `call` of each of `sets`, compiled and run once."""
     options = None
     if (platform or jax.default_backend()) in ("gpu", "cuda"):
         # As plain launches on one stream, calls run one after the other. A CUDA graph could overlap
@@ -104,7 +111,7 @@ def jax_program(call: Callable, sets: Sequence, *, platform: str | None = None) 
         start = time.perf_counter()
         out = None
         for _ in range(repeats):
-            out = program(list(sets))  # the outputs before are dropped, and their memory used again
+            out = program(list(sets))  # drops the outputs before, whose memory is used again
         queued = time.perf_counter()
         jax.block_until_ready(out)
         return Run(time.perf_counter() - start, queued - start)
@@ -113,14 +120,20 @@ def jax_program(call: Callable, sets: Sequence, *, platform: str | None = None) 
 
 
 def measure(
-    programs: Mapping[str, Program], plan: Plan
+    programs: Mapping[str, Program],
+    plan: Plan,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Timing], dict[str, Exception]]:
-    """(timing of each, what went wrong with the others): all programs in turn, round by round."""
+    """(timings, errors of the programs that failed): all programs in turn, round by round.
+
+    `clock` counts the seconds of the warm-up.
+    """
     samplers, failed = {}, {}
     for name, program in programs.items():
         try:
-            samplers[name] = _Sampler(program, plan)
-        except Exception as error:  # one that fails must not lose the others
+            samplers[name] = _Sampler(program, plan, clock)
+        except Exception as error:  # the other programs go on
             failed[name] = error
     for number in range(plan.max_rounds):
         for name, sampler in list(samplers.items()):
@@ -134,13 +147,15 @@ def measure(
 
 
 class _Sampler:
-    def __init__(self, program: Program, plan: Plan):
-        """Warms up, and from the warm program settles how often it will be run."""
-        self.program, start = program, time.perf_counter()
+    """The samples of one program."""
+
+    def __init__(self, program: Program, plan: Plan, clock: Callable[[], float]):
+        """Warm up, and choose from the time of the warm program how often it runs."""
+        self.program, start = program, clock()
         single = program.run(1).seconds
         while True:
             single = min(single, program.run(1).seconds)
-            if time.perf_counter() - start >= plan.warm_up:
+            if clock() - start >= plan.warm_up:
                 break
         single = max(single, 1e-7)
         repeats = min(
@@ -165,9 +180,7 @@ class _Sampler:
         samples = sorted((b - a) / (2 * calls) for a, b in zip(short, long, strict=True))
         scaling = statistics.median(long) / statistics.median(short)
         seconds = statistics.median(samples)
-        if (
-            seconds <= 0
-        ):  # noise beyond all measure, as on a busy host: then the long runs as they are
+        if seconds <= 0:  # more noise than signal, as on a busy host: the long runs as they are
             seconds = statistics.median(long) / (3 * calls)
         first, _, third = (
             statistics.quantiles(samples, n=4) if len(samples) > 1 else (seconds, seconds, seconds)

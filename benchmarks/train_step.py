@@ -3,8 +3,10 @@
     python -m benchmarks.train_step                     on a GPU or a TPU: times it there
     python -m benchmarks.train_step --shapes smoke      tiny shapes, also on a CPU
 
-    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.train_step
-                                                        without a GPU: counts, and compiles the steps for an H200
+Without a GPU it counts, and compiles the steps for an H200:
+
+    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
+        python -m benchmarks.train_step
 
 Without a device the FLOPs of the step are counted at the shape of Llama-3.1-8B against those of two
 whole models (see `two_models`), and every variant of the step is compiled for an H200: its
@@ -20,7 +22,6 @@ a variant fails or nothing was measured.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import multiprocessing
 import os
 import sys
@@ -33,12 +34,12 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.hardware import GIB, hardware_of
+from swiftkv_jax.roofline import Roofline
 from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.transformer import Remat
 
 from . import report
-from .boundary import TOPOLOGY
-from .floors import Floors, floors_for
+from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan
 from .train_variants import SIZES, Size, Variant, compile_step, described, documents, run_step
 from .two_models import saving
@@ -74,8 +75,9 @@ def _main(args: argparse.Namespace) -> int:
     path = report.output_path(
         args,
         "train-step",
-        document["device"]["kind"] if here else TOPOLOGY.split(":")[0],
+        document["device"]["kind"],
         document["date"],
+        compiled_for=None if here else TOPOLOGY,
     )
     document |= {
         "length": size.length,
@@ -89,17 +91,17 @@ def _main(args: argparse.Namespace) -> int:
             document["savings"].append(row)
             print(_saving_line(row), flush=True)
             report.write_json(path, document)
-    floors = alone(_floors, args.shapes, seed) if here else None
-    if floors is not None:
-        document["floors"] = dataclasses.asdict(floors)
-        print(f"matrix product {floors.matmul_tflops:.1f} TFLOP/s", flush=True)
+    roofline = alone(report.roofline, args.shapes) if here else None
+    if roofline is not None:
+        document["roofline"] = roofline.to_json()
+        print(f"roofline: {roofline}", flush=True)
     for number, variant in enumerate(size.variants):
         row, spent = described(size, variant), time.monotonic() - start
         if spent > args.seconds:
             row["skipped"] = f"the budget of {args.seconds:g} s was spent"
         else:
             cli.log(f"{variant.name} ({number + 1} of {len(size.variants)}, {spent:.0f} s)")
-            row |= measure_row(args.shapes, variant, seed, floors)
+            row |= measure_row(args.shapes, variant, seed, roofline)
         document["rows"].append(row)
         print(_line(row), flush=True)
         report.write_json(path, document)
@@ -124,28 +126,26 @@ def savings(size: Size) -> Iterator[dict[str, Any]]:
             yield saving(size.config, size.length, size.length // parts, remat)
 
 
-def measure_row(shapes: str, variant: Variant, seed: int, floors: Floors | None) -> dict[str, Any]:
-    """The compiler's figures, and with `floors` the device's. What goes wrong is recorded in their
-    place."""
+def measure_row(
+    shapes: str, variant: Variant, seed: int, roofline: Roofline | None
+) -> dict[str, Any]:
+    """The compiler's figures, and with `roofline` the device's; a failure is recorded as
+    `error`."""
     try:
-        if floors is None:
+        if roofline is None:
             return _with_error(
                 compile_step(SIZES[shapes], variant, topology_mesh(TOPOLOGY, (1, 1)))
             )
         row = alone(_run, shapes, variant, seed)
     except Exception as error:  # also a process that died
         return {"error": report.reason(error)}
-    return _with_error(row | utilisation(row, floors)) if "seconds" in row else row
+    return _with_error(row | utilisation(row, roofline)) if "seconds" in row else row
 
 
 def alone[Result](function: Callable[..., Result], *args: Any) -> Result:
     """Call a function of this module in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
-
-
-def _floors(shapes: str, seed: int) -> Floors:
-    return floors_for(shapes, jax.random.key(seed), _plan(shapes))
 
 
 def _run(shapes: str, variant: Variant, seed: int) -> dict[str, Any]:
@@ -161,12 +161,12 @@ def _plan(shapes: str) -> Plan:
     return SMOKE_PLAN if shapes == "smoke" else Plan()
 
 
-def utilisation(row: dict[str, Any], floors: Floors) -> dict[str, float]:
+def utilisation(row: dict[str, Any], roofline: Roofline) -> dict[str, float]:
     """Shares of the published peak, where it is known, and of the measured rate of a large
     product."""
     shares = {
-        "mfu_of_product": row["model_tflops"] / floors.matmul_tflops,
-        "busy_of_product": row["computed_tflops"] / floors.matmul_tflops,
+        "mfu_of_product": row["model_tflops"] / (roofline.flops / 1e12),
+        "busy_of_product": row["computed_tflops"] / (roofline.flops / 1e12),
     }
     if hardware := hardware_of(jax.devices()[0].device_kind):
         peak = hardware.flops / 1e12

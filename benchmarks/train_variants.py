@@ -33,23 +33,23 @@ from swiftkv_jax.train.step import (
 )
 from swiftkv_jax.transformer import Batch, Remat
 
-from .boundary import LLAMA_8B, TINY
+from .kv_projection import LLAMA_8B, TINY
 from .timing import Plan, Program, Run, measure
 
 STEPS = 1000
-"""Of the learning rate's schedule; any number, the program is the same."""
+"""Steps of the learning rate's schedule; any number, the program is the same."""
 SIXTEENTHS = (6, 4, 3, 2, 1)
-"""Of a packed row: its documents."""
+"""Sixteenths of a packed row that each of its documents takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
     layers: int
-    """Half of them keep their own keys and values."""
+    """Number of layers. Half of them keep their own keys and values."""
     rows: int = 1
     remat: Remat = "layer"
     attention: Implementation | None = None
-    """None chooses for the device."""
+    """Implementation of attention; None chooses for the device."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Variant:
 class Size(NamedTuple):
     config: Config
     length: int
-    """Tokens of a row."""
+    """Tokens in a row."""
     variants: tuple[Variant, ...]
     """The most important first."""
 
@@ -154,7 +154,7 @@ def memory_of(
 
 
 def planned_bytes(recipe: Recipe, config: Config, mesh: Mesh) -> float:
-    """What the plan of a run says."""
+    """Bytes of memory by the plan of a run."""
     return sum(memory_per_device(recipe, config, mesh, jnp.dtype(jnp.bfloat16)).values())
 
 
@@ -247,7 +247,7 @@ def packed_batch(config: Config, length: int, rows: int, mesh: Mesh, seed: int) 
 
 
 def step_flops(config: Config, length: int, rows: int, remat: Remat) -> float:
-    """Of the tokens of all documents; attention does not cross from one to the next."""
+    """FLOPs of the tokens of all documents; attention does not cross from one to the next."""
     return rows * sum(n * train_flops_per_token(config, n, remat=remat) for n in documents(length))
 
 

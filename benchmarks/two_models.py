@@ -1,10 +1,10 @@
-"""What the shared prefix of the distillation step saves: its products against those of two whole
-models.
+"""FLOPs that the shared prefix of the distillation step saves: its matrix products against those of
+two whole models.
 
 Distillation is usually written with a teacher and a student that are two models, each run from the
 embedding on. Here the student's lower layers are the teacher's, so they run once. Both forms are
 differentiated and compiled for a CPU at full size, which allocates nothing, and their matrix
-products are counted as `products` does. Attention is one dense product over all T x T pairs,
+products are counted as `hlo_flops` does. Attention is one dense product over all T x T pairs,
 because loops over blocks end where documents do; of it, only the pairs count that a document's
 tokens see.
 """
@@ -23,9 +23,9 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_by_part
 from swiftkv_jax.layers import head_weights, rms_norm
-from swiftkv_jax.pallas_kernels.remat import keep
+from swiftkv_jax.pallas_kernels.remat import checkpoint_names
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
-from swiftkv_jax.train.distill import AUTHORS, distill_loss, linear_kl
+from swiftkv_jax.train.distill import AUTHORS, linear_kl, mean_loss
 from swiftkv_jax.transformer import (
     Batch,
     Remat,
@@ -34,12 +34,16 @@ from swiftkv_jax.transformer import (
     run_upper_layers_teacher,
 )
 
-from .products import count_products
+from .hlo_flops import matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseAttention(Attention):
-    """All pairs of positions in one product."""
+class DenseAttention:
+    """All pairs of positions in one product. Has what the model uses of `Attention`, on one
+    device."""
+
+    mesh: None = None
+    shard_sequence: bool = False
 
     def prefill(self, q, k, v, *, segment_ids: Any = None, **_):
         same = segment_ids[:, :, None] == segment_ids[:, None]
@@ -57,7 +61,7 @@ def _dense_forward(q, k, v, visible):
     """Keeps what the kernels keep under the same name; the weights stand for their log-sums."""
     scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30))
-    q, weights, out = keep(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
+    q, weights, out = checkpoint_names(q, weights, jnp.einsum("BNTS,BNSH->BTNH", weights, v))
     return out, (q, k, v, weights)
 
 
@@ -89,27 +93,27 @@ def two_model_loss(
     remat: Remat,
     attention: Attention,
 ) -> jax.Array:
-    """`distill_loss` of the authors' objective, by two models with weights of their own."""
-    tapped, ids = AUTHORS.tapped(config.num_layers), batch.segment_ids
+    """`mean_loss` of the default objective, by two models with weights of their own."""
+    compared, ids = AUTHORS.layer_index(config.num_layers), batch.segment_ids
     student, teacher = (jax.lax.stop_gradient(model) for model in (student, teacher))
 
     def tap(index, x):
-        return jnp.where(index == tapped, x, 0)
+        return jnp.where(index == compared, x, 0)
 
     def squared_error(index, x):
-        difference = jnp.where(index == tapped, (x - wanted).astype(jnp.float32), 0)
+        difference = jnp.where(index == compared, (x - wanted).astype(jnp.float32), 0)
         return (jnp.square(difference).mean(axis=-1) * (ids > 0)).sum()
 
-    boundary, rope = run_lower_layers(config, teacher, batch, attention=attention)
+    x, rope = run_lower_layers(config, teacher, batch, attention=attention)
     teacher_x, wanted = run_upper_layers_teacher(
-        config, teacher, boundary, rope, ids, layer_hook=tap, attention=attention
+        config, teacher, x, rope, ids, layer_hook=tap, attention=attention
     )
-    boundary, rope = run_lower_layers(config, student, batch, attention=attention)
+    x, rope = run_lower_layers(config, student, batch, attention=attention)
     student_x, hidden = run_upper_layers_student(
         config,
         student,
         delta,
-        boundary,
+        x,
         rope,
         ids,
         layer_hook=squared_error,
@@ -141,8 +145,8 @@ def shared_loss(
     remat: Remat,
     attention: Attention,
 ) -> jax.Array:
-    """`distill_loss` without its metrics."""
-    return distill_loss(config, delta, llama, batch, remat=remat, attention=attention)[0]
+    """`mean_loss` without its metrics."""
+    return mean_loss(config, delta, llama, batch, remat=remat, attention=attention)[0]
 
 
 def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str, Any]:
@@ -155,11 +159,12 @@ def saving(config: Config, length: int, document: int, remat: Remat) -> dict[str
         jax.ShapeDtypeStruct((1, length), dtype) for dtype in (jnp.int32, jnp.float32)
     )
     batch = Batch(integers, integers, integers, floats)
-    delta, llama, attention = swiftkv_shapes(config), llama_shapes(config), DenseAttention()
+    delta, llama = swiftkv_shapes(config), llama_shapes(config)
+    attention: Any = DenseAttention()
 
     def count(loss: Callable[..., jax.Array], *shapes: Any) -> float:
         gradient = jax.grad(functools.partial(loss, config, remat=remat, attention=attention))
-        products = count_products(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
+        products = matmul_flops(jax.jit(gradient).lower(*shapes).compile().as_text() or "")
         return products.plain + products.batched * (document + 1) / (2 * length)
 
     shared, two = (

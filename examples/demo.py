@@ -23,10 +23,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.infer.engine.engine import Engine, engine_for
-from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.requests import Request
-from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.mesh import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
 
@@ -88,7 +85,7 @@ def measure(column: Column) -> tuple[float, float, str]:
         chunks=(512,),
         decode_rows=(ROWS,),
     )
-    engine = engine_for(column.model, options, swiftkv=column.swiftkv)
+    engine = Engine.from_model(column.model, options, swiftkv=column.swiftkv)
     random = np.random.default_rng(0)
     prefill, decode = [], []
     for _ in range(3):
@@ -100,7 +97,7 @@ def measure(column: Column) -> tuple[float, float, str]:
         prefill.append(first - decode[-1])
     tokens = column.model.tokenizer(PROMPT)["input_ids"]
     text = column.model.tokenizer.decode(
-        [token for event in engine.run([request(tokens, NEW_TOKENS)]) for token in event.tokens]
+        [token for _, out in engine.run([request(tokens, NEW_TOKENS)]) for token in out.token_ids]
     )
     return min(prefill), min(decode), text
 

@@ -31,7 +31,7 @@ from swiftkv_jax import Config, Model, save_hf
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import AuxiliaryFiles
 from swiftkv_jax.params import cast, init_llama
-from swiftkv_jax.train.data.loader import RowMixture, batches, first_batches
+from swiftkv_jax.train.data.loader import DatasetMixture, batches, first_batches
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 from swiftkv_jax.transformer import Batch, teacher
@@ -97,7 +97,7 @@ def schedule(steps: int) -> optax.Schedule:
     )
 
 
-def held_out_loss(loss, llama, rows: RowMixture, limit: int = 32) -> float:
+def held_out_loss(loss, llama, rows: DatasetMixture, limit: int = 32) -> float:
     return float(
         np.mean(
             [
@@ -122,11 +122,11 @@ def main() -> None:
         train_tokenizer(tokenizer_folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
 
-    def packed(length: int, held_out: bool = False) -> RowMixture:
+    def packed(length: int, held_out: bool = False) -> DatasetMixture:
         store = prepare(
             DataSource(STDLIB), tokenizer, length, args.output / "data", held_out=held_out
         )
-        return RowMixture((store,), (1.0,))
+        return DatasetMixture((store,), (1.0,))
 
     short, long, held_out = packed(256), packed(512), packed(512, held_out=True)
     print(f"{short.num_tokens:,} training tokens, {held_out.num_tokens:,} held out", flush=True)

@@ -13,12 +13,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api import distill_loss, generate, load, logits, save, save_hf
+    from .api import distill_loss, load, logits, save, save_hf
     from .config import Config, RopeScaling
     from .errors import CheckpointError, ConfigError, DataError, UsageError
-    from .model import Model, add_swiftkv
+    from .infer.generate import chat, generate
+    from .mesh import make_mesh
 
-__version__ = "0.1.0"
+    __version__: str
+    from .model import Model, add_swiftkv
 
 _MODULES = {
     "CheckpointError": "errors",
@@ -29,10 +31,12 @@ _MODULES = {
     "RopeScaling": "config",
     "UsageError": "errors",
     "add_swiftkv": "model",
+    "chat": "infer.generate",
     "distill_loss": "api",
-    "generate": "api",
+    "generate": "infer.generate",
     "load": "api",
     "logits": "api",
+    "make_mesh": "mesh",
     "save": "api",
     "save_hf": "api",
 }
@@ -47,21 +51,36 @@ __all__ = [
     "RopeScaling",
     "UsageError",
     "add_swiftkv",
+    "chat",
     "distill_loss",
     "generate",
     "load",
     "logits",
+    "make_mesh",
     "save",
     "save_hf",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name == "__version__":
+        value = _version()
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """The version of the installed package; a checkout that is not installed has none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("swiftkv-jax")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -72,16 +72,6 @@ def save_hf(
     checkpoints.save_hf(model, path, format=format)
 
 
-def generate(
-    model: Model, prompts: list[list[int]], *, max_tokens: int, **options
-) -> list[list[int]]:
-    """The new tokens of each prompt, without the end token. `options` are those of
-    `infer.generate.generate`."""
-    from .infer.generate import generate
-
-    return generate(model, prompts, max_tokens=max_tokens, **options)
-
-
 def logits(
     model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = None
 ) -> Float[Array, "B T V"]:

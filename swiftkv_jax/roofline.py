@@ -1,5 +1,5 @@
-"""What the devices can do at most, measured on the spot: the two rates that everything else is a
-share of."""
+"""The roofline of the current devices, measured: the highest rates of matrix products and of
+copies. Speeds are reported as shares of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .hardware import Hardware, hardware_of
 
 LONG = 0.02
-"""Seconds of one call from which larger ones are not tried."""
+"""Seconds of one call from which larger sizes are not tried."""
 MATRICES = (512, 1024, 2048, 4096, 8192)
 BYTES = (2**24, 2**26, 2**28, 2**30, 2**32)
 ROUNDS = 6
@@ -22,18 +22,18 @@ ROUNDS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Of all devices of the run together, as so many times one of them."""
+    """Rates of `devices` devices together: one device's, multiplied."""
 
     flops: float
-    """FLOP/s of the best product of square matrices, in the dtype of the activations."""
+    """FLOP/s of the fastest product of square matrices in `dtype`."""
     bandwidth: float
-    """Bytes a second of the best copy: read and written."""
+    """Bytes a second of the fastest copy, read and written."""
     devices: int
     dtype: str
     tried: dict[str, float]
-    """What was tried on one device, and its rate."""
+    """Rate of each product and copy on one device."""
     published: Hardware | None
-    """One device's peaks, where they are known."""
+    """Published peaks of one device, where they are known."""
 
     def best(self, other: Roofline) -> Roofline:
         """The higher rates of two measurements of the same devices."""
@@ -54,18 +54,19 @@ class Roofline:
         )
         if self.published is None:
             return text
-        flops, bandwidth = (
-            self.published.flops * self.devices / 1e12,
-            self.published.bandwidth * self.devices / 1e9,
-        )
+        flops = self.published.flops * self.devices / 1e12
+        bandwidth = self.published.bandwidth * self.devices / 1e9
         return f"{text}; published: {flops:.4g} TFLOP/s bfloat16, {bandwidth:.4g} GB/s"
 
 
 def measure_roofline(dtype, devices: int, *, long: float = LONG) -> Roofline:
-    """On the first device, while nothing else runs there. Takes about a second, and 8 GiB at
-    most."""
+    """The roofline of `devices` devices like this process's first, on which nothing else may run
+    meanwhile. Takes about a second, and 8 GiB at most.
+
+    Sizes grow until a call takes `long` seconds.
+    """
     device = jax.local_devices()[0]
-    products = _best(_product, MATRICES, lambda size: 2 * size**3, dtype, long)
+    products = matmul_rates(dtype, long=long)
     copies = _best(_copy, BYTES, lambda size: 2 * size, dtype, long)
     return Roofline(
         flops=max(products.values()) * devices,
@@ -76,6 +77,12 @@ def measure_roofline(dtype, devices: int, *, long: float = LONG) -> Roofline:
         | {f"copy of {size}": rate for size, rate in copies.items()},
         published=hardware_of(device.device_kind),
     )
+
+
+def matmul_rates(dtype, *, long: float = LONG) -> dict[int, float]:
+    """FLOP/s of products of square matrices on one device, by their size, up to the first that
+    takes `long` seconds."""
+    return _best(_product, MATRICES, lambda size: 2 * size**3, dtype, long)
 
 
 def _best(
@@ -96,8 +103,8 @@ def _best(
 
 
 def _seconds(call: Callable[[], jax.Array]) -> float:
-    """Of one call: the best round, each with enough calls in a row to hide the one wait at its
-    end."""
+    """Seconds of one call in the best round. A round has enough calls in a row to hide the one wait
+    at its end."""
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
@@ -114,14 +121,14 @@ def _seconds(call: Callable[[], jax.Array]) -> float:
 
 
 def _product(size: int, dtype) -> Callable[[], jax.Array]:
-    """Of random numbers: a device that multiplies zeros runs faster."""
+    """A product of random matrices: devices multiply zeros faster."""
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1))
     multiply = jax.jit(jnp.matmul)
     return lambda: multiply(a, b)
 
 
 def _copy(size: int, dtype) -> Callable[[], jax.Array]:
-    """As an elementwise kernel, which is how decoding reads."""
+    """A copy of `size` bytes by an elementwise kernel, which reads as decoding does."""
     source = jnp.arange(size // 4, dtype=jnp.uint32)
     invert = jax.jit(jnp.invert)
     return lambda: invert(source)

@@ -9,9 +9,9 @@ import pytest
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops, train_flops_per_token
-from swiftkv_jax.infer.runner.shapes import lower_program
+from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
-from swiftkv_jax.train.distill import distill_loss
+from swiftkv_jax.train.distill import mean_loss
 from swiftkv_jax.transformer import unpacked_batch
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
@@ -54,7 +54,7 @@ def test_prefill(swiftkv):
 def train_count(config, remat) -> float:
     def step(delta, llama, tokens):
         return jax.grad(
-            lambda delta: distill_loss(config, delta, llama, unpacked_batch(tokens), remat=remat)[0]
+            lambda delta: mean_loss(config, delta, llama, unpacked_batch(tokens), remat=remat)[0]
         )(delta)
 
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)

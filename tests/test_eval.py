@@ -1,5 +1,5 @@
-"""What the harness is told: log-likelihoods against whole forward passes, texts split and cut by
-its rules, differences by document."""
+"""The model of the harness: log-likelihoods against whole forward passes, texts split and truncated
+by its rules, differences by document."""
 
 import dataclasses
 import math
@@ -18,9 +18,7 @@ from swiftkv_jax.eval.comparison import Score, difference, scores, table
 from swiftkv_jax.eval.generation import generation
 from swiftkv_jax.eval.tasks import PAPER, RENAMED
 from swiftkv_jax.eval.text_model import TextModel, windows
-from swiftkv_jax.infer.engine.engine import engine_for
-from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
 from tests.infer import conftest
 
 tokenizer, checkpoint, greedy = (
@@ -34,14 +32,14 @@ TEXT = "for word in argv: print(word"
 
 
 @dataclasses.dataclass
-class Asked:
-    """All that is read of an `lm_eval.api.instance.Instance`."""
+class Instance:
+    """The part of an `lm_eval.api.instance.Instance` that is read."""
 
     args: tuple[Any, ...]
 
 
-def ask(*args: tuple[Any, ...]) -> list[Asked]:
-    return [Asked(one) for one in args]
+def ask(*args: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(one) for one in args]
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +53,12 @@ def engine(checkpoint):
         page_size=8,
         scoring=True,
     )
-    return engine_for(skv.load(checkpoint), options)
+    return Engine.from_model(skv.load(checkpoint), options)
 
 
 @pytest.fixture
-def told() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def model(engine, tokenizer, told):
-    yield TextModel(engine, tokenizer, log=told.append)
+def model(engine, tokenizer):
+    yield TextModel(engine, tokenizer)
     assert not engine.pages_in_use
 
 
@@ -134,8 +127,8 @@ def test_spaces_that_end_a_context_belong_to_the_continuation(model):
     assert model.loglikelihood(ask(("  ", "word"))) == model.loglikelihood(ask(("", "  word")))
 
 
-def test_what_is_too_long_loses_its_beginning_and_is_told_of_once(
-    model, tokenizer, reference, told
+def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
+    model, tokenizer, reference, caplog
 ):
     context, continuation = " ".join([TEXT] * 6), " main main"
     tokens = [tokenizer.bos_token_id, *ids(tokenizer, context + continuation)]
@@ -147,12 +140,12 @@ def test_what_is_too_long_loses_its_beginning_and_is_told_of_once(
         len(tokens) > LONGEST
         and found[0] == found[2] == near(reference(tokens[-LONGEST:], LONGEST - after))[0]
     )
-    assert told == [
+    assert caplog.messages == [
         f"warning: 2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: "
-        f"raise --max-model-len"
+        f"raise `max_model_len`"
     ]
     model.loglikelihood(ask(("for", " word")))
-    assert len(told) == 1
+    assert len(caplog.messages) == 1
 
 
 def test_choices_share_their_context(engine, model):
@@ -173,7 +166,7 @@ def test_choices_share_their_context(engine, model):
         (
             ("for", " main" * LONGEST),
             UsageError,
-            "request 1: its continuation has .* raise --max-model-len",
+            "request 1: its continuation has .* raise `max_model_len`",
         ),
     ],
 )
@@ -224,13 +217,13 @@ def test_generations_are_the_likeliest_tokens_up_to_a_stop_string(model, tokeniz
     assert found == [text.partition(stop)[0] for text in texts] and found[0] != texts[0]
 
 
-def test_a_prompt_that_is_too_long_loses_its_beginning(model, tokenizer, greedy, told):
+def test_a_prompt_that_is_too_long_loses_its_beginning(model, tokenizer, greedy, caplog):
     long = " ".join([TEXT] * 6)
     kept = ids(tokenizer, long)[-(LONGEST - 8) :]
     assert model.generate_until(ask((long, {"max_gen_toks": 8}))) == [
         tokenizer.decode(greedy(kept, 8))
     ]
-    assert told[0].startswith("warning: 1 of 1 prompts do not fit")
+    assert caplog.messages[0].startswith("warning: 1 of 1 prompts do not fit")
     with pytest.raises(UsageError, match=f"max_gen_toks={LONGEST} leaves no room"):
         model.generate_until(ask((long, {"max_gen_toks": LONGEST})))
 
@@ -360,15 +353,15 @@ def test_a_metric_that_is_no_mean_over_documents_has_no_stderr():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "nothing to run"),
+        ("", "nothing to run: name some with --tasks"),
         ("--paper --num-fewshot 3", "--num-fewshot does not go with --paper"),
         ("--tasks a --fewshot-as-multiturn", "--fewshot-as-multiturn needs --apply-chat-template"),
         ("--tasks a --num-fewshot -1", "--num-fewshot -1"),
     ],
 )
-def test_flags_that_do_not_fit(flags, message):
-    with pytest.raises(UsageError, match=message):
-        task_sets(parser().parse_args(flags.split()))
+def test_flags_that_do_not_fit(flags, message, capsys):
+    assert main(flags.split()) == cli.USAGE
+    assert message in capsys.readouterr().err
 
 
 def test_the_authors_tasks():

@@ -107,8 +107,8 @@ def test_the_parser_of_imports():
     assert of_package(imports(PACKAGE / "attention.py"), "pallas_kernels") == ours
     assert "config.Config" in imports(PACKAGE / "train" / "distill.py")
     assert "pallas_kernels.xla" in imports(PACKAGE / "pallas_kernels" / "ops.py")
-    assert "infer.generate.generate" in imports(PACKAGE / "api.py")
-    assert "infer.generate.generate" not in imports(PACKAGE / "api.py", module_level_only=True)
+    assert "checkpoints" in imports(PACKAGE / "api.py")
+    assert "checkpoints" not in imports(PACKAGE / "api.py", module_level_only=True)
 
 
 def test_pallas_kernels_stand_alone():
@@ -146,6 +146,20 @@ def test_train_and_infer_are_strangers(part, other):
     assert files_of(part)
     for path in files_of(part):
         assert not of_package(imports(path), other), f"{path} imports {other}"
+
+
+def test_the_engine_imports_no_jax():
+    """Scheduling and bookkeeping are plain Python; the model runner is imported by
+    `Engine.from_model`."""
+    assert files_of("infer.engine")
+    modules = [
+        "swiftkv_jax.infer",
+        *(f"swiftkv_jax.{module_name(path)}" for path in files_of("infer.engine")),
+    ]
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    loaded = python(code + "print(*sorted(sys.modules))").split()
+    assert "swiftkv_jax.infer.engine.engine" in loaded
+    assert not {"jax", "flax", "swiftkv_jax.infer.runner"} & set(loaded)
 
 
 @pytest.mark.parametrize("name", CORE)

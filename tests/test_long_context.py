@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.infer.runner.shapes import lower_program
+from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import llama_shapes
 from swiftkv_jax.train.recipe import DEMO

@@ -49,7 +49,7 @@ def decode() -> list[str]:
 
 
 def rival() -> list[str]:
-    ratios = newest("hf-rival")["times_as_fast"]
+    ratios = newest("hf-baseline")["times_as_fast"]
     teacher, student = (
         f"{ratios[name]['ttft']:.2f} and {ratios[name]['tpot']:.2f}"
         for name in ("teacher", "swiftkv")
@@ -60,7 +60,7 @@ def rival() -> list[str]:
 def eight_bits() -> list[str]:
     cells = {
         (cell["model"], cell["cache"], cell["weights"]): cell["change"]
-        for cell in newest("kv-formats")["cells"]
+        for cell in newest("kv-quantization")["cells"]
     }
 
     def change(cache: str, weights: str) -> str:

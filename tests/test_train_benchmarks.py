@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from benchmarks import loss, train_step, train_variants, two_models
-from benchmarks.floors import Floors
-from benchmarks.products import Products, count_products
+from benchmarks.hlo_flops import MatmulFlops, matmul_flops
 from benchmarks.timing import SMOKE_PLAN
 from swiftkv_jax.config import Config
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import init_llama, init_swiftkv
-from swiftkv_jax.train.distill import distill_loss
+from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.train.distill import mean_loss
 from swiftkv_jax.transformer import Batch
 
 CONFIG = Config(
@@ -34,7 +34,9 @@ CONFIG = Config(
     num_key_value_layers=2,
 )
 LENGTH = 16
-FLOORS = Floors(100.0, 1000.0, {})
+ROOFLINE = Roofline(
+    flops=100e12, bandwidth=1e12, devices=1, dtype="bfloat16", tried={}, published=None
+)
 
 
 @pytest.fixture
@@ -56,8 +58,8 @@ def test_products_of_loops_and_branches():
         x = jax.lax.cond(much > 0, lambda: jnp.tanh(x @ weights[0]) @ weights[1], lambda: x)
         return x, jnp.einsum("nij,njk->nik", batched, batched)
 
-    found = count_products(optimised(layers, (8, 16), (5, 16, 16), (3, 4, 4), ()))
-    assert found == Products(plain=(5 + 2) * 2 * 8 * 16 * 16, batched=3 * 2 * 4 * 4 * 4)
+    found = matmul_flops(optimised(layers, (8, 16), (5, 16, 16), (3, 4, 4), ()))
+    assert found == MatmulFlops(plain=(5 + 2) * 2 * 8 * 16 * 16, batched=3 * 2 * 4 * 4 * 4)
 
 
 def test_a_loop_of_unknown_length_is_refused():
@@ -65,7 +67,7 @@ def test_a_loop_of_unknown_length_is_refused():
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ weight, x)
 
     with pytest.raises(ValueError, match="unknown length"):
-        count_products(optimised(until, (8, 16), (16, 16)))
+        matmul_flops(optimised(until, (8, 16), (16, 16)))
 
 
 @functools.cache
@@ -80,10 +82,10 @@ def test_two_models_have_the_loss_of_one(quick_compilation):
     batch: Batch = jax.tree.map(
         lambda field: field[0], train_variants.packed_batch(CONFIG, 64, 2, mesh, seed=1)
     )
-    shared = jax.jit(
-        jax.value_and_grad(lambda delta: distill_loss(CONFIG, delta, llama, batch)[0])
-    )(delta)
-    attention = two_models.DenseAttention()
+    shared = jax.jit(jax.value_and_grad(lambda delta: mean_loss(CONFIG, delta, llama, batch)[0]))(
+        delta
+    )
+    attention: Any = two_models.DenseAttention()
     loss_of_two = functools.partial(
         two_models.two_model_loss, CONFIG, remat="none", attention=attention
     )
@@ -138,7 +140,7 @@ def test_rows_of_train_step(tmp_path, monkeypatch, capsys):
     results[1] |= {"compiled_peak_bytes": 100, "peak_bytes": None, "planned_bytes": 95.0}
     monkeypatch.setattr(train_step, "savings", lambda size: iter(()))
     monkeypatch.setattr(
-        train_step, "alone", lambda function, *args: FLOORS if len(args) == 2 else results.pop(0)
+        train_step, "alone", lambda function, *args: ROOFLINE if len(args) == 1 else results.pop(0)
     )
     path = tmp_path / "step.json"
     assert train_step.main(["--shapes", "smoke", "--output", str(path)]) == 1

@@ -49,6 +49,7 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
         handler = MessageHandler()
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # absl, which Orbax uses, adds a handler to the root logger
     handler.parser = parser
 
 
@@ -124,10 +125,9 @@ def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         yield action
-        if isinstance(action.choices, dict):
-            for choice in action.choices.values():
-                if isinstance(choice, argparse.ArgumentParser):
-                    yield from _actions(choice)
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _actions(sub)
 
 
 def _name(action: argparse.Action) -> str:

@@ -4,9 +4,9 @@
     python -m swiftkv_jax.eval --model llama-3.1-8b-swiftkv --paper --swiftkv both -o accuracy.json
 
 Needs `pip install 'swiftkv-jax[eval]'`, and no PyTorch. Log-likelihoods are exact, generations are
-the engine's; texts are split, marked and cut as the harness's own models do it, and a text that was
-cut is told of. The table goes to stdout. --swiftkv both measures the unmodified teacher and the
-student one after the other, and their difference document by document.
+the engine's; texts are split, marked and truncated as by the harness's own models, with a warning
+for those that were truncated. The table goes to stdout. --swiftkv both measures the unmodified
+teacher and the student one after the other, and their difference document by document.
 
 --paper runs the seven tasks of the authors' own table with their settings. Four of them come from a
 fork of the harness; here they are the harness's own versions, whose prompts and scoring may differ:
@@ -22,38 +22,37 @@ if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
 
 import argparse
+import dataclasses
 import gc
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
-from .. import cli, demo
+from .. import cli
+from ..cli.model_options import SWIFTKV, ModelOptions, add_model_arguments, load_model, read_model
+from ..distributed import is_main_process
 from ..errors import UsageError
-from ..infer.commands.flags import (
-    SWIFTKV,
-    add_engine_flags,
-    add_model_flags,
-    engine_options,
-    load_model,
-    log,
+from ..infer.commands.engine_options import (
+    add_engine_arguments,
+    given_engine_options,
     start_engine,
-    writes,
 )
 from ..infer.engine.engine import Engine
+from ..infer.engine.options import EngineOptions
 from ..io.files import check_absent, write_json
 from ..io.provenance import provenance
-from ..model import Model
 from .comparison import Report, difference, scores, table
 from .tasks import PAPER, Tasks, TaskSet
 from .text_model import TextModel
 
+logger = logging.getLogger(__name__)
+
 MAX_MODEL_LEN = 4096
 """As in the authors' runs; enough for every task of `PAPER`."""
 SIDES = {"teacher": "off", "student": "on"}
-"""What --swiftkv both runs, in this order."""
-KEPT = (
+"""Sides that `--swiftkv both` measures, in this order, and the value of --swiftkv for each."""
+REPORT_FIELDS = (
     "results",
     "groups",
     "group_subtasks",
@@ -62,7 +61,7 @@ KEPT = (
     "versions",
     "higher_is_better",
 )
-"""Of the harness's report, in the file."""
+"""Fields of the harness's report that the output file has."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,66 +72,66 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
     )
-    flag = result.add_argument
-    flag(
+    add = result.add_argument
+    add(
         "--tasks",
         type=_names,
         metavar="NAME,...",
         help="tasks, groups or tags of the harness, or of --include-path",
     )
-    flag(
+    add(
         "--paper",
         action="store_true",
         help="the seven tasks of the SwiftKV authors, with their settings",
     )
-    flag(
+    add(
         "--num-fewshot",
         type=int,
         metavar="N",
         help="examples before each question (default: each task's own)",
     )
-    flag(
+    add(
         "--limit",
         type=_limit,
         metavar="N",
         help="only the first N documents of each task; a share if below 1",
     )
-    flag(
+    add(
         "--apply-chat-template",
         action="store_true",
         help="prompts are conversations, by the model's template",
     )
-    flag(
+    add(
         "--fewshot-as-multiturn",
         action="store_true",
         help="with --apply-chat-template: each example is a turn of its own",
     )
-    flag(
+    add(
         "--gen-kwargs",
         metavar="NAME=VALUE,...",
         help="settings of generations, over those of the tasks",
     )
-    flag(
+    add(
         "--include-path",
         type=Path,
         metavar="DIR",
         help="folder with more tasks, YAML files as the harness reads them",
     )
-    flag(
+    add(
         "--output",
         "-o",
         type=Path,
         metavar="JSON",
         help="the numbers, and what they were measured with; a new file",
     )
-    add_model_flags(result)
-    flag(
+    add_model_arguments(result)
+    add(
         "--swiftkv",
         choices=(*SWIFTKV, "both"),
         default="auto",
         help="off: the unmodified teacher; both: compared (default: on if there)",
     )
-    add_engine_flags(result)
+    add_engine_arguments(result)
     return result
 
 
@@ -157,25 +156,42 @@ def _limit(text: str) -> float:
     return limit if limit < 1 else int(limit)
 
 
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """Tasks to run, and where their numbers go."""
+
+    sets: tuple[TaskSet, ...]
+    compare: bool
+    """Whether the teacher is measured too, before the student."""
+    limit: float | None
+    include_path: Path | None
+    output: Path | None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> EvalOptions:
+        """From the arguments of `parser`. Raises `UsageError`."""
+        sets = task_sets(args)
+        return cls(sets, args.swiftkv == "both", args.limit, args.include_path, args.output)
+
+
 def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
-    """What the flags ask for. Raises `UsageError`."""
+    """Tasks that the arguments name. Raises `UsageError`."""
     own = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
     if args.paper:
         if given := [name for name in own if getattr(args, name) not in (None, False)]:
             raise UsageError(
-                f"--{given[0].replace('_', '-')} does not go with --paper, which has settings of "
-                f"its own"
+                f"`{given[0]}` does not go with `paper`, which has settings of its own"
             )
         return PAPER
     if not args.tasks:
         raise UsageError(
-            "nothing to run: name some with --tasks, or take the authors' with --paper"
+            "nothing to run: name some with `tasks`, or take the authors' with `paper`"
         )
     if args.num_fewshot is not None and args.num_fewshot < 0:
-        raise UsageError(f"--num-fewshot {args.num_fewshot} must be at least 0")
+        raise UsageError(f"`num_fewshot`={args.num_fewshot} must be at least 0")
     if args.fewshot_as_multiturn and not args.apply_chat_template:
         raise UsageError(
-            "--fewshot-as-multiturn needs --apply-chat-template: only conversations have turns"
+            "`fewshot_as_multiturn` needs `apply_chat_template`: only conversations have turns"
         )
     return (
         TaskSet(
@@ -189,55 +205,59 @@ def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    sets = task_sets(args)
-    engine_options(args)  # mistakes in flags are told before tasks and weights are read
-    check_absent("--output", args.output)
-    tasks = Tasks(sets, include_path=args.include_path, limit=args.limit)
-    sides = SIDES if args.swiftkv == "both" else {"score": args.swiftkv}
+    """Run the command."""
+    options, engine_fields = EvalOptions.from_args(args), given_engine_options(args)
+    swiftkv = "auto" if options.compare else args.swiftkv
+    model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
+    EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read
+    check_absent("`output`", options.output)
+    tasks = Tasks(options.sets, include_path=options.include_path, limit=options.limit)
+    reports = _measure(options, tasks, model_options, engine_fields)
+    if is_main_process():
+        print(table(reports))
+        if options.output:
+            settings = {"swiftkv": args.swiftkv, "limit": options.limit} | {
+                name: getattr(args, name)
+                for name in ("dtype", "quantization", "kv_cache_dtype", "max_model_len")
+            }
+            write_json(options.output, document(model_options.path, settings, reports))
+    return cli.OK
+
+
+def _measure(
+    options: EvalOptions, tasks: Tasks, model_options: ModelOptions, engine_fields: dict[str, Any]
+) -> dict[str, Report]:
+    """A report for each side, one after the other."""
+    sides = SIDES if options.compare else {"score": model_options.swiftkv}
     reports: dict[str, Report] = {}
     mesh = None
     for name, swiftkv in sides.items():
-        side = argparse.Namespace(**vars(args) | {"swiftkv": swiftkv})
-        model, mesh = (_again(args, mesh), mesh) if reports else load_model(side)
-        if len(sides) == 2 and (model.swiftkv is None or model.llama.upper_qkv is None):
-            raise UsageError(
-                "--swiftkv both: the checkpoint has no "
-                + ("SwiftKV weights" if model.swiftkv is None else "teacher")
-            )
-        tokenizer, longest = (
-            model.tokenizer,
-            min(MAX_MODEL_LEN, model.config.max_position_embeddings),
-        )
-        engine = start_engine(
-            side, model, mesh, engine_options(args, scoring=True, max_model_len=longest)
-        )
+        side = dataclasses.replace(model_options, swiftkv=swiftkv)
+        if reports:
+            model = read_model(side, mesh)
+        else:
+            model, mesh = load_model(side)
+        if options.compare and (model.swiftkv is None or model.llama.upper_qkv is None):
+            missing = "SwiftKV weights" if model.swiftkv is None else "teacher"
+            raise UsageError(f"`swiftkv`=both: the checkpoint has no {missing}")
+        tokenizer = model.tokenizer
+        longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
+        defaults: dict[str, Any] = {"scoring": True, "max_model_len": longest}
+        engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), side)
         del model  # the engine has its own copy of the layers: memory for one, not two
         reports[name] = measure(tasks, engine, tokenizer)
         del engine
         gc.collect()  # the next engine needs its memory
-    if writes():
-        print(table(reports))
-        if args.output:
-            write_json(args.output, document(args, reports))
-    return cli.OK
-
-
-def _again(args: argparse.Namespace, mesh: Mesh | None) -> Model:
-    """The checkpoint once more, for devices that are settled."""
-    from ..checkpoints import load
-
-    return load(
-        args.model or demo.SWIFTKV, dtype=args.dtype, mesh=mesh, quantization=args.quantization
-    )
+    return reports
 
 
 def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
     """The harness's report of all tasks, by one engine."""
-    model = TextModel(engine, tokenizer, log=log, progress=writes())
+    model = TextModel(engine, tokenizer, progress=is_main_process())
     tasks.check(model)
     report = tasks.run(model)
     prefix, stats = engine.prefix_stats, engine.stats
-    log(
+    logger.info(
         f"prompts: {stats.prompt_tokens} tokens, {prefix.hits / max(prefix.queries, 1):.0%} of "
         f"them found in the prefix cache; "
         f"generated: {stats.new_tokens} tokens"
@@ -245,19 +265,13 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
     return report
 
 
-def document(args: argparse.Namespace, reports: dict[str, Report]) -> dict[str, Any]:
-    """What --output holds."""
+def document(model: Path, settings: dict[str, Any], reports: dict[str, Report]) -> dict[str, Any]:
+    """Content of the output file."""
     first = next(iter(reports.values()))
-    facts = provenance() | {
-        "lm_eval": first.get("lm_eval_version"),
-        "model": str(args.model or demo.SWIFTKV),
-    }
-    facts |= {
-        name: getattr(args, name)
-        for name in ("swiftkv", "limit", "dtype", "quantization", "kv_cache_dtype", "max_model_len")
-    }
+    facts = provenance() | {"lm_eval": first.get("lm_eval_version"), "model": str(model)}
+    facts |= settings
     facts["reports"] = {
-        name: {part: report[part] for part in KEPT if part in report}
+        name: {part: report[part] for part in REPORT_FIELDS if part in report}
         for name, report in reports.items()
     }
     if len(reports) == 2:
@@ -276,9 +290,9 @@ def document(args: argparse.Namespace, reports: dict[str, Report]) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = parser()
-    args = flags.parse_args(argv)
-    return cli.run(lambda: run(args), flags)
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    return cli.run(lambda: run(args), arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reports of the harness as tables: of one model, or of teacher and student side by side."""
+"""Tables of the harness's reports, for one model or for teacher and student side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Report = Mapping[str, Any]
-"""What `tasks.Tasks.run` returns."""
+"""Report of `tasks.Tasks.run`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Score:
 
     task: str
     filter: str
-    """How answers were taken out of generated text; "none" for choices."""
+    """Name of the filter that extracts answers from generated text; "none" for choices."""
     metric: str
     shots: Any
     value: float
@@ -27,16 +27,16 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Student minus teacher."""
+    """Score of the student minus that of the teacher."""
 
     value: float
     stderr: float | None
-    """Of the mean difference of the same documents, far smaller than those of the two scores; None
-    for a metric that is no mean over documents."""
+    """Standard error of the mean difference of the same documents, far smaller than those of the
+    two scores; None for a metric that is no mean over documents."""
 
 
 def scores(report: Report) -> Iterator[Score]:
-    """All numbers of a report, in its order, tasks before groups."""
+    """Yield all scores of a report in its order, tasks before groups."""
     tables = report["results"] | report.get("groups", {})
     for task, table in tables.items():
         for name, value in table.items():
@@ -55,7 +55,7 @@ def scores(report: Report) -> Iterator[Score]:
 
 
 def difference(teacher: Report, student: Report, before: Score, after: Score) -> Difference:
-    """`before` and `after` are the same metric of the same task in the two reports."""
+    """Difference of `before` and `after`, the same metric of the same task in the two reports."""
     pairs = _paired(teacher, student, before)
     value = after.value - before.value
     if len(pairs) < 2 or not math.isclose(
@@ -67,8 +67,8 @@ def difference(teacher: Report, student: Report, before: Score, after: Score) ->
 
 
 def _paired(teacher: Report, student: Report, score: Score) -> list[tuple[float, float]]:
-    """The metric of each document that both have seen, all tasks of a group together; none if it is
-    no number."""
+    """Scores of each document by teacher and student, all tasks of a group together; empty if the
+    documents differ or the metric is no number."""
     pairs = []
     for task in _tasks(teacher, score.task):
         first, second = (_by_document(report, task, score) for report in (teacher, student))
@@ -79,7 +79,7 @@ def _paired(teacher: Report, student: Report, score: Score) -> list[tuple[float,
 
 
 def _tasks(report: Report, name: str) -> list[str]:
-    """Those of a group, and of the groups in it; of a task, itself."""
+    """Names of all tasks in a group and its groups; a task's own name."""
     inner = report.get("group_subtasks", {}).get(name) or []
     return [task for one in inner for task in _tasks(report, one)] or [name]
 
@@ -99,8 +99,8 @@ def _by_document(report: Report, task: str, score: Score) -> dict[Any, float]:
 
 
 def table(reports: Mapping[str, Report]) -> str:
-    """Markdown: a column of values for each report, by its name; of two, the second minus the first
-    as well."""
+    """A Markdown table with a column for each named report; with two, also the second minus the
+    first."""
     names = list(reports)
     head = ["task", "shots", "filter", "metric", *names] + (
         ["difference"] if len(names) == 2 else []

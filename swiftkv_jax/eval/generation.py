@@ -1,4 +1,4 @@
-"""What the harness says of a generation, in this package's terms."""
+"""Sampling parameters from the settings that a task of the harness has for its generations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import UsageError
 from ..infer.engine.sampling_params import SamplingParams
 
 MAX_GEN_TOKS = 256
-"""New tokens where a task does not say: the harness's own default."""
+"""New tokens if a task sets none: the harness's own default."""
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of one thing; the first that is given counts, as in
+"""Names of one setting; the first that is given counts, as in
 `lm_eval.models.utils.normalize_gen_kwargs`."""
 _ONE_PLAIN_TEXT = {"n": 1, "logprobs": None}
-"""A generation is one text: what each of these may say."""
+"""Settings with only one accepted value, since a generation is one text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Generation:
 
 
 def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int]) -> Generation:
-    """Of a task's `gen_kwargs`, with the defaults of the harness.
+    """Read a task's `gen_kwargs`, with the defaults of the harness.
 
     `do_sample` False is greedy whatever `temperature` says; left out, a temperature above 0
     samples; True without a temperature samples at 1. A stop string that is one of `special_tokens`
@@ -52,7 +52,7 @@ def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int])
 
 
 def _strings(name: str, value: Any) -> list[str]:
-    """Without empty ones, which tasks use for "none"."""
+    """The strings that are not empty: tasks use an empty one for "none"."""
     values = [value] if isinstance(value, str) else value or []
     if not isinstance(values, list | tuple) or not all(isinstance(one, str) for one in values):
         raise UsageError(f"{name}={value!r} must be a string or a list of strings")

@@ -1,5 +1,5 @@
-"""Tasks of lm-evaluation-harness, run on a `TextModel`. The harness is imported when one is run,
-and needs no PyTorch."""
+"""Tasks of lm-evaluation-harness, run on a `TextModel`. The harness is imported when tasks are
+opened, and needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .text_model import Asked, TextModel
+from .text_model import HarnessRequest, TextModel
 
 INSTALL = "pip install 'swiftkv-jax[eval]'"
 
@@ -22,13 +22,13 @@ class TaskSet:
     tasks: tuple[str, ...]
     """Names of tasks, groups or tags."""
     num_fewshot: int | None = None
-    """None is each task's own."""
+    """Examples before each question; None is each task's own number."""
     chat: bool = False
-    """Prompts are conversations, by the model's chat template."""
+    """Whether prompts are conversations, by the model's chat template."""
     multiturn: bool = False
-    """Each few-shot example is a turn of its own."""
+    """Whether each few-shot example is a turn of its own."""
     gen_kwargs: str | None = None
-    """`"max_gen_toks=1024,temperature=0"`, over those of the tasks."""
+    """Settings such as `"max_gen_toks=1024,temperature=0"`, which replace those of the tasks."""
 
 
 _LONG = "max_gen_toks=1024"
@@ -41,9 +41,10 @@ PAPER = (
     TaskSet(("mmlu_cot_llama",), 0, chat=True, gen_kwargs=_LONG),
     TaskSet(("gsm8k_llama",), 8, chat=True, multiturn=True, gen_kwargs=_LONG),
 )
-"""What the authors of SwiftKV measured with vLLM and a fork of the harness (`Snowflake-Labs/vllm`,
-examples/swiftkv), at most 4096 tokens a row. The fork's `*_llama_3.1_instruct` tasks are here by
-the names they have in the harness itself, where their prompts and scoring may differ: `RENAMED`."""
+"""The tasks that the authors of SwiftKV measured with vLLM and a fork of the harness
+(`Snowflake-Labs/vllm`, examples/swiftkv), at most 4096 tokens a row. The fork's
+`*_llama_3.1_instruct` tasks have the names of the harness itself here, where their prompts and
+scoring may differ: `RENAMED`."""
 RENAMED = {
     "arc_challenge_llama_3.1_instruct": "arc_challenge_llama",
     "mmlu_llama_3.1_instruct": "mmlu_llama",
@@ -54,7 +55,7 @@ RENAMED = {
 
 
 def harness(module: str) -> Any:
-    """A module of lm-evaluation-harness. Raises `UsageError` if it is not installed."""
+    """Import a module of lm-evaluation-harness. Raises `UsageError` if it is not installed."""
     try:
         return importlib.import_module(f"lm_eval.{module}")
     except ImportError as error:
@@ -62,7 +63,7 @@ def harness(module: str) -> Any:
 
 
 class Tasks:
-    """The sets of tasks that a command runs, found and checked once, before any model is read."""
+    """Sets of tasks, found and checked before any model is read."""
 
     def __init__(
         self,
@@ -74,11 +75,11 @@ class Tasks:
         """`include_path` is a folder with more tasks (YAML); `limit` takes only the first documents
         of each task, a share if below 1.
 
-        Raises `UsageError` for a task that is not there, and for a harness that is not.
+        Raises `UsageError` for an unknown task, and if the harness is not installed.
         """
         manager = harness("tasks").TaskManager
         if include_path is not None and not include_path.is_dir():
-            raise UsageError(f"--include-path {include_path}: is not a folder")
+            raise UsageError(f"`include_path`={include_path}: is not a folder")
         self.sets, self._limit = tuple(sets), limit
         self._manager = manager(include_path=None if include_path is None else str(include_path))
         known = set(self._manager.all_tasks)
@@ -89,19 +90,18 @@ class Tasks:
                 else " (`lm-eval ls tasks` lists them)"
             )
             raise UsageError(
-                f"--tasks: {unknown[0]!r} is no task of the installed harness{instead}"
+                f"`tasks`: {unknown[0]!r} is no task of the installed harness{instead}"
             )
 
     def check(self, model: TextModel) -> None:
-        """Raise `UsageError` for settings that this model cannot honour, rather than after an hour
-        of other requests."""
+        """Raise `UsageError` for settings that the model cannot honour, before any task runs."""
         for one in self.sets:
             model.generation(harness("utils").simple_parse_args_string(one.gen_kwargs))
             if one.chat:
                 model.apply_chat_template([{"role": "user", "content": "?"}])
 
     def run(self, model: TextModel) -> dict[str, Any]:
-        """What the harness reports of all sets together: `results`, `groups`, `group_subtasks`,
+        """Run all sets and return one report of the harness: `results`, `groups`, `group_subtasks`,
         `n-shot`, `versions`, `samples`, ..."""
         lm, report = harness_model(model), dict[str, Any]()
         for one in self.sets:
@@ -121,7 +121,8 @@ class Tasks:
 
 
 def _merge(report: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Tables by task grow; of what is said once, the first stays."""
+    """Add the tables of `found`, which have a row for each task, to those of `report`; other
+    entries stay as the first report had them."""
     for name, value in found.items():
         if isinstance(report.get(name), dict) and isinstance(value, dict) and name != "config":
             report[name] |= value
@@ -130,8 +131,8 @@ def _merge(report: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def harness_model(model: TextModel) -> Any:
-    """An `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too. Raises `UsageError`
-    without the harness."""
+    """The model as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too. Raises
+    `UsageError` without the harness."""
 
     class SwiftKVLM(harness("api.model").TemplateLM):
         tokenizer = model.tokenizer
@@ -163,17 +164,17 @@ def harness_model(model: TextModel) -> Any:
             return model.apply_chat_template(chat_history, add_generation_prompt)
 
         def loglikelihood(
-            self, requests: Sequence[Asked], disable_tqdm: bool = False
+            self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
         ) -> list[tuple[float, bool]]:
             return model.loglikelihood(requests)
 
         def loglikelihood_rolling(
-            self, requests: Sequence[Asked], disable_tqdm: bool = False
+            self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
         ) -> list[float]:
             return model.loglikelihood_rolling(requests)
 
         def generate_until(
-            self, requests: Sequence[Asked], disable_tqdm: bool = False
+            self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
         ) -> list[str]:
             return model.generate_until(requests)
 

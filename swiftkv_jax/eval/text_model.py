@@ -1,27 +1,31 @@
-"""A model as lm-evaluation-harness asks it: text in, log-likelihoods and text out, in the order of
-the requests.
+"""A model with the interface that lm-evaluation-harness needs: text in, log-likelihoods and text
+out, in the order of the requests.
 
-Knows the harness's rules (how texts are split, marked, cut and windowed), and nothing of the
-harness itself: a request is anything whose `args` are those of an `lm_eval.api.instance.Instance`.
+Texts are split, marked, truncated and windowed by the harness's rules. The harness itself is not
+imported: a request is any object whose `args` are those of an `lm_eval.api.instance.Instance`.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from ..infer.engine.engine import Engine
 from ..infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from ..infer.text import TextStream, brings_first_token, check_unicode, encode_pair, first_token
 from .generation import Generation, generation
 
+logger = logging.getLogger(__name__)
 
-class Asked(Protocol):
+
+class HarnessRequest(Protocol):
     """A request of the harness."""
 
     @property
@@ -31,125 +35,116 @@ class Asked(Protocol):
 class TextModel:
     """An engine made with `EngineOptions(scoring=True)`, and the model's tokenizer."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        *,
-        log: Callable[[str], None] = lambda message: None,
-        progress: bool = False,
-    ):
-        """`log` is told of texts that were cut. Raises `UsageError` if the tokenizer has no token
-        to put before a text."""
+    def __init__(self, engine: Engine, tokenizer: Any, *, progress: bool = False):
+        """`progress` shows a bar on a terminal. Raises `UsageError` without a tokenizer, and if the
+        tokenizer has no token to put before a text."""
         if tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: tasks are text")
         self.engine, self.tokenizer = engine, tokenizer
         self.prefix_token_id = first_token(tokenizer)
-        """Stands before a text that has no context."""
+        """Token that stands before a text without context."""
         self._special = {
             token.content: id
             for id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self._log, self._progress = log, progress
-        # Twice what decodes together, so that a row that ends is followed by one that waits; scores
-        # want full chunks.
+        self._progress = progress
+        # Twice what decodes together: when a row ends, the next is queued already. And enough for
+        # scores to fill their chunks.
         self._in_flight = 2 * max(64, engine.options.max_num_seqs)
 
-    # What the harness asks ----------------------------------------------------
+    # Requests of the harness --------------------------------------------------
 
-    def loglikelihood(self, requests: Sequence[Asked]) -> list[tuple[float, bool]]:
-        """Of (context, continuation): ln p(continuation | context), and whether greedy decoding
-        would say it.
+    def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
+        """ln p(continuation | context) of requests (context, continuation), and whether greedy
+        decoding would generate the continuation.
 
-        What is too long loses its beginning. Raises `UsageError` if a continuation alone is too
-        long, `DataError` if one has no token.
+        Texts that are too long lose their beginning. Raises `UsageError` if a continuation alone is
+        too long, `DataError` if one has no token.
         """
-        cut = _Cut(self.engine.max_model_len)
+        truncation = Truncation(self.engine.max_model_len)
         pairs = (self._pair(number, *request.args) for number, request in enumerate(requests))
-        scores = (cut.score(number, *pair) for number, pair in enumerate(pairs))
+        scores = (truncation.score(number, *pair) for number, pair in enumerate(pairs))
         found = self._score(scores, len(requests), "loglikelihood")
-        self._report(cut)
+        self._warn(truncation)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Asked]) -> list[float]:
-        """Of (text,): the log-likelihood of all of it, in windows (see `windows`) if it is too long
-        for one."""
+    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
+        """Log-likelihood of the whole text of requests (text,), in windows (see `windows`) if it is
+        too long for one."""
         texts = [self.tok_encode(*request.args) for request in requests]
-        owners = [
+        parts = [
             (text, window)
             for text, ids in enumerate(texts)
             for window in windows(ids, self.prefix_token_id, self._window)
         ]
-        scores = (
-            ScoreRequest([*context, *wanted], len(context)) for _, (context, wanted) in owners
-        )
-        found = self._score(scores, len(owners), "loglikelihood_rolling")
+        scores = (ScoreRequest([*context, *scored], len(context)) for _, (context, scored) in parts)
+        found = self._score(scores, len(parts), "loglikelihood_rolling")
         totals = [0.0] * len(texts)
-        for (text, _), (logprob, _) in zip(owners, found, strict=True):
+        for (text, _), (logprob, _) in zip(parts, found, strict=True):
             totals[text] += logprob
         return totals
 
-    def generate_until(self, requests: Sequence[Asked]) -> list[str]:
-        """Of (context, gen_kwargs): the text that follows, up to the first of its stop strings or
+    def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
+        """Generated text of requests (context, gen_kwargs), up to the first of the stop strings or
         an end token.
 
-        A context that is too long loses its beginning. Raises `UsageError` for settings it cannot
-        honour, by name.
+        A context that is too long loses its beginning. Raises `UsageError` that names a setting
+        which is not supported.
         """
-        cut = _Cut(self.engine.max_model_len)
+        truncation = Truncation(self.engine.max_model_len)
         texts, streams = [""] * len(requests), dict[int, TextStream]()
 
-        def ask() -> Iterator[Request]:
+        def make() -> Iterator[Request]:
             for number, request in enumerate(requests):
                 context, gen_kwargs = request.args
                 made = self.generation(gen_kwargs)
-                prompt = cut.prompt(self.tok_encode(context), made)
+                prompt = truncation.prompt(self.tok_encode(context), made)
                 streams[number] = TextStream(self.tokenizer, made.stops, prompt=prompt)
                 yield Request(prompt, made.params, rng_stream=number)
 
-        def take(number: int, event: RequestOutput) -> bool:
-            if event.finish_reason == "error":
+        def update(number: int, output: RequestOutput) -> bool:
+            if output.finish_reason == "error":
                 raise DataError(f"request {number}: {NOT_FINITE}")
             stream = streams[number]
-            texts[number] += stream.push(event.tokens)
-            done = stream.stopped or event.finish_reason is not None
+            texts[number] += stream.push(output.token_ids)
+            done = stream.stopped or output.finish_reason is not None
             if done:
                 texts[number] += streams.pop(number).finish()
             return done
 
-        self._run(ask(), take, len(requests), "generate_until")
-        self._report(cut)
+        self._run(make(), update, len(requests), "generate_until")
+        self._warn(truncation)
         return texts
 
     def generation(self, gen_kwargs: dict[str, Any]) -> Generation:
-        """See `generation.generation`."""
+        """Sampling parameters of a request: see `generation.generation`."""
         return generation(gen_kwargs, self._special)
 
     def apply_chat_template(
         self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as one text; `add_generation_prompt` False leaves its last message open,
-        to be continued.
+        """Write a conversation as one text; `add_generation_prompt` False leaves its last message
+        open, to be continued.
 
-        A template that refuses a system message is tried without it, as the harness's own models
-        do.
+        If the template refuses the messages, they are tried without the system message, as the
+        harness's own models do. Raises `UsageError` without a template, and `DataError` if the
+        template fails then too.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise UsageError("--apply-chat-template: this model's tokenizer has no chat template")
-        import jinja2
+            raise UsageError("`apply_chat_template`: this model's tokenizer has no chat template")
 
-        def render(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
+        def render(messages: Sequence[dict[str, str]]) -> str:
+            return render_chat(
+                self.tokenizer,
                 messages,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
 
         try:
-            return render(list(chat_history))
-        except jinja2.TemplateError:
+            return render(chat_history)
+        except DataError:
             return render([message for message in chat_history if message["role"] != "system"])
 
     # Tokens -------------------------------------------------------------------
@@ -173,16 +168,15 @@ class TextModel:
 
     @property
     def _window(self) -> int:
-        """Tokens that a window may predict: its context is one more, and what is predicted last
-        needs no room in a model."""
+        """Tokens that a window may predict. Its context is one token more."""
         return self.engine.max_model_len - 1
 
-    def _report(self, cut: _Cut) -> None:
-        if cut.count:
-            self._log(
-                f"warning: {cut.count} of {cut.total} prompts do not fit into "
-                f"{self.engine.max_model_len} tokens and lost their beginning: "
-                "raise --max-model-len"
+    def _warn(self, truncation: Truncation) -> None:
+        if truncation.count:
+            logger.warning(
+                f"warning: {truncation.count} of {truncation.total} prompts do not fit into "
+                f"{self.engine.max_model_len} tokens and lost their beginning: raise "
+                f"`max_model_len`"
             )
 
     # Running ------------------------------------------------------------------
@@ -191,80 +185,66 @@ class TextModel:
         self, requests: Iterable[ScoreRequest], total: int, what: str
     ) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = [(math.nan, False)] * total
-        wanted = dict[int, Sequence[int]]()
+        scored = dict[int, Sequence[int]]()
 
-        def ask() -> Iterator[ScoreRequest]:
+        def number_scored() -> Iterator[ScoreRequest]:
             for number, request in enumerate(requests):
-                wanted[number] = request.tokens[request.start :]
+                scored[number] = request.tokens[request.start :]
                 yield request
 
-        def take(number: int, event: RequestOutput) -> bool:
-            assert event.logprobs is not None
-            logprob = math.fsum(entry.logprob for entry in event.logprobs)
+        def update(number: int, output: RequestOutput) -> bool:
+            assert output.logprobs is not None
+            logprob = math.fsum(entry.logprob for entry in output.logprobs)
             if not math.isfinite(logprob):
                 raise DataError(f"request {number}: {NOT_FINITE}")
-            found[number] = logprob, event.tokens == list(wanted.pop(number))
+            found[number] = logprob, output.token_ids == list(scored.pop(number))
             return True
 
-        self._run(ask(), take, total, what)
+        self._run(number_scored(), update, total, what)
         return found
 
     def _run(
         self,
         requests: Iterator[Request | ScoreRequest],
-        take: Callable[[int, RequestOutput], bool],
+        update: Callable[[int, RequestOutput], bool],
         total: int,
         what: str,
     ) -> None:
-        """Runs all requests; `take` gets the number and events of each, and says whether that was
-        enough of it."""
-        source, running = enumerate(requests), dict[int, int]()
-        with tqdm(total=total, desc=what, disable=None if self._progress else True) as bar:
-            try:
-                while True:
-                    for number, request in itertools.islice(source, self._in_flight - len(running)):
-                        running[self._submit(number, request)] = number
-                    if not running:
-                        return
-                    for event in self.engine.step():
-                        if event.request in running and take(running[event.request], event):
-                            self.engine.abort_request(event.request)  # an ended one is left alone
-                            del running[event.request]
-                            bar.update()
-            finally:
-                for id in running:
-                    self.engine.abort_request(id)
-
-    def _submit(self, number: int, request: Request | ScoreRequest) -> int:
-        try:
-            return self.engine.add_request(request)
-        except UsageError as error:
-            raise UsageError(f"request {number}: {error}") from None
+        """Run all requests. `update` gets the number and the outputs of each, and returns whether
+        the request is done."""
+        outputs = self.engine.run(requests, in_flight=self._in_flight)
+        bar = tqdm(total=total, desc=what, disable=None if self._progress else True)
+        with bar, contextlib.closing(outputs):
+            for number, output in outputs:
+                if update(number, output):
+                    self.engine.abort_request(output.request_id)  # no effect if it has ended
+                    bar.update()
 
 
-class _Cut:
-    """Makes requests that fit into `limit` tokens, and counts those that lost their beginning for
-    it."""
+class Truncation:
+    """Makes requests of at most `limit` tokens, and counts those that lost their beginning."""
 
     def __init__(self, limit: int):
         self._limit = limit
-        self.count = self.total = 0
+        self.count = 0
+        """Requests that lost their beginning."""
+        self.total = 0
 
     def score(self, number: int, context: list[int], continuation: list[int]) -> ScoreRequest:
         if len(continuation) >= self._limit:
             raise UsageError(
                 f"request {number}: its continuation has {len(continuation)} tokens: raise "
-                f"--max-model-len {self._limit}"
+                f"`max_model_len`={self._limit}"
             )
         tokens = self._last([*context, *continuation], self._limit)
         return ScoreRequest(tokens, len(tokens) - len(continuation))
 
-    def prompt(self, tokens: list[int], made: Generation) -> list[int]:
-        room = self._limit - made.params.max_tokens
+    def prompt(self, tokens: list[int], settings: Generation) -> list[int]:
+        room = self._limit - settings.params.max_tokens
         if room < 1:
             raise UsageError(
-                f"max_gen_toks={made.params.max_tokens} leaves no room for a prompt: raise "
-                f"--max-model-len {self._limit}"
+                f"max_gen_toks={settings.params.max_tokens} leaves no room for a prompt: raise "
+                f"`max_model_len`={self._limit}"
             )
         return self._last(tokens, room)
 
@@ -275,16 +255,16 @@ class _Cut:
 
 
 def windows(tokens: Sequence[int], prefix: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(context, tokens to predict) of consecutive pieces that predict each token once, at most
+    """Yield (context, tokens to predict) of windows that together predict each token once, at most
     `most` at a time.
 
-    The first piece follows `prefix`, the others the token before them; the last has as much context
-    as fits. As `lm_eval.utils.get_rolling_token_windows` with a context of 1 makes them, and
-    `make_disjoint_window` then parts them.
+    The context of the first window is `prefix`, that of the others the token before them; the last
+    has as much context as fits. These are the windows of
+    `lm_eval.utils.get_rolling_token_windows` with a context of 1, split by `make_disjoint_window`.
     """
     for start in range(0, len(tokens), most):
-        piece = list(tokens[start : start + most])
+        predicted = list(tokens[start : start + most])
         if not start:
-            yield [prefix], piece
+            yield [prefix], predicted
         else:
-            yield list(tokens[start + len(piece) - most - 1 : start]), piece
+            yield list(tokens[start + len(predicted) - most - 1 : start]), predicted

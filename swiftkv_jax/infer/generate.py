@@ -1,9 +1,12 @@
-"""Prompts in, tokens out, in one call. For more than that keep an `Engine`."""
+"""Text or tokens in, text or tokens out, in one call. For more calls keep an `Engine`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, overload
 
+import numpy as np
 from jax.sharding import Mesh
 
 from ..cache import Format
@@ -11,72 +14,174 @@ from ..errors import DataError, UsageError
 from ..model import Model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
-from .engine.engine import engine_for
+from .engine.engine import Engine
 from .engine.options import EngineOptions
-from .engine.requests import NOT_FINITE, Request
+from .engine.requests import NOT_FINITE, Request, RequestOutput
 from .engine.sampling_params import SamplingParams
+from .text import TextStream, encode, encode_chat
 
 
+@overload
+def generate(model: Model, prompts: str, *, max_tokens: int, **options: Any) -> str: ...
+@overload
+def generate(
+    model: Model, prompts: list[str] | tuple[str, ...], *, max_tokens: int, **options: Any
+) -> list[str]: ...
+@overload
+def generate(
+    model: Model, prompts: Sequence[int], *, max_tokens: int, **options: Any
+) -> list[int]: ...
+@overload
+def generate(
+    model: Model, prompts: Sequence[Sequence[int]], *, max_tokens: int, **options: Any
+) -> list[list[int]]: ...
 def generate(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     *,
     max_tokens: int,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int = 0,
-    swiftkv: bool | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    min_tokens: int = 0,
     ignore_eos: bool = False,
+    swiftkv: bool | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     decode_steps: int = 8,
     kv_cache_dtype: Format = "auto",
     mesh: Mesh | None = None,
     attention: Implementation | None = None,
-    **sampling,
-) -> list[list[int]]:
-    """The new tokens of each prompt, without the end token.
+    **sampling: Any,
+) -> str | list[str] | list[int] | list[list[int]]:
+    """Continue prompts. A text gives a text and token ids give token ids, one prompt or a list.
 
-    `swiftkv` False runs the unmodified teacher, True the student, None the student if there is a
-    delta. Sampling parameters, `sampling` among them, are those of `SamplingParams`; the rest those
-    of `EngineOptions`. Raises `ValueError` that names the prompt or parameter, also if the model
-    breaks down over it (`requests.NOT_FINITE`). Each call copies the layers into serving form and
-    prepares the programs: for many calls, keep an `Engine`.
+    Texts need `model.tokenizer`; they get its special tokens, unless they begin with the first of
+    them, and the answer ends before a stop string. An answer in token ids ends before the end
+    token, or with the token that completes a stop string. The defaults are greedy. Sampling
+    parameters are those of `SamplingParams`; `sampling` takes the others, and the names that vLLM
+    and Transformers use. The number of a prompt is its random stream, so equal prompts draw
+    differently. `swiftkv` False runs the unmodified teacher, True the student, None the student if
+    there is a delta; `mesh` and `attention` are as in `Engine.from_model`, the rest as in
+    `EngineOptions`.
+
+    Raises `UsageError` (a `ValueError`) that names the prompt or the parameter, `DataError` (a
+    `ValueError`) if the logits are not finite, and the errors of `Engine.from_model`. Each call
+    copies the layers into serving form and compiles the programs: for many calls keep an `Engine`.
     """
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        ignore_eos=ignore_eos,
-    )
-    params = SamplingParams.from_json(sampling, params)
+    fields = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": logit_bias,
+        "seed": seed,
+        "stop": stop,
+        "stop_token_ids": stop_token_ids,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
+    }
+    params = SamplingParams.from_json(fields | sampling, SamplingParams(max_tokens=max_tokens))
     if params.n != 1:
         raise UsageError(
             f"n={params.n}: this function returns one answer a prompt; keep an Engine for more"
         )
-    lengths = [len(prompt) if isinstance(prompt, Sized) else 1 for prompt in prompts]
-    longest, rows = max(lengths, default=1), min(max_num_seqs, max(len(prompts), 1))
+    one = isinstance(prompts, str) or _is_token_ids(prompts)
+    many: list[Any] = [prompts] if one else list(prompts)
+    text = bool(many) and all(isinstance(prompt, str) for prompt in many)
+    tokenizer = _tokenizer(model) if text or params.stop else None
+    lengths, requests = [1], []
+    for number, prompt in enumerate(many):
+        with _naming(None if one else number):
+            token_ids = encode(tokenizer, prompt) if text else prompt
+            requests.append(Request(token_ids, params, rng_stream=number))
+            lengths.append(len(token_ids) if isinstance(token_ids, Sized) else 1)
+    positions = model.config.max_position_embeddings
     options = EngineOptions(
-        max_model_len=max_model_len
-        or min(longest + max_tokens, model.config.max_position_embeddings),
-        max_num_seqs=rows,
+        max_model_len=max_model_len or min(max(lengths) + max_tokens, positions),
+        max_num_seqs=min(max_num_seqs, max(len(many), 1)),
         decode_steps=decode_steps,
         kv_cache_dtype=kv_cache_dtype,
         one_size=True,
     )
-    requests = [Request(prompt, params, rng_stream=number) for number, prompt in enumerate(prompts)]
     for number, request in enumerate(requests):
-        try:
+        with _naming(None if one else number):
             check_request(request, model.config, options)
-        except UsageError as error:
-            raise UsageError(f"prompt {number}: {error}") from error
-    engine = engine_for(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    for event in engine.run(requests):
-        if event.finish_reason == "error":
-            raise DataError(f"prompt {event.request}: {NOT_FINITE}")
-        outputs[event.request] += event.tokens
-    return outputs
+    engine = Engine.from_model(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
+    answers = _run(engine, requests, tokenizer, text)
+    return answers[0] if one else answers
+
+
+def chat(
+    model: Model, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, **options: Any
+) -> str:
+    """The assistant's answer to a conversation, a list of {"role": ..., "content": ...}, by the
+    tokenizer's chat template.
+
+    `options` are those of `generate`. Raises its errors, and `UsageError` if the model has no chat
+    template or the template fails on the messages.
+    """
+    tokenizer = _tokenizer(model)
+    prompt = encode_chat(tokenizer, messages)
+    token_ids = generate(model, prompt, max_tokens=max_tokens, **options)
+    stop = SamplingParams(max_tokens=max_tokens, stop=options.get("stop") or ()).stop
+    stream = TextStream(tokenizer, stop, prompt=prompt, min_tokens=options.get("min_tokens") or 0)
+    return stream.push(token_ids) + stream.finish()
+
+
+def _run(engine: Engine, requests: list[Request], tokenizer: Any, text: bool) -> list[Any]:
+    """The answers to all requests: texts, or token ids."""
+    if tokenizer is None:
+        token_ids: list[list[int]] = [[] for _ in requests]
+        for number, output in engine.run(requests):
+            _check_finite(number, output)
+            token_ids[number] += output.token_ids
+        return token_ids
+    streams = [TextStream.of(tokenizer, request) for request in requests]
+    texts = [""] * len(requests)
+    for number, output in engine.run(requests):
+        _check_finite(number, output)
+        texts[number] += streams[number].push(output.token_ids)
+        if streams[number].stopped:
+            engine.abort_request(output.request_id)
+    if not text:
+        return [stream.token_ids for stream in streams]
+    return [text + stream.finish() for text, stream in zip(texts, streams, strict=True)]
+
+
+def _check_finite(number: int, output: RequestOutput) -> None:
+    if output.finish_reason == "error":
+        raise DataError(f"prompt {number}: {NOT_FINITE}")
+
+
+@contextlib.contextmanager
+def _naming(number: int | None) -> Iterator[None]:
+    """Name the prompt in a `UsageError`."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error) if number is None else f"prompt {number}: {error}") from error
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt of token ids."""
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
+    return len(prompts) > 0 and all(isinstance(token, int | np.integer) for token in prompts)
+
+
+def _tokenizer(model: Model) -> Any:
+    if model.tokenizer is None:
+        raise UsageError("the model has no tokenizer: give prompts as token ids, without `stop`")
+    return model.tokenizer

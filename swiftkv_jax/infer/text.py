@@ -1,19 +1,19 @@
-"""Between text and tokens: text that appears as it becomes certain, stop strings, chat
-templates."""
+"""Conversion between text and tokens: prompts, chat templates, streamed text, stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import UsageError
+from ..chat_template import render_chat
+from ..errors import DataError, UsageError
 from .engine.requests import Request
 
 REPLACEMENT = "\ufffd"
 PROMPT_TOKENS = 6
-"""Of a prompt, what its continuation's text can depend on."""
+"""Tokens at the end of a prompt that the text of its continuation can depend on."""
 HELD_TOKENS = 8
-"""Bytes that are no character yet are held back for so many tokens; after that, the last four."""
+"""Tokens for which bytes that are no character yet are held back; after that, the last four are."""
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -65,8 +65,8 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 
 def first_token(tokenizer: Any) -> int:
-    """What stands before a text without context. Raises `UsageError` if the tokenizer has no such
-    token."""
+    """The token before a text without context: the one that begins texts, else the one that ends
+    them. Raises `UsageError` if the tokenizer has neither."""
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if first is None:
         raise UsageError(
@@ -96,20 +96,17 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     """Token ids of a conversation up to the assistant's turn. The template writes every special
     token itself.
 
-    Raises `UsageError` if the tokenizer has no template, or if the template refuses the messages.
+    Raises `UsageError` if the tokenizer has no template, or if the template refuses the messages or
+    fails on them (`chat_template.render_chat`).
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model's tokenizer has no chat template: use a chat model, or plain prompts"
         )
-    import jinja2
-
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise UsageError(f"the chat template refuses these messages: {error}") from error
+        text = render_chat(tokenizer, messages, add_generation_prompt=True)
+    except DataError as error:
+        raise UsageError(str(error)) from error
     check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -123,7 +120,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
-        """The text is what follows that of `prompt`."""
+        """The text begins after that of `prompt`."""
         self._tokenizer, self._prompt = tokenizer, list(prompt[-PROMPT_TOKENS:])
         self._ids: list[int] = []
         self._context, self._done = 0, 0
@@ -147,15 +144,14 @@ class Detokenizer:
         return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
 
     def finish(self) -> str:
-        """What was held back, incomplete bytes as replacement characters."""
+        """The text that was held back, incomplete bytes as replacement characters."""
         return self._release(len(self._ids), self._pending())
 
     def _begin(self) -> None:
         """Decoding starts a few tokens back, because some tokenizers treat the first token of a
         text specially: Llama 2's drops its space."""
-        if not self._decode(self._prompt).endswith(
-            REPLACEMENT
-        ):  # half a character, which the text has the other half of
+        # Not if the prompt ends within a character, whose rest the text begins with.
+        if not self._decode(self._prompt).endswith(REPLACEMENT):
             self._ids, self._done = self._prompt, len(self._prompt)
 
     def _release(self, upto: int, text: str) -> str:
@@ -183,10 +179,10 @@ class StopStrings:
             raise UsageError("stop='': a stop string must have at least one character")
         self._held = ""
         self.hit: str | None = None
-        """The string that was complete first; of two at once, the longer."""
+        """The stop string that was complete first; of two at once, the longer."""
 
     def push(self, text: str) -> str:
-        """The text that cannot be part of a stop string any more. After a hit, nothing."""
+        """The text that cannot be part of a stop string any more; empty after a hit."""
         if self.hit:
             return ""
         text = self._held + text
@@ -200,7 +196,7 @@ class StopStrings:
         return text[: len(text) - hold]
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, when no text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -218,7 +214,7 @@ class StopStrings:
 
 
 class TextStream:
-    """Tokens of one row in, its text out, up to a stop string."""
+    """The text of a sample from its tokens, up to a stop string."""
 
     def __init__(
         self,
@@ -236,11 +232,11 @@ class TextStream:
             min_tokens,
         )
         self.token_ids: list[int] = []
-        """Tokens taken so far: up to the one that completed a stop string."""
+        """Tokens so far, up to the one that completed a stop string."""
 
     @classmethod
     def of(cls, tokenizer: Any, request: Request) -> TextStream:
-        """Of one sample of a request."""
+        """The stream of one sample of a request."""
         return cls(
             tokenizer,
             request.params.stop,
@@ -250,12 +246,12 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """A stop string has appeared."""
+        """Whether a stop string has appeared."""
         return self._stops.hit is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """That stop string."""
+        """The stop string that has appeared; None before."""
         return self._stops.hit
 
     def push(self, tokens: Iterable[int]) -> str:
@@ -270,7 +266,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back. No token may follow."""
+        """The text that was held back. No token may follow."""
         text = self._detokenizer.finish()
         return (
             text if len(self.token_ids) <= self._min_tokens else self._stops.push(text)

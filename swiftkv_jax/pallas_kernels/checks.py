@@ -1,5 +1,5 @@
-"""What the two ops accept. Whatever does not belong together is a `ValueError` that names the
-argument and its value."""
+"""Checks of the two ops' arguments. Operands that do not fit together are a `ValueError` that names
+the argument and its value."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def check_prefill(
         _check_range(
             "q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries"
         )
-    else:  # blocks are there for the real queries only
-        _check_range("q_offset", q_offset, keys, f"the {keys} positions of a row's blocks")
+    else:  # a row needs pages for its real queries only
+        _check_range("q_offset", q_offset, keys, f"the {keys} positions of a row's pages")
         if _is_known(q_offset) and _is_known(lengths):
             end = np.asarray(q_offset, np.int64) + np.asarray(lengths, np.int64)
-            _check_range("q_offset + lengths", end, keys, f"the {keys} positions of a row's blocks")
+            _check_range("q_offset + lengths", end, keys, f"the {keys} positions of a row's pages")
     if segment_ids is not None:
         if page_table is not None:
             raise ValueError(
@@ -138,7 +138,7 @@ def _scale(name, scale, k):
 
 
 def _table(q, k, page_table):
-    """(the table or None, how many positions each row of `q` has)."""
+    """(the page table or None, the number of positions of each row of `q`)."""
     if page_table is None:
         if k.shape[0] != q.shape[0]:
             raise ValueError(f"q and k must have as many rows, got {q.shape=} and {k.shape=}")
@@ -150,7 +150,7 @@ def _table(q, k, page_table):
 
 
 def _array(name, value):
-    """`value` if it has a shape and a dtype, which are yet to be judged, or else a list's array."""
+    """`value` itself if it has a shape and a dtype, else `jnp.asarray` of it."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return value
     try:
@@ -167,8 +167,8 @@ def _integers(name, value):
 
 
 def _offset(value):
-    """An int if it is known while tracing: only then can a kernel tell that rows begin where their
-    keys begin."""
+    """An int if the offset is static: only then is it known while tracing whether rows start where
+    their keys start."""
     if not isinstance(value, (bool, np.bool_, jax.Array)):
         try:
             return operator.index(value)
@@ -197,7 +197,7 @@ def _check_room(q, keys):
 
 
 def _check_range(name, value, high, what):
-    """0 <= value <= high, for a value that this process knows."""
+    """Raise `ValueError` unless 0 <= value <= high, for a value that `_is_known`."""
     if not _is_known(value):
         return
     value = np.asarray(value)
@@ -208,8 +208,8 @@ def _check_range(name, value, high, what):
 
 
 def _is_known(value) -> bool:
-    """Whether this process can read it now: not while tracing, nor where parts of it lie with other
-    processes."""
+    """Whether this process can read the value now: not while tracing, nor if other processes hold
+    shards of it."""
     return not isinstance(value, Tracer) and (
         not isinstance(value, jax.Array) or value.is_fully_addressable
     )

@@ -24,9 +24,8 @@ def prefill(
     yield zeros."""
     _check_supported(q, k)
     queries = q.shape[1]
-    k, v = (
-        x[:, :, :queries].transpose(0, 2, 1, 3) for x in (k, v)
-    )  # without an offset nobody sees the keys from T on
+    # Without an offset no query sees the keys from T on.
+    k, v = (x[:, :, :queries].transpose(0, 2, 1, 3) for x in (k, v))
     if lengths is None:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     lengths = lengths.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What the code being traced will run on."""
+"""The device that the code being traced will run on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 import jax
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-"""What the device kernels are built and tested for. XLA takes any."""
+"""Head dims that the device kernels are built and tested for. XLA takes any."""
 
 
 def current_device() -> tuple[str, str]:
-    """(platform, device kind): of the mesh that tracing happens under, or else of the default
+    """(platform, device kind) of the mesh that tracing happens under, or else of the default
     device.
 
-    Under a mesh of devices that are not there, as when compiling ahead of time, it is theirs.
+    The devices of the mesh need not exist, as when compiling ahead of time for a described machine.
     """
     device = (
         jax.sharding.get_abstract_mesh().abstract_device
@@ -27,5 +27,5 @@ def current_device() -> tuple[str, str]:
 
 
 def is_hopper(platform: str, kind: str) -> bool:
-    """Compute capability 9.0, by the names that NVIDIA sells it under."""
+    """Whether the device has compute capability 9.0, by its product name."""
     return platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", kind) is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 from . import cudnn, xla
 from .checks import check_decode, check_prefill
 from .device import HEAD_DIMS, current_device, is_hopper
-from .remat import keep
+from .remat import checkpoint_names
 from .tuning import tuning_for
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
@@ -39,6 +39,8 @@ def prefill_attention(
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
     implementation: Implementation | None = None,
+    tuning: Any = None,
+    backward_tuning: Any = None,
 ) -> Float[Array, "B T N H"]:
     """Causal grouped-query attention of many queries.
 
@@ -48,25 +50,27 @@ def prefill_attention(
     others yield zeros. `segment_ids` (only with S = T and no offset) confines each query to the
     keys with its own id, its packed document.
 
-    With `page_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is
-    position `s % page` of block `page_table[b, s // page]`. Rows may share blocks and whole
-    tables, so several pieces of one prompt can be rows. Entries for the blocks that real queries
-    see must lie in the pool, which nobody checks; the others may be anything. Then `q_offset[b] +
-    lengths[b]` must not exceed P page; where the queries past `lengths[b]` stand does not matter.
-    Only blocks that somebody sees are read, but for the copy that the next paragraph names.
-    `segment_ids` are refused.
+    With `page_table`, `k` and `v` are a pool of X pages: position s of row b is position `s % page`
+    of page `page_table[b, s // page]`. Rows may share pages and whole tables, so several chunks of
+    one prompt can be rows. Entries for the pages that real queries see must lie in the pool, which
+    is not checked; the others may be anything. Then `q_offset[b] + lengths[b]` must not exceed P
+    page; where the queries past `lengths[b]` stand does not matter. Only visible pages are read,
+    but for the copy that the next paragraph names. `segment_ids` are refused.
 
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per
     position and head: the value is what is stored times its scale. The device kernels read them
     widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
-    prefill chunk's attention. Of a pool that is a copy of all blocks: gather those of the table
-    first and pass them as rows. XLA widens what it reads, block by block. What no query sees must
-    be finite: it weighs nothing, but zero times infinity is NaN.
+    prefill chunk's attention. With a pool that is a copy of all X pages: gather those of the table
+    first and pass them as rows. XLA widens what it reads, one tile at a time. What no query sees
+    must be finite: its weight is zero, but zero times infinity is NaN.
+
+    `tuning` and `backward_tuning` are the kernel's `Tuning` and that of its gradient, instead of
+    the entries of the table (`tuning.tuning_for`); they need a named device kernel.
 
     Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only
     for whole rows (no offset, no `lengths`, S = T). Raises `ValueError` for operands that do not
     fit together, `NotImplementedError` for what a named implementation cannot do and for gradients
-    that there are not. Offsets that are ints, of Python or NumPy, are static. Values of other
+    that it does not have. Offsets that are ints, of Python or NumPy, are static. Values of other
     offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
     """
     q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = check_prefill(
@@ -82,7 +86,7 @@ def prefill_attention(
     )
     batch, queries, keys = *q.shape[:2], k.shape[2]
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0
-    name = _choose(
+    name = choose_implementation(
         "prefill",
         implementation,
         q,
@@ -90,6 +94,8 @@ def prefill_attention(
         segment_ids=segment_ids,
         page_table=page_table,
         offset=not starts_at_zero,
+        tuning=tuning,
+        backward_tuning=backward_tuning,
     )
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
     if k_scale is not None or page_table is not None:
@@ -100,13 +106,13 @@ def prefill_attention(
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
     if starts_at_zero and keys == queries and lengths is None and page_table is None:
-        return _whole_rows(name, q, k, v, segment_ids)
+        return _whole_rows(name, tuning, backward_tuning, q, k, v, segment_ids)
     q, k, v = _without_gradient(
         f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
         (q, k, v),
     )
     lengths = jnp.full((batch,), queries, jnp.int32) if lengths is None else lengths
-    return _forward(name, q, k, v, offset, lengths, segment_ids, page_table)[0]
+    return _forward(name, tuning, q, k, v, offset, lengths, segment_ids, page_table)[0]
 
 
 def decode_attention(
@@ -119,6 +125,7 @@ def decode_attention(
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
     implementation: Implementation | None = None,
+    tuning: Any = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the last T tokens of each row against a static cache.
 
@@ -128,9 +135,11 @@ def decode_attention(
     `prefill_attention`, widened on the way to the product: the kernels read them as they are
     stored. What no query sees must be finite here too.
 
-    With `page_table`, `k` and `v` are a pool of X blocks of positions: position s of row b is
-    position `s % page` of block `page_table[b, s // page]`. Entries for the blocks that `length`
-    reaches must lie in the pool, which nobody checks; the others may be anything.
+    With `page_table`, `k` and `v` are a pool of X pages: position s of row b is position `s % page`
+    of page `page_table[b, s // page]`. Entries for the pages that `length` reaches must lie in the
+    pool, which is not checked; the others may be anything.
+
+    `tuning` is the kernel's `Tuning`, instead of the table's entry; it needs a named device kernel.
 
     Differentiable in q, k, v, but for scaled or paged keys and values, and not on the device
     kernels. Raises as `prefill_attention` does.
@@ -138,7 +147,9 @@ def decode_attention(
     q, k, v, length, k_scale, v_scale, page_table = check_decode(
         q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
     )
-    name = _choose("decode", implementation, q, k, page_table=page_table)
+    name = choose_implementation(
+        "decode", implementation, q, k, page_table=page_table, tuning=tuning
+    )
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
@@ -153,63 +164,95 @@ def decode_attention(
         f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
     )
     kernel = _kernels(name).decode
-    return _once(kernel.attention, _tuning(name, "decode", q, k.dtype))(
-        q, k, v, length, k_scale, v_scale, page_table
-    )
+    tuning = find_tuning(name, "decode", q, k.dtype) if tuning is None else tuning
+    return _jitted(kernel.attention, tuning)(q, k, v, length, k_scale, v_scale, page_table)
 
 
 # Choosing ---------------------------------------------------------------------
 
 
-def _choose(
-    op: str, implementation: str | None, q, k, *, segment_ids=None, page_table=None, offset=False
+def choose_implementation(
+    op: Literal["prefill", "decode"],
+    implementation: str | None,
+    q,
+    k,
+    *,
+    segment_ids=None,
+    page_table=None,
+    offset: bool = False,
+    tuning: Any = None,
+    backward_tuning: Any = None,
 ) -> str:
-    """The implementation to run. Raises `NotImplementedError` if the named one cannot. Of the
-    arrays only shapes and dtypes count."""
+    """The implementation to run: the named one, or with None the current device's kernel if it can
+    run these operands, else 'xla'.
+
+    Only the shapes and dtypes of the arrays count. Raises `NotImplementedError` if the named
+    implementation cannot run them, `ValueError` for a tuning of another kernel.
+    """
     operands = op, q, k, segment_ids, page_table
+    if implementation not in ("hopper", "tpu"):
+        for name, value in (("tuning", tuning), ("backward_tuning", backward_tuning)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} goes with implementation='hopper' or 'tpu', got {implementation=}"
+                )
     if implementation is None:
         return next(
-            (name for name in ("hopper", "tpu") if _obstacle(name, *operands) is None), "xla"
+            (name for name in ("hopper", "tpu") if _unsupported_reason(name, *operands) is None),
+            "xla",
         )
     if implementation not in get_args(Implementation):
         raise NotImplementedError(
             f"{implementation=} is not available; available: "
             f"{', '.join(map(repr, get_args(Implementation)))}"
         )
-    obstacle = _obstacle(implementation, *operands)
-    if implementation == "cudnn" and obstacle is None and segment_ids is not None:
-        obstacle = "takes no segment_ids (only a mask of T x S)"
-    if implementation == "cudnn" and obstacle is None and page_table is not None:
-        obstacle = "takes no page_table"
-    if implementation == "cudnn" and obstacle is None and offset:
-        obstacle = "takes no q_offset but a static 0"
-    if obstacle:
-        raise NotImplementedError(f"{implementation=} {obstacle}; 'xla' runs {op} everywhere")
+    _check_tuning("tuning", tuning, implementation, op)
+    _check_tuning("backward_tuning", backward_tuning, implementation, "backward")
+    reason = _unsupported_reason(implementation, *operands, tuning)
+    if implementation == "cudnn" and reason is None and segment_ids is not None:
+        reason = "takes no segment_ids (only a mask of T x S)"
+    if implementation == "cudnn" and reason is None and page_table is not None:
+        reason = "takes no page_table"
+    if implementation == "cudnn" and reason is None and offset:
+        reason = "takes no q_offset but a static 0"
+    if reason:
+        raise NotImplementedError(f"{implementation=} {reason}; 'xla' runs {op} everywhere")
     return implementation
 
 
-def _obstacle(name: str, op: str, q, k, segment_ids, page_table) -> str | None:
+def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
+    """Raise `ValueError` if `tuning` is not None and not of the class of this kernel."""
+    if tuning is None:
+        return
+    wanted = getattr(_kernels(implementation), op).Tuning
+    if not isinstance(tuning, wanted):
+        raise ValueError(
+            f"{name} must be a Tuning of the {implementation} {op} kernel, got {tuning!r}"
+        )
+
+
+def _unsupported_reason(
+    name: str, op: str, q, k, segment_ids, page_table, tuning: Any = None
+) -> str | None:
     """Why `name` cannot run `op` on these operands on the current device; None if it can."""
     platform, kind = current_device()
     if name in ("hopper", "tpu"):
         dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
         if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
-            return (
-                f"needs a {'Hopper GPU' if name == 'hopper' else 'TPU'}, this is {platform} "
-                f"({kind})"
-            )
+            needed = "Hopper GPU" if name == "hopper" else "TPU"
+            return f"needs a {needed}, this is {platform} ({kind})"
         if q.shape[3] not in HEAD_DIMS:
             return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
         if q.dtype not in dtypes:
             return f"takes {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}, got {q.dtype=}"
-        packed, dtype = segment_ids is not None, q.dtype if op == "prefill" else k.dtype
-        try:
-            tuning = _tuning(name, "prefill.packed" if packed else op, q, dtype)
-        except NotImplementedError as error:
-            return f"cannot: {error}"
-        return getattr(_kernels(name), op).obstacle(
-            q, k, page_table, tuning
-        )  # imported only now, on its own device
+        if tuning is None:
+            packed, dtype = segment_ids is not None, q.dtype if op == "prefill" else k.dtype
+            try:
+                tuning = find_tuning(name, "prefill.packed" if packed else op, q, dtype)
+            except NotImplementedError as error:
+                return f"cannot: {error}"
+        # The kernel's module is imported here first, on its own device only.
+        return getattr(_kernels(name), op).unsupported_reason(q, k, page_table, tuning)
     if name == "cudnn" and platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, this is {platform} ({kind})"
     return None
@@ -219,7 +262,8 @@ def _obstacle(name: str, op: str, q, k, segment_ids, page_table) -> str | None:
 
 
 def _kernels(name: str) -> ModuleType:
-    """Imported when first used: Mosaic GPU alone takes half a second."""
+    """The package of device kernels, imported when first used: Mosaic GPU alone takes half a
+    second."""
     if name == "hopper":
         from . import hopper as kernels
     else:
@@ -227,9 +271,9 @@ def _kernels(name: str) -> ModuleType:
     return kernels
 
 
-def _tuning(name: str, op: str, q, dtype):
-    """The table's entry for keys of `dtype`. What is best for one format of 16 bits is for the
-    other."""
+def find_tuning(name: str, op: str, q, dtype) -> Any:
+    """The table's entry for `op` of device kernel `name` with keys of `dtype`. float16 has the
+    entries of bfloat16: both have 16 bits."""
     kernel = getattr(_kernels(name), op.split(".")[0])
     return tuning_for(
         kernel.Tuning, f"{name}.{op}", q.shape[3], jnp.bfloat16 if dtype == jnp.float16 else dtype
@@ -237,16 +281,20 @@ def _tuning(name: str, op: str, q, dtype):
 
 
 @functools.cache
-def _once(kernel, tuning, **options):
+def _jitted(kernel, tuning, **options):
     """`kernel` as a function of arrays that is traced and lowered once for all layers of a program,
     not once for each."""
     return jax.jit(functools.partial(kernel, tuning=tuning, **options))
 
 
-def _forward(name: str, q, k, v, offset, lengths, segment_ids, page_table=None, *, save_lse=False):
-    kernel = _kernels(name).prefill
-    tuning = _tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, q.dtype)
-    return _once(kernel.attention, tuning, save_lse=save_lse)(
+def _forward(
+    name: str, tuning, q, k, v, offset, lengths, segment_ids, page_table=None, *, save_lse=False
+):
+    if tuning is None:
+        tuning = find_tuning(
+            name, "prefill" if segment_ids is None else "prefill.packed", q, q.dtype
+        )
+    return _jitted(_kernels(name).prefill.attention, tuning, save_lse=save_lse)(
         q, k, v, offset, lengths, segment_ids, page_table
     )
 
@@ -256,22 +304,23 @@ def _all_queries(q):
     return jnp.zeros(q.shape[:1], jnp.int32), jnp.full(q.shape[:1], q.shape[1], jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole_rows(name: str, q, k, v, segment_ids):
-    return _forward(name, q, k, v, *_all_queries(q), segment_ids)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _whole_rows(name: str, tuning, backward_tuning, q, k, v, segment_ids):
+    return _forward(name, tuning, q, k, v, *_all_queries(q), segment_ids)[0]
 
 
-def _whole_rows_forward(name, q, k, v, segment_ids):
-    out, lse = _forward(name, q, k, v, *_all_queries(q), segment_ids, save_lse=True)
-    q, out, lse = keep(q, out, lse)
+def _whole_rows_forward(name, tuning, backward_tuning, q, k, v, segment_ids):
+    out, lse = _forward(name, tuning, q, k, v, *_all_queries(q), segment_ids, save_lse=True)
+    q, out, lse = checkpoint_names(q, out, lse)
     return out, (q, k, v, segment_ids, out, lse)
 
 
-def _whole_rows_backward(name, residuals, d_out):
-    kernel, q = _kernels(name).backward, residuals[0]
-    return *_once(kernel.attention_grad, _tuning(name, "backward", q, q.dtype))(
-        *residuals, d_out
-    ), None
+def _whole_rows_backward(name, tuning, backward_tuning, residuals, d_out):
+    q = residuals[0]
+    if backward_tuning is None:
+        backward_tuning = find_tuning(name, "backward", q, q.dtype)
+    gradient = _jitted(_kernels(name).backward.attention_grad, backward_tuning)
+    return *gradient(*residuals, d_out), None
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
@@ -279,7 +328,7 @@ _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _without_gradient(message: str, operands):
-    """`operands`, through which nothing is differentiated: `message` says why."""
+    """`operands`; differentiating them raises `NotImplementedError(message)`."""
     return operands
 
 
@@ -291,4 +340,5 @@ _without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _widened(q, x, scale):
+    """Scaled keys or values in the dtype of `q`."""
     return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(q.dtype)

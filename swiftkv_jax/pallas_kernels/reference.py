@@ -1,4 +1,4 @@
-"""The oracle: attention in float32, one obvious formula, no regard for speed. Tests compare every
+"""The oracle: attention in float32 by its formula, without regard for speed. Tests compare every
 implementation with it."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def attention(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
-):
+) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v over the positions where `mask` is True, in float32: f32[B, T, N,
     H].
 

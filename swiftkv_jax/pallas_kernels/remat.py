@@ -1,4 +1,4 @@
-"""What a backward pass may keep of attention while it computes the rest of a layer again."""
+"""What `jax.checkpoint` may save of attention while it computes the rest of a layer again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 ATTENTION_OUTPUT = "attention"
-"""The name for `jax.checkpoint_policies.save_only_these_names`: queries, output and log-sums, all
-that the backward op reads but the keys and values."""
+"""Name for `jax.checkpoint_policies.save_only_these_names`: queries, output and log-sums, all that
+the backward op reads but the keys and values."""
 
 
-def keep(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The same arrays, under that name."""
+def checkpoint_names(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """`jax.ad_checkpoint.checkpoint_name` of each array, with `ATTENTION_OUTPUT`."""
     return tuple(checkpoint_name(array, ATTENTION_OUTPUT) for array in arrays)

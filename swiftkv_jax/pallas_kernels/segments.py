@@ -1,4 +1,4 @@
-"""Which blocks of a packed row can see each other: what lets a kernel skip the rest."""
+"""The blocks of a packed row that can see each other: a kernel skips the rest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def visible_kv_blocks(
     """For each of the I query blocks, the first key block it may attend to and one past the last:
     causal, same document.
 
-    Blocks are compared by the range of ids in them, so the answer is right for any ids and tight
-    for documents that lie one after the other with rising ids. What is left must still be masked
+    Blocks are compared by the range of ids in them, so the bounds hold for any ids and are tight
+    for documents that lie one after the other with rising ids. Visible blocks must still be masked
     position by position.
     """
     overlap = _overlap(segment_ids, block_q, block_kv)
@@ -44,8 +44,8 @@ def run_starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def run_ends(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """For each position, one past the last of the run of equal ids it lies in; the last run has no
-    end."""
+    """For each position, one past the last of the run of equal ids it lies in; the largest int32
+    for the last run."""
     position = jnp.arange(1, segment_ids.shape[1] + 1, dtype=jnp.int32)
     ends = jnp.diff(segment_ids, axis=1, append=segment_ids[:, -1:]) != 0
     return lax.cummin(jnp.where(ends, position, jnp.iinfo(jnp.int32).max), axis=1, reverse=True)

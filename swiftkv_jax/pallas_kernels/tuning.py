@@ -1,8 +1,8 @@
-"""Which block sizes a kernel runs with: a small table, in `tuning.json`, per kernel, device, head
-dim and cache format.
+"""Block sizes of the kernels: a table, in `tuning.json`, by kernel, device, head dim and cache
+format.
 
-Entries are tried from the top and "any" fits all; the first that fits is taken. `python -m
-benchmarks.tune` measures candidates on the device at hand and puts the best of them at the top.
+The first entry from the top that matches is used; "any" matches everything. `python -m
+benchmarks.kernels.tune` measures candidates on the current device and puts the best at the top.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def tuning_for[Tuning](
 ) -> Tuning:
     """The entry of `kernel` ("hopper.prefill", say) for the current device, as its dataclass.
 
-    `dtype` is that of the keys as they are stored. Raises `NotImplementedError` where the table has
-    none.
+    `dtype` is that of the keys as they are stored. Raises `NotImplementedError` if none matches.
     """
     kind, dtype = current_device()[1], jnp.dtype(dtype).name
     for entry in read_table():
@@ -37,7 +36,7 @@ def tuning_for[Tuning](
             return tuning_class(**entry["tuning"])
     raise NotImplementedError(
         f"{kernel} has no tuning for {head_dim=} and {dtype} keys on {kind}: add one with python "
-        f"-m benchmarks.tune"
+        f"-m benchmarks.kernels.tune"
     )
 
 

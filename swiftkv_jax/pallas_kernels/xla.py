@@ -10,11 +10,13 @@ recomputes a block's weights: five products a block to the forward's two.
 
 What fits in one block is computed directly, and differentiated by JAX.
 
+A block here is a tile of queries or keys; a piece of a cache is a page.
+
 Letters: B batch rows, T queries, S key positions, N query heads, K key/value heads, H head dim, I
-query blocks. The T * N/K queries that share a key/value head are the R rows of its products. XLA's
-CPU backend decides their form: it has no bfloat16 product with float32 sums that must transpose its
-result, nor in general one with more than one free axis an operand; and one that contracts the major
-axis of an operand first makes a transposed copy.
+query blocks, X pages of a pool, P pages of a row. The T * N/K queries that share a key/value head
+are the R rows of its products. XLA's CPU backend decides their form: it has no bfloat16 product
+with float32 sums that must transpose its result, nor in general one with more than one free axis an
+operand; and one that contracts the major axis of an operand first makes a transposed copy.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from . import segments
-from .remat import keep
+from .remat import checkpoint_names
 
 BLOCK_Q = 256
 BLOCK_KV = 256
@@ -37,14 +39,14 @@ BLOCK_KV = 256
 long forward pass, and lose a third at T = 512."""
 DECODE_BLOCK = 512
 FULL_SHARE = 4
-"""One product takes a third of the time of all blocks, which are copied first: blocks only if at
-most a quarter is valid."""
+"""One product over the whole cache takes a third of the time of all its blocks, which are copied
+first: blocks are walked only if at most a quarter of the positions is valid."""
 
 
 class _Keys(NamedTuple):
-    """Keys and values, and what goes with each position; None where there is no such thing."""
+    """Keys and values, and their optional scales, segment ids and page table."""
 
-    k: Array  # B K S H; with a block table X K page H
+    k: Array  # B K S H; with a page table X K page H
     v: Array
     k_scale: Array | None = None  # k and v without H
     v_scale: Array | None = None
@@ -73,14 +75,13 @@ def prefill(
     """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with
     its own segment id.
 
-    k and v are `B K S H`, or with a block table a pool of pages `X K page H`: position s of row b
-    is position `s % page` of page `page_table[b, s // page]`. Queries from `lengths[b]` on see
-    nothing and yield zeros. With scales, k without H, a value is what is stored times its scale.
-    Both are looked up block by block; only without them is this differentiable.
+    k and v are `B K S H`, or with a page table a pool of pages `X K page H`: position s of row b is
+    position `s % page` of page `page_table[b, s // page]`. Queries from `lengths[b]` on see nothing
+    and yield zeros. With scales, k without H, a value is what is stored times its scale. Pages and
+    scales are read one block at a time; only without them is this differentiable.
     """
-    last = offset[:, None] + (
-        index := jnp.arange(q.shape[1], dtype=jnp.int32)
-    )  # the last position each query sees; -1 for none
+    start, index = offset[:, None], jnp.arange(q.shape[1], dtype=jnp.int32)
+    last = start + index  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
     keys = _Keys(k, v, k_scale, v_scale, segment_ids, page_table)
@@ -90,17 +91,12 @@ def prefill(
         return _blocked(q, keys, last, _even(q.shape[1], block_q), _even(keys.length, block_kv))
     blocks = _even(q.shape[1], block_q), _even(keys.length, block_kv, page=k.shape[2])
 
-    def row(
-        q,
-        table,
-        last,
-        # one by one: they are parts of prompts, some long, some idle, and each walks its own blocks
-        # only
-    ):
-        return jnp.squeeze(
-            _blocked(q[None], keys._replace(page_table=table[None]), last[None], *blocks), 0
-        )
+    def row(q, table, last):
+        out = _blocked(q[None], keys._replace(page_table=table[None]), last[None], *blocks)
+        return jnp.squeeze(out, 0)
 
+    # Rows one after the other: they are chunks of prompts, some long, some idle, and each walks its
+    # own blocks only.
     return lax.map(lambda operands: row(*operands), (q, page_table, last))
 
 
@@ -170,10 +166,8 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
             k, v, k_scale, v_scale, mask = _load(keys, j, block_kv, rows.dtype, visible)
             scores = jnp.where(mask, _scores(rows, k, k_scale), -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(axis=-1))
-            weights, shrink = (
-                jnp.exp(scores - new_largest[..., None]),
-                jnp.exp(largest - new_largest),
-            )
+            weights = jnp.exp(scores - new_largest[..., None])
+            shrink = jnp.exp(largest - new_largest)
             out = out * shrink[..., None] + _attend(weights, v, v_scale)
             return out, new_largest, total * shrink + weights.sum(axis=-1)
 
@@ -197,7 +191,7 @@ def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int):
             "attention to scaled or paged keys and values has no gradient: widen or gather them "
             "first"
         )
-    q, out, lse = keep(q, *_forward(q, keys, last, block_q, block_kv))
+    q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv))
     return out, (q, keys, last, out, lse)
 
 
@@ -208,9 +202,8 @@ def _backward_rule(block_q: int, block_kv: int, residuals, d_out):
     def query_block(carry, block):
         q, out, d_out, lse, visible, first, end = block
         rows, d_rows = _rows(q, keys), _rows(d_out, keys)
-        delta = _rows(jnp.sum(out.astype(jnp.float32) * d_out, axis=-1, keepdims=True), keys)[
-            ..., 0
-        ]
+        delta = jnp.sum(out.astype(jnp.float32) * d_out, axis=-1, keepdims=True)
+        delta = _rows(delta, keys)[..., 0]
 
         def key_block(j, carry):
             # Keys first, S x R: of the operands only the two narrow ones, k and the rows, are ever
@@ -256,16 +249,16 @@ _blocked.defvjp(_forward_rule, _backward_rule)
 
 
 def _visible(q, keys: _Keys, last):
-    """What each row may see, two arrays B R: the last position, -1 for none, and the segment id, if
-    they have any."""
+    """The last position that each row sees, -1 for none, and its segment id or None: two arrays
+    B R."""
     return jax.tree.map(
         lambda x: jnp.repeat(x, q.shape[2] // keys.k.shape[1], axis=1), (last, keys.segment_ids)
     )
 
 
 def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
-    """What the rows of each query block may see; the first key block any of them sees, of any b;
-    one past the last."""
+    """`_visible` of the rows of each query block; the first key block that any of them sees, over
+    all b; one past the last."""
     rows = block_q * (q.shape[2] // keys.k.shape[1])
     visible = jax.tree.map(lambda x: _split(x, rows, padding=-1), _visible(q, keys, last))
     end = (visible[0].max(axis=(1, 2)) + block_kv) // block_kv
@@ -276,7 +269,8 @@ def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
 
 
 def _load(keys: _Keys, j, size: int, dtype, visible):
-    """Key block j: keys and values in `dtype`, their scales, and the mask `B 1 R S` of who sees it.
+    """Key block j: keys and values in `dtype`, their scales, and the mask `B 1 R S` of the visible
+    ones.
 
     Where `size` does not divide S the last block begins earlier, and what it shares with the block
     before is masked: padding would copy the cache.
@@ -284,22 +278,21 @@ def _load(keys: _Keys, j, size: int, dtype, visible):
     last, segment_ids = visible
     start = jnp.minimum(j * size, keys.length - size)
 
-    def take(x, axis=2):
+    def read(x, axis=2):
         if keys.page_table is None:
             return x if size == keys.length else lax.dynamic_slice_in_dim(x, start, size, axis)
         page = x.shape[2]
         pages = lax.dynamic_slice_in_dim(keys.page_table, start // page, size // page, axis=1)
-        taken = jnp.moveaxis(
-            x.at[pages].get(mode="clip"), 1, 2
-        )  # B K, pages, page; entries of unused pages may be anything
-        return taken.reshape(*taken.shape[:2], size, *x.shape[3:])
+        # B K pages page; entries of unused pages may be anything.
+        gathered = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, 2)
+        return gathered.reshape(*gathered.shape[:2], size, *x.shape[3:])
 
     position = start + jnp.arange(size, dtype=jnp.int32)
     mask = (position <= last[:, :, None]) & (position >= j * size)
     if keys.segment_ids is not None:
-        mask &= segment_ids[:, :, None] == take(keys.segment_ids, axis=1)[:, None]
-    k_scale, v_scale = (None if x is None else take(x) for x in (keys.k_scale, keys.v_scale))
-    return take(keys.k).astype(dtype), take(keys.v).astype(dtype), k_scale, v_scale, mask[:, None]
+        mask &= segment_ids[:, :, None] == read(keys.segment_ids, axis=1)[:, None]
+    k_scale, v_scale = (None if x is None else read(x) for x in (keys.k_scale, keys.v_scale))
+    return read(keys.k).astype(dtype), read(keys.v).astype(dtype), k_scale, v_scale, mask[:, None]
 
 
 def _add_block(total, j, block):
@@ -312,8 +305,8 @@ def _add_block(total, j, block):
 
 
 def _even(count: int, block: int, page: int = 1) -> int:
-    """The size of equal blocks, whole pages, as many as blocks of `block` would be. The last of
-    these could be almost empty."""
+    """Size of equal blocks of whole pages, as many as there would be of `block`, of which the last
+    could be almost empty."""
     pages, most = count // page, max(block // page, 1)
     return -(-pages // -(-pages // most)) * page
 
@@ -356,15 +349,11 @@ def _scores(rows, k, k_scale=None):
 
 
 def _attend(weights, v, v_scale):
-    return _product(
-        "BKRS,BKSH->BKRH",
-        (weights if v_scale is None else weights * v_scale[:, :, None]).astype(v.dtype),
-        v,
-    )
+    weights = weights if v_scale is None else weights * v_scale[:, :, None]
+    return _product("BKRS,BKSH->BKRH", weights.astype(v.dtype), v)
 
 
 def _product(axes: str, a, b):
-    precision = (
-        lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
-    )  # unasked, GPUs and TPUs round operands
+    # By default GPUs and TPUs round float32 operands.
+    precision = lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
     return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -3,14 +3,16 @@
 With no --model it distils the demo model on the standard library's source. Example for a real
 model, on eight GPUs:
 
-    python -m swiftkv_jax.train --mesh fsdp=8 --model Llama-3.1-70B-Instruct --data chat.jsonl --output-dir runs/70b
+    python -m swiftkv_jax.train --mesh fsdp=8 --model Llama-3.1-70B-Instruct \\
+        --data chat.jsonl --output-dir runs/70b
 
 The same command continues an interrupted run. --dry-run says beforehand what it takes and how long.
 Also:
 
-    python -m swiftkv_jax.train analyze ...    which cut to choose: undistilled divergence, FLOPs and KV bytes of each
+    python -m swiftkv_jax.train analyze ...    which cut to choose: undistilled divergence, FLOPs
+                                               and KV bytes of each
     python -m swiftkv_jax.train prepare ...    read, tokenise and pack the data once, for many runs
-    python -m swiftkv_jax.train show STORE     look at prepared rows, targets marked
+    python -m swiftkv_jax.train show FOLDER    look at prepared rows, targets marked
     python -m swiftkv_jax.train report RUN     the curves of a run, also while it goes on
 """
 
@@ -26,6 +28,7 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
+from typing import get_args
 
 from .. import cli
 from ..cli.devices import join_and_emulate
@@ -33,11 +36,20 @@ from ..errors import UsageError
 from ..mesh import parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
+from .data.packing import LossMask
+from .distill import LossAverage
 from .metrics import parse_report_to
-from .recipe import DEMO, Recipe
+from .recipe import DEMO, RECIPES, Recipe
 
-# Not settings of the run itself.
-_ELSEWHERE = ("dry_run", "topology", "coordinator_address", "num_processes", "process_id")
+# Arguments that are no fields of `Recipe`.
+_NOT_IN_RECIPE = (
+    "recipe",
+    "dry_run",
+    "topology",
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH[:WEIGHT]",
         help="JSONL (messages, prompt and completion, conversations or text), text files, "
         "Parquet, ArrayRecord, a Hugging Face dataset "
-        "folder, a folder of such files, a prepared store, or `stdlib`; repeat to mix, by weight",
+        "folder, a folder of such files, a prepared one, or `stdlib`; repeat to mix, by weight",
     )
     flag("--eval-data", metavar="PATH", help="held-out data, in the same forms")
     flag(
@@ -176,6 +188,12 @@ def parser() -> argparse.ArgumentParser:
     flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")
 
     flag = result.add_argument_group("loss").add_argument
+    flag(
+        "--recipe",
+        choices=tuple(RECIPES),
+        help="authors: the loss exactly as in the authors' trainer, also on data with masked "
+        "prompts: --loss-average positions --loss-mask unshifted",
+    )
     flag("--temperature", type=float, help=f"of both softmaxes (default: {Recipe.temperature:g})")
     flag(
         "--kl",
@@ -197,6 +215,18 @@ def parser() -> argparse.ArgumentParser:
         "--hidden-loss-layer",
         type=int,
         help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})",
+    )
+    flag(
+        "--loss-average",
+        choices=get_args(LossAverage),
+        help="what the KL of a step is divided by: its predicted targets, or all its positions "
+        f"(default: {Recipe.loss_average})",
+    )
+    flag(
+        "--loss-mask",
+        choices=get_args(LossMask),
+        help="predictions that count: those of targets, or with unshifted those at targets "
+        f"(default: {Recipe.loss_mask})",
     )
 
     flag = result.add_argument_group("checkpoints and reports").add_argument
@@ -260,11 +290,12 @@ def _resume(text: str) -> str | int:
 
 
 def recipe_from(args: argparse.Namespace) -> Recipe:
-    """The flags given, over the demo's defaults or the general ones. Raises `UsageError`."""
-    given = {
+    """The arguments given, over those of --recipe, over the demo's defaults or the general ones.
+    Raises `UsageError`."""
+    given = RECIPES.get(args.recipe, {}) | {
         name: value
         for name, value in vars(args).items()
-        if value is not None and name not in _ELSEWHERE
+        if value is not None and name not in _NOT_IN_RECIPE
     }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
@@ -279,19 +310,15 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
         given = {"data": (), "output_dir": Path("."), **given}
     elif args.model in PRESETS and not Path(args.model).exists():
         raise UsageError(
-            f"--model {args.model}: the name of a shape, for --dry-run only; a run needs a "
+            f"`model`={args.model}: the name of a shape, for `dry_run` only; a run needs a "
             f"checkpoint directory"
         )
-    elif missing := [
-        flag
-        for flag, value in (("--data", args.data), ("--output-dir", args.output_dir))
-        if value is None
-    ]:
-        raise UsageError(f"--model also needs {' and '.join(missing)}")
+    elif missing := [f"`{name}`" for name in ("data", "output_dir") if getattr(args, name) is None]:
+        raise UsageError(f"`model` also needs {' and '.join(missing)}")
     return Recipe(**given)
 
 
-_COMMANDS = {  # the first argument -> module and function
+_COMMANDS = {  # first argument: module and function
     "analyze": ("analyze", "main"),
     "prepare": ("data.commands", "prepare_main"),
     "show": ("data.commands", "show_main"),
@@ -310,15 +337,13 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         recipe = recipe_from(args)
         if args.topology and not args.dry_run:
-            raise UsageError("--topology goes with --dry-run: a run uses the devices that are here")
+            raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
         if args.dry_run:
             from . import plan
 
             return plan.main(recipe, args.topology)
-        join_and_emulate(
-            recipe.mesh, args.coordinator_address, args.num_processes, args.process_id
-        )
-        from . import loop  # after the devices are settled: Orbax and Grain look at them
+        join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
+        from . import loop  # after the devices are set up: Orbax and Grain look at them
 
         return loop.run(recipe)
 

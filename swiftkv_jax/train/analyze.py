@@ -1,11 +1,11 @@
-"""`python -m swiftkv_jax.train analyze`: how far each SwiftKV cut is from the model before any
+"""`python -m swiftkv_jax.train analyze`: the distance of each SwiftKV cut from the model before any
 distillation.
 
 For a choice of K (layers that keep their own keys and values) and g (layers that share one
 projection) it shows the student's distance from the teacher on a text, and what the cut saves. With
 no --model it analyses the demo model. Example:
 
-    python -m swiftkv_jax.train analyze --model llama-3.1-8b-instruct --data chat.jsonl --groups 1,2,4
+    python -m swiftkv_jax.train analyze --model llama-3.1-8b-instruct --data chat.jsonl
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
-import math
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +24,14 @@ from tqdm import tqdm
 
 from ..attention import Attention
 from ..checkpoints import load, open_any
-from ..cli.exit import OK, log, run
+from ..cli.devices import join_and_emulate
+from ..cli.exit import OK, run
 from ..config import Config
-from ..distributed import check_all_take_part, join_processes
+from ..distributed import check_all_take_part, is_main_process
 from ..errors import DataError, UsageError
+from ..io.files import write_json
 from ..io.plotting import matplotlib_missing
-from ..mesh import dp_size, emulate_cpu_devices, make_mesh, parse_mesh
+from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
 from ..transformer import Batch
 from .data.packing import EMPTY_ROW, PackedRow, pack
@@ -37,10 +39,12 @@ from .data.sources import STDLIB, find_files, parse_source, read_file
 from .data.tokenize import Example, tokenize
 from .plots import draw_analysis
 from .recipe import DEMO
-from .sweep import Analysis, Cut, analyze_cuts, possible_cuts
+from .sweep import Analysis, CutResult, analyze_cuts, possible_cuts
+
+logger = logging.getLogger(__name__)
 
 STATES_BYTES = 2**31
-"""Of one batch's hidden states at all layers, on one device: the rows of a batch follow."""
+"""Bytes of one batch's hidden states at all layers, on one device: the rows of a batch follow."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,89 +98,114 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return run(lambda: analyze(args))
+@dataclasses.dataclass(frozen=True)
+class AnalyzeOptions:
+    """The arguments of the command."""
 
-
-def analyze(args: argparse.Namespace) -> int:
-    """From flags to a table on stdout and the files. Raises `UsageError` for flags that do not fit
-    the model."""
-    shape = parse_mesh(args.mesh)
-    emulate_cpu_devices(math.prod(shape) // join_processes())
-    mesh, plan = make_mesh(shape), plan_from(args)
-    check_all_take_part(mesh)
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    model = load(plan.model, dtype=args.dtype, mesh=mesh, config=plan.config)
-    rows = read_rows(plan.data, model.tokenizer, args.rows, args.max_length)
-
-    states = (
-        (plan.config.num_layers + 1)
-        * args.max_length
-        * plan.config.embed_dim
-        * model.dtype.itemsize
-    )
-    per_device = max(1, min(STATES_BYTES // states, -(-len(rows) // dp_size(mesh))))
-    batches = batches_of(rows, per_device * dp_size(mesh), args.max_length)
-    placed = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
-    placed = tqdm(placed, desc="analysing", unit="batch", leave=False, disable=None)
-    analysis = analyze_cuts(
-        plan.config,
-        model.llama,
-        placed,
-        plan.cuts,
-        prompt_length=plan.prompt_length,
-        attention=Attention(mesh),
-    )
-    if jax.process_index() == 0:
-        print(table(analysis, plan.config.num_layers))
-        settings = {
-            "model": plan.model,
-            "data": plan.data,
-            "dtype": str(model.dtype),
-            "prompt_length": plan.prompt_length,
-        }
-        write(plan.folder, analysis, settings)
-    return OK
+    model: str | None
+    """None is the demo model."""
+    data: tuple[str, ...]
+    cuts: str
+    groups: str
+    rows: int
+    max_length: int
+    """Tokens in a row."""
+    prompt_length: int | None
+    """None is 8192, or what the model has positions for."""
+    mesh: MeshShape
+    dtype: str | None
+    output_dir: Path | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is analysed, settled from the flags and the model's config alone."""
+class SweepSettings:
+    """What is analysed, as follows from the options and the model's config alone."""
 
     model: str
     data: tuple[str, ...]
     config: Config
     """The plain Llama: all layers lower."""
     cuts: list[tuple[int, int]]
-    """(K, g)."""
+    """(K, g) of each cut."""
     prompt_length: int
     folder: Path
 
 
-def plan_from(args: argparse.Namespace) -> Plan:
-    """Raises `UsageError` for flags that do not fit the model."""
-    if args.model and not args.data:
-        raise UsageError("--model also needs --data")
-    model = args.model or DEMO.model
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser()
+    args = arguments.parse_args(argv)
+
+    def command() -> int:
+        fields = vars(args) | {"mesh": parse_mesh(args.mesh), "data": tuple(args.data or ())}
+        return analyze(AnalyzeOptions(**fields))
+
+    return run(command, parser=arguments)
+
+
+def analyze(options: AnalyzeOptions) -> int:
+    """Print the table and write the files. Returns the exit code.
+
+    Raises `UsageError` for options that do not fit the model.
+    """
+    join_and_emulate(options.mesh)
+    mesh, settings = make_mesh(options.mesh), settle(options)
+    check_all_take_part(mesh)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    config = settings.config
+    model = load(settings.model, dtype=options.dtype, mesh=mesh, config=config)
+    rows = read_rows(settings.data, model.tokenizer, options.rows, options.max_length)
+
+    bytes_per_row = (
+        (config.num_layers + 1) * options.max_length * config.embed_dim * model.dtype.itemsize
+    )
+    per_device = max(1, min(STATES_BYTES // bytes_per_row, -(-len(rows) // dp_size(mesh))))
+    batches = batches_of(rows, per_device * dp_size(mesh), options.max_length)
+    on_mesh = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
+    analysis = analyze_cuts(
+        config,
+        model.llama,
+        tqdm(on_mesh, desc="analysing", unit="batch", leave=False, disable=None),
+        settings.cuts,
+        prompt_length=settings.prompt_length,
+        attention=Attention(mesh),
+    )
+    if is_main_process():
+        print(table(analysis, config.num_layers))
+        facts = {
+            "model": settings.model,
+            "data": settings.data,
+            "dtype": str(model.dtype),
+            "prompt_length": settings.prompt_length,
+        }
+        write(settings.folder, analysis, facts)
+    return OK
+
+
+def settle(options: AnalyzeOptions) -> SweepSettings:
+    """Raises `UsageError` for options that do not fit the model."""
+    if options.model and not options.data:
+        raise UsageError("`model` also needs `data`")
+    model = options.model or DEMO.model
     found = open_any(model).config
     config = found.cut(found.num_layers)
     cuts = possible_cuts(
-        config.num_layers, parse_cuts(args.cuts, config.num_layers), parse_groups(args.groups)
+        config.num_layers,
+        parse_cuts(options.cuts, config.num_layers),
+        parse_groups(options.groups),
     )
     if not cuts:
         raise UsageError(
-            f"--groups {args.groups}: none divides the upper layers of any cut of this model's "
+            f"`groups`={options.groups}: none divides the upper layers of any cut of this model's "
             f"{config.num_layers} layers"
         )
-    folder = args.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
-    return Plan(
-        model, tuple(args.data or DEMO.data), config, cuts, checked_lengths(args, config), folder
+    folder = options.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
+    return SweepSettings(
+        model, options.data or DEMO.data, config, cuts, checked_lengths(options, config), folder
     )
 
 
 def parse_cuts(text: str, num_layers: int) -> list[int]:
-    """`"25,50"` -> K at these shares of the layers, rounded; `"all"` -> 1 to L-1. Raises
+    """`"25,50"` -> K at these percentages of the layers, rounded; `"all"` -> 1 to L-1. Raises
     `UsageError`."""
     if text == "all":
         return list(range(1, num_layers))
@@ -184,53 +213,48 @@ def parse_cuts(text: str, num_layers: int) -> list[int]:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(
-            f"--cuts {text!r}: expected percentages of the layers, for example 25,37.5,50, or all"
+            f"`cuts`={text!r}: expected percentages of the layers, for example 25,37.5,50, or all"
         ) from None
     if not all(0 < share < 100 for share in shares):
-        raise UsageError(f"--cuts {text!r}: every percentage must be between 0 and 100")
+        raise UsageError(f"`cuts`={text!r}: every percentage must be between 0 and 100")
     return [min(max(1, round(num_layers * share / 100)), num_layers - 1) for share in shares]
 
 
 def parse_groups(text: str) -> list[int]:
     """`"1,2,4"` -> [1, 2, 4]. Raises `UsageError`."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
-        raise UsageError(f"--groups {text!r}: expected whole numbers from 1, for example 1,2,4")
+        raise UsageError(f"`groups`={text!r}: expected whole numbers from 1, for example 1,2,4")
     return [int(part) for part in text.split(",")]
 
 
-def checked_lengths(args: argparse.Namespace, config: Config) -> int:
+def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
     """The prompt length. Raises `UsageError` for numbers below 1 and rows longer than the model."""
-    prompt_length = (
-        min(8192, config.max_position_embeddings)
-        if args.prompt_length is None
-        else args.prompt_length
-    )
-    for name, value in (
-        ("--rows", args.rows),
-        ("--max-length", args.max_length),
-        ("--prompt-length", prompt_length),
-    ):
+    prompt_length = options.prompt_length
+    if prompt_length is None:
+        prompt_length = min(8192, config.max_position_embeddings)
+    lengths = {"max_length": options.max_length, "prompt_length": prompt_length}
+    for name, value in ({"rows": options.rows} | lengths).items():
         if value < 1:
-            raise UsageError(f"{name} {value}: must be at least 1")
-    for name, value in ("--max-length", args.max_length), ("--prompt-length", prompt_length):
+            raise UsageError(f"`{name}`={value}: must be at least 1")
+    for name, value in lengths.items():
         if value > config.max_position_embeddings:
             raise UsageError(
-                f"{name} {value}: this model has {config.max_position_embeddings} positions"
+                f"`{name}`={value}: this model has {config.max_position_embeddings} positions"
             )
     if config.num_layers < 2:
-        raise UsageError("--model: a model of one layer has no upper layers to cut")
+        raise UsageError("`model`: a model of one layer has no upper layers to cut")
     return prompt_length
 
 
 def read_rows(texts: tuple[str, ...], tokenizer, count: int, length: int) -> list[PackedRow]:
-    """About `count` rows from the first documents of every source in turn; rows that cannot be read
-    are passed over.
+    """About `count` packed rows from the first documents of every source in turn; unreadable ones
+    are left out.
 
-    No document gives more than one row's worth, so that the text is varied. Raises `DataError` if
-    there is nothing to predict.
+    At most `length` tokens of a document are used, so that the text is varied. Raises `DataError`
+    if there is nothing to predict, `UsageError` without a tokenizer.
     """
     if tokenizer is None:
-        raise UsageError("--model: it has no tokenizer, so text cannot be read")
+        raise UsageError("`model`: it has no tokenizer, so text cannot be read")
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*map(_documents, texts)))
     examples, missing = [], count * length
     for example in tokenize((document for document in in_turn if document is not None), tokenizer):
@@ -244,7 +268,7 @@ def read_rows(texts: tuple[str, ...], tokenizer, count: int, length: int) -> lis
         if missing <= 0:
             break
     if not examples:
-        raise DataError(f"--data {' '.join(texts)}: no token to predict in it")
+        raise DataError(f"`data`={' '.join(texts)}: no token to predict in it")
     return list(pack(examples, length))
 
 
@@ -255,7 +279,7 @@ def _documents(text: str):
 
 
 def batches_of(rows: list[PackedRow], size: int, length: int) -> list[Batch]:
-    """All rows, `size` at a time; empty rows, which carry no weight, fill the last batch."""
+    """Batches of `size` rows; rows of padding fill the last one."""
     batches = []
     for start in range(0, len(rows), size):
         chosen = rows[start : start + size]
@@ -292,7 +316,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
     return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _cells(cut: Cut, num_layers: int) -> tuple[str, ...]:
+def _cells(cut: CutResult, num_layers: int) -> tuple[str, ...]:
     return (
         str(cut.num_key_value_layers),
         f"{cut.num_key_value_layers / num_layers:.1%}",
@@ -306,16 +330,14 @@ def _cells(cut: Cut, num_layers: int) -> tuple[str, ...]:
     )
 
 
-def write(folder: Path, analysis: Analysis, settings: dict) -> None:
+def write(folder: Path, analysis: Analysis, settings: dict[str, Any]) -> None:
     """`analysis.json`, and `analysis.png` where matplotlib is installed."""
-    (folder / "analysis.json").write_text(
-        json.dumps(settings | dataclasses.asdict(analysis), indent=2) + "\n"
-    )
+    write_json(folder / "analysis.json", settings | dataclasses.asdict(analysis))
     if missing := matplotlib_missing():
-        log(f"no analysis.png: {missing}")
+        logger.info("no analysis.png: %s", missing)
     else:
         draw_analysis(analysis, folder / "analysis.png")
-    log(f"written to {folder}")
+    logger.info("written to %s", folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, atomic, checked when read, and refused when they
+"""Checkpoints of a run: saved in the background, atomic, checked when read, and refused if they
 belong to another run."""
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from ..checkpoints.digest import digest
@@ -27,14 +27,16 @@ from ..checkpoints.states import (
     read_leaf,
     read_metadata,
 )
-from ..cli.exit import log
+from ..distributed import barrier, is_main_process
 from ..errors import CheckpointError, UsageError
 from .recipe import Resume
 from .step import TrainState
 
+logger = logging.getLogger(__name__)
+
 DAMAGED, REPLACED = "checkpoints-damaged", "checkpoints-replaced"
-"""Folders beside `checkpoints`: what could not be read, and what lies after the step that a run was
-sent back to."""
+"""Folders beside `checkpoints`: for states that cannot be read, and for those after the step that
+`resume` names."""
 
 
 class RunCheckpoints:
@@ -51,15 +53,12 @@ class RunCheckpoints:
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any], *, keep: int, resume: Resume):
         self._output, self._folder = folder.absolute(), folder.absolute() / FOLDER
-        self._fingerprint = json.loads(
-            json.dumps(fingerprint)
-        )  # as it reads when it comes back: lists for tuples
+        self._fingerprint = json.loads(json.dumps(fingerprint))  # as read back: lists for tuples
         self._resume = resume
         self._policy = _NewestAndBest(keep, {})
         self._checkpointer: ocp.training.Checkpointer | None = None
-        self._pending: tuple[int, Any] | None = (
-            None  # the step being saved, and Orbax's handle of it
-        )
+        # The step that is being saved, and Orbax's handle of it.
+        self._pending: tuple[int, Any] | None = None
         self._quiet = contextlib.ExitStack()
         check_resume(folder, resume)
 
@@ -90,44 +89,41 @@ class RunCheckpoints:
                 damage[step] = error
                 continue
             for damaged, error in damage.items():
-                place = self._move(damaged, DAMAGED)
-                if jax.process_index() == 0:
-                    log(f"warning: {error}; moved to {place}, using step {step} instead")
+                target = self._move(damaged, DAMAGED)
+                logger.warning("%s; moved to %s, using step %d instead", error, target, step)
             return state
         if damage:
             newest = next(iter(damage.values()))
             raise CheckpointError(
-                f"{newest}; no other checkpoint of this run is intact: name another --output-dir "
-                f"to start again"
+                f"{newest}; no other checkpoint of this run is intact: name another "
+                f"`output_dir` to start again"
             )
         return None
 
     def _move(self, step: int, kind: str) -> Path:
-        """Out of the way, under a free name: nothing is deleted."""
+        """Move a state to a folder of that kind, under a free name: nothing is deleted."""
         names = (str(step) if i == 1 else f"{step}-{i}" for i in itertools.count(1))
         target = next(
             path for path in (self._output / kind / name for name in names) if not path.exists()
         )
-        _wait_for_all("chosen")
-        if jax.process_index() == 0:
+        barrier("checkpoint target chosen")
+        if is_main_process():
             target.parent.mkdir(exist_ok=True)
             (self._folder / str(step)).rename(target)
-        _wait_for_all("moved")
+        barrier("checkpoint moved")
         return target
 
     def _open(self) -> None:
         """Make the folder ready for saving."""
         for step in list_steps(self._folder):
-            with contextlib.suppress(
-                DamagedError
-            ):  # an older one, not needed now: `load` will say so if it ever is
-                self._policy.note(step, read_metadata(self._folder / str(step)).score)
-        if (
-            jax.process_index() == 0
-        ):  # Orbax would do it in the background, and fail a save if files vanish meanwhile
+            # An older damaged state is not needed now; `load` would report it.
+            with contextlib.suppress(DamagedError):
+                self._policy.add_score(step, read_metadata(self._folder / str(step)).score)
+        if is_main_process():
+            # Orbax would do it in the background, and fail a save if files vanish meanwhile.
             for unfinished in self._folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(unfinished)
-        _wait_for_all("cleaned")
+        barrier("checkpoints cleaned")
         self._quiet.enter_context(quiet_orbax())
         policy: Any = self._policy
         self._checkpointer = ocp.training.Checkpointer(
@@ -160,7 +156,7 @@ class RunCheckpoints:
                 f"{name} was {then.get(name)} and is now {now.get(name)}" for name in names
             )
             raise CheckpointError(
-                f"{path} belongs to another run ({different}); name another --output-dir"
+                f"{path} belongs to another run ({different}); name another `output_dir`"
             )
         if unlike := sorted(found.digests.keys() ^ wanted.keys()):
             raise CheckpointError(
@@ -185,7 +181,7 @@ class RunCheckpoints:
                 self._fingerprint, {name: digest(leaf) for name, leaf in leaves.items()}, score
             )
         )
-        self._policy.note(step, score)
+        self._policy.add_score(step, score)
         try:
             # Forced, because Orbax would otherwise leave out a step that comes while the one before
             # is still being written.
@@ -208,9 +204,8 @@ class RunCheckpoints:
             self._finish()
         finally:
             if self._checkpointer is not None:
-                with contextlib.suppress(
-                    Exception
-                ):  # a failed save, raised again: it has been reported
+                # A failed save is raised again here: it has been reported.
+                with contextlib.suppress(Exception):
                     self._checkpointer.close()
             self._quiet.close()
 
@@ -238,25 +233,25 @@ def check_resume(output: Path, resume: Resume) -> None:
     folder = output.absolute() / FOLDER
     steps = list_steps(folder)
     if resume == "must" and not steps:
-        raise UsageError(f"--resume must: no checkpoint in {folder}")
+        raise UsageError(f"`resume`=must: no checkpoint in {folder}")
     if resume == "never" and steps:
         raise UsageError(
-            f"--resume never: {folder} holds checkpoints; name another --output-dir, or delete it"
+            f"`resume`=never: {folder} holds checkpoints; name another `output_dir`, or delete it"
         )
     if isinstance(resume, int) and resume not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        raise UsageError(f"--resume {resume}: no checkpoint of that step in {folder}; {there}")
+        raise UsageError(f"`resume`={resume}: no checkpoint of that step in {folder}; {there}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _NewestAndBest:
-    """Orbax's preservation policy of a run. Scores are ours, because a damaged metrics file keeps
-    Orbax from opening a folder."""
+    """Orbax's preservation policy of a run. Scores are kept here, because a damaged metrics file
+    keeps Orbax from opening a folder."""
 
     keep: int
     scores: dict[int, float]
 
-    def note(self, step: int, score: float | None) -> None:
+    def add_score(self, step: int, score: float | None) -> None:
         if score is not None:
             self.scores[step] = score
 
@@ -279,16 +274,3 @@ def _by_path(state: TrainState) -> dict[str, Any]:
     of the dataclass."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _wait_for_all(stage: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"checkpoint {stage}")
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make the output folder. Raises `UsageError` if the path is a file or cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UsageError(f"--output-dir {folder}: {error.strerror}") from None

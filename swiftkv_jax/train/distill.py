@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,26 +35,31 @@ from ..transformer import (
 from .divergence import Divergence, divergence_and_gradient
 
 LOGITS_PER_CHUNK = 2**26
-"""Entries of one chunk's logits on one device, 256 MiB in float32; the positions in a chunk follow
-from rows and vocabulary."""
+"""Entries of one chunk's logits on one device, 256 MiB in float32; see `chunk_length`."""
+LossAverage = Literal["targets", "positions"]
+"""What the summed KL divergence is divided by: the predictions that count (the sum of `loss_mask`),
+or all positions that hold a token, as in the authors' trainer. Padding counts in neither."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What the student is asked for. The defaults are the authors' (ArcticTraining
-    `projects/swiftkv/train.py`)."""
+    """What the loss consists of. The defaults are the authors' (ArcticTraining
+    `projects/swiftkv/train.py`), `average` excepted."""
 
     temperature: float = 2.0
-    """Of both softmaxes; the divergence is multiplied by its square."""
+    """Temperature of both softmaxes; the divergence is multiplied by its square."""
     divergence: Divergence = "forward"
     top_k: int | None = None
-    """Compare the teacher's k likeliest tokens only, both distributions renormalised over them."""
+    """Number of the teacher's likeliest tokens that are compared, both distributions renormalised
+    over them; None compares all."""
     hidden_weight: float = 1.0
+    """Weight of the hidden-state error in the loss."""
     hidden_layer: int = -2
-    """Indexes the hidden states as Hugging Face does: 0 is the embedding, j the input of layer j, L
-    (or -1) the output of the final norm; -2 is the input of the last layer."""
+    """Hidden state that is compared, counted as Hugging Face does: 0 is the embedding, j the input
+    of layer j, L (or -1) the output of the final norm; -2 is the input of the last layer."""
+    average: LossAverage = "targets"
 
-    def tapped(self, num_layers: int) -> int:
+    def layer_index(self, num_layers: int) -> int:
         """`hidden_layer` counted from 0. Raises `ValueError` if it is out of range or `temperature`
         is not positive."""
         if not self.temperature > 0:
@@ -71,22 +76,23 @@ AUTHORS = Objective()
 
 @struct.dataclass
 class Sums:
-    """What one batch adds up to. All f32[] and differentiable in the delta only through `kl` and
-    `hidden`."""
+    """Sums over one batch, all f32[]. Only `kl` and `hidden` are differentiable, and only in the
+    delta."""
 
     kl: Array  # sum over positions of loss_mask * temperature^2 * KL(teacher || student), nats
-    hidden: Array  # sum over real tokens of the mean squared difference of the tapped hidden states
+    hidden: Array  # sum over real tokens of the mean squared difference of the hidden states
     targets: Array  # sum of loss_mask
     tokens: Array  # real (not padding) tokens
     agreement: Array  # sum of loss_mask where both models rank the same token first
     teacher_nll: Array  # sum of loss_mask * cross-entropy of the teacher with the next token, nats
     student_nll: Array  # the same for the student
 
-    def means(self) -> dict[str, Array]:
-        """Per-token means, independent of padding, packing and device layout."""
+    def means(self, average: LossAverage = "targets") -> dict[str, Array]:
+        """Per-token means, independent of padding, packing and device layout. `average` decides
+        what `logits_loss` is divided by."""
         targets, tokens = jnp.maximum(self.targets, 1), jnp.maximum(self.tokens, 1)
         return {
-            "logits_loss": self.kl / targets,
+            "logits_loss": self.kl / (targets if average == "targets" else tokens),
             "hidden_loss": self.hidden / tokens,
             "agreement": self.agreement / targets,
             "teacher_loss": self.teacher_nll / targets,
@@ -103,13 +109,15 @@ def distill_sums(
     objective: Objective = AUTHORS,
     remat: Remat = "none",
     attention: Attention = DEFAULT,
+    chunk: int | None = None,
 ) -> Sums:
-    """Run teacher and student on one batch.
+    """Run teacher and student on one batch. The fields of `batch` are B T.
 
     The delta may be wider than the frozen weights (a float32 master copy): it is cast to their
-    dtype. Raises `ValueError` as `Objective.tapped` does.
+    dtype. `chunk` is the argument of `linear_kl`. Raises `ValueError` as `Objective.layer_index`
+    does.
     """
-    tapped = objective.tapped(config.num_layers)
+    compared = objective.layer_index(config.num_layers)
     llama = jax.lax.stop_gradient(llama)
     delta = cast(delta, llama.embed.dtype)
     real = (batch.segment_ids > 0).astype(jnp.float32)
@@ -119,39 +127,39 @@ def distill_sums(
         return (jnp.square(difference).mean(axis=-1) * real).sum()
 
     with jax.named_scope("lower"):
-        boundary, rope = run_lower_layers(config, llama, batch, attention=attention)
+        x, rope = run_lower_layers(config, llama, batch, attention=attention)
     with jax.named_scope("teacher"):
-        teacher_x, tap = run_upper_layers_teacher(
+        teacher_x, teacher_hidden = run_upper_layers_teacher(
             config,
             llama,
-            boundary,
+            x,
             rope,
             batch.segment_ids,
-            layer_hook=lambda index, x: jnp.where(index == tapped, x, 0),
+            layer_hook=lambda index, x: jnp.where(index == compared, x, 0),
             attention=attention,
         )
     with jax.named_scope("student"):
-        # The error is summed inside the scan: carrying the tapped state out of it would store it
-        # once per layer.
+        # The error is summed inside the scan: carrying the compared state out of it would store
+        # it once per layer.
         student_x, hidden = run_upper_layers_student(
             config,
             llama,
             delta,
-            boundary,
+            x,
             rope,
             batch.segment_ids,
             layer_hook=lambda index, x: jax.lax.cond(
-                index == tapped, squared_error, lambda *_: 0.0, x, tap
+                index == compared, squared_error, lambda *_: 0.0, x, teacher_hidden
             ),
             remat=remat,
             attention=attention,
         )
     teacher_x, student_x = (
         constrain_activations(attention.mesh, x) for x in (teacher_x, student_x)
-    )  # whole rows: chunks run along them
+    )  # not split along the sequence: chunks run along it
     teacher_x = rms_norm(teacher_x, llama.final_norm, config.norm_eps)
     student_x = rms_norm(student_x, llama.final_norm, config.norm_eps)
-    if tapped == config.num_layers:
+    if compared == config.num_layers:
         hidden = squared_error(student_x, teacher_x)
     kl, agreement, teacher_nll, student_nll = linear_kl(
         objective.temperature,
@@ -163,11 +171,12 @@ def distill_sums(
         divergence=objective.divergence,
         top_k=objective.top_k,
         mesh=attention.mesh,
+        chunk=chunk,
     )
     return Sums(kl, hidden, batch.loss_mask.sum(), real.sum(), agreement, teacher_nll, student_nll)
 
 
-def distill_loss(
+def mean_loss(
     config: Config,
     delta: SwiftKV,
     llama: Llama,
@@ -177,12 +186,12 @@ def distill_loss(
     remat: Remat = "none",
     attention: Attention = DEFAULT,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """(logits_loss + hidden_weight * hidden_loss, metrics), each a mean over the tokens it
-    concerns."""
+    """(logits_loss + hidden_weight * hidden_loss, metrics): logits_loss is averaged as
+    `objective.average` says, hidden_loss over the tokens of `batch` without its padding."""
     sums = distill_sums(
         config, delta, llama, batch, objective=objective, remat=remat, attention=attention
     )
-    metrics = sums.means()
+    metrics = sums.means(objective.average)
     loss = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
     return loss, {"loss": loss, **metrics}
 
@@ -208,6 +217,7 @@ def linear_kl(
     divergence: Divergence = "forward",
     top_k: int | None = None,
     mesh: Mesh | None = None,
+    chunk: int | None = None,
 ) -> tuple[Array, Array, Array, Array]:
     """Weighted sums over positions, in float32: (temperature^2 KL, agreement, teacher nll, student
     nll).
@@ -215,15 +225,11 @@ def linear_kl(
     The divergence is taken between the softmaxes of both logits over `temperature` (Hinton et al.,
     "Distilling the Knowledge in a Neural Network", 2015), see `divergence`. Only it is
     differentiable, and only in `student_x`: teacher and head are frozen. On a `mesh` rows stay
-    split over data and fsdp, and logits over model.
+    split over data and fsdp, and logits over model. `chunk` is the number of positions whose logits
+    exist at a time; None is `chunk_length`.
     """
-    rows, vocabulary = student_x.shape[0], head.shape[0]
-    if mesh is not None:
-        rows, vocabulary = -(-rows // dp_size(mesh)), -(-vocabulary // mesh.shape[MODEL])
-    allowed = max(1, LOGITS_PER_CHUNK // (rows * vocabulary))
-    chunk = min(
-        student_x.shape[1], 2 ** (allowed.bit_length() - 1)
-    )  # a power of two: rows divide evenly, and so do tiles
+    batch, length, _ = student_x.shape
+    chunk = chunk_length(batch, length, head.shape[0], mesh) if chunk is None else chunk
     sums: Any = _linear_kl(
         _Static(temperature, divergence, top_k, chunk),
         student_x,
@@ -233,6 +239,15 @@ def linear_kl(
         weights,
     )
     return sums
+
+
+def chunk_length(batch: int, length: int, vocabulary: int, mesh: Mesh | None = None) -> int:
+    """Positions of a chunk whose logits on one device are `LOGITS_PER_CHUNK` entries at most: a
+    power of two, so that rows and tiles divide evenly, or the whole `length`."""
+    if mesh is not None:
+        batch, vocabulary = -(-batch // dp_size(mesh)), -(-vocabulary // mesh.shape[MODEL])
+    allowed = max(1, LOGITS_PER_CHUNK // (batch * vocabulary))
+    return min(length, 2 ** (allowed.bit_length() - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -297,16 +312,14 @@ def _scan_chunks(
     return sums, gradient
 
 
-# Both are sums and maxima over the vocabulary, so that logits split over `model` stay where they
-# are.
+# Both are sums and maxima over the vocabulary, so that logits split over `model` are not moved.
 
 
 def _same_first(student, teacher):
     """1.0 where the teacher's likeliest token is the student's too."""
-    of_teachers_best = jnp.where(
-        teacher == teacher.max(axis=-1, keepdims=True), student, -jnp.inf
-    ).max(axis=-1)
-    return (of_teachers_best == student.max(axis=-1)).astype(jnp.float32)
+    is_best = teacher == teacher.max(axis=-1, keepdims=True)
+    students_logit = jnp.where(is_best, student, -jnp.inf).max(axis=-1)
+    return (students_logit == student.max(axis=-1)).astype(jnp.float32)
 
 
 def _nll(logits, tokens):

@@ -1,5 +1,4 @@
-"""How far the student's next-token distribution is from the teacher's, with the gradient by
-hand."""
+"""Divergence of the student's next-token distribution from the teacher's, and its gradient."""
 
 from __future__ import annotations
 
@@ -25,11 +24,12 @@ def divergence_and_gradient(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T V"]]:
     """(temperature^2 * divergence in nats, its gradient in the student's logits), both float32.
 
-    With p and q the softmaxes of teacher and student over `temperature` and m = (p + q) / 2:
+    With t the temperature, p and q the softmaxes of teacher and student over it, m = (p + q) / 2,
+    P = sum p log(p / m), Q = sum q log(q / m) and R = sum q log(q / p):
 
-        forward   sum p log(p / q)                           gradient  temperature (q - p)
-        reverse   sum q log(q / p) = R                       gradient  temperature q (log(q / p) - R)
-        jsd       (sum p log(p / m) + sum q log(q / m)) / 2  gradient  temperature q (log(q / m) - sum q log(q / m)) / 2
+        forward   sum p log(p / q)    gradient  t (q - p)
+        reverse   R                   gradient  t q (log(q / p) - R)
+        jsd       (P + Q) / 2         gradient  t q (log(q / m) - Q) / 2
 
     `top_k` leaves out all but the teacher's k likeliest tokens (and any that tie with the last of
     them) from both softmaxes.

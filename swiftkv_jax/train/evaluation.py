@@ -1,5 +1,4 @@
-"""Teacher and student on held-out rows, and what follows from it: the best state so far, and when
-to stop."""
+"""Teacher and student on held-out rows, and the rule of early stopping."""
 
 from __future__ import annotations
 
@@ -9,32 +8,35 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from .batch_sharder import Placement
-from .data.loader import RowMixture, first_batches
+from .batch_sharder import BatchSharder
+from .data.loader import DatasetMixture, first_batches
 from .distill import Sums
+from .metrics import EVAL_LOSS
 from .recipe import Recipe
-
-LOSS = "eval_loss"
 
 
 def evaluate(
     eval_step: Callable[..., Sums],
     delta,
     llama,
-    rows: RowMixture,
+    data: DatasetMixture,
     recipe: Recipe,
-    placement: Placement,
+    sharder: BatchSharder,
 ) -> dict[str, float]:
-    """Perplexities, agreement, divergence and hidden loss per token on the first rows, under names
-    that begin with `eval_`."""
+    """Perplexities, agreement, divergence and hidden loss per token on the first rows of `data`,
+    under names that begin with `eval_`.
+
+    They are means over the predictions of targets (`hidden_loss`: over tokens), whatever the
+    recipe's `loss_average` and `loss_mask` are: those are about the loss that is trained on.
+    """
     batches = first_batches(
-        rows, placement.num_rows, positions=placement.positions, limit=recipe.eval_batches
+        data, sharder.num_rows, positions=sharder.positions, limit=recipe.eval_batches
     )
-    parts = [eval_step(delta, llama, placement.place(local.batch)) for local in batches]
+    parts = [eval_step(delta, llama, sharder.shard(local.batch)) for local in batches]
     totals: Sums = jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
     means = {name: float(value) for name, value in totals.means().items()}
     return {
-        LOSS: means["logits_loss"] + recipe.hidden_loss_weight * means["hidden_loss"],
+        EVAL_LOSS: means["logits_loss"] + recipe.hidden_loss_weight * means["hidden_loss"],
         "eval_teacher_perplexity": math.exp(means.pop("teacher_loss")),
         "eval_student_perplexity": math.exp(means.pop("student_loss")),
         **{f"eval_{name}": value for name, value in means.items()},
@@ -42,6 +44,5 @@ def evaluate(
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:
-    """How many evaluations, up to the last, have not lowered the held-out loss since the lowest. 0
-    if there is none."""
+    """Number of evaluations after the one with the lowest held-out loss; 0 if there is none."""
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0

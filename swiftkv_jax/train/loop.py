@@ -1,9 +1,10 @@
-"""A distillation run, in the order it happens."""
+"""A distillation run, in the order of its steps."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import signal
 from typing import NamedTuple
 
@@ -15,28 +16,28 @@ from ..checkpoints import open_any, save_hf
 from ..cli.exit import INTERRUPTED, OK
 from ..config import Config
 from ..cost import train_flops_per_token
-from ..distributed import check_all_take_part
+from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..mesh import MeshShape, make_mesh
 from ..params import Llama, cast
 from ..sharding import batch_sharding
-from .batch_sharder import Placement
-from .checkpointing import RunCheckpoints, check_resume, prepare_folder
-from .data.loader import RowMixture, batches
-from .evaluation import LOSS, evaluate, evaluations_since_best
-from .journal import Journal
+from .batch_sharder import BatchSharder
+from .checkpointing import RunCheckpoints, check_resume
+from .data.loader import DatasetMixture, batches
+from .evaluation import evaluate, evaluations_since_best
+from .metrics import EVAL_LOSS, MetricsRecorder
+from .output_folder import EXPORT, prepare_folder
 from .profiling import ProfileWindow
-from .progress import Ceiling, Progress, flops_ceiling
+from .progress import PeakFlops, Progress, peak_flops
 from .recipe import Recipe
 from .report import write_report
 from .setup import (
-    choose_cut,
-    describe,
+    cut_model,
+    describe_run,
     fingerprint,
     load_data,
     load_model,
     open_tokenizer,
-    say,
     source_dtype,
     write_settings,
 )
@@ -52,8 +53,7 @@ from .step import (
     state_shardings,
 )
 
-EXPORT = "model"
-"""In the output folder."""
+logger = logging.getLogger(__name__)
 
 
 def run(recipe: Recipe) -> int:
@@ -61,27 +61,27 @@ def run(recipe: Recipe) -> int:
 
     Continues from the newest intact checkpoint in `output_dir` if there is one. On SIGINT or
     SIGTERM the current step is finished and saved first. With several processes, all of them call
-    this.
+    this. Raises `UsageError`, `DataError`, `CheckpointError`, `DivergenceError` or
+    `OutOfMemoryError`.
     """
     mesh = make_mesh(recipe.mesh)
     check_all_take_part(mesh)
-    recipe = dataclasses.replace(
-        recipe, mesh=MeshShape(*mesh.devices.shape)
-    )  # checked again, now that -1 is a number
-    config = choose_cut(recipe, open_any(recipe.model).config)
+    # The recipe is checked again, now that -1 is a number.
+    recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
+    config = cut_model(recipe, open_any(recipe.model).config)
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
-    prepare_folder(recipe.output_dir)
-    rows, eval_rows = load_data(recipe, open_tokenizer(recipe))
-    steps = recipe.max_steps or max(1, recipe.num_train_epochs * rows.num_rows // recipe.batch_size)
+    prepare_folder(recipe.output_dir, recipe.model)
+    data, eval_data = load_data(recipe, open_tokenizer(recipe))
+    steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
 
     model = load_model(recipe, config, mesh)
     export_dtype = source_dtype(model)
-    say(describe(recipe, model, mesh))
+    logger.info("%s", describe_run(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)
     shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
     checkpoints = RunCheckpoints(
         recipe.output_dir,
-        fingerprint(recipe, model, rows, steps),
+        fingerprint(recipe, model, data, steps),
         keep=recipe.save_total_limit,
         resume=recipe.resume,
     )
@@ -91,49 +91,49 @@ def run(recipe: Recipe) -> int:
         if exported.exists():
             if state is None:
                 raise UsageError(
-                    f"--output-dir {recipe.output_dir} holds the model of a finished run; name "
+                    f"`output_dir`={recipe.output_dir} holds the model of a finished run; name "
                     f"another, or remove {exported}"
                 )
-            say(f"finished after step {int(state.step)} before: the model is in {exported}")
+            logger.info(
+                "finished after step %d before: the model is in %s", int(state.step), exported
+            )
             return OK
         if state is None:
             assert model.swiftkv is not None
             state = init_state(config, optimizer, mesh, model.swiftkv)
-        model = dataclasses.replace(
-            model, swiftkv=None
-        )  # the state's master copy is the delta from here on
+        # From here on the delta is the master copy in the state.
+        model = dataclasses.replace(model, swiftkv=None)
 
-        ceiling = flops_ceiling(mesh, model.dtype)
-        if jax.process_index() == 0:
-            write_settings(recipe, config, steps, ceiling.description)
-        job = Job(recipe, config, mesh, steps, optimizer, model.llama, rows, eval_rows, ceiling)
-        state, stop = train(job, state, checkpoints)
+        peak = peak_flops(mesh, model.dtype)
+        if is_main_process():
+            write_settings(recipe, config, steps, peak.description)
+        context = RunContext(
+            recipe, config, mesh, steps, optimizer, model.llama, data, eval_data, peak
+        )
+        state, stop = train(context, state, checkpoints)
         if stop:
-            say(f"stopped after step {int(state.step)} of {steps}; the same command continues")
+            logger.info(
+                "stopped after step %d of %d; the same command continues", int(state.step), steps
+            )
             return INTERRUPTED if stop == signal.SIGINT else OK
-        if recipe.load_best_model_at_end and (best := checkpoints.best_step()) not in (
-            None,
-            int(state.step),
-        ):
-            say(f"exporting step {best}, which had the lowest held-out loss")
+        best = checkpoints.best_step() if recipe.load_best_model_at_end else None
+        if best not in (None, int(state.step)):
+            logger.info("exporting step %d, which had the lowest held-out loss", best)
             state = checkpoints.load(best, shapes, shardings)
 
-    if jax.process_index() == 0:
-        write_report(
-            recipe.output_dir
-        )  # first, because a run that has its model is finished, and is not started again
-    save_hf(
-        dataclasses.replace(
-            model, llama=cast(model.llama, export_dtype), swiftkv=cast(state.delta, export_dtype)
-        ),
-        exported,
+    if is_main_process():
+        # Before the export, because a run that has its model is finished and not started again.
+        write_report(recipe.output_dir)
+    llama, delta = (cast(tree, export_dtype) for tree in (model.llama, state.delta))
+    save_hf(dataclasses.replace(model, llama=llama, swiftkv=delta), exported)
+    logger.info(
+        "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )
-    say(f"finished after step {int(state.step)} of {steps}: the model is in {exported}")
     return OK
 
 
-class Job(NamedTuple):
-    """All that stays as it is while a run trains."""
+class RunContext(NamedTuple):
+    """What does not change while a run trains."""
 
     recipe: Recipe
     config: Config
@@ -141,34 +141,35 @@ class Job(NamedTuple):
     steps: int
     optimizer: optax.GradientTransformation
     llama: Llama
-    rows: RowMixture
-    eval_rows: RowMixture | None
-    ceiling: Ceiling
+    data: DatasetMixture
+    eval_data: DatasetMixture | None
+    peak: PeakFlops
 
 
-def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[TrainState, int]:
+def train(
+    context: RunContext, state: TrainState, checkpoints: RunCheckpoints
+) -> tuple[TrainState, int]:
     """Take the steps from `state` on: (the last state, the signal that stopped the run or 0)."""
-    recipe, steps, first = job.recipe, job.steps, int(state.step)
-    train_step = make_train_step(job.config, recipe, job.optimizer, job.mesh)
-    eval_step = make_eval_step(job.config, recipe, job.mesh)
-    micro_batches = Placement(
-        micro_batch_sharding(job.mesh),
+    recipe, steps, first = context.recipe, context.steps, int(state.step)
+    train_step = make_train_step(context.config, recipe, context.optimizer, context.mesh)
+    eval_step = make_eval_step(context.config, recipe, context.mesh)
+    micro_batches = BatchSharder(
+        micro_batch_sharding(context.mesh),
         (recipe.gradient_accumulation_steps, recipe.micro_batch_size),
     )
-    eval_batches = Placement(batch_sharding(job.mesh), (recipe.micro_batch_size,))
+    eval_batches = BatchSharder(batch_sharding(context.mesh), (recipe.micro_batch_size,))
     progress = Progress(
         first_step=first,
         steps=steps,
         tokens_per_step=recipe.batch_size * recipe.max_length,
-        flops_per_token=train_flops_per_token(
-            job.config, recipe.max_length
-        ),  # the model's: recomputation is no achievement
-        ceiling=job.ceiling,
+        # Those of the model, without what is computed again.
+        flops_per_token=train_flops_per_token(context.config, recipe.max_length),
+        peak=context.peak,
     )
 
     with contextlib.ExitStack() as stack:
-        journal = stack.enter_context(
-            contextlib.closing(Journal(recipe, progress, first_step=first, steps=steps))
+        metrics = stack.enter_context(
+            contextlib.closing(MetricsRecorder(recipe, progress, first_step=first, steps=steps))
         )
         profile = stack.enter_context(
             ProfileWindow(recipe.profile_steps, recipe.output_dir / "profile")
@@ -177,44 +178,45 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
 
         def measure(step: int, state: TrainState) -> float | None:
             """The held-out loss; None without held-out data."""
-            if job.eval_rows is None:
+            if context.eval_data is None:
                 return None
             results = evaluate(
-                eval_step, state.delta, job.llama, job.eval_rows, recipe, eval_batches
+                eval_step, state.delta, context.llama, context.eval_data, recipe, eval_batches
             )
-            journal.evaluated(step, results)
-            return results[LOSS]
+            metrics.record_evaluation(step, results)
+            return results[EVAL_LOSS]
 
         def patience_is_over(step: int) -> bool:
-            """Asked after evaluations, and of a resumed run, which may have been killed after its
-            last step."""
+            """Whether to stop early: after an evaluation, or at the start of a resumed run, which
+            may have been killed after its last step."""
             patience = recipe.early_stopping_patience
-            over = (
-                patience is not None and evaluations_since_best(journal.held_out_losses) >= patience
+            if patience is None or evaluations_since_best(metrics.held_out_losses) < patience:
+                return False
+            logger.info(
+                "step %d: the held-out loss has not fallen in %d evaluations", step, patience
             )
-            if over:
-                say(f"step {step}: the held-out loss has not fallen in {patience} evaluations")
-            return over
+            return True
 
         if first:
-            say(f"continuing after step {first} of {steps}")
+            logger.info("continuing after step %d of %d", first, steps)
             if patience_is_over(first):
                 return state, 0
         else:
             measure(0, state)
-        read = batches(
-            job.rows,
+        reading = batches(
+            context.data,
             recipe.batch_size,
             positions=micro_batches.positions,
             seed=recipe.seed,
             start=first,
             stop=steps,
+            loss_mask=recipe.loss_mask,
         )
-        data = stack.enter_context(contextlib.closing(read))
-        for step, local in enumerate(data, start=first + 1):
+        local_batches = stack.enter_context(contextlib.closing(reading))
+        for step, local in enumerate(local_batches, start=first + 1):
             profile.step(step, state)
-            state, values = train_step(state, job.llama, micro_batches.place(local.batch))
-            journal.took(step, values, local.row_ids)
+            state, values = train_step(state, context.llama, micro_batches.shard(local.batch))
+            metrics.record(step, values, local.row_ids)
             if step == first + 1:
                 jax.block_until_ready(state)
                 progress.restart_clock()  # compilation is not training speed
@@ -225,8 +227,8 @@ def train(job: Job, state: TrainState, checkpoints: RunCheckpoints) -> tuple[Tra
             )
             if not (stop or evaluates or step % recipe.save_steps == 0):
                 continue
-            journal.settle()
-            evaluates &= not stop or step == steps  # who stops a run may not wait for long
+            metrics.flush()
+            evaluates &= not stop or step == steps  # a run that is stopped ends soon
             checkpoints.save(state, score=measure(step, state) if evaluates else None)
             progress.restart_clock()
             if stop and step < steps:

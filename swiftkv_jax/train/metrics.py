@@ -1,26 +1,38 @@
-"""What a run records: one row of numbers per logged step and per evaluation.
+"""The metrics of a run: one row of numbers per logged step and per evaluation.
 
-`metrics.jsonl` is the truth and always written. TensorBoard and Weights & Biases get the same rows
-when asked for. Rows may hold device scalars; writing one waits for it, so a loop that must not wait
-hands over the scalars of the step before.
+`metrics.jsonl` is always written, and what a resumed run and the report read. TensorBoard and
+Weights & Biases get the same rows on request. The numbers of a step are read when the next one has
+been started, so that the devices do not wait for the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from ..errors import UsageError
+from ..distributed import is_main_process
+from ..errors import DivergenceError, UsageError
 from ..io.files import write_whole
+from .progress import Progress
+from .recipe import Recipe
+from .step import learning_rate
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+EVAL_LOSS = "eval_loss"
+"""Name of the held-out loss in a row."""
 
-_PACKAGES = {  # what a name of --report-to needs: module, and how to get it
+_PACKAGES = {  # a name of `report_to`: the module that it needs, and how to get it
     "jsonl": None,
     "tensorboard": ("tensorboardX", "pip install 'swiftkv-jax[report]'"),
     "wandb": ("wandb", "pip install wandb"),
@@ -35,7 +47,7 @@ def parse_report_to(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in _PACKAGES]:
         raise UsageError(
-            f"--report-to {text!r}: {unknown[0]!r} is unknown; choose from {', '.join(_PACKAGES)}"
+            f"`report_to`={text!r}: {unknown[0]!r} is unknown; choose from {', '.join(_PACKAGES)}"
         )
     for name in names:
         _package(name)
@@ -49,19 +61,21 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UsageError(f"--report-to {name} needs {module}: {command}") from None
+        raise UsageError(f"`report_to`={name} needs {module}: {command}") from None
 
 
 class MetricsLog:
-    """The rows of a run, in every place that was asked for. Only process 0 of several writes.
+    """The rows of a run, in every place named in `report_to`. Only process 0 of several writes.
 
-    A resumed run goes on after `first_step`: what an earlier attempt wrote of later steps is cut
-    away, so that every step stands there once.
+    A resumed run goes on after `first_step`: rows of later steps, which an earlier attempt wrote,
+    are removed, so that there is one row of every step.
+
+    Rows may hold device scalars; writing such a row waits for them.
     """
 
     def __init__(self, folder: Path, *, first_step: int, report_to: Sequence[str]):
         self._sinks: list[_JsonLines | _TensorBoard | _WeightsAndBiases] = []
-        if jax.process_index() == 0:
+        if is_main_process():
             self._sinks.append(_JsonLines(folder / METRICS, first_step))
             if "tensorboard" in report_to:
                 self._sinks.append(_TensorBoard(folder / "tensorboard", first_step))
@@ -86,11 +100,11 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, in order. A last line that is still being written is left
     out."""
-    return [row for _, row in _whole_rows(path)]
+    return [row for _, row in _complete_rows(path)]
 
 
-def _whole_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    for line in path.read_text().splitlines(keepends=True):
+def _complete_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
             row = json.loads(line)
         except ValueError:
@@ -100,12 +114,13 @@ def _whole_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 class _JsonLines:
-    """Cut back to the step a resumed run starts from, which was evaluated before it was saved."""
+    """Rows up to the step that a resumed run starts from, which was evaluated before it was saved,
+    are kept."""
 
     def __init__(self, path: Path, first_step: int):
         kept = []
         if path.exists():
-            kept = [line for line, row in _whole_rows(path) if _stays(row, first_step)]
+            kept = [line for line, row in _complete_rows(path) if _is_kept(row, first_step)]
         write_whole(path, "".join(kept).encode())
         self._file = path.open("a")
 
@@ -117,7 +132,7 @@ class _JsonLines:
         self._file.close()
 
 
-def _stays(row: dict[str, Any], first_step: int) -> bool:
+def _is_kept(row: dict[str, Any], first_step: int) -> bool:
     return 0 < first_step and row["step"] <= first_step
 
 
@@ -135,15 +150,15 @@ class _TensorBoard:
     def write(self, row: dict[str, Any]) -> None:
         for name, value in _grouped(row).items():
             self._writer.add_scalar(name, value, row["step"])
-        self._writer.flush()  # a killed run may not lose rows that the JSON lines have
+        self._writer.flush()  # a killed run must not lose rows that the JSON lines have
 
     def close(self) -> None:
         self._writer.close()
 
 
 class _WeightsAndBiases:
-    """One W&B run for all attempts: its id is kept in the run's folder. Steps it has already seen,
-    W&B leaves out."""
+    """One W&B run for all attempts: its id is kept in the run's folder. W&B leaves out steps that
+    it has already."""
 
     def __init__(self, folder: Path):
         wandb, kept_id = _package("wandb"), folder / "wandb_id"
@@ -167,3 +182,80 @@ def _grouped(row: dict[str, Any]) -> dict[str, Any]:
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": v
         for name, v in values.items()
     }
+
+
+# Recording --------------------------------------------------------------------
+
+
+class _UnreadStep(NamedTuple):
+    """A step whose numbers have not been read yet."""
+
+    step: int
+    values: dict[str, jax.Array]
+    row_ids: list[str]
+
+
+class MetricsRecorder:
+    """Writes metrics, shows progress, and checks that the loss of every step is finite. The numbers
+    of a step are read one step late."""
+
+    def __init__(self, recipe: Recipe, progress: Progress, *, first_step: int, steps: int):
+        self._recipe, self._progress, self._steps = recipe, progress, steps
+        self._rate = learning_rate(recipe, steps)
+        self._unread: _UnreadStep | None = None
+        self.held_out_losses = _held_out_losses(recipe.output_dir / METRICS, first_step)
+        """Losses of all evaluations so far, those before a restart included."""
+        self._log = MetricsLog(recipe.output_dir, first_step=first_step, report_to=recipe.report_to)
+
+    def record(self, step: int, values: dict[str, jax.Array], row_ids: list[str]) -> None:
+        """Call this when `step` has been started: it reads the step before. Raises
+        `DivergenceError` if the loss or the gradient of that one is not finite."""
+        self._progress.advance(values["loss"])
+        self.flush()
+        self._unread = _UnreadStep(step, values, row_ids)
+
+    def flush(self) -> None:
+        """Read the last step now: the state of a step that diverged must not be saved or exported.
+        Raises `DivergenceError`."""
+        if self._unread is None:
+            return
+        unread, self._unread = self._unread, None
+        numbers = self._read(unread)
+        if unread.step % self._recipe.logging_steps == 0 or unread.step == self._steps:
+            useful = numbers.pop("tokens") / (self._recipe.batch_size * self._recipe.max_length)
+            numbers["learning_rate"] = float(jnp.asarray(self._rate(unread.step - 1)))
+            speed = self._progress.report(unread.step, numbers, useful_share=useful)
+            self._log.write({"step": unread.step} | numbers | speed)
+
+    def _read(self, unread: _UnreadStep) -> dict[str, float]:
+        numbers = {name: float(value) for name, value in unread.values.items()}
+        if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
+            rows = ", ".join(unread.row_ids[:8]) + (", ..." if len(unread.row_ids) > 8 else "")
+            raise DivergenceError(
+                f"step {unread.step}: loss {numbers['loss']}, gradient norm "
+                f"{numbers['grad_norm']} on batch {unread.step - 1} (rows {rows}); checkpoints in "
+                f"{self._recipe.output_dir} are from before"
+            )
+        return numbers
+
+    def record_evaluation(self, step: int, results: dict[str, float]) -> None:
+        """Held-out numbers of the state after `step`, with names that begin with `eval_`."""
+        shown = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in results.items())
+        logger.info("step %d: held-out %s", step, "  ".join(shown))
+        self._log.write({"step": step} | results)
+        self.held_out_losses.append(results[EVAL_LOSS])
+
+    def close(self) -> None:
+        """Close all places. A last step that was not read is left out, as after a kill."""
+        with contextlib.closing(self._log):
+            self._progress.close()
+
+
+def _held_out_losses(path: Path, first_step: int) -> list[float]:
+    if not first_step or not path.exists():
+        return []
+    return [
+        row[EVAL_LOSS]
+        for row in read_metrics(path)
+        if EVAL_LOSS in row and row["step"] <= first_step
+    ]

@@ -1,13 +1,13 @@
-"""What a run takes, before it is started: memory per device by kind, time, and the reasons, from
-`config.json` alone.
+"""The plan of a run: memory per device by kind, time, and the reasons, from `config.json` alone.
 
-`--model` may also be one of `presets.PRESETS`. `--topology` also compiles the train step for
-machines that are not here, and gives their compiler's own figures.
+The recipe's `model` may also be one of `presets.PRESETS`. With a `topology` the train step is also
+compiled, for machines that need not exist, which gives their compiler's own figures.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import time
@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from ..checkpoints.auxiliary import read_side_files
-from ..cli.exit import OK, OUT_OF_MEMORY, log
+from ..cli.exit import OK
 from ..config import Config
 from ..cost import layer_weights, train_flops_by_part, train_flops_per_token
+from ..errors import OutOfMemoryError
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..mesh import MeshShape, make_mesh
 from ..params import llama_shapes, swiftkv_shapes
@@ -31,24 +32,25 @@ from ..topology import ENVIRONMENT, topology_mesh
 from ..transformer import Batch
 from .memory import fits, memory_per_device
 from .recipe import Recipe
-from .setup import choose_cut
+from .setup import cut_model
 from .step import make_optimizer, make_train_step, state_shapes
 
+logger = logging.getLogger(__name__)
+
 ASSUMED_UTILISATION = 0.4
-"""Of the published peak, recomputation included: what large dense models reach in training. An
-assumption, not a measurement."""
+"""Share of the published peak, recomputation included, that large dense models reach in training.
+An assumption, not a measurement."""
 _STEPS = 1000  # any number: the schedule's length does not change the program
 
 
 def main(recipe: Recipe, topology: str | None) -> int:
-    """Print the plan on stdout; the exit code says whether the compiler found that it fits, if it
-    was asked."""
-    config = choose_cut(
-        recipe,
-        PRESETS[recipe.model]
-        if recipe.model in PRESETS
-        else read_side_files(Path(recipe.model))[0],
-    )
+    """Print the plan on standard output. Returns the exit code.
+
+    Raises `OutOfMemoryError` if the step compiled for `topology` does not fit, `UsageError` and
+    `CheckpointError`.
+    """
+    preset = PRESETS.get(recipe.model)
+    config = cut_model(recipe, preset or read_side_files(Path(recipe.model))[0])
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")
@@ -58,10 +60,12 @@ def main(recipe: Recipe, topology: str | None) -> int:
     memory = memory_per_device(recipe, config, mesh, dtype)
     total = sum(memory.values())
     machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
-    print(describe(recipe, config, dtype))
+    print(describe_plan(recipe, config, dtype))
     print(f"\n{_memory_table(memory)}\n\n{_flops_table(recipe, config)}\n")
     print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
-    return OK if topology is None else _compile(recipe, config, mesh, dtype, total)
+    if topology is not None:
+        _compile(recipe, config, mesh, dtype, total)
+    return OK
 
 
 def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
@@ -87,7 +91,8 @@ def _memory_table(memory: dict[str, float]) -> str:
     )
 
 
-def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
+def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
+    """Two lines: the model and its cut, and the batch on the devices."""
     frozen, trained = (
         sum(leaf.size for leaf in jax.tree.leaves(shapes))
         for shapes in (llama_shapes(config), swiftkv_shapes(config))
@@ -157,14 +162,14 @@ def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
 
 
 def _advice(recipe: Recipe) -> str:
-    """The flag to change first."""
+    """The setting to change first, in backticks as in an error."""
     if recipe.micro_batch_size // recipe.mesh.rows > 1:
-        return "more --gradient-accumulation-steps"
+        return "more `gradient_accumulation_steps`"
     if recipe.remat != "layer":
-        return "--remat layer"
+        return "`remat`=layer"
     if recipe.mesh.model > 1 and not recipe.shard_sequence:
-        return "--shard-sequence"
-    return "more devices along fsdp or model in --mesh, or a shorter --max-length"
+        return "`shard_sequence`"
+    return "more devices along fsdp or model in `mesh`, or a shorter `max_length`"
 
 
 # The compiler's figures -------------------------------------------------------
@@ -183,9 +188,10 @@ def lower_step(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> 
     )
 
 
-def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> int:
+def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> None:
+    """Print the compiler's figures. Raises `OutOfMemoryError` if the step does not fit."""
     device = mesh.devices.flat[0]
-    log(f"compiling the train step for {math.prod(recipe.mesh)} x {device.device_kind}")
+    logger.info("compiling the train step for %d x %s", math.prod(recipe.mesh), device.device_kind)
     start = time.perf_counter()
     memory: Any = lower_step(recipe, config, mesh, dtype).compile().memory_analysis()
     seconds = time.perf_counter() - start
@@ -201,10 +207,8 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
         "planned above": planned,
     }
     print("\n".join(f"  {name:<28} {value / GIB:7.2f}" for name, value in figures.items()))
-    if hardware is None or fits(peak, hardware):
-        return OK
-    log(
-        f"error: the peak is over 90 % of the device's {hardware.memory_bytes / GIB:.0f} GiB: "
-        f"{_advice(recipe)}"
-    )
-    return OUT_OF_MEMORY
+    if hardware is not None and not fits(peak, hardware):
+        raise OutOfMemoryError(
+            f"the peak is over 90 % of the device's {hardware.memory_bytes / GIB:.0f} GiB: "
+            f"{_advice(recipe)}"
+        )

@@ -31,8 +31,9 @@ class ProfileWindow:
         return self
 
     def step(self, number: int, pending: Any) -> None:
-        """Step `number` comes next. `pending` are arrays of the step before: waited for at the two
-        edges of the window only, so that the trace holds whole steps and no others."""
+        """Call this before step `number`. `pending` are arrays of the step before: they are waited
+        for at the two edges of the window only, so that the trace holds whole steps and no
+        others."""
         if not self._running and number in self._steps:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(self._folder)
@@ -55,6 +56,6 @@ def parse_steps(text: str) -> range:
     match = re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", text.strip())
     if not match or int(match[1]) > int(match[2]):
         raise UsageError(
-            f"--profile-steps {text!r}: expected FIRST:LAST, both counted from 1, for example 10:15"
+            f"`profile_steps`={text!r}: expected FIRST:LAST, both counted from 1, for example 10:15"
         )
     return range(int(match[1]), int(match[2]) + 1)

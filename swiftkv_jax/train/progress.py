@@ -1,20 +1,23 @@
-"""How fast a run goes and how long it will take: a bar on a terminal, plain lines elsewhere."""
+"""Speed of a run and the time it has left: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from ..cli.exit import log
+from ..distributed import is_main_process
 from ..hardware import hardware_of
+from ..roofline import matmul_rates
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = {
     "loss": "loss",
@@ -26,16 +29,16 @@ _SHOWN = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Ceiling:
-    """What MFU, the model FLOPs utilisation, is a share of."""
+class PeakFlops:
+    """The rate that MFU, the model FLOPs utilisation, is a share of."""
 
     flops: float
     """FLOP/s of all devices together."""
     description: str
-    """For the settings of a run."""
+    """Origin of the number, for the settings of a run."""
 
 
-def flops_ceiling(mesh: Mesh, dtype: jnp.dtype) -> Ceiling:
+def peak_flops(mesh: Mesh, dtype: jnp.dtype) -> PeakFlops:
     """The published peak of the mesh's devices where it is known, else what a large matrix product
     in `dtype` reaches here.
 
@@ -43,26 +46,13 @@ def flops_ceiling(mesh: Mesh, dtype: jnp.dtype) -> Ceiling:
     """
     device = mesh.devices.flat[0]
     count = 1 if device.platform == "cpu" else mesh.size  # emulated devices share their cores
-    measured, hardware = measure_matmul_rate(dtype), hardware_of(device.device_kind)
+    measured = max(matmul_rates(dtype).values())
+    hardware = hardware_of(device.device_kind)
     product = f"a large {jnp.dtype(dtype)} matrix product reaches {measured / 1e12:.4g} TFLOP/s"
     if hardware is None:
-        return Ceiling(count * measured, f"{count} x {device.device_kind}: {product}")
+        return PeakFlops(count * measured, f"{count} x {device.device_kind}: {product}")
     peak = f"published bfloat16 peak {hardware.flops / 1e12:.4g} TFLOP/s"
-    return Ceiling(count * hardware.flops, f"{count} x {hardware.name}: {peak}, {product}")
-
-
-def measure_matmul_rate(dtype: jnp.dtype) -> float:
-    """FLOP/s of a large square matrix product in `dtype` on one device of this process."""
-    size = 1024 if jax.default_backend() == "cpu" else 8192
-    a = jnp.ones((size, size), dtype)
-    multiply = jax.jit(jnp.matmul)
-    multiply(a, a).block_until_ready()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        multiply(a, a).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return PeakFlops(count * hardware.flops, f"{count} x {hardware.name}: {peak}, {product}")
 
 
 class Progress:
@@ -79,24 +69,23 @@ class Progress:
         steps: int,
         tokens_per_step: int,
         flops_per_token: float,
-        ceiling: Ceiling,
+        peak: PeakFlops,
     ):
-        self._speaks = jax.process_index() == 0
-        hidden = not (self._speaks and sys.stderr.isatty())
+        hidden = not (is_main_process() and sys.stderr is not None and sys.stderr.isatty())
         self._bar = tqdm(
             total=steps, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True
         )
         self._steps, self._tokens_per_step = steps, tokens_per_step
-        self._flops_per_token, self._ceiling = flops_per_token, ceiling
+        self._flops_per_token, self._peak = flops_per_token, peak
         self._started, self._newest = 0, None
         self.restart_clock()
 
     def advance(self, newest: Any) -> None:
-        """One more step was started, and `newest` is an array it returns. Goes before the reading
-        of earlier results.
+        """Count one more step that was started. `newest` is an array that it returns; call this
+        before earlier results are read.
 
-        Accelerators are then still at work on it, while a CPU has often finished: it is asked,
-        never waited for.
+        Accelerators then still compute it, while a CPU has often finished: that is queried, without
+        waiting.
         """
         self._started, self._newest = self._started + 1, newest
         self._bar.update()
@@ -125,14 +114,12 @@ class Progress:
             }
         if not self._bar.disable:
             self._bar.set_postfix(shown)  # the bar itself says how long it will take
-        elif self._speaks:
+        else:
             if speed:
                 left = (self._steps - step) * self._tokens_per_step / speed["tokens_per_second"]
                 shown["left"] = tqdm.format_interval(left)
-            log(
-                f"step {step}/{self._steps}  "
-                + "  ".join(f"{label} {value}" for label, value in shown.items())
-            )
+            numbers = "  ".join(f"{label} {value}" for label, value in shown.items())
+            logger.info("step %d/%d  %s", step, self._steps, numbers)
         self.restart_clock()
         return speed
 
@@ -148,7 +135,7 @@ class Progress:
         return {
             "tokens_per_second": tokens_per_second,
             "useful_tokens_per_second": tokens_per_second * useful_share,
-            "mfu": tokens_per_second * self._flops_per_token / self._ceiling.flops,
+            "mfu": tokens_per_second * self._flops_per_token / self._peak.flops,
             "seconds": seconds,
         }
 

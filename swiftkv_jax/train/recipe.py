@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .. import demo
 from ..errors import UsageError
 from ..mesh import MeshShape
 from ..pallas_kernels import Implementation
 from ..transformer import Remat
+from .data.packing import LossMask
 from .data.sources import STDLIB
-from .distill import AUTHORS, Objective
+from .distill import AUTHORS, LossAverage, Objective
 from .divergence import Divergence
 from .profiling import parse_steps
 
 Schedule = Literal["linear", "cosine", "constant"]
-"""Of the learning rate after its warm-up."""
+"""Course of the learning rate after its warm-up."""
 Resume = Literal["auto", "must", "never"] | int
 """auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to
 start over one; a number: continue from exactly that step."""
@@ -27,17 +28,21 @@ start over one; a number: continue from exactly that step."""
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining
-    `projects/swiftkv/configs`)."""
+    `projects/swiftkv/configs`), but for `loss_average` and `loss_mask`: see `AUTHORS_RECIPE`.
+
+    Raises `UsageError` for values that no run can have.
+    """
 
     model: str
     data: tuple[str, ...]
-    """PATH or PATH:WEIGHT each."""
+    """Training data, PATH or PATH:WEIGHT each."""
     output_dir: Path
     mesh: MeshShape = MeshShape()
     num_key_value_layers: int | None = None
-    """None is that of the model's own delta, or half the layers."""
+    """K, the layers that keep their own keys and values. None is that of the model's own delta, or
+    half the layers."""
     key_value_group_size: int | None = None
-    """None is that of the model's own delta, or 1."""
+    """Upper layers that share one key/value cache. None is that of the model's own delta, or 1."""
     eval_data: str | None = None
     max_length: int = 8192
     """Tokens in a packed row."""
@@ -46,7 +51,7 @@ class Recipe:
     gradient_accumulation_steps: int = 1
     """Micro-batches that an optimiser step is divided into."""
     max_steps: int | None = None
-    """None is `num_train_epochs`."""
+    """Optimiser steps. None is `num_train_epochs`."""
     num_train_epochs: int = 1
     """Passes over the data."""
     learning_rate: float = 2e-4
@@ -58,14 +63,19 @@ class Recipe:
     kl_top_k: int | None = None
     hidden_loss_weight: float = AUTHORS.hidden_weight
     hidden_loss_layer: int = AUTHORS.hidden_layer
+    loss_average: LossAverage = "targets"
+    """Number that the summed KL divergence of a step is divided by."""
+    loss_mask: LossMask = "shifted"
+    """Positions whose predictions count in the KL divergence."""
     dtype: str | None = None
-    """Of the frozen weights and the arithmetic; the delta and its moments are always float32."""
+    """Dtype of the frozen weights and the arithmetic; the delta and its moments are always
+    float32."""
     remat: Remat = "mlp"
     attention: Implementation | None = None
-    """None chooses for the device."""
+    """Implementation of attention; None chooses for the device."""
     shard_sequence: bool = False
-    """Split what the forward pass keeps along the sequence, over the `model` devices: for long
-    rows."""
+    """Whether what the forward pass keeps is split along the sequence, over the `model` devices:
+    for long rows."""
     seed: int = 0
     save_steps: int = 200
     save_total_limit: int = 3
@@ -73,14 +83,14 @@ class Recipe:
     report_to: tuple[str, ...] = ("jsonl",)
     profile_steps: str | None = None
     eval_steps: int | None = None
-    """None evaluates before the first step and after the last."""
+    """Steps between evaluations. None evaluates before the first step and after the last."""
     eval_batches: int = 16
     early_stopping_patience: int | None = None
     """Evaluations in a row without a lower held-out loss after which the run ends."""
     load_best_model_at_end: bool = False
-    """Export the state of the lowest held-out loss instead of the last."""
+    """Whether the state of the lowest held-out loss is exported instead of the last."""
     max_unreadable_share: float = 0.01
-    """Of a source's rows; more of them stop the run."""
+    """Share of a source's rows above which unreadable ones stop the run."""
     resume: Resume = "auto"
 
     def __post_init__(self):
@@ -92,45 +102,51 @@ class Recipe:
         for name in f"{at_least_one} num_key_value_layers key_value_group_size".split():
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{_flag(name)} {value}: must be at least 1")
+                raise UsageError(f"`{name}`={value}: must be at least 1")
         for name in ("learning_rate", "temperature", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"{_flag(name)} {getattr(self, name)}: must be above 0 and finite")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise UsageError(f"`{name}`={value}: must be above 0 and finite")
         if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
+            raise UsageError(f"`seed`={self.seed}: must be from 0 to {2**32 - 1}")
         for name in ("warmup_ratio", "max_unreadable_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{_flag(name)} {getattr(self, name)}: must be from 0 to below 1")
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise UsageError(f"`{name}`={value}: must be from 0 to below 1")
         if not self.hidden_loss_weight >= 0:
-            raise UsageError(f"--hidden-loss-weight {self.hidden_loss_weight}: must be at least 0")
+            raise UsageError(f"`hidden_loss_weight`={self.hidden_loss_weight}: must be at least 0")
+        self._check_batch()
+        self._check_evaluation()
+        if self.profile_steps is not None:
+            parse_steps(self.profile_steps)
+
+    def _check_batch(self) -> None:
         if self.batch_size % self.gradient_accumulation_steps:
             raise UsageError(
-                f"--batch-size {self.batch_size} must be a multiple of "
-                f"--gradient-accumulation-steps"
+                f"`batch_size`={self.batch_size} must be a multiple of "
+                f"`gradient_accumulation_steps`={self.gradient_accumulation_steps}"
             )
         if self.micro_batch_size % self.mesh.rows:
             raise UsageError(
-                f"--batch-size {self.batch_size} in {self.gradient_accumulation_steps} "
-                f"micro-batches must be a multiple of the "
-                f"{self.mesh.rows} data devices of --mesh"
+                f"`batch_size`={self.batch_size} in {self.gradient_accumulation_steps} "
+                f"micro-batches must be a multiple of the {self.mesh.rows} data devices of `mesh`"
             )
-        if self.profile_steps is not None:
-            parse_steps(self.profile_steps)
         if self.shard_sequence and self.max_length % self.mesh.model:
             raise UsageError(
-                f"--shard-sequence: --max-length {self.max_length} must be a multiple of the "
+                f"`shard_sequence`: `max_length`={self.max_length} must be a multiple of the "
                 f"{self.mesh.model} model devices"
             )
-        if self.eval_data is None and (
-            self.eval_steps or self.early_stopping_patience or self.load_best_model_at_end
-        ):
+
+    def _check_evaluation(self) -> None:
+        uses_best = self.early_stopping_patience or self.load_best_model_at_end
+        if self.eval_data is None and (self.eval_steps or uses_best):
             raise UsageError(
-                "--eval-steps, --early-stopping-patience and --load-best-model-at-end need "
-                "--eval-data"
+                "`eval_steps`, `early_stopping_patience` and `load_best_model_at_end` need "
+                "`eval_data`"
             )
-        if (self.early_stopping_patience or self.load_best_model_at_end) and not self.eval_steps:
+        if uses_best and not self.eval_steps:
             raise UsageError(
-                "--early-stopping-patience and --load-best-model-at-end need --eval-steps"
+                "`early_stopping_patience` and `load_best_model_at_end` need `eval_steps`"
             )
 
     @property
@@ -146,6 +162,7 @@ class Recipe:
             self.kl_top_k,
             self.hidden_loss_weight,
             self.hidden_loss_layer,
+            self.loss_average,
         )
 
 
@@ -163,6 +180,10 @@ DEMO = Recipe(
 """What runs when no model is named: the demo teacher on the standard library, a few minutes on two
 CPU cores."""
 
+AUTHORS_RECIPE: dict[str, Any] = {"loss_average": "positions", "loss_mask": "unshifted"}
+"""Settings by which the defaults differ from the authors' trainer on data with masked prompts: it
+divides the KL divergence by all positions, and counts the prediction at position n if token n, not
+token n + 1, is a target. (It also trains on the padding of a row, which is left out here.)"""
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+RECIPES = {"authors": AUTHORS_RECIPE}
+"""Settings that go together, by name."""

@@ -1,5 +1,4 @@
-"""`python -m swiftkv_jax.train report RUN`: one page with the curves of a run, at any time while it
-goes on or after.
+"""`python -m swiftkv_jax.train report RUN`: one page with the curves of a run, during it or after.
 
 `report.html` needs nothing beside itself: the picture is inside. It is made from `metrics.jsonl`
 and `recipe.json` alone.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
+import logging
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,18 +16,24 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..checkpoints.auxiliary import read_json
 from ..checkpoints.training_run import RECIPE
-from ..cli.exit import OK, log, run
-from ..errors import UsageError
+from ..cli.exit import OK, run
+from ..errors import CheckpointError, UsageError
+from ..io.files import write_whole
 from ..io.plotting import matplotlib_missing
 from .metrics import METRICS, read_metrics
 from .plots import draw_run
 
+logger = logging.getLogger(__name__)
+
 REPORT = "report.html"
 
-_SETTINGS = """model data eval_data mesh num_key_value_layers key_value_group_size max_length batch_size
-gradient_accumulation_steps max_steps learning_rate lr_schedule warmup_ratio temperature kl kl_top_k hidden_loss_weight
-hidden_loss_layer dtype remat seed mfu_of jax""".split()
+_SETTINGS = """
+model data eval_data mesh num_key_value_layers key_value_group_size max_length batch_size
+gradient_accumulation_steps max_steps learning_rate lr_schedule warmup_ratio temperature kl kl_top_k
+hidden_loss_weight hidden_loss_layer loss_average loss_mask dtype remat seed mfu_of jax
+""".split()
 
 _OUTCOMES = {  # name in the metrics -> (label, format)
     "eval_teacher_perplexity": ("perplexity, teacher", "{:.4g}"),
@@ -44,12 +49,14 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px;
+  margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 1.4rem; margin-bottom: 0; }}
 h2 {{ font-size: 1.1rem; margin: 2rem 0 .5rem; }}
 p {{ margin: .3rem 0; color: #555; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: left; padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #e6e6e6; overflow-wrap: anywhere; }}
+th, td {{ text-align: left; padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #e6e6e6;
+  overflow-wrap: anywhere; }}
 th {{ font-weight: 600; }}
 svg {{ width: 100%; height: auto; }}
 </style>
@@ -81,31 +88,35 @@ def main(argv: list[str] | None = None) -> int:
         write_report(folder)
         return OK
 
-    return run(command)
+    return run(command, parser=parser)
 
 
 def write_report(folder: Path) -> None:
-    """Write `folder/report.html`; where matplotlib is missing, say how to get it instead.
+    """Write `folder/report.html`; where matplotlib is missing, log how to get it instead.
 
-    Raises `UsageError` if the folder holds no run, or one that has not logged a step.
+    Raises `UsageError` if the folder holds no run, or one that has not logged a step, and
+    `CheckpointError` if its `recipe.json` is damaged.
     """
     for name in (RECIPE, METRICS):
         if not (folder / name).is_file():
-            raise UsageError(f"{folder}: no {name} in it; name the --output-dir of a run")
+            raise UsageError(f"{folder}: no {name} in it; name the output folder of a run")
     if missing := matplotlib_missing():
-        log(f"no {REPORT}: {missing}")
+        logger.info("no %s: %s", REPORT, missing)
         return
-    recipe, rows = json.loads((folder / RECIPE).read_text()), read_metrics(folder / METRICS)
+    recipe, rows = read_json(folder / RECIPE), read_metrics(folder / METRICS)
     if not rows:
         raise UsageError(f"{folder / METRICS}: nothing is logged yet")
-    partial = folder / f".{REPORT}.partial"
-    partial.write_text(render(folder.resolve().name, recipe, rows), encoding="utf-8")
-    partial.replace(folder / REPORT)
-    log(f"report: {folder / REPORT}")
+    if not (isinstance(recipe.get("config"), dict) and isinstance(recipe.get("max_steps"), int)):
+        raise CheckpointError(
+            f"{folder / RECIPE}: not written by a training run: it has no config and max_steps"
+        )
+    page = render(folder.resolve().name, recipe, rows)
+    write_whole(folder / REPORT, page.encode())
+    logger.info("report: %s", folder / REPORT)
 
 
 def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """The page."""
+    """The page, as HTML."""
     evaluations = [row for row in rows if "eval_student_perplexity" in row]
     resolved = recipe | recipe["config"]  # the cut that was taken where the recipe left it open
     settings = [(key, _text(resolved[key])) for key in _SETTINGS if resolved.get(key) is not None]
@@ -119,7 +130,7 @@ def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
 
 
 def summary(recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """How far the run is and how fast it went."""
+    """Step, time and speed of the run, in one line."""
     timed = [row for row in rows if "seconds" in row]
     parts = [f"step {rows[-1]['step']:,} of {recipe['max_steps']:,}"]
     if timed:

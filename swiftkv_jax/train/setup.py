@@ -1,8 +1,12 @@
-"""What a run needs before its first step: the model cut in two, the data, and a record of both."""
+"""Before the first step of a run: the model at its cut, the data, and the record of both."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,65 +15,58 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..checkpoints import load, open_any
-from ..checkpoints.auxiliary import load_tokenizer, write_json
+from ..checkpoints.auxiliary import load_tokenizer
 from ..checkpoints.digest import digest_all
 from ..checkpoints.training_run import RECIPE
-from ..cli.exit import log
 from ..config import Config
-from ..errors import CheckpointError, ConfigError, UsageError
+from ..cut import choose_cut
+from ..errors import CheckpointError, OutOfMemoryError, UsageError
+from ..hardware import GIB
+from ..io.files import write_json
 from ..model import Model
-from ..params import init_swiftkv
+from ..params import init_swiftkv, llama_shapes
 from ..quantization import refuse_quantized
 from ..sharding import swiftkv_shardings
-from .data.loader import RowMixture
+from .data.loader import DatasetMixture
 from .data.prepare import prepare
 from .data.sources import STDLIB, parse_source
 from .recipe import Recipe
 
+logger = logging.getLogger(__name__)
+
 DATA = "data"
-"""Prepared data, in the output folder."""
+"""Folder of the prepared data, in the output folder."""
 
 
-def choose_cut(recipe: Recipe, found: Config) -> Config:
-    """The architecture at the cut that the recipe asks for; its own cut, or half the layers, where
-    it asks for none.
+def cut_model(recipe: Recipe, found: Config) -> Config:
+    """The architecture at the cut of the recipe, see `cut.choose_cut`.
 
     Raises `UsageError` for settings that do not fit the model.
     """
-    has_delta = found.num_upper_layers > 0
-    layers = recipe.num_key_value_layers or (
-        found.num_key_value_layers if has_delta else max(1, found.num_layers // 2)
-    )
-    same_layers = has_delta and layers == found.num_key_value_layers
-    group = recipe.key_value_group_size or (found.key_value_group_size if same_layers else 1)
-    try:
-        config = found.cut(layers, group)
-    except ConfigError as error:
-        raise UsageError(
-            f"--num-key-value-layers {layers} with --key-value-group-size {group}: {error}"
-        ) from None
+    config = choose_cut(found, recipe.num_key_value_layers, recipe.key_value_group_size)
     if recipe.max_length > config.max_position_embeddings:
         raise UsageError(
-            f"--max-length {recipe.max_length}: this model has {config.max_position_embeddings} "
+            f"`max_length`={recipe.max_length}: this model has {config.max_position_embeddings} "
             f"positions"
         )
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
-        raise UsageError(f"--hidden-loss-layer {recipe.hidden_loss_layer}: must be {limits}")
+        raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")
     if recipe.kl_top_k is not None and recipe.kl_top_k > config.vocab_size:
-        raise UsageError(f"--kl-top-k {recipe.kl_top_k}: this model has {config.vocab_size} tokens")
+        raise UsageError(f"`kl_top_k`={recipe.kl_top_k}: this model has {config.vocab_size} tokens")
     if config.num_upper_layers == 0:
         raise UsageError(
-            f"--num-key-value-layers {layers}: this model has {config.num_layers} layers, so "
-            f"nothing is left to distil"
+            f"`num_key_value_layers`={config.num_layers}: this model has {config.num_layers} "
+            f"layers, so nothing is left to distil"
         )
     return config
 
 
 def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
     """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut,
-    else a fresh one."""
-    model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
+    else a fresh one. Raises `OutOfMemoryError` if the host's memory does not suffice."""
+    with _host_memory_for(recipe, config):
+        model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
     refuse_quantized(model.llama, f"{recipe.model}: training")
     if model.swiftkv is None:
         init = jax.jit(
@@ -79,36 +76,52 @@ def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
     return model
 
 
+@contextlib.contextmanager
+def _host_memory_for(recipe: Recipe, config: Config) -> Iterator[None]:
+    """Turn a `MemoryError` into `OutOfMemoryError`, which says what was needed."""
+    try:
+        yield
+    except MemoryError:
+        dtype = jnp.dtype(recipe.dtype or jnp.bfloat16)
+        size = dtype.itemsize * sum(
+            math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config))
+        )
+        raise OutOfMemoryError(
+            f"{recipe.model}: not enough host memory for its {size / GIB:.1f} GiB of weights in "
+            f"{dtype}"
+        ) from None
+
+
 def open_tokenizer(recipe: Recipe) -> Any:
     """The model's tokenizer, without its weights. Raises `UsageError` if it has none."""
     tokenizer = load_tokenizer(Path(recipe.model), open_any(recipe.model).auxiliary_files)
     if tokenizer is None:
-        raise UsageError(f"--model {recipe.model}: it has no tokenizer, so text cannot be read")
+        raise UsageError(f"`model`={recipe.model}: it has no tokenizer, so text cannot be read")
     return tokenizer
 
 
-def load_data(recipe: Recipe, tokenizer: Any) -> tuple[RowMixture, RowMixture | None]:
-    """Training rows, and held-out rows if there are any; made once, then kept in the output
-    folder."""
+def load_data(recipe: Recipe, tokenizer: Any) -> tuple[DatasetMixture, DatasetMixture | None]:
+    """Training data, and held-out data if there is any; prepared once, then kept in the output
+    folder. Raises `DataError` and `UsageError`."""
     training = _mixture(recipe.data, recipe, tokenizer, held_out=False)
     if recipe.eval_data is None:
         return training, None
     held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
-    if held_out.stores[0].manifest.fingerprint in {
-        store.manifest.fingerprint for store in training.stores
+    if held_out.datasets[0].manifest.fingerprint in {
+        dataset.manifest.fingerprint for dataset in training.datasets
     }:
-        say(
-            f"warning: --eval-data {recipe.eval_data} is training data too: its numbers say "
-            f"nothing about other text"
+        logger.warning(
+            "`eval_data`=%s is training data too: its numbers say nothing about other text",
+            recipe.eval_data,
         )
     return training, held_out
 
 
 def _mixture(
     texts: tuple[str, ...], recipe: Recipe, tokenizer: Any, *, held_out: bool
-) -> RowMixture:
+) -> DatasetMixture:
     sources = [parse_source(text) for text in texts]
-    stores = [
+    datasets = [
         prepare(
             source,
             tokenizer,
@@ -119,32 +132,43 @@ def _mixture(
         )
         for source in sources
     ]
-    return RowMixture(tuple(stores), tuple(source.weight for source in sources))
+    return DatasetMixture(tuple(datasets), tuple(source.weight for source in sources))
 
 
-def fingerprint(recipe: Recipe, model: Model, rows: RowMixture, steps: int) -> dict[str, Any]:
+def fingerprint(recipe: Recipe, model: Model, data: DatasetMixture, steps: int) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that
     steer the updates.
 
     Not the mesh, the micro-batches or what is recomputed: they change nothing but rounding.
+    Settings that earlier checkpoints do not have are in it only where they differ from the default.
     """
     settings = (
         "batch_size max_length learning_rate lr_schedule warmup_ratio max_grad_norm "
         "temperature kl kl_top_k "
     )
     settings += "hidden_loss_weight hidden_loss_layer seed"
-    return {name: getattr(recipe, name) for name in settings.split()} | {
-        "steps": steps,
-        "dtype": str(model.dtype),
-        "num_key_value_layers": model.config.num_key_value_layers,
-        "key_value_group_size": model.config.key_value_group_size,
-        "base_model": digest_all(jax.tree.leaves(model.llama)),
-        "first_delta": digest_all(jax.tree.leaves(model.swiftkv)),
-        "data": rows.fingerprint,
+    later = {
+        name: getattr(recipe, name)
+        for name in ("loss_average", "loss_mask")
+        if getattr(recipe, name) != getattr(Recipe, name)
     }
+    return (
+        {name: getattr(recipe, name) for name in settings.split()}
+        | {
+            "steps": steps,
+            "dtype": str(model.dtype),
+            "num_key_value_layers": model.config.num_key_value_layers,
+            "key_value_group_size": model.config.key_value_group_size,
+            "base_model": digest_all(jax.tree.leaves(model.llama)),
+            "first_delta": digest_all(jax.tree.leaves(model.swiftkv)),
+            "data": data.fingerprint,
+        }
+        | later
+    )
 
 
-def describe(recipe: Recipe, model: Model, mesh: Mesh) -> str:
+def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
+    """Two lines: the model and its cut, and the devices."""
     config = model.config
     frozen, trained = (
         sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (model.llama, model.swiftkv)
@@ -167,7 +191,7 @@ def describe(recipe: Recipe, model: Model, mesh: Mesh) -> str:
 
 
 def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> None:
-    """The resolved recipe beside the run, for whoever finds it later, and for `convert`."""
+    """Write the resolved recipe into the output folder, for people, `report` and `convert`."""
     settings = dataclasses.asdict(recipe) | {
         "output_dir": str(recipe.output_dir),
         "model": str(Path(recipe.model).absolute()),
@@ -181,7 +205,7 @@ def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> N
 
 
 def source_dtype(model: Model) -> jnp.dtype:
-    """The dtype the checkpoint came in: what the run read widened is written as it was. Raises
+    """The dtype of the checkpoint's files, in which the trained model is exported. Raises
     `CheckpointError`."""
     hf = model.auxiliary_files.hf_config
     name = hf.get("torch_dtype") or hf.get("dtype") or model.dtype
@@ -191,9 +215,3 @@ def source_dtype(model: Model) -> jnp.dtype:
             f"float16"
         )
     return jnp.dtype(name)
-
-
-def say(message: str) -> None:
-    """`cli.log`, once for all processes."""
-    if jax.process_index() == 0:
-        log(message)

@@ -1,8 +1,9 @@
-"""Stopping a run from outside: SIGINT and SIGTERM end it after the current step, on every process
+"""Stopping a run from outside: SIGINT and SIGTERM end it after the current step, in every process
 after the same one."""
 
 from __future__ import annotations
 
+import logging
 import signal
 from typing import Any
 
@@ -12,38 +13,38 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..cli.exit import log
+logger = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Notes SIGINT and SIGTERM instead of dying from them; a second one acts as usual."""
+    """Records SIGINT and SIGTERM while it is entered; a second signal acts as it did before."""
 
     received: int = 0
-    """The signal this process got, 0 for none."""
+    """Number of the signal that this process has received, 0 for none."""
 
     def __enter__(self) -> StopSignals:
         self._previous = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, self._record)
+            for number in (signal.SIGINT, signal.SIGTERM)
         }
-        self._asked: jax.Array | None = None
+        self._pending: jax.Array | None = None
         return self
 
     def agreed(self) -> int:
-        """A signal that any process got, 0 for none: the same answer on all of them. Call it once a
-        step.
+        """Number of a signal that any process has received, 0 for none: the same in all of them.
+        All of them call this once a step.
 
-        With several processes it is what they had got one step ago, so that nobody waits for the
-        answer.
+        With several processes it is the answer of one step ago, which has arrived by now.
         """
         if jax.process_count() == 1:
             return self.received
-        asked, self._asked = self._asked, _largest(self.received)
-        return 0 if asked is None else int(asked)
+        before, self._pending = self._pending, _largest(self.received)
+        return 0 if before is None else int(before)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         self.received = number
-        log("finishing and saving the current step; once more to stop at once")
         self._restore()
+        logger.info("finishing and saving the current step; once more to stop at once")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -54,14 +55,13 @@ class StopSignals:
 
 
 def _largest(number: int) -> jax.Array:
-    """The largest of the numbers that the processes bring, on all of them; computed while the
-    devices go on."""
+    """The largest of the processes' numbers, in all of them. Does not wait for the devices."""
     first_devices = [
         next(d for d in jax.devices() if d.process_index == process)
         for process in range(jax.process_count())
     ]
     one_each = Mesh(np.array(first_devices), ("process",), axis_types=(AxisType.Auto,))
-    brought = jax.make_array_from_process_local_data(
+    numbers = jax.make_array_from_process_local_data(
         NamedSharding(one_each, P("process")), np.array([number], np.int32)
     )
-    return jax.jit(jnp.max, out_shardings=NamedSharding(one_each, P()))(brought)
+    return jax.jit(jnp.max, out_shardings=NamedSharding(one_each, P()))(numbers)

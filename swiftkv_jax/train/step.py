@@ -88,7 +88,12 @@ def init_state(
 
 
 def make_train_step(
-    config: Config, recipe: Recipe, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: Config,
+    recipe: Recipe,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    chunk: int | None = None,
 ):
     """Compile-on-first-use `(state, llama, micro_batches) -> (state, metrics)`. The state is
     donated, the frozen weights are not.
@@ -99,17 +104,23 @@ def make_train_step(
     objective = recipe.objective
     attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
     sums_of = functools.partial(
-        distill_sums, config, objective=objective, remat=recipe.remat, attention=attention
+        distill_sums,
+        config,
+        objective=objective,
+        remat=recipe.remat,
+        attention=attention,
+        chunk=chunk,
     )
 
     def train_step(state: TrainState, llama: Llama, micro_batches: Batch):
         delta: Any = state.delta
-        targets = jnp.maximum(micro_batches.loss_mask.sum(), 1)
         tokens = jnp.maximum((micro_batches.segment_ids > 0).sum(), 1)
+        targets = jnp.maximum(micro_batches.loss_mask.sum(), 1)
+        predictions = targets if objective.average == "targets" else tokens
 
         def loss(delta, batch):
             sums = sums_of(delta, llama, batch)
-            return sums.kl / targets + objective.hidden_weight * sums.hidden / tokens, sums
+            return sums.kl / predictions + objective.hidden_weight * sums.hidden / tokens, sums
 
         gradient_and_sums = jax.grad(loss, has_aux=True)
 
@@ -123,7 +134,7 @@ def make_train_step(
             shapes = jax.eval_shape(gradient_and_sums, delta, first)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             (gradient, sums), _ = jax.lax.scan(add_micro_batch, zeros, micro_batches)
-        metrics = sums.means()
+        metrics = sums.means(objective.average)
         metrics["loss"] = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
         metrics["grad_norm"] = optax.tree.norm(gradient)
         metrics["tokens"] = sums.tokens

@@ -1,5 +1,4 @@
-"""What every SwiftKV cut of a model would cost in quality before distillation, in three compiled
-programs.
+"""The quality of every SwiftKV cut of a model before distillation, in three compiled programs.
 
 The weights are one stack of all layers. The teacher runs once per batch and keeps the hidden state
 that enters each layer. From those states the student of any cut starts: where its upper layers
@@ -31,8 +30,8 @@ from .distill import linear_kl
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """One choice of K and g, with the delta as `params.init_swiftkv` makes it. Means are per
+class CutResult:
+    """Measurements of one cut, with the delta as `params.init_swiftkv` makes it. Means are per
     predicted token."""
 
     num_key_value_layers: int
@@ -43,23 +42,23 @@ class Cut:
     """Share of positions where teacher and student rank the same token first."""
     student_perplexity: float
     prefill_flops_share: float
-    """Of the teacher's."""
+    """FLOPs of a prefill as a share of the teacher's."""
     kv_bytes_per_token: int
     kv_bytes_share: float
-    """Of the teacher's."""
+    """Bytes of the KV cache as a share of the teacher's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """All that was measured on one text."""
+    """Measurements on one text."""
 
     tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
     teacher_perplexity: float
     similarity: list[list[float]]
     """[L+1][L+1]: mean cosine between the hidden states that enter layers i and j; L is the output
     of the last layer."""
-    cuts: list[Cut]
+    cuts: list[CutResult]
 
 
 def possible_cuts(
@@ -82,7 +81,7 @@ def analyze_cuts(
     """Run teacher and students over `batches`, of one shape. `llama` has all its layers in the
     lower stack.
 
-    `prompt_length` tokens are what the prefill shares are counted for.
+    `prompt_length` is the number of tokens of the prefill whose FLOPs are counted.
     """
     cosines, real = np.zeros((config.num_layers + 1,) * 2), 0.0
     sums, targets = np.zeros((len(cuts), 4)), 0.0
@@ -110,11 +109,11 @@ def analyze_cuts(
     )
 
 
-def _cut(config: Config, k: int, g: int, means, prompt_length: int, dtype) -> Cut:
+def _cut(config: Config, k: int, g: int, means, prompt_length: int, dtype) -> CutResult:
     kl, agreement, _, student_nll = map(float, means)
     cut = config.cut(k, g)
     kv_bytes = bytes_per_token(cut, dtype)
-    return Cut(
+    return CutResult(
         num_key_value_layers=k,
         key_value_group_size=g,
         kl=max(kl, 0.0),  # K = L-1 changes nothing: rounding may then fall below 0
@@ -185,7 +184,7 @@ def cut_sums(
     """`linear_kl` at temperature 1 between the teacher, which is `last`, and the student of one
     cut."""
     mesh, rope = attention.mesh, rope_table(config, batch.positions)
-    boundary = layer_of(inputs, first_upper)
+    first_x = layer_of(inputs, first_upper)
     norm = layer_of(llama.lower.attn_norm, first_upper)
 
     def run_group(group, x):
@@ -193,7 +192,7 @@ def cut_sums(
         delta = all_gather_fsdp(
             mesh, group_delta(norm, llama.lower_qkv, start, group_size), layer=False
         )
-        k, v = (heads[0] for heads in project_kv(config, delta, boundary, rope))
+        k, v = (heads[0] for heads in project_kv(config, delta, first_x, rope))
 
         def run_layer(index, x):
             block, qkv = (
@@ -208,7 +207,7 @@ def cut_sums(
         return jax.lax.fori_loop(start, start + group_size, run_layer, x)
 
     student_x = jax.lax.fori_loop(
-        0, (config.num_layers - first_upper) // group_size, run_group, boundary
+        0, (config.num_layers - first_upper) // group_size, run_group, first_x
     )
     student_x, teacher_x = (
         rms_norm(x, llama.final_norm, config.norm_eps) for x in (student_x, last)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.infer.runner.shapes import lower_program
+from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import with_kernels

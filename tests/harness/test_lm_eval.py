@@ -16,15 +16,10 @@ from tests.infer import conftest
 from tests.test_eval import ask, ids
 
 tokenizer, checkpoint, greedy = conftest.tokenizer, conftest.checkpoint, conftest.greedy
-engine, told, model, reference = (
-    test_eval.engine,
-    test_eval.told,
-    test_eval.model,
-    test_eval.reference,
-)
+engine, model, reference = test_eval.engine, test_eval.model, test_eval.reference
 
 
-def test_windows_are_the_harness_s():
+def test_windows_are_those_of_the_harness():
     utils = importlib.import_module("lm_eval.utils")
     for length in (1, 4, 5, 9, 10, 40):
         pieces = utils.get_rolling_token_windows(list(range(length)), -1, 4, 1)

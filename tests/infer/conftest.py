@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftkv_jax as skv
 from swiftkv_jax.infer.__main__ import main
-from swiftkv_jax.infer.commands import flags
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.runner.build import build_model_runner
 from tests.tiny import hf_config, model_of, tensors_for
 
 TEXT = """def main(argv):
@@ -93,41 +93,32 @@ def greedy(checkpoint) -> Callable[..., list[int]]:
 
 
 @pytest.fixture(scope="session")
-def devices() -> dict:
-    """What `run` has compiled."""
+def model_runners() -> dict:
+    """The model runners that `run` has made."""
     return {}
 
 
 @pytest.fixture
-def run(devices, monkeypatch) -> Callable[..., int]:
-    """The command in this process. What was compiled for the same options serves again, with a
-    fresh engine."""
+def run(model_runners, monkeypatch) -> Callable[..., int]:
+    """The command in this process. Runs with the same options share what is compiled; each has an
+    engine of its own."""
 
-    def engine_for(model, options, *, swiftkv, mesh, attention, donate, log):
-        key = (
-            options,
-            swiftkv,
-            mesh,
-            attention,
-            model.config,
-            model.eos_token_ids,
-            float(model.llama.embed.sum()),
-        )
-        if key not in devices:
-            devices[key] = ModelRunner(
-                model,
-                options,
-                swiftkv=swiftkv,
-                mesh=mesh,
-                attention=attention,
-                donate=donate,
-                log=log,
+    def from_model(
+        model, options=None, *, swiftkv=None, mesh=None, attention=None, donate=False
+    ) -> Engine:
+        options = options or EngineOptions()
+        embed = float(model.llama.embed.sum())
+        key = options, swiftkv, mesh, attention, model.config, model.eos_token_ids, embed
+        if key not in model_runners:
+            model_runners[key] = build_model_runner(
+                model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, donate=donate
             )
+        runner = model_runners[key]
         return Engine(
-            devices[key], config=devices[key].config, end_ids=model.eos_token_ids, options=options
+            runner, config=runner.config, eos_token_ids=model.eos_token_ids, options=options
         )
 
-    monkeypatch.setattr(flags, "engine_for", engine_for)
+    monkeypatch.setattr(Engine, "from_model", from_model)
     # One program of each kind, and the same ones for most tests.
     small = (
         "--compile-cache none --max-num-batched-tokens 16 --max-model-len 128 --decode-steps "

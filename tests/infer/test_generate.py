@@ -1,11 +1,13 @@
 """`generate`: the tokens are those of the full forward pass and of the authors' model, whatever the
 options."""
 
+import copy
 import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
 from swiftkv_jax.infer.generate import generate
+from swiftkv_jax.infer.text import encode_chat
 from tests import tiny
+from tests.infer.conftest import CHAT_TEMPLATE
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROMPTS = [
@@ -81,12 +85,17 @@ def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
     assert generate(model(), PROMPTS, **SAMPLED, **options) == sampled()
 
 
+def test_tokens_do_not_depend_on_jax_enable_x64():
+    with jax.enable_x64(True):
+        assert generate(model(), PROMPTS, **SAMPLED, logprobs=1, min_p=0.0) == sampled()
+
+
 def test_the_seed_matters():
     other: dict[str, Any] = SAMPLED | {"seed": 5}
     assert generate(model(), PROMPTS, **other) != sampled()
 
 
-def test_a_row_draws_by_its_number():
+def test_a_prompt_draws_by_its_number():
     assert generate(model(), PROMPTS[:1], **SAMPLED)[0] == sampled()[0]
     first, second = generate(model(), [PROMPTS[0]] * 2, **SAMPLED)
     assert first == sampled()[0] != second
@@ -94,7 +103,7 @@ def test_a_row_draws_by_its_number():
 
 def test_prompts_may_be_numpy_arrays():
     arrays = [np.asarray(prompt) for prompt in PROMPTS]
-    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType]
+    assert generate(model(), arrays, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_end_tokens_are_left_out():
@@ -107,7 +116,7 @@ def test_end_tokens_are_left_out():
     assert generate(model(), PROMPTS, max_tokens=9, stop_token_ids=[end]) == expected
 
 
-def test_no_prompts_give_no_rows():
+def test_no_prompts_give_no_answers():
     assert generate(model(), [], max_tokens=3) == []
 
 
@@ -118,7 +127,11 @@ def test_no_prompts_give_no_rows():
         ([[1], [61]], {}, "prompt 1: the prompt: token id 61 is outside the vocabulary of 61"),
         ([[-1]], {}, "prompt 0: the prompt: token id -1 is outside the vocabulary of 61"),
         ([[1.5]], {}, "prompt 0: the prompt must be a list of token ids"),
-        ([7], {}, "prompt 0: the prompt must be a list of token ids, got int"),
+        ([[1], 7], {}, "prompt 1: the prompt must be a list of token ids, got int"),
+        ([[1], "a"], {}, "prompt 1: the prompt must be a list of token ids, got str"),
+        ([61], {}, "^the prompt: token id 61 is outside"),
+        ("a", {}, "the model has no tokenizer: give prompts as token ids"),
+        ([[1]], {"stop": "a"}, "the model has no tokenizer"),
         (
             [[1] * 18],
             {"max_model_len": 20},
@@ -128,14 +141,14 @@ def test_no_prompts_give_no_rows():
             [[1] * 126],
             {},
             "prompt 0: the prompt has 126 tokens, with 4 new ones that is 130, above the limit of "
-            "128: .*--max-model-len",
+            "128: .*`max_model_len`",
         ),
         (
             [[1]],
             {"max_model_len": 129},
-            "--max-model-len 129 must be from 2 to the model's 128 positions",
+            "`max_model_len`=129 must be from 2 to the model's 128 positions",
         ),
-        ([[1]], {"max_num_seqs": 0}, "--max-num-seqs 0"),
+        ([[1]], {"max_num_seqs": 0}, "`max_num_seqs`=0"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"n": 2}, "n=2: this function returns one answer a prompt"),
         ([[1]], {"best_of": 2}, "best_of"),
@@ -161,3 +174,54 @@ def test_a_served_student_needs_no_teacher():
     assert generate(served, PROMPTS, max_tokens=3) == generate(model(), PROMPTS, max_tokens=3)
     with pytest.raises(ValueError, match="dropped"):
         generate(served, PROMPTS, max_tokens=3, swiftkv=False)
+
+
+def test_one_prompt_gives_one_answer():
+    answers = generate(model(), PROMPTS, max_tokens=3)
+    assert generate(model(), PROMPTS[0], max_tokens=3) == answers[0]
+    assert generate(model(), np.asarray(PROMPTS[3]), max_tokens=3) == answers[3]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+# Text -------------------------------------------------------------------------
+
+
+def text_of(tokenizer, token_ids) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_text_gives_a_text(checkpoint, tokenizer, greedy):
+    """The one that the full forward pass gives, whole and up to a stop string."""
+    model, prompts = skv.load(checkpoint), ["def main", "naïve"]
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    tokens = [greedy(prompt, 12) for prompt in ids]
+    assert skv.generate(model, ids, max_tokens=12) == tokens
+    texts = skv.generate(model, prompts, max_tokens=12)
+    assert texts == [
+        text_of(tokenizer, [*prompt, *new])[len(text_of(tokenizer, prompt)) :]
+        for prompt, new in zip(ids, tokens, strict=True)
+    ]
+    assert skv.generate(model, prompts[0], max_tokens=12) == texts[0]
+    stop = texts[0][3:5]
+    assert skv.generate(model, prompts[0], max_tokens=12, stop=stop) == texts[0].partition(stop)[0]
+    stopped = skv.generate(model, ids[0], max_tokens=12, stop=[stop])
+    assert stopped == tokens[0][: len(stopped)] and 0 < len(stopped) < 12
+    with pytest.raises(UsageError, match="prompt 1: the prompt is empty"):
+        skv.generate(model, ["a", ""], max_tokens=1)
+
+
+def test_chat_answers_a_conversation(checkpoint, tokenizer):
+    model = skv.load(checkpoint)
+    messages = [{"role": "user", "content": "print"}]
+    with pytest.raises(UsageError, match="no chat template"):
+        skv.chat(model, messages, max_tokens=4)
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = CHAT_TEMPLATE
+    model = dataclasses.replace(model, tokenizer=chatty)
+    prompt = encode_chat(chatty, messages)
+    text = text_of(tokenizer, skv.generate(model, prompt, max_tokens=12))
+    answer = skv.chat(model, messages, max_tokens=12)
+    assert answer == text
+    assert skv.chat(model, messages, max_tokens=12, stop=text[2:4]) == text.partition(text[2:4])[0]
+    chatty.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(UsageError, match="chat template fails on the messages: ZeroDivisionError"):
+        skv.chat(model, messages, max_tokens=4)

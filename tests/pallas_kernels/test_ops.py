@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
 from swiftkv_jax.pallas_kernels.device import is_hopper
-from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit, obstacle
+from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit, unsupported_reason
 
 B, T, N, K, S, H = 2, 6, 4, 2, 8, 64
 SCALE = jnp.ones((B, K, S))
@@ -243,7 +243,7 @@ def test_none_chooses(device, shape, dtype, chosen):
             q = jax.ShapeDtypeStruct(shape, dtype)
             k = jax.ShapeDtypeStruct((B, K, S, shape[3]), dtype)
             assert (
-                ops._choose(
+                ops.choose_implementation(
                     op,
                     None,
                     q,
@@ -309,11 +309,11 @@ def test_the_limits_of_a_kernel(name):
     """Shapes beyond them go to XLA unless the kernel was asked for by name."""
     implementation, op, q, k, table, message = LIMITS[name]
     with under({"hopper": "H100", "tpu": "v5e"}[implementation]):
-        assert ops._choose(op, None, q, k, page_table=table) == "xla"
+        assert ops.choose_implementation(op, None, q, k, page_table=table) == "xla"
         with pytest.raises(
             NotImplementedError, match=f"implementation='{implementation}'.*{message}"
         ):
-            ops._choose(op, implementation, q, k, page_table=table)
+            ops.choose_implementation(op, implementation, q, k, page_table=table)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
@@ -323,15 +323,15 @@ def test_hopper_takes_pages_of_64(page, head_dim, dtype):
     """Tiles longer than a page are cut, and still cover it."""
     q, k = like(1, 1, 8, head_dim), like(9, 8, page, head_dim, dtype=jnp.dtype(dtype))
     with under("H100"):
-        assert ops._choose("decode", None, q, k, page_table=TABLE) == "hopper"
-        tuning = ops._tuning("hopper", "decode", q, k.dtype)
+        assert ops.choose_implementation("decode", None, q, k, page_table=TABLE) == "hopper"
+        tuning = ops.find_tuning("hopper", "decode", q, k.dtype)
     assert page % fit(tuning, head_dim, 1, k.dtype.itemsize, page).block_kv == 0
 
 
 def test_no_room_for_two_stages_is_named():
     """Not by the complaint of a tuning with one stage."""
     q, k, tuning = like(1, 1, 1, 256), like(1, 1, 4096, 256), Tuning(block_kv=128, stages=2)
-    assert "two stages of block_kv=128" in str(obstacle(q, k, None, tuning))
+    assert "two stages of block_kv=128" in str(unsupported_reason(q, k, None, tuning))
     with pytest.raises(NotImplementedError, match="two stages of block_kv=128 with head_dim=256"):
         fit(tuning, 256, 1, 2)
 

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from swiftkv_jax.pallas_kernels import ops, prefill_attention
-from swiftkv_jax.pallas_kernels.hopper.prefill_tuning import fit as fit_hopper
-from swiftkv_jax.pallas_kernels.tpu.prefill_tuning import Tuning
-from swiftkv_jax.pallas_kernels.tpu.prefill_tuning import fit as fit_tpu
+from swiftkv_jax.pallas_kernels.hopper.prefill import fit as fit_hopper
+from swiftkv_jax.pallas_kernels.tpu.schedule import Tuning
+from swiftkv_jax.pallas_kernels.tpu.schedule import fit as fit_tpu
 from tests.pallas_kernels.interpreted import device_of
 
 B, T, N, K, H = 2, 6, 4, 2, 64
@@ -176,11 +176,11 @@ def test_the_limits_of_a_kernel(name):
     """Shapes beyond them go to XLA unless the kernel was asked for by name."""
     implementation, q, k, table, message = LIMITS[name]
     with under(implementation):
-        assert ops._choose("prefill", None, q, k, page_table=table) == "xla"
+        assert ops.choose_implementation("prefill", None, q, k, page_table=table) == "xla"
         with pytest.raises(
             NotImplementedError, match=f"implementation='{implementation}'.*{message}"
         ):
-            ops._choose("prefill", implementation, q, k, page_table=table)
+            ops.choose_implementation("prefill", implementation, q, k, page_table=table)
 
 
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
@@ -190,8 +190,8 @@ def test_hopper_takes_pages_of_64(page, head_dim):
     ring."""
     q, k, table = like(20, 128, 32, head_dim), like(9, 8, page, head_dim), like(20, 64)
     with under("hopper"):
-        assert ops._choose("prefill", None, q, k, page_table=table, offset=True) == "hopper"
-        tuning = ops._tuning("hopper", "prefill", q, k.dtype)
+        assert ops.choose_implementation("prefill", None, q, k, page_table=table, offset=True) == "hopper"
+        tuning = ops.find_tuning("hopper", "prefill", q, k.dtype)
     fitted = fit_hopper(tuning, page)
     assert page % fitted.block_kv == 0
     assert fitted.stages * fitted.block_kv == tuning.stages * tuning.block_kv

@@ -1,5 +1,5 @@
-"""The analysis of cuts: equal to building each student and running it, in three programs, and what
-the command makes of it."""
+"""The analysis of cuts: equal to building each student and running it, in three programs; and its
+command."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ from swiftkv_jax.params import init_llama
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.train import analyze, sweep
 from swiftkv_jax.train.distill import Objective, distill_sums
-from swiftkv_jax.train.sweep import Analysis, Cut, analyze_cuts, possible_cuts
+from swiftkv_jax.train.sweep import Analysis, CutResult, analyze_cuts, possible_cuts
 from swiftkv_jax.transformer import Batch, run_lower_layers, teacher
 
 CONFIG = Config(
@@ -153,15 +153,15 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
         and result["data"] == [str(text)]
         and np.shape(result["similarity"]) == (9, 9)
     )
-    assert [Cut(**cut).num_key_value_layers for cut in result["cuts"]] == [4, 4, 6, 6]
+    assert [CutResult(**cut).num_key_value_layers for cut in result["cuts"]] == [4, 4, 6, 6]
     assert (tmp_path / "out" / "analysis.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys, analysis):
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log, analysis):
     monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
     analyze.write(tmp_path, analysis, {})
     assert [file.name for file in tmp_path.iterdir()] == ["analysis.json"]
-    assert "no analysis.png: pip install it" in capsys.readouterr().err
+    assert "no analysis.png: pip install it" in log.messages
 
 
 def test_cuts_in_percent():

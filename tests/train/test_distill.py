@@ -53,7 +53,7 @@ def test_hidden_layers_are_counted_as_hugging_face_does():
         for i in (0, 3, 4, 5, 6, -2, -1)
     }
     assert hidden[-2] == hidden[5] and hidden[-1] == hidden[6]
-    assert hidden[0] == hidden[3] == 0, "up to the boundary both models are one"
+    assert hidden[0] == hidden[3] == 0, "up to layer K both models are one"
     assert 0 < hidden[4] < hidden[5]
     for wrong in (7, -8):
         with pytest.raises(ValueError, match="hidden_layer=.* must be from -7 to 6"):
@@ -91,9 +91,7 @@ def test_recomputation_changes_nothing(remat):
 
     def gradient(remat):
         return jax.grad(
-            lambda delta: distill.distill_loss(
-                model.config, delta, model.llama, batch, remat=remat
-            )[0]
+            lambda delta: distill.mean_loss(model.config, delta, model.llama, batch, remat=remat)[0]
         )(model.swiftkv)
 
     jax.tree.map(
@@ -101,6 +99,39 @@ def test_recomputation_changes_nothing(remat):
         gradient("none"),
         gradient(remat),
     )
+
+
+def test_an_average_over_positions_is_the_public_loss():
+    """On a masked prompt: `swiftkv_jax.distill_loss` divides the KL by all positions, training by
+    the targets unless told otherwise."""
+    model, tokens = make_model(noise=0.1), make_tokens()
+    mask = (jnp.arange(13) >= 8).astype(jnp.float32) * jnp.ones((2, 1))
+    batch = unpacked_batch(tokens, mask)
+    loss, parts = distill_loss(model, tokens, mask)
+
+    def trained(average):
+        objective = distill.Objective(average=average)
+        return distill.mean_loss(
+            model.config, model.swiftkv, model.llama, batch, objective=objective
+        )
+
+    by_positions, positions = trained("positions")
+    _, targets = trained("targets")
+    np.testing.assert_allclose(by_positions, loss, rtol=1e-6)
+    np.testing.assert_allclose(positions["logits_loss"], parts["logits_loss"], rtol=1e-6)
+    np.testing.assert_allclose(targets["logits_loss"], parts["logits_loss"] * 13 / 5, rtol=1e-6)
+    np.testing.assert_allclose(targets["hidden_loss"], parts["hidden_loss"], rtol=1e-6)
+    np.testing.assert_array_equal(targets["agreement"], positions["agreement"])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 64])
+def test_chunks_change_nothing(chunk):
+    model, batch = make_model(noise=0.1), unpacked_batch(make_tokens())
+
+    def sums(chunk):
+        return distill.distill_sums(model.config, model.swiftkv, model.llama, batch, chunk=chunk)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums(chunk), sums(None))
 
 
 def test_packed_documents_weigh_as_they_would_alone():

@@ -1,5 +1,5 @@
-"""What a run records and shows: cut back on resume in every sink, speeds that add up, traces of
-whole steps."""
+"""The metrics of a run: cut back on resume in every sink, speeds that add up, traces of whole
+steps."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train import progress
 from swiftkv_jax.train.metrics import MetricsLog, parse_report_to, read_metrics
 from swiftkv_jax.train.profiling import ProfileWindow
-from swiftkv_jax.train.progress import Ceiling, Progress, flops_ceiling
+from swiftkv_jax.train.progress import PeakFlops, Progress, peak_flops
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def test_a_line_still_being_written_is_not_read(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
-def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
+def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with metrics_log(tmp_path, 0, "tensorboard") as log:
         write_steps(log, 1, 2, attempt=1)
@@ -91,7 +91,6 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     bar.advance(jnp.zeros(()))
     assert bar.report(1, {"loss": 1.0}, useful_share=1.0)["tokens_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().err == ""
 
 
 # Other sinks ------------------------------------------------------------------
@@ -102,7 +101,7 @@ def test_names_to_report_to():
     assert parse_report_to("tensorboard, jsonl,tensorboard") == ("jsonl", "tensorboard")
     with pytest.raises(
         UsageError,
-        match="--report-to 'jsonl,board': 'board' is unknown; choose from jsonl, tensorboard, "
+        match="`report_to`='jsonl,board': 'board' is unknown; choose from jsonl, tensorboard, "
         "wandb",
     ):
         parse_report_to("jsonl,board")
@@ -115,7 +114,7 @@ def test_names_to_report_to():
 def test_a_missing_package_is_named_at_once(name, module, command, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        UsageError, match=f"--report-to {name} needs {module}: pip install {command}"
+        UsageError, match=f"`report_to`={name} needs {module}: pip install {command}"
     ):
         parse_report_to(name)
 
@@ -195,11 +194,11 @@ def test_wandb_continues_one_run(tmp_path, monkeypatch):
 
 def make_progress() -> Progress:
     return Progress(
-        first_step=0, steps=10, tokens_per_step=100, flops_per_token=3.0, ceiling=Ceiling(600.0, "")
+        first_step=0, steps=10, tokens_per_step=100, flops_per_token=3.0, peak=PeakFlops(600.0, "")
     )
 
 
-def test_speeds_add_up(monkeypatch, capsys):
+def test_speeds_add_up(monkeypatch, log):
     clock = iter([0.0, 5.0, 5.0])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     bar = make_progress()
@@ -223,7 +222,7 @@ def test_speeds_add_up(monkeypatch, capsys):
         "loss 1.5000  agreement 0.5000  KL 1.2500  hidden 0.2500  grad norm 3.0000  tokens/s "
         "40  MFU 20.0%  left 00:20"
     )
-    assert capsys.readouterr().err == f"step 2/10  {shown}\n"
+    assert log.messages == [f"step 2/10  {shown}"]
 
 
 @pytest.mark.parametrize("ready", [True, False], ids=["waits", "runs ahead"])
@@ -244,22 +243,22 @@ def test_only_finished_steps_count(ready, monkeypatch):
     assert speeds == [100.0] * 3
 
 
-def test_no_speed_before_the_clock_has_run(capsys):
+def test_no_speed_before_the_clock_has_run(log):
     bar = make_progress()
     bar.advance(jnp.zeros(()))
     bar.restart_clock()
     assert bar.report(1, {"loss": 1.0}, useful_share=1.0) == {}
-    assert capsys.readouterr().err == "step 1/10  loss 1.0000\n"
+    assert log.messages == ["step 1/10  loss 1.0000"]
 
 
-def test_the_ceiling_is_the_published_peak_where_it_is_known(monkeypatch):
-    monkeypatch.setattr(progress, "measure_matmul_rate", lambda dtype: 5e12)
+def test_the_peak_is_the_published_one_where_it_is_known(monkeypatch):
+    monkeypatch.setattr(progress, "matmul_rates", lambda dtype: {512: 1e12, 1024: 5e12})
     mesh = make_mesh((2, 1))
-    unknown = flops_ceiling(mesh, jnp.float32)
+    unknown = peak_flops(mesh, jnp.float32)
     assert unknown.flops == 5e12, "emulated devices share their cores"
     assert unknown.description == "1 x cpu: a large float32 matrix product reaches 5 TFLOP/s"
     monkeypatch.setattr(progress, "hardware_of", lambda kind: Hardware("Abacus", 9e12, 1, 1))
-    known = flops_ceiling(mesh, jnp.float32)
+    known = peak_flops(mesh, jnp.float32)
     assert known.flops == 9e12
     assert (
         known.description
@@ -313,5 +312,5 @@ def test_no_window_traces_nothing(traced, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "10", "10:", "0:5", "5:4", "a:b", "1:2:3"])
 def test_bad_windows(text, tmp_path):
-    with pytest.raises(UsageError, match="--profile-steps"):
+    with pytest.raises(UsageError, match="`profile_steps`="):
         ProfileWindow(text, tmp_path)

@@ -136,7 +136,7 @@ def test_two_processes_compute_what_one_does(prefix, folder):
     np.testing.assert_allclose(ours, single, rtol=2e-4)
 
 
-def test_only_process_0_speaks(folder):
+def test_only_process_0_logs(folder):
     first, second = ((folder / f"together-{index}.log").read_text() for index in (0, 1))
     assert (
         "in 2 processes, data 2" in first
@@ -173,8 +173,7 @@ def test_a_signal_to_one_stops_both_and_one_process_goes_on(folder):
         pair.wait_for("step 0: held-out")  # then the first step is compiled
         pair.processes[1].send_signal(signal.SIGTERM)
         assert pair.exit_codes() == [0, 0], pair.logs()
-        first, second = pair.logs()
-    assert "finishing and saving the current step" in second
+        first, _ = pair.logs()
     step = int(first.split("stopped after step ")[1].split()[0])
     run = folder / "stopped"
     assert 0 < step < STEPS and [path.name for path in (run / "checkpoints").iterdir()] == [

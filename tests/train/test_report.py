@@ -1,5 +1,5 @@
-"""The page of a run: what it says follows from the rows, at any moment of the run, and it stands
-alone."""
+"""The page of a run: its content follows from the rows, at any moment of the run, and it is one
+file."""
 
 import json
 import re
@@ -129,19 +129,43 @@ def test_a_run_without_held_out_data_or_speeds(tmp_path):
     )
 
 
-def test_without_matplotlib_nothing_fails(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_nothing_fails(tmp_path, monkeypatch, log):
     page(tmp_path, FINISHED)
     (tmp_path / "report.html").unlink()
     monkeypatch.setattr(report, "matplotlib_missing", lambda: "pip install it")
     report.write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
-    assert capsys.readouterr().err.splitlines()[-1] == "no report.html: pip install it"
+    assert log.messages[-1] == "no report.html: pip install it"
 
 
 def test_matplotlib_is_looked_for(monkeypatch):
     assert report.matplotlib_missing() is None
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'swiftkv-jax[report]'" in (report.matplotlib_missing() or "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ('{"model": ', "not valid JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"max_steps": 4}', "not written by a training run"),
+    ],
+)
+def test_a_damaged_recipe_is_named(recipe, message, tmp_path, capsys):
+    page(tmp_path, FINISHED)
+    (tmp_path / "recipe.json").write_text(recipe)
+    capsys.readouterr()
+    assert report.main([str(tmp_path)]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path / 'recipe.json'}: ") and message in line
+
+
+def test_lines_of_metrics_that_are_no_text_are_left_out(tmp_path):
+    page(tmp_path, FINISHED)
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    assert report.main([str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(

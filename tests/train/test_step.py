@@ -14,7 +14,6 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.mesh import make_mesh, parse_mesh
 from swiftkv_jax.params import init_llama, init_swiftkv, llama_shapes
 from swiftkv_jax.sharding import llama_shardings
-from swiftkv_jax.train import distill
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.step import (
     init_state,
@@ -62,7 +61,7 @@ def batch(accumulation: int = 1) -> Batch:
     )
 
 
-def step_once(mesh: str = "1x1", accumulation: int = 1, shard_sequence: bool = False):
+def step_once(mesh: str = "1x1", accumulation: int = 1, shard_sequence: bool = False, **others):
     """(metrics, Adam's first moment) after one step, as NumPy. The delta itself would show
     rounding: Adam divides by it."""
     settings = recipe(
@@ -71,6 +70,7 @@ def step_once(mesh: str = "1x1", accumulation: int = 1, shard_sequence: bool = F
         shard_sequence=shard_sequence,
         learning_rate=1e-2,
         warmup_ratio=0.0,
+        **others,
     )
     on, optimizer = make_mesh(settings.mesh), make_optimizer(settings, 100)
     llama = jax.device_put(
@@ -116,7 +116,24 @@ def test_the_update_does_not_depend_on_how_the_batch_is_divided(
     )
 
 
-def lowered(mesh: str, length: int = 128, accumulation: int = 1, **others):
+def test_an_average_over_positions_weighs_the_divergence_by_the_share_of_targets(alone):
+    """With one micro-batch and with two: the numbers are those of the whole batch."""
+    used = np.asarray(batch().segment_ids)
+    share = np.asarray(batch().loss_mask).sum() / used.sum()
+    for accumulation in (1, 2):
+        metrics, _ = step_once(accumulation=accumulation, loss_average="positions")
+        expected = alone[0]["logits_loss"] * share
+        np.testing.assert_allclose(metrics["logits_loss"], expected, rtol=1e-5)
+        np.testing.assert_allclose(metrics["hidden_loss"], alone[0]["hidden_loss"], rtol=1e-5)
+        np.testing.assert_allclose(
+            metrics["loss"], metrics["logits_loss"] + metrics["hidden_loss"], rtol=1e-5
+        )
+        assert metrics["grad_norm"] < alone[0]["grad_norm"]
+
+
+def lowered(
+    mesh: str, length: int = 128, accumulation: int = 1, chunk: int | None = None, **others
+):
     settings = recipe(
         mesh=parse_mesh(mesh),
         gradient_accumulation_steps=accumulation,
@@ -128,7 +145,7 @@ def lowered(mesh: str, length: int = 128, accumulation: int = 1, **others):
         jax.ShapeDtypeStruct((accumulation, ROWS, length), dtype)
         for dtype in (jnp.int32, jnp.float32)
     )
-    step = make_train_step(CONFIG, settings, optimizer, make_mesh(settings.mesh))
+    step = make_train_step(CONFIG, settings, optimizer, make_mesh(settings.mesh), chunk=chunk)
     return step.lower(
         state_shapes(CONFIG, optimizer),
         llama_shapes(CONFIG),
@@ -147,12 +164,11 @@ def gathered(text: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("mesh", ["4x2", "fsdp=4,model=2"])
-def test_no_whole_logits_and_no_gathered_hidden_states(monkeypatch, mesh):
+def test_no_whole_logits_and_no_gathered_hidden_states(mesh):
     """Every device sees its own rows and its part of the vocabulary, one chunk of positions at a
     time."""
     rows, vocabulary, chunk, length = ROWS // 4, CONFIG.vocab_size // 2, 16, 128
-    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", rows * vocabulary * chunk)
-    text = lowered(mesh, length).compile().as_text() or ""
+    text = lowered(mesh, length, chunk=chunk).compile().as_text() or ""
     assert f"f32[{rows},{chunk},{vocabulary}]" in text, (
         "the chunk's logits should be there: the patterns below would match nothing"
     )

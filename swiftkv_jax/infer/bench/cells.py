@@ -1,4 +1,4 @@
-"""What is measured: one cell for each combination of lengths, batches and rates on the command
+"""Measurements: one cell for each combination of lengths, batches and rates on the command
 line."""
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MODES: tuple[Mode, ...] = ("prefill", "decode", "offline", "latency")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One measurement, to be repeated and made of both variants."""
+    """One measurement, repeated, of each variant."""
 
     input_len: int
     """Tokens of each prompt."""
     output_len: int
-    """New tokens of each prompt, exactly: end tokens do not end a row. 1 in prefill."""
+    """New tokens of each prompt, exactly: end tokens are ignored. 1 in prefill."""
     prompts: int
     """Rows that run together in prefill and decode; all requests of offline and latency."""
     request_rate: float | None = None
-    """Latency: requests a second on average, at the times of a Poisson process; infinite is all at
-    once."""
+    """Requests a second on average, at the times of a Poisson process; infinite is all at once.
+    For latency only."""
     max_concurrency: int | None = None
-    """Latency: a request waits outside the engine while so many are inside."""
+    """Requests in the engine at a time; later ones wait outside. For latency only."""
 
     @property
     def length(self) -> int:
@@ -54,14 +54,15 @@ def make_cells(
     max_concurrency: int | None,
     decode_steps: int,
 ) -> list[Cell]:
-    """In the order in which they are run. Raises `UsageError` for an output too short to time."""
+    """The cells in the order in which they run. Raises `UsageError` for an output too short to
+    time."""
     if mode == "prefill":
         return [Cell(length, 1, batch) for length, batch in itertools.product(input_lens, batches)]
     if mode == "decode":
         if output_len < 2 * decode_steps:
             raise UsageError(
-                f"--output-len {output_len} must be at least {2 * decode_steps}: two calls of "
-                f"--decode-steps {decode_steps}"
+                f"`output_len`={output_len} must be at least {2 * decode_steps}: two calls of "
+                f"`decode_steps`={decode_steps}"
             )
         whole = -(-output_len // decode_steps) * decode_steps
         return [
@@ -74,11 +75,11 @@ def make_cells(
 
 
 def check_lengths(cells: Sequence[Cell], positions: int) -> None:
-    """Raise `UsageError` for a row that is longer than the model or than `--max-model-len`."""
+    """Raise `UsageError` for a row of more than `positions` tokens."""
     longest = max(cells, key=lambda cell: cell.length)
     if longest.length > positions:
         raise UsageError(
-            f"--input-len {longest.input_len} and {longest.output_len} new tokens are "
+            f"`input_len`={longest.input_len} and {longest.output_len} new tokens are "
             f"{longest.length} positions, "
             f"above the limit of {positions}"
         )

@@ -1,8 +1,8 @@
-"""Random weights of any architecture, made where they are used: no checkpoint, no float32 copy, no
+"""Random weights of any architecture, made on the devices: no checkpoint, no float32 copy, no
 traffic between devices.
 
-Every number is a hash of its place, so a device makes its own shards alone and needs no memory but
-theirs. Matrices are uniform with a standard deviation of 0.02, in 8 bits over the whole range with
+Every number is a hash of its indices, so a device makes its own shards and needs no further memory.
+Matrices are uniform with a standard deviation of 0.02, in 8 bits over the whole range with
 the scale that gives the same.
 """
 
@@ -97,7 +97,7 @@ def _make(path, leaf: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized
 
 
 def _seed(name: str) -> int:
-    """The same in every process, which Python's `hash` is not."""
+    """A hash of the name. Python's own differs between processes."""
     return functools.reduce(lambda total, letter: (total * 31 + ord(letter)) % 2**32, name, 7)
 
 
@@ -120,7 +120,7 @@ def _hashed(shape: tuple[int, ...], dtype, largest: float, index: jax.Array) -> 
 
 
 def _scramble(x: jax.Array) -> jax.Array:
-    """Mixes all bits: Chris Wellons' `lowbias32` (https://nullprogram.com/blog/2018/07/31/)."""
+    """Mix all bits by Chris Wellons' `lowbias32` (https://nullprogram.com/blog/2018/07/31/)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,5 +1,5 @@
-"""One picture of a run: SwiftKV and its teacher over the input length or the rows, beside what the
-devices allow."""
+"""A figure of one run: SwiftKV and its teacher over the input length or the number of rows, with
+the measured roofline."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _AXES: dict[Mode, tuple[str, str, str, str]] = {
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise `UsageError` if `--plot` cannot be honoured, before anything is measured."""
+    """Raise `UsageError` if there is a `path` and matplotlib is missing."""
     if path is not None and (missing := matplotlib_missing()):
-        raise UsageError(f"--plot {path}: {missing}")
+        raise UsageError(f"`plot`={path}: {missing}")
 
 
 def draw(mode: Mode, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Decoding over the rows, everything else over the input length; a line for each variant and
-    each other setting."""
+    """Write a PNG. Decoding is drawn over the number of rows, everything else over the input
+    length, with a line for each variant and each other setting."""
     over, xlabel, each, what = _AXES[mode]
     with figure(9, 3.6, 1, 2) as (picture, panels):
         for axes, (title, key, scale, share) in zip(panels, _PANELS[mode], strict=True):

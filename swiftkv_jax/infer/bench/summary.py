@@ -1,5 +1,4 @@
-"""From raw times to rates, shares of the roofline, and SwiftKV against its teacher; and the table
-of them.
+"""Rates, shares of the roofline and speed-ups from raw times, and their table.
 
 Rates are those of the median repetition. Executed FLOPs are what each variant needs (`cost`): in
 prefill the teacher needs only the keys and values of its last layer, and the engine runs no more,
@@ -26,6 +25,7 @@ from ...cost import decode_flops, prefill_flops
 from ...params import llama_shapes
 from ...roofline import Roofline
 from ..engine.engine import Engine
+from ..runner.model_runner import ModelRunner
 from ..runner.weights import num_bytes
 from .cells import Cell, Mode
 from .timing import Raw
@@ -37,21 +37,21 @@ SWIFTKV, TEACHER = "swiftkv", "teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What the rates of an engine follow from."""
+    """Facts of an engine from which its rates follow."""
 
     name: str
     config: Config
-    """The model's, with its cut, whether it is used or not."""
+    """The model's config, with its cut, whether the variant uses it or not."""
     prefill_bytes: int
-    """Of weights, read by each chunk of prefill on every lane."""
+    """Bytes of weights that a chunk of prefill reads, on all data-parallel shards together."""
     weight_bytes: int
-    """Read in each decode step, by every lane: all but an embedding that is not the output matrix
-    too, of which only rows are read."""
+    """Bytes of weights that a decode step reads, on all data-parallel shards together. Of an
+    embedding that is not also the output matrix only rows are read, which do not count."""
     kv_bytes: int
-    """Read in each decode step for each position of each row: by every layer, whether it shares
-    them or not."""
+    """Bytes of keys and values that a decode step reads for each position of each row: every layer
+    reads its own, whether it shares them or not."""
     written_bytes: int
-    """Of keys and values, for each token."""
+    """Bytes of keys and values that are written for each token."""
     decode_steps: int
 
     @property
@@ -59,8 +59,9 @@ class Variant:
         return self.name == SWIFTKV
 
 
-def variant_of(name: str, config: Config, engine: Engine) -> Variant:
-    device, weights = engine.model_runner, engine.model_runner.weights
+def variant_of(name: str, config: Config, engine: Engine[ModelRunner]) -> Variant:
+    """Facts of an engine that serves a model with `config`."""
+    runner, weights = engine.model_runner, engine.model_runner.weights
     filling = num_bytes(
         (weights.lower, weights.lower_qkv, weights.norm_swiftkv, weights.kv, weights.kv_bias)
     )
@@ -68,24 +69,24 @@ def variant_of(name: str, config: Config, engine: Engine) -> Variant:
         filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
             weights.lower_qkv[-1].q
         )
-    unread = 0 if device.weights.lm_head is None else device.weights.embed.nbytes
-    kv_bytes = bytes_per_token(config, device.cache_dtype, swiftkv=False)
-    lanes = device.shapes.lanes
+    unread = 0 if weights.lm_head is None else weights.embed.nbytes
+    kv_bytes = bytes_per_token(config, runner.cache_dtype, swiftkv=False)
+    dp_size = runner.shapes.dp_size
     return Variant(
         name=name,
         config=config,
-        prefill_bytes=lanes * filling,
-        weight_bytes=lanes * (num_bytes(weights) - unread),
+        prefill_bytes=dp_size * filling,
+        weight_bytes=dp_size * (num_bytes(weights) - unread),
         kv_bytes=kv_bytes,
-        written_bytes=device.kv_bytes_per_token,
-        decode_steps=device.shapes.decode_steps,
+        written_bytes=runner.kv_bytes_per_token,
+        decode_steps=runner.shapes.decode_steps,
     )
 
 
 def derive(
     mode: Mode, cell: Cell, raws: Sequence[Raw], variant: Variant, roofline: Roofline
 ) -> dict[str, Any]:
-    """The figures of a cell, seconds and units a second."""
+    """Figures of a cell by name: seconds, units per second, and shares of the roofline."""
     seconds = statistics.median(raw["seconds"] for raw in raws)
     row: dict[str, Any] = {
         "compilations": sum(raw["compilations"] for raw in raws),
@@ -100,11 +101,11 @@ def derive(
 
 
 def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[str, float]:
-    """How many times as fast the student is, by the medians, by the best repetitions, and by
-    processor time.
+    """Speed of the student divided by that of the teacher: by medians, by best repetitions, and on
+    a CPU by processor time.
 
-    With requests that arrive one by one, by what they wait on average: when they end is mostly a
-    matter of when they come.
+    In latency by mean waiting times: when requests that arrive one by one end depends mostly on
+    when they arrive.
     """
     if mode == "latency":
         means = {
@@ -135,7 +136,7 @@ def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[
 
 
 def parameters(config: Config) -> int:
-    """Of the plain Llama, embedding and output matrix included."""
+    """Number of parameters of the plain Llama, embedding and output matrix included."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config)))
 
 
@@ -150,10 +151,8 @@ def _rates(variant: Variant, executed: float, tokens: int, seconds: float) -> di
 
 def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     length = cell.input_len - 1
-    tokens, executed = (
-        cell.prompts * length,
-        cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv),
-    )
+    tokens = cell.prompts * length
+    executed = cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv)
     ttft = statistics.median(raw["ttft"] for raw in raws)
     moved = raws[0]["chunks"] * variant.prefill_bytes + tokens * variant.written_bytes
     return {
@@ -165,9 +164,8 @@ def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
 
 def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     steps = raws[0]["steps"]
-    context = (
-        cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2
-    )  # the mean over the steps that were timed
+    # The mean over the steps that were timed.
+    context = cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2
     executed = cell.prompts * steps * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
     read = steps * (variant.weight_bytes + cell.prompts * context * variant.kv_bytes)
     return {
@@ -181,10 +179,8 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
 
 def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     new, total = cell.prompts * cell.output_len, cell.prompts * cell.length
-    first, last = (
-        cell.input_len,
-        cell.length - 1,
-    )  # positions that the first and the last decode step attend to
+    # Positions that the first and the last decode step attend to.
+    first, last = cell.input_len, cell.length - 1
     decoding = cell.output_len * decode_flops(
         variant.config, (first + last) / 2, swiftkv=variant.swiftkv
     )
@@ -218,8 +214,7 @@ def _latency(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
 
 
 def _pooled(raws: Sequence[Raw], name: str) -> list[float]:
-    """Of all requests of all repetitions. A request with a single token has no time per further
-    token."""
+    """Times of all requests of all repetitions, but those that are None."""
     return [value for raw in raws for value in raw[name] if value is not None]
 
 
@@ -272,7 +267,8 @@ _COLUMNS: dict[Mode, tuple[Column, ...]] = {
 
 
 def table(mode: Mode, rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a line for each cell and variant. `rows` are those of the JSON document."""
+    """A Markdown table with a line for each cell and variant. `rows` are those of the JSON
+    document."""
     columns = _COLUMNS[mode]
     lines = [["cell", "variant", *(heading for heading, *_ in columns), "times as fast"]]
     for row in rows:

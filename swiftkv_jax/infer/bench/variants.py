@@ -3,151 +3,177 @@ same engine."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from ...cache import cache_dtype, cache_shapes, cache_sharding
+from ...cache import cache_dtype
 from ...checkpoints.auxiliary import read_side_files
+from ...cli.devices import setup_devices
+from ...cli.model_options import load_model, read_model
 from ...config import Config
-from ...errors import ConfigError, UsageError
+from ...cut import choose_cut
+from ...errors import OutOfMemoryError, UsageError
+from ...hardware import GIB
 from ...mesh import MODEL, dp_size
 from ...model import Model, add_swiftkv, default_dtype
+from ...pallas_kernels import Implementation
 from ...presets import PRESETS
-from ...quantization import Scheme, scheme_for
-from ..commands.flags import load_model, log, settle_devices
-from ..engine.engine import Engine, engine_for
+from ...quantization import Format, Scheme, scheme_for
+from ..engine.engine import Engine
 from ..engine.options import EngineOptions
-from ..runner.memory import bytes_per_device, host_memory, memory_limit
+from ..runner.layout import Layout
+from ..runner.memory import host_memory, memory_limit
+from ..runner.model_runner import ModelRunner
 from ..runner.weights import num_bytes, served_config, weight_shapes
 from .cells import Cell, Mode, num_pages
 from .dummy import dummy_model
+from .options import BenchOptions
 from .summary import SWIFTKV, TEACHER
 
-ROOM = 0.7
-"""Share of the memory that two engines and the weights they are made of may take, to be there at
-the same time."""
+logger = logging.getLogger(__name__)
+
+MAX_MEMORY_SHARE = 0.7
+"""Share of the memory that two engines and the weights they are made of may take, to be in memory
+at the same time."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the weights come from. Made anew for every engine that is alone in memory."""
+    """Weights of the variants."""
 
     config: Config
     dtype: jnp.dtype
     quantization: Scheme | None
     mesh: Mesh | None
     description: str
-    _args: argparse.Namespace
-    _loaded: Model | None = None
-
-    def model(self, names: Sequence[str]) -> Model:
-        """A model that has what these variants serve."""
-        if self._args.load_format == "dummy":
-            parts = {"student": SWIFTKV in names, "teacher": TEACHER in names}
-            return dummy_model(
-                self.config, self.dtype, mesh=self.mesh, quantization=self.quantization, **parts
-            )
-        model, self._loaded = self._loaded or _load(self._args)[0], None
-        if SWIFTKV not in names:
-            return dataclasses.replace(model, swiftkv=None)
-        return model
+    model: Callable[[Sequence[str]], Model]
+    """Makes or reads a model that has the weights of the named variants. Called once for each
+    engine that is alone in memory."""
 
 
-def open_source(args: argparse.Namespace, names: Sequence[str]) -> Source:
-    """Settles the devices. Raises `UsageError`, `CheckpointError` or `ConfigError`."""
-    if args.load_format == "dummy":
-        mesh = settle_devices(args)
-        config, what = _dummy_config(args)
-        config = _cut(args, config, names)
-        dtype = jnp.dtype(args.dtype or default_dtype())
-        kind = jax.devices()[0].device_kind
-        scheme = (
-            scheme_for(args.quantization, kind) if args.quantization not in (None, "none") else None
-        )
-        return Source(config, dtype, scheme, mesh, f"{what}, random weights", args)
-    if args.config is not None:
+def open_source(options: BenchOptions) -> Source:
+    """Set up the devices and choose the weights. Raises `UsageError`, `CheckpointError` or
+    `ConfigError`."""
+    if options.load_format == "dummy":
+        return _dummy_source(options)
+    if options.config is not None:
         raise UsageError(
-            f"--config {args.config} is an architecture without weights: add --load-format dummy, "
-            f"or give --model"
+            f"`config`={options.config} is an architecture without weights: add `load_format`=dummy"
+            f", or give `model`"
         )
-    model, mesh = _load(args)
-    if SWIFTKV in names and model.swiftkv is None:
-        raise UsageError(
-            f"--swiftkv on: {args.model} has no SwiftKV weights: give --num-key-value-layers to "
-            f"cut it for this measurement"
-        )
-    return Source(
-        model.config,
-        model.dtype,
-        model.quantization,
-        mesh,
-        str(args.model or "the demo model"),
-        args,
-        model,
+    return _checkpoint_source(options)
+
+
+def _dummy_source(options: BenchOptions) -> Source:
+    model = options.model
+    mesh = setup_devices(
+        model.mesh,
+        coordinator_address=model.coordinator_address,
+        num_processes=model.num_processes,
+        process_id=model.process_id,
+        compile_cache=model.compile_cache,
     )
+    config, name = _dummy_config(options)
+    if SWIFTKV in options.variants:
+        config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
+    dtype, scheme = jnp.dtype(model.dtype or default_dtype()), None
+    if model.quantization not in (None, "none"):
+        scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
+
+    def make(names: Sequence[str]) -> Model:
+        return dummy_model(
+            config,
+            dtype,
+            mesh=mesh,
+            quantization=scheme,
+            student=SWIFTKV in names,
+            teacher=TEACHER in names,
+        )
+
+    return Source(config, dtype, scheme, mesh, f"{name}, random weights", make)
 
 
-def _load(args: argparse.Namespace) -> tuple[Model, Mesh | None]:
-    """The checkpoint, cut anew if the flags say so: how fast it runs does not depend on what a
-    delta has learnt."""
-    model, mesh = load_model(argparse.Namespace(**vars(args) | {"swiftkv": "auto"}))
-    if args.num_key_value_layers is not None:
-        model = add_swiftkv(model, args.num_key_value_layers, args.key_value_group_size or 1)
-    return model, mesh
-
-
-def _dummy_config(args: argparse.Namespace) -> tuple[Config, str]:
-    if (args.config is None) == (args.model is None):
+def _checkpoint_source(options: BenchOptions) -> Source:
+    model, mesh = load_model(options.model)
+    model = _with_cut(options, model)
+    if SWIFTKV in options.variants and model.swiftkv is None:
         raise UsageError(
-            "--load-format dummy takes the architecture from either --config or --model: give one "
+            f"`swiftkv`=on: {options.model.path} has no SwiftKV weights: give "
+            f"`num_key_value_layers` to cut it for this measurement"
+        )
+    loaded = [model]  # until its first use: an engine that is alone in memory donates it
+
+    def read(names: Sequence[str]) -> Model:
+        result = loaded.pop() if loaded else _with_cut(options, read_model(options.model, mesh))
+        return result if SWIFTKV in names else dataclasses.replace(result, swiftkv=None)
+
+    description = str(options.model.model or "the demo model")
+    return Source(model.config, model.dtype, model.quantization, mesh, description, read)
+
+
+def _with_cut(options: BenchOptions, model: Model) -> Model:
+    """The model with a new delta if the options name a cut: speed does not depend on what a delta
+    has learnt."""
+    layers, group = options.num_key_value_layers, options.key_value_group_size
+    return model if layers is None else add_swiftkv(model, layers, group or 1)
+
+
+def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
+    if (options.config is None) == (options.model.model is None):
+        raise UsageError(
+            "`load_format`=dummy takes the architecture from either `config` or `model`: give one "
             "of them"
         )
-    name = args.config or str(args.model)
+    name = options.config or str(options.model.model)
     if name in PRESETS:
         return PRESETS[name], name
     if not (Path(name) / "config.json").is_file():
         raise UsageError(
-            f"--config {name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
+            f"`config`={name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
             f"config.json"
         )
     return read_side_files(Path(name))[0], name
 
 
-def _cut(args: argparse.Namespace, config: Config, names: Sequence[str]) -> Config:
-    """At the cut that is asked for, else at its own, else at half of its layers."""
-    layers = args.num_key_value_layers or (
-        config.num_key_value_layers if config.num_upper_layers else max(1, config.num_layers // 2)
-    )
-    group = args.key_value_group_size or (
-        config.key_value_group_size if layers == config.num_key_value_layers else 1
-    )
-    try:
-        return config.cut(layers, group) if SWIFTKV in names else config
-    except ConfigError as error:
-        raise UsageError(
-            f"--num-key-value-layers {layers} with --key-value-group-size {group}: {error}"
-        ) from None
+# Memory -----------------------------------------------------------------------
 
 
-# Engines ----------------------------------------------------------------------
+def check_memory(
+    source: Source, names: Sequence[str], cells: Sequence[Cell], options: EngineOptions
+) -> None:
+    """Raise `OutOfMemoryError` if weights and cache of a variant alone do not fit a device."""
+    available = _available_memory()
+    for name in names:
+        weights, cache = _needed_memory(source, name, cells, options)
+        if weights + cache > available:
+            raise OutOfMemoryError(
+                f"{name} does not fit: {source.description} needs {weights / GIB:.2f} GiB of "
+                f"weights and {cache / GIB:.2f} GiB of KV cache on each device, which has "
+                f"{available / GIB:.2f} GiB: lower `input_len` or `batch`, store weights in 8 bits "
+                f"with `quantization`, or split them over more devices with `mesh`"
+            )
 
 
-def together(source: Source, cells: Sequence[Cell], options: EngineOptions) -> bool:
-    """Whether both engines fit beside each other, and the weights they are made of."""
-    each = [_needs(source, name, cells, options) for name in (SWIFTKV, TEACHER)]
+def fit_together(source: Source, cells: Sequence[Cell], options: EngineOptions) -> bool:
+    """Whether both engines fit beside each other and the weights they are made of."""
+    each = [_needed_memory(source, name, cells, options) for name in (SWIFTKV, TEACHER)]
     total = sum(weights + cache for weights, cache in each) + max(weights for weights, _ in each)
-    device = jax.local_devices()[0]
-    return total <= ROOM * (memory_limit(device, 1.0) or host_memory())
+    return total <= MAX_MEMORY_SHARE * _available_memory()
 
 
-def _needs(
+def _available_memory() -> int:
+    """Bytes of one device; on a CPU, of the machine."""
+    return memory_limit(jax.local_devices()[0], 1.0) or host_memory()
+
+
+def _needed_memory(
     source: Source, name: str, cells: Sequence[Cell], options: EngineOptions
 ) -> tuple[int, int]:
     """Bytes of weights and of cache on one device."""
@@ -159,20 +185,14 @@ def _needs(
 
 
 def _cache_bytes(source: Source, name: str, cells: Sequence[Cell], options: EngineOptions) -> int:
-    """Of the cache that the largest cell fills, on one device."""
-    served, mesh = served_config(source.config, name == SWIFTKV), source.mesh
-    place = (
-        SingleDeviceSharding(jax.local_devices()[0])
-        if mesh is None
-        else cache_sharding(served, mesh)
-    )
-    dtype = cache_dtype(options.kv_cache_dtype, source.dtype)
-    page = cache_shapes(served, dp_size(mesh), options.page_size, dtype)
-    page = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), page
-    )
-    rows = -(-options.max_num_seqs // dp_size(mesh))
-    return num_pages(cells, rows, options.page_size) * bytes_per_device(page)
+    """Bytes on one device of the cache that the largest cell fills."""
+    served = served_config(source.config, name == SWIFTKV)
+    rows = -(-options.max_num_seqs // dp_size(source.mesh))
+    layout = Layout(served, cache_dtype(options.kv_cache_dtype, source.dtype), source.mesh)
+    return num_pages(cells, rows, options.page_size) * layout.page_bytes(options.page_size)
+
+
+# Engines ----------------------------------------------------------------------
 
 
 def build(
@@ -184,15 +204,19 @@ def build(
     options: EngineOptions,
     *,
     alone: bool,
-    attention: Any,
-) -> Engine:
-    """One engine. Its cache is as large as the cells can use; with `alone`, requests that queue get
-    what memory is left."""
+    attention: Implementation | None,
+) -> Engine[ModelRunner]:
+    """An engine for one variant. Its cache is as large as the cells can use; `alone`, in a mode
+    with a queue, it gets all memory that is left."""
     if options.kv_cache_memory is None and not (alone and mode in ("offline", "latency")):
-        options = dataclasses.replace(
-            options, kv_cache_memory=_cache_bytes(source, name, cells, options)
-        )
-    log(f"{name}:")
-    return engine_for(
-        model, options, swiftkv=name == SWIFTKV, mesh=source.mesh, attention=attention, log=log
+        cache = _cache_bytes(source, name, cells, options)
+        options = dataclasses.replace(options, kv_cache_memory=cache)
+    logger.info(f"{name}:")
+    return Engine.from_model(
+        model,
+        options,
+        swiftkv=name == SWIFTKV,
+        mesh=source.mesh,
+        attention=attention,
+        donate=alone,
     )

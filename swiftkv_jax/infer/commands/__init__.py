@@ -1,2 +1,1 @@
-"""What `python -m swiftkv_jax.infer` runs, and what stands between people and the engine: flags,
-text, files."""
+"""The commands of `python -m swiftkv_jax.infer`: flags, prompts, rows of input and output."""

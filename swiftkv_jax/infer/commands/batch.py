@@ -1,5 +1,8 @@
-"""Many rows through one engine: read as room appears, written in their order, and as many in memory
-as that takes."""
+"""Many rows through one engine: read lazily, and written in the order of the input.
+
+Memory holds the rows in flight and those that ended before an earlier row did, never the whole
+file.
+"""
 
 from __future__ import annotations
 
@@ -12,53 +15,54 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import DataError, UsageError
-from ...io.jsonl import lines_of, parse
+from ...io.jsonl import parse_object, read_lines
 from ..engine.engine import Engine
 from ..engine.requests import Request, RequestOutput, ScoreRequest, Timing
 from ..runner.model_runner import ModelRunner
 
-WINDOW = 1024
-"""Rows read and not written yet, if more than may run: so many short ones can overtake a long
-one."""
-READ_AT_ONCE = 32
-"""Rows read and tokenised between two steps, during which the device may run out of work."""
+MAX_UNWRITTEN = 1024
+"""Rows read and not written yet, or twice `in_flight` if that is more: so many short rows can
+overtake a long one."""
 
 
 class Result(Protocol):
-    """What becomes of a row."""
+    """The output of one row, as it grows."""
 
     @property
     def done(self) -> bool:
-        """Nothing more will come."""
+        """Whether the result is complete."""
         ...
 
     @property
     def timing(self) -> Timing | None:
-        """Of its latest event."""
+        """Timing of the latest output, None before the first."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Of the row, by which progress is told: generated, or read to be scored."""
+        """Tokens by which progress is measured: generated ones, or those that were scored."""
         ...
 
-    def take(self, event: RequestOutput) -> bool:
-        """Take the news. False if the sample needs no more, whatever the engine thinks. Raises
-        `DataError` for a row that is lost."""
+    def update(self, output: RequestOutput) -> bool:
+        """Add an output of the engine.
+
+        Returns False if the sample needs no more, though the engine may go on. Raises `DataError`
+        if the row has failed.
+        """
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """The row of output, without its id."""
+        """Row of output, without its id."""
         ...
 
 
 @dataclasses.dataclass
 class Row:
-    """A request on its way, or why it cannot run."""
+    """A row of input with its result, or with the error that ended it."""
 
     id: Any
     where: str = ""
-    """`FILE:LINE`; empty for what the command line gave."""
+    """`FILE:LINE`; empty for a prompt of the command line."""
     request: Request | ScoreRequest | None = None
     result: Result | None = None
     error: str | None = None
@@ -77,108 +81,121 @@ class Row:
         return {"id": self.id} | self.result.to_json()
 
 
-class Writer(Protocol):
-    """Where rows go."""
+class RowWriter(Protocol):
+    """Destination of rows."""
 
-    def show(self, row: Row) -> None:
-        """The first row that has not ended has news, perhaps."""
+    def write_partial(self, row: Row) -> None:
+        """Write what there is of the first unfinished row."""
         ...
 
     def write(self, row: Row) -> None:
-        """The next row has ended."""
+        """Write the next row, which has ended."""
         ...
 
 
-Make = Callable[[int, dict[str, Any]], tuple[Request | ScoreRequest, Result]]
-"""From the number of a row and what it says. Raises `UsageError`."""
+RequestBuilder = Callable[[int, dict[str, Any]], tuple[Request | ScoreRequest, Result]]
+"""Makes a request and its empty result from the index and the fields of a row. Raises
+`UsageError`."""
 
 
-def read_rows(path: Path, make: Make, *, skip: int = 0) -> Iterator[Row]:
-    """The rows of a file after the first `skip`, made when they are asked for. `id` or `custom_id`
-    defaults to the row's number."""
-    for line in lines_of(path, skip=skip):
+def read_rows(path: Path, build: RequestBuilder, *, skip: int = 0) -> Iterator[Row]:
+    """Yield the rows of a file after the first `skip`.
+
+    The id is `id` or `custom_id`, and the row's index if there is neither. A row that cannot be
+    read, or that has the `id` of an earlier one, is yielded with its error.
+    """
+    ids = set[str | int]()
+    for line in read_lines(path):
         row = Row(line.number, line.where)
         try:
-            fields = parse(line.content)
-            row.id = _id(fields, line.number)
-            row.request, row.result = make(line.number, fields)
+            fields = parse_object(line.content)
+            if (given := _pop_id(fields)) is not None:
+                row.id = given
+                if given in ids:
+                    raise UsageError("an earlier row has the same id")
+                ids.add(given)
+            if line.number >= skip:
+                row.request, row.result = build(line.number, fields)
         except (DataError, UsageError) as error:
             row.fail(error)
-        yield row
+        if line.number >= skip:
+            yield row
 
 
-def _id(fields: dict[str, Any], number: int) -> str | int:
-    ids = [fields.pop(name) for name in ("id", "custom_id") if name in fields] or [number]
-    if len(ids) > 1 or type(ids[0]) not in (str, int):
+def _pop_id(fields: dict[str, Any]) -> str | int | None:
+    ids = [fields.pop(name) for name in ("id", "custom_id") if name in fields]
+    if len(ids) > 1 or (ids and type(ids[0]) not in (str, int)):
         raise UsageError("id, or custom_id, must be a string or a whole number")
-    return ids[0]
+    return ids[0] if ids else None
 
 
-def run_rows(engine: Engine, rows: Iterable[Row], writer: Writer, *, in_flight: int) -> None:
-    """Run all rows, at most `in_flight` of them known to the engine, and write each when it and all
-    before it have ended."""
-    source, unwritten, running = iter(rows), deque[Row](), dict[int, Row]()
-    window = max(WINDOW, 2 * in_flight)
-    more = True
-    while more or unwritten:
-        for _ in range(READ_AT_ONCE):
-            if not more or len(running) >= in_flight or len(unwritten) >= window:
-                break
-            if more := (row := next(source, None)) is not None:
-                unwritten.append(row)
-                _submit(engine, row, running)
-        for event in engine.step() if running else ():
-            _take(engine, event, running)
+def run_rows(engine: Engine, rows: Iterable[Row], writer: RowWriter, *, in_flight: int) -> None:
+    """Run all rows, at most `in_flight` at once, and write each as soon as all rows before it are
+    written."""
+    running, unwritten = dict[int, Row](), deque[Row]()
+    max_unwritten = max(MAX_UNWRITTEN, 2 * in_flight)
+
+    def write() -> None:
         while unwritten and unwritten[0].done:
             writer.write(unwritten.popleft())
         if unwritten:
-            writer.show(unwritten[0])
+            writer.write_partial(unwritten[0])
+
+    def requests() -> Iterator[Request | ScoreRequest | None]:
+        number = 0
+        for row in rows:
+            unwritten.append(row)
+            if row.error is None:
+                assert row.request is not None
+                running[number] = row
+                number += 1
+                yield row.request
+            while len(unwritten) >= max_unwritten:
+                write()
+                yield None
+
+    def fail(number: int, error: UsageError) -> None:
+        running.pop(number).fail(error)
+
+    for number, output in engine.run(requests(), in_flight=in_flight, on_invalid=fail):
+        if number in running:  # not another sample of a row that has failed
+            _update(engine, running[number], output)
+            if running[number].done:
+                del running[number]
+        write()
+    write()
 
 
-def _submit(engine: Engine, row: Row, running: dict[int, Row]) -> None:
-    if row.error is None:
-        assert row.request is not None
-        try:
-            running[engine.add_request(row.request)] = row
-        except UsageError as error:
-            row.fail(error)
-
-
-def _take(engine: Engine, event: RequestOutput, running: dict[int, Row]) -> None:
-    if event.request not in running:
-        return  # of the other samples of a row that is lost
-    row = running[event.request]
+def _update(engine: Engine, row: Row, output: RequestOutput) -> None:
     assert row.result is not None
     try:
-        if not row.result.take(event) and event.finish_reason is None:
-            engine.abort_request(event.request, event.sample)
+        if not row.result.update(output) and output.finish_reason is None:
+            engine.abort_request(output.request_id, output.sample)
     except DataError as error:
         row.fail(error)
-        engine.abort_request(event.request)
-    if row.done:
-        del running[event.request]
+        engine.abort_request(output.request_id)
 
 
-class Speed:
-    """The rates of a run. Prefill and decoding overlap: each is timed from its first beginning to
-    its last end."""
+class Throughput:
+    """Rates of a run. Prefill and decoding overlap: each is timed from its first beginning to its
+    last end."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._waits: list[float] = []
+        self._ttfts: list[float] = []
         self._first_tokens = (float("inf"), 0.0)
-        """When the first row had its first token, and when the last one had."""
+        """Moments at which the first row and the last row had their first token."""
 
     def add(self, timing: Timing | None) -> None:
-        """A row has ended; None for one that never ran."""
+        """Count a row that has ended; `timing` is None for one that never ran."""
         if timing is not None and timing.first_token is not None:
             earliest, latest = self._first_tokens
             self._first_tokens = min(earliest, timing.first_token), max(latest, timing.first_token)
-            self._waits.append(timing.first_token - timing.submitted)
+            self._ttfts.append(timing.first_token - timing.submitted)
 
     def summary(self, engine: Engine) -> str | None:
-        """One line; None if nothing ran."""
-        if not self._waits:
+        """One line for people, None if nothing ran."""
+        if not self._ttfts:
             return None
         stats, now, (earliest, latest) = engine.stats, time.perf_counter(), self._first_tokens
         prefix = engine.prefix_stats
@@ -186,8 +203,8 @@ class Speed:
             f"prompt: {stats.prompt_tokens} tokens, "
             f"{stats.prompt_tokens / (latest - self._start):.0f} tokens/s, "
             f"{prefix.hits / max(prefix.queries, 1):.0%} cached",
-            f"first token after {statistics.median(self._waits):.3f} s"
-            + (" (median)" if len(self._waits) > 1 else ""),
+            f"first token after {statistics.median(self._ttfts):.3f} s"
+            + (" (median)" if len(self._ttfts) > 1 else ""),
         ]
         if stats.new_tokens:
             parts.append(

@@ -1,13 +1,13 @@
 """`python -m swiftkv_jax.infer chat`: a conversation in the terminal.
 
-What the model has seen of a conversation stays in the KV cache, so each turn prefills only what is
-new. Ctrl-C stops a reply and keeps what there is of it; while nothing is being said it ends the
-session. Lines that begin with / are commands:
+The conversation so far stays in the KV cache, so each turn prefills only what is new. Ctrl-C stops
+a reply and keeps what there is of it; at the prompt it ends the session. Lines that begin with /
+are commands; //text sends /text:
 
     /reset        forget the conversation          /stats        of the last reply
-    /undo         forget the last line and reply   /save FILE    the conversation as JSON; /save! FILE replaces a file
-    /system TEXT  set the first message            /load FILE    go on with one that was saved
-    /exit         end the session
+    /undo         forget the last line and reply   /save FILE    the conversation as JSON
+    /system TEXT  set the first message            /save! FILE   the same, replacing a file
+    /exit         end the session                  /load FILE    go on with one that was saved
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,55 +24,57 @@ from typing import Any
 
 import jax
 
-from ...cli.exit import OK, log
+from ...cli import OK
+from ...cli.model_options import ModelOptions, add_model_arguments, load_model
 from ...errors import DataError, UsageError
 from ...io.files import write_json
-from ...io.jsonl import parse
+from ...io.jsonl import parse_object
 from ..engine.engine import Engine
+from ..engine.options import EngineOptions
 from ..engine.requests import NOT_FINITE, Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream, encode_chat
-from .flags import (
-    add_engine_flags,
-    add_model_flags,
-    add_sampling_flags,
-    engine_options,
-    load_model,
-    sampling_params,
-    start_engine,
-)
+from .engine_options import add_engine_arguments, given_engine_options, start_engine
+from .sampling_options import add_sampling_arguments, given_sampling_params, sampling_params
+
+logger = logging.getLogger(__name__)
 
 MAX_MODEL_LEN = 8192
 Message = dict[str, str]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser, demo=False)  # which continues Python, and knows no turns
+    add_model_arguments(parser, demo=False)  # the demo model continues Python, and has no template
     parser.add_argument(
         "--system-prompt", metavar="TEXT", help="first message of every conversation"
     )
-    add_sampling_flags(parser, max_tokens=512)
-    add_engine_flags(parser)
+    add_sampling_arguments(parser, max_tokens=512)
+    add_engine_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    sampling_params(args)  # mistakes in flags are told before weights are read
-    engine_options(args)
-    model, mesh = load_model(args)
+    model_options = ModelOptions.from_args(args)
+    engine_fields, sampling_fields = given_engine_options(args), given_sampling_params(args)
+    # Mistakes in the command line end the run before weights are read.
+    SamplingParams(**sampling_fields)
+    EngineOptions(**engine_fields)
+    model, mesh = load_model(model_options)
     if jax.process_count() > 1:
         raise UsageError(
-            "chat reads a terminal, which belongs to one process, and there are several: use "
+            "chat reads a terminal, which is that of one process, and there are several: use "
             "generate"
         )
-    params, tokenizer = sampling_params(args, model), model.tokenizer
-    encode_chat(
-        tokenizer, [{"role": "user", "content": ""}]
-    )  # a tokenizer without a template fails now
+    params, tokenizer = sampling_params(sampling_fields, model), model.tokenizer
+    encode_chat(tokenizer, [{"role": "user", "content": ""}])  # needs a template that works
     longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-    options = engine_options(args, max_model_len=longest, max_num_seqs=1, decode_steps=1)
-    engine = start_engine(args, model, mesh, options)
+    defaults: dict[str, Any] = {
+        "max_model_len": longest,
+        "max_num_seqs": 1,
+        "decode_steps": 1,
+    }
+    engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), model_options)
     del model  # the engine has its own copy of the layers: memory for one, not two
-    log(
+    logger.info(
         "/reset forgets the conversation, /exit ends it, Ctrl-C stops a reply; /help lists the rest"
     )
     Chat(engine, tokenizer, params, args.system_prompt).loop()
@@ -79,18 +82,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A conversation, and what a line does to it."""
+    """A conversation, and the commands that change it."""
 
     def __init__(self, engine: Engine, tokenizer: Any, params: SamplingParams, system: str | None):
         self._engine, self._tokenizer, self._params = engine, tokenizer, params
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._system)
         self._last: tuple[RequestOutput, int, int] | None = None
-        """Last event of the last reply, its tokens, and those of its prompt."""
+        """Last output of the last reply, number of its tokens, and number of tokens of its
+        prompt."""
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: log(
-                __doc__.partition("commands:\n\n")[2].rstrip() if __doc__ else ""
-            ),
+            "/help": lambda _: logger.info((__doc__ or "").partition(":\n\n")[2].rstrip()),
             "/load": self._load,
             "/reset": self._reset,
             "/save": self._save,
@@ -101,27 +103,32 @@ class Chat:
         }
 
     def loop(self) -> None:
-        """Until /exit, or the end of standard input."""
+        """Read lines until /exit or the end of standard input."""
         while (line := _read_line()) not in (None, "/exit"):
-            command, _, rest = line.partition(" ")
             try:
-                if command in self._commands:
-                    self._commands[command](rest.strip())
-                elif command.startswith("/"):
-                    log(
-                        f"error: {command}: no such command; known are /exit, "
-                        f"{', '.join(self._commands)}"
-                    )
-                elif line:
-                    self._turn(line)
+                self._handle(line)
             except (UsageError, DataError, OSError) as error:
-                log(f"error: {error}")
+                logger.error(f"error: {error}")
+
+    def _handle(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if line.startswith("//"):
+            self._turn(line[1:])
+        elif command in self._commands:
+            self._commands[command](rest.strip())
+        elif line.startswith("/"):
+            raise UsageError(
+                f"{command}: no such command; known are /exit, {', '.join(self._commands)}; "
+                f"/{line} sends the line"
+            )
+        elif line:
+            self._turn(line)
 
     # Turns --------------------------------------------------------------------
 
     def _turn(self, line: str) -> None:
-        """The user's line and the reply, printed as it comes. Raises `UsageError` if the line does
-        not fit, and forgets it."""
+        """Add the user's line and the reply, which is printed as it comes. Raises `UsageError` if
+        the line does not fit, and leaves the conversation as it was."""
         asked = [*self.messages, {"role": "user", "content": line}]
         prompt = encode_chat(self._tokenizer, asked)
         room, limit = self._engine.max_model_len - len(prompt), self._engine.max_model_len
@@ -129,7 +136,7 @@ class Chat:
             raise UsageError(
                 f"the conversation would have {len(prompt)} tokens, and needs at least one more "
                 f"for a reply, above the limit of {limit}: "
-                "/undo, /reset, or a higher --max-model-len"
+                "/undo, /reset, or a higher `max_model_len`"
             )
         tokens = min(self._params.max_tokens, room)
         params = dataclasses.replace(
@@ -138,25 +145,27 @@ class Chat:
         reply, end = self._reply(Request(prompt, params))
         self.messages = [*asked, {"role": "assistant", "content": reply}]
         if end == "length" and tokens == room:
-            log(f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)")
+            logger.info(
+                f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)"
+            )
 
     def _reply(self, request: Request) -> tuple[str, str | None]:
-        """The text, and why it ended; None if Ctrl-C did it. Raises `DataError` where the model
-        broke down."""
+        """Text of the reply, and its finish reason, None if Ctrl-C ended it. Raises `DataError` if
+        the model's logits are not finite."""
         stream, reply, end = TextStream.of(self._tokenizer, request), "", None
-        id = self._engine.add_request(request)
+        request_id = self._engine.add_request(request)
         with _interrupts() as interrupted:
             while end is None and not interrupted:
-                for event in self._engine.step():
-                    if event.request == id:
-                        reply += _print(stream.push(event.tokens))
-                        end = "stop" if stream.stopped else event.finish_reason
-                        self._last = event, len(stream.token_ids), len(request.prompt)
-        self._engine.abort_request(id)
+                for output in self._engine.step():
+                    if output.request_id == request_id:
+                        reply += _print(stream.push(output.token_ids))
+                        end = "stop" if stream.stopped else output.finish_reason
+                        self._last = output, len(stream.token_ids), len(request.prompt)
+        self._engine.abort_request(request_id)
         reply += _print(stream.finish())
         _print("\n")
         if interrupted:
-            log("(stopped)")
+            logger.info("(stopped)")
         if end == "error":
             raise DataError(NOT_FINITE)
         return reply, end
@@ -183,13 +192,13 @@ class Chat:
     def _stats(self, _: str) -> None:
         if self._last is None:
             raise UsageError("/stats: nothing has been said yet")
-        event, tokens, prompt = self._last
-        timing = event.timing
+        output, tokens, prompt = self._last
+        timing = output.timing
         assert timing.first_token is not None and timing.last_token is not None
         seconds = timing.last_token - timing.first_token
         rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""
-        log(
-            f"prompt: {prompt} tokens, {event.cached_tokens} cached; first token after "
+        logger.info(
+            f"prompt: {prompt} tokens, {output.num_cached_tokens} cached; first token after "
             f"{timing.first_token - timing.submitted:.3f} s; "
             f"reply: {tokens} tokens{rate}"
         )
@@ -199,21 +208,21 @@ class Chat:
         if path.exists() and not replace:
             raise UsageError(f"/save {path}: exists already; /save! {path} replaces it")
         write_json(path, {"messages": self.messages})
-        log(f"saved {len(self.messages)} messages in {path}")
+        logger.info(f"saved {len(self.messages)} messages in {path}")
 
     def _load(self, name: str) -> None:
         path = _path("/load", name)
         try:
-            messages = parse(path.read_bytes()).get("messages")
+            messages = parse_object(path.read_bytes()).get("messages")
         except DataError as error:
             raise DataError(f"/load {path}: {error}") from None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise DataError(
                 f'/load {path}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
             )
-        encode_chat(self._tokenizer, messages)  # what the template refuses is not taken over
+        encode_chat(self._tokenizer, messages)  # raises if the template refuses them
         self.messages = messages
-        log(f"loaded {len(messages)} messages from {path}")
+        logger.info(f"loaded {len(messages)} messages from {path}")
 
 
 def _is_message(value: Any) -> bool:
@@ -243,7 +252,7 @@ def _print(text: str) -> str:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Grows by one with each Ctrl-C, so that it falls between two steps, never into one."""
+    """A list that grows by one with each Ctrl-C, to be looked at between two steps."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:

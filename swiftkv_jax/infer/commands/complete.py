@@ -4,18 +4,22 @@ Input: `-p`, `-f`, `-`, or with `-i` a file of JSON lines, whose rows are descri
 Output: text on standard output, or with `-i` or `-o` one line of JSON per row, in the order of the
 input:
 
-    {"id": "a", "text": " upon a time", "token_ids": [5304, 264, 892], "finish_reason": "stop", "stop_reason": "\\n",
-     "logprobs": [{"token_id": 5304, "logprob": -0.1, "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
+    {"id": "a", "text": " upon a time", "token_ids": [5304, 264, 892],
+     "finish_reason": "stop", "stop_reason": "\\n",
+     "logprobs": [{"token_id": 5304, "logprob": -0.1,
+                   "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
      "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0},
      "timing": {"queue_s": 0.001, "ttft_s": 0.02, "total_s": 0.05}}
-    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number above 0 and at most 1 (1 is off) (id 'b')"}
+    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number above 0 and at most 1 ..."}
 
 `stop_reason` is the stop string, or the one of `stop_token_ids`, that ended the row, if one did;
 the text ends before the string, `token_ids` with the token that completed it. `logprobs` are there
-if they were asked for. With `n` above 1, `choices` holds what one sample has, each with its
-`index`, and `completion_tokens` counts all. Times are in seconds from when the row entered the
-engine: until its prefill began, until its first token, until its last. `text` is null without a
-tokenizer.
+if they were asked for. With `n` above 1, `choices` holds the fields of each sample with its
+`index`, and `completion_tokens` counts all. Times are in seconds since the row entered the engine:
+until its prefill began, until its first token, until its last. `text` is null without a tokenizer.
+
+Without a prompt the demo model continues `DEMO_PROMPT`, with the sampling of `DEMO_SAMPLING` where
+no flag says otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,199 +38,236 @@ from typing import Any, NamedTuple
 import jax
 
 from ... import cli
+from ...cli.model_options import ModelOptions, add_model_arguments, load_model
 from ...errors import UsageError
-from ...io.jsonl import survey
+from ...io.jsonl import scan
 from ...model import Model
 from ..engine.checks import check_request
 from ..engine.options import EngineOptions
 from ..engine.requests import Request
+from ..engine.sampling_params import SamplingParams
 from .batch import Row, read_rows, run_rows
-from .flags import (
-    add_engine_flags,
-    add_model_flags,
-    add_result_flags,
-    add_sampling_flags,
-    engine_options,
-    load_model,
-    log,
-    sampling_params,
-    start_engine,
-)
+from .engine_options import add_engine_arguments, given_engine_options, start_engine
 from .output import (
-    JsonWriter,
+    JsonLinesWriter,
+    OutputOptions,
     TextWriter,
-    add_output_flags,
-    monitored,
-    open_output,
-    settings_json,
-    tell_complete,
+    add_output_arguments,
+    log_complete,
+    open_writer,
 )
-from .prompts import Reader, read_text
+from .prompts import PromptReader, read_text
 from .results import Completions
+from .resume import output_settings
+from .sampling_options import (
+    add_result_arguments,
+    add_sampling_arguments,
+    given_sampling_params,
+    sampling_params,
+)
+
+logger = logging.getLogger(__name__)
 
 DEMO_PROMPT = "def read_lines(path):"
+DEMO_SAMPLING: dict[str, Any] = {
+    "temperature": 0.7,
+    "seed": 53,
+    "stop": ("\ndef ", "\nclass "),
+}
+"""Sampling parameters of the demo prompt: one function, by a seed that gives a whole one. Greedy
+text of a model this small repeats itself."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
-    flag = parser.add_argument
-    flag(
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add(
         "stdin",
         nargs="?",
         choices=["-"],
         metavar="-",
         help="- reads one prompt from standard input",
     )
-    flag("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat to add more")
-    flag("--prompt-file", "-f", type=Path, metavar="FILE", help="a file as one prompt")
-    flag(
+    add("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat to add more")
+    add("--prompt-file", "-f", type=Path, metavar="FILE", help="a file as one prompt")
+    add(
         "--input",
         "-i",
         type=Path,
         metavar="JSONL",
         help='rows {"id"?, "prompt" | "prompt_token_ids" | "messages", ...}',
     )
-    add_output_flags(parser, "standard output, as text unless there is --input")
-    flag(
+    add_output_arguments(parser, "standard output, as text unless there is --input")
+    add(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="print text as it comes (default: yes)",
     )
-    add_sampling_flags(parser, max_tokens=128)
-    add_result_flags(parser)
-    add_engine_flags(parser)
+    add_sampling_arguments(parser, max_tokens=128)
+    add_result_arguments(parser)
+    add_engine_arguments(parser)
 
 
-class Job(NamedTuple):
-    """What there is to do."""
+@dataclasses.dataclass(frozen=True)
+class PromptOptions:
+    """Source of the prompts; at most one is set."""
 
-    total: int
-    """Rows."""
-    digest: str
-    """Of the input."""
+    stdin: str | None = None
+    """`-`: standard input is one prompt."""
+    prompt: list[str] | None = None
+    prompt_file: Path | None = None
+    """A file that is one prompt."""
+    input: Path | None = None
+    """A file of rows."""
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether there is no source."""
+        return all(value is None for value in vars(self).values())
+
+    def check(self, model: Path | None) -> None:
+        """Raise `UsageError` for several sources, or for none with a `model` of the user's."""
+        if sum(value is not None for value in vars(self).values()) > 1:
+            raise UsageError("give one of --prompt, --prompt-file, --input and -")
+        if self.is_demo and model is not None:
+            raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
+
+    def read(self) -> list[str]:
+        """Read the prompts, all but those of `input`. Raises `UsageError` and `DataError`."""
+        if self.stdin:
+            if jax.process_count() > 1:
+                raise UsageError(
+                    "-: standard input is that of one process, and there are several; use "
+                    "`prompt_file`"
+                )
+            return [sys.stdin.read()]
+        if self.prompt_file is not None:
+            return [read_text(self.prompt_file)]
+        return self.prompt or [DEMO_PROMPT]
+
+
+class Workload(NamedTuple):
+    """Rows to run, and the engine that they need."""
+
+    num_rows: int
+    input_digest: str
     options: EngineOptions
     rows: Callable[[int], Iterator[Row]]
-    """The rows after the first so many."""
-    live: bool = False
-    """Text is printed as it comes."""
+    """Makes the rows after the first so many."""
+    stream: bool = False
+    """Whether text is printed as it comes."""
 
 
 def main(args: argparse.Namespace) -> int:
-    demo_prompt = _check_flags(args)
-    surveyed = survey(args.input) if args.input is not None else None
-    output = open_output(args)
+    model_options = ModelOptions.from_args(args)
+    prompts = PromptOptions(args.stdin, args.prompt, args.prompt_file, args.input)
+    outputs = OutputOptions(args.output, args.resume)
+    engine_fields, sampling_fields = given_engine_options(args), given_sampling_params(args)
+    # Mistakes in the command line end the run before weights are read.
+    SamplingParams(**sampling_fields)
+    EngineOptions(**engine_fields)
+    prompts.check(model_options.model)
+    if args.logprobs is not None and args.input is None and args.output is None:
+        raise UsageError("`logprobs` goes with `output` or `input`: text has no place for them")
+    scanned = scan(prompts.input) if prompts.input is not None else None
+    file = outputs.open()
 
-    model, mesh = load_model(args)
-    params = sampling_params(args, model)
-    if model.tokenizer is None and (params.stop or args.input is None):
+    model, mesh = load_model(model_options)
+    if prompts.is_demo:
+        sampling_fields = DEMO_SAMPLING | sampling_fields
+    params = sampling_params(sampling_fields, model)
+    if model.tokenizer is None and (params.stop or prompts.input is None):
         raise UsageError(
-            "this checkpoint has no tokenizer: give prompt_token_ids with --input, and leave out "
-            "--stop"
+            "this checkpoint has no tokenizer: give prompt_token_ids with `input`, and leave out "
+            "`stop`"
         )
-    reader = Reader(model.tokenizer, params, warn=log)
-    job = (
-        _prompts_job(args, reader, model)
-        if surveyed is None
-        else _file_job(args, reader, model, *surveyed)
-    )
-    settings = (
-        settings_json(args, model, job.digest, sampling=dataclasses.asdict(params))
-        if output
-        else {}
-    )
-    if output and output.complete:
-        return tell_complete(output, settings)
-    engine = start_engine(args, model, mesh, job.options)
+    reader = PromptReader(model.tokenizer, params)
+    if scanned is not None and prompts.input is not None:
+        options = EngineOptions(**engine_fields)
+        work = _file_workload(prompts.input, reader, model, options, *scanned)
+    else:
+        stream = args.stream and file is None
+        work = _prompt_workload(prompts.read(), reader, model, engine_fields, stream=stream)
+    settings = {}
+    if file is not None:
+        settings = output_settings(
+            "generate",
+            work.input_digest,
+            model,
+            path=model_options.path,
+            swiftkv=model_options.uses_swiftkv,
+            quantization=model_options.quantization,
+            kv_cache_dtype=engine_fields.get("kv_cache_dtype"),
+            max_model_len=engine_fields.get("max_model_len"),
+            sampling=params,
+        )
+        if file.complete:
+            return log_complete(file, settings)
+    engine = start_engine(model, mesh, work.options, model_options)
     del model  # the engine has its own copy of the layers: memory for one, not two
 
-    texts = TextWriter(sys.stdout, _texts, live=job.live, prefix=DEMO_PROMPT if demo_prompt else "")
-    writer = texts if surveyed is None else JsonWriter(sys.stdout.buffer)
-    with monitored(
-        writer, output, settings, total=job.total, progress=args.input is not None
-    ) as monitor:
-        run_rows(engine, job.rows(monitor.done), monitor, in_flight=2 * job.options.max_num_seqs)
-    if summary := monitor.speed.summary(engine):
-        log(summary)
-    monitor.tell_errors()
-    return cli.SOME_ROWS_FAILED if monitor.failed else cli.OK
-
-
-def _check_flags(args: argparse.Namespace) -> bool:
-    """Whether the demo's prompt is meant. Mistakes are told before weights are read: raises
-    `UsageError`."""
-    sampling_params(args)
-    engine_options(args)
-    sources = [
-        source
-        for source in (args.stdin, args.prompt, args.prompt_file, args.input)
-        if source is not None
-    ]
-    if len(sources) > 1:
-        raise UsageError("give one of --prompt, --prompt-file, --input and -")
-    if not sources and args.model is not None:
-        raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
-    if args.logprobs is not None and args.input is None and args.output is None:
-        raise UsageError("--logprobs goes with --output or --input: text has no place for them")
-    return not sources
+    if prompts.input is not None:
+        writer = JsonLinesWriter(sys.stdout.buffer)
+    else:
+        prefix = DEMO_PROMPT if prompts.is_demo else ""
+        writer = TextWriter(sys.stdout, _texts, stream=work.stream, prefix=prefix)
+    progress = prompts.input is not None
+    with open_writer(writer, file, settings, total=work.num_rows, progress=progress) as rows:
+        run_rows(engine, work.rows(rows.done), rows, in_flight=2 * work.options.max_num_seqs)
+    if summary := rows.throughput.summary(engine):
+        logger.info(summary)
+    rows.log_errors()
+    return cli.SOME_ROWS_FAILED if rows.failed else cli.OK
 
 
 def _texts(row: Row) -> list[str]:
-    """For people."""
     assert isinstance(row.result, Completions)
     return [sample.text for sample in row.result.samples]
 
 
-def _file_job(
-    args: argparse.Namespace, reader: Reader, model: Model, total: int, digest: str
-) -> Job:
+def _file_workload(
+    path: Path,
+    reader: PromptReader,
+    model: Model,
+    options: EngineOptions,
+    num_rows: int,
+    digest: str,
+) -> Workload:
     tokenizer = model.tokenizer
 
-    def make(number: int, fields: dict[str, Any]) -> tuple[Request, Completions]:
+    def build(number: int, fields: dict[str, Any]) -> tuple[Request, Completions]:
         request = reader.from_row(number, fields)
         return request, Completions(tokenizer, request)
 
-    return Job(
-        total, digest, engine_options(args), lambda skip: read_rows(args.input, make, skip=skip)
-    )
+    return Workload(num_rows, digest, options, lambda skip: read_rows(path, build, skip=skip))
 
 
-def _prompts_job(args: argparse.Namespace, reader: Reader, model: Model) -> Job:
+def _prompt_workload(
+    prompts: list[str],
+    reader: PromptReader,
+    model: Model,
+    engine_fields: dict[str, Any],
+    *,
+    stream: bool,
+) -> Workload:
     """Raises `UsageError` for a prompt that cannot run, before anything does."""
-    prompts, tokenizer = _prompts(args, model), model.tokenizer
-    requests = _requests(reader, prompts, model, engine_options(args))
+    requests = _requests(reader, prompts, model, EngineOptions(**engine_fields))
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    live = args.stream and len(requests) == 1 and requests[0].params.n == 1 and not args.output
+    stream = stream and len(requests) == 1 and requests[0].params.n == 1
     rows = [
-        Row(number, "", request, Completions(tokenizer, request))
+        Row(number, "", request, Completions(model.tokenizer, request))
         for number, request in enumerate(requests)
     ]
-    options = _fitted(args, requests, model, live=live)
-    return Job(
-        len(rows), digest, options, lambda skip: itertools.islice(iter(rows), skip, None), live
-    )
-
-
-def _prompts(args: argparse.Namespace, model: Model) -> list[str]:
-    if model.tokenizer is None:
-        raise UsageError("this checkpoint has no tokenizer: give prompt_token_ids with --input")
-    if args.stdin:
-        if jax.process_count() > 1:
-            raise UsageError(
-                "-: standard input belongs to one process, and there are several; use --prompt-file"
-            )
-        return [sys.stdin.read()]
-    return (
-        [read_text(args.prompt_file)]
-        if args.prompt_file is not None
-        else args.prompt or [DEMO_PROMPT]
+    options = _fitted_options(engine_fields, requests, model, stream=stream)
+    return Workload(
+        len(rows), digest, options, lambda skip: itertools.islice(iter(rows), skip, None), stream
     )
 
 
 def _requests(
-    reader: Reader, prompts: list[str], model: Model, options: EngineOptions
+    reader: PromptReader, prompts: list[str], model: Model, options: EngineOptions
 ) -> list[Request]:
-    """Raises `UsageError` for any that cannot run, before anything does."""
     requests = []
     for number, text in enumerate(prompts):
         try:
@@ -238,16 +280,19 @@ def _requests(
     return requests
 
 
-def _fitted(
-    args: argparse.Namespace, requests: list[Request], model: Model, *, live: bool
+def _fitted_options(
+    engine_fields: dict[str, Any], requests: list[Request], model: Model, *, stream: bool
 ) -> EngineOptions:
-    """An engine for a few known prompts. Lengths in powers of two: fewer shapes to compile, and to
-    keep compiled."""
+    """Options of an engine for a few known requests. Lengths are powers of two: fewer shapes to
+    compile, and to keep in the compile cache."""
     longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
     fitting = min(1 << (longest - 1).bit_length(), model.config.max_position_embeddings)
-    steps = 1 if live else EngineOptions.decode_steps
-    options = engine_options(args, max_model_len=fitting, decode_steps=steps, one_size=True)
-    return dataclasses.replace(
-        options,
-        max_num_seqs=min(options.max_num_seqs, sum(request.params.n for request in requests)),
-    )
+    steps = 1 if stream else EngineOptions.decode_steps
+    defaults: dict[str, Any] = {
+        "max_model_len": fitting,
+        "decode_steps": steps,
+        "one_size": True,
+    }
+    options = EngineOptions(**defaults | engine_fields)
+    num_sequences = sum(request.params.n for request in requests)
+    return dataclasses.replace(options, max_num_seqs=min(options.max_num_seqs, num_sequences))

@@ -1,84 +1,80 @@
-"""Where rows go: text for people, JSON lines for programs. In the order of the input, whichever
+"""Output of rows: text for people, JSON lines for programs, in the order of the input whichever row
 ended first."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-import jax
-import numpy as np
 from tqdm import tqdm
 
-from ... import cli, demo
+from ... import cli
+from ...distributed import from_process_0, is_main_process
 from ...errors import DataError, UsageError
-from ...model import Model
-from .batch import Row, Speed, Writer
-from .flags import SWIFTKV, log, writes
-from .resume import Output, checkpoint_digest
+from .batch import Row, RowWriter, Throughput
+from .resume import OutputFile
+
+logger = logging.getLogger(__name__)
 
 MAX_ERRORS_SHOWN = 10
 
 
-def add_output_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """Of every command that writes rows."""
-    flag = parser.add_argument
-    flag(
+@dataclasses.dataclass(frozen=True)
+class OutputOptions:
+    """Destination of the rows of output."""
+
+    path: Path | None
+    """File for JSON lines; None is standard output."""
+    resume: bool = False
+    """Continue the file of an interrupted run."""
+
+    def open(self) -> OutputFile | None:
+        """The output file, None for standard output. Raises `UsageError` if something is in its
+        way."""
+        if self.resume and not self.path:
+            raise UsageError("`resume` goes with `output`: there is nothing else to go on with")
+        return OutputFile(self.path, resume=self.resume) if self.path else None
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the flags of every command that writes rows."""
+    add = parser.add_argument
+    add(
         "--output",
         "-o",
         type=Path,
         metavar="JSONL",
         help=f"a row per row of input, in its order (default: {default})",
     )
-    flag(
+    add(
         "--resume",
         action="store_true",
         help="go on with the --output of an interrupted run, if there is one",
     )
 
 
-def open_output(args: argparse.Namespace) -> Output | None:
-    """Raises `UsageError` if something is in the way of --output."""
-    if args.resume and not args.output:
-        raise UsageError("--resume goes with --output: there is nothing else to go on with")
-    return Output(args.output, resume=args.resume) if args.output else None
+def log_complete(file: OutputFile, settings: dict[str, Any]) -> int:
+    """Say that an earlier run has written all of `file`, and return the exit code of that run.
 
-
-def tell_complete(output: Output, settings: dict[str, Any]) -> int:
-    """The exit code of the run that has written all of an output that is `complete`, told. Raises
-    `UsageError` if it was another run."""
-    rows, failed = output.count(settings)
-    log(
-        f"{output.path} is complete: {rows} rows"
+    Raises `UsageError` if it ran with other settings.
+    """
+    rows, failed = file.count(settings)
+    logger.info(
+        f"{file.path} is complete: {rows} rows"
         + (f", {failed} failed; their lines say why" if failed else "")
     )
     return cli.SOME_ROWS_FAILED if failed else cli.OK
 
 
-def settings_json(
-    args: argparse.Namespace, model: Model, digest: str, **more: Any
-) -> dict[str, Any]:
-    """Everything that decides what becomes of a row."""
-    return {
-        "command": args.command,
-        "input": digest,
-        "model": checkpoint_digest(args.model or demo.SWIFTKV),
-        "swiftkv": model.uses_swiftkv(SWIFTKV[args.swiftkv]),
-        "dtype": str(model.dtype),
-        "quantization": args.quantization,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "max_model_len": args.max_model_len,
-        **more,
-    }
-
-
 def json_line(value: dict[str, Any]) -> bytes:
-    """One line of UTF-8, with its end."""
+    """One line of UTF-8, with its line break."""
     return (
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
         + b"\n"
@@ -86,18 +82,18 @@ def json_line(value: dict[str, Any]) -> bytes:
 
 
 class TextWriter:
-    """Completions one after the other, each ended by a newline. With `live`, the first row as it
-    grows."""
+    """Completions as text, each ended by a line break; with `stream`, the first row as it grows."""
 
     def __init__(
-        self, file: TextIO, texts: Callable[[Row], Iterable[str]], *, live: bool, prefix: str = ""
+        self, file: TextIO, texts: Callable[[Row], Iterable[str]], *, stream: bool, prefix: str = ""
     ):
-        """`texts` of a row; `prefix` goes before each."""
-        self._file, self._texts, self._live, self._prefix = file, texts, live, prefix
+        """`texts` returns the texts of a row; `prefix` goes before each."""
+        self._file, self._texts, self._stream, self._prefix = file, texts, stream, prefix
         self._written = 0
+        """Characters written of the text that is growing."""
 
-    def show(self, row: Row) -> None:
-        if self._live:
+    def write_partial(self, row: Row) -> None:
+        if self._stream:
             (text,) = self._texts(row)
             text = (self._prefix + text)[self._written :]
             self._file.write(text)
@@ -112,13 +108,13 @@ class TextWriter:
             self._file.flush()
 
 
-class JsonWriter:
-    """A whole line per row, flushed."""
+class JsonLinesWriter:
+    """One line of JSON for each row, flushed."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
 
-    def show(self, row: Row) -> None:
+    def write_partial(self, row: Row) -> None:
         pass
 
     def write(self, row: Row) -> None:
@@ -126,45 +122,51 @@ class JsonWriter:
         self._file.flush()
 
 
-class Silent:
-    """Of the processes that leave writing to another one."""
+class NullWriter:
+    """Writes nothing: for all processes but process 0."""
 
-    def show(self, row: Row) -> None:
+    def write_partial(self, row: Row) -> None:
         pass
 
     def write(self, row: Row) -> None:
         pass
 
 
-class Monitor:
-    """Passes rows on to a writer, counts them, and shows how far it is."""
+class ProgressWriter:
+    """Writes rows through another writer, counts them, and shows a progress bar."""
 
-    def __init__(self, *, total: int, progress: bool, add: Callable[[dict[str, Any]], None]):
-        """`add` is told each row of output, also those that an earlier run has written. `progress`:
-        on a terminal, a bar."""
-        self.writer: Writer = Silent()
-        self.speed, self.done, self.failed = Speed(), 0, 0
-        self._add, self._errors = add, list[str]()
-        self._bar = tqdm(total=total, unit="row", disable=None if progress and writes() else True)
+    def __init__(
+        self, *, total: int, progress: bool, on_row: Callable[[dict[str, Any]], None] | None = None
+    ):
+        """`on_row` is called with each row of output, those of an earlier run included. `progress`
+        shows a bar on a terminal."""
+        self.writer: RowWriter = NullWriter()
+        self.throughput = Throughput()
+        self.done = 0
+        """Rows written, those of an earlier run included."""
+        self.failed = 0
+        self._on_row, self._errors = on_row, list[str]()
+        show = progress and is_main_process()
+        self._bar = tqdm(total=total, unit="row", disable=None if show else True)
         self._tokens, self._start = 0, time.perf_counter()
 
-    def old(self, row: dict[str, Any]) -> None:
-        """A row that an earlier run has written: it took no time now."""
+    def count_existing(self, row: dict[str, Any]) -> None:
+        """Count a row that an earlier run has written, which is not part of the rates."""
         self._count(row)
         if not self._bar.disable:
             self._bar.initial += 1
             self._bar.n += 1
             self._bar.last_print_n += 1
 
-    def show(self, row: Row) -> None:
-        self.writer.show(row)
+    def write_partial(self, row: Row) -> None:
+        self.writer.write_partial(row)
 
     def write(self, row: Row) -> None:
         self.writer.write(row)
         if row.error is not None:
             self._errors += [row.error] if len(self._errors) < MAX_ERRORS_SHOWN else []
         elif row.result is not None:
-            self.speed.add(row.result.timing)
+            self.throughput.add(row.result.timing)
             self._tokens += row.result.tokens
         self._count(row.to_json())
         self._bar.set_postfix_str(
@@ -175,63 +177,56 @@ class Monitor:
     def _count(self, row: dict[str, Any]) -> None:
         self.done += 1
         self.failed += "error" in row
-        self._add(row)
+        if self._on_row is not None:
+            self._on_row(row)
 
     def close(self) -> None:
         self._bar.close()
 
-    def tell_errors(self) -> None:
-        """The first few errors, a line each."""
+    def log_errors(self) -> None:
+        """Log the first few errors, a line each."""
         for error in self._errors:
-            log(f"error: {error}")
+            logger.error(f"error: {error}")
         if (more := self.failed - len(self._errors)) > 0:
-            log(f"error: {more} more rows failed; their lines say why")
+            logger.error(f"error: {more} more rows failed; their lines say why")
 
 
 @contextlib.contextmanager
-def monitored(
-    writer: Writer | None,
-    output: Output | None,
+def open_writer(
+    writer: RowWriter,
+    file: OutputFile | None,
     settings: dict[str, Any],
     *,
     total: int,
     progress: bool = True,
-    add: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> Iterator[Monitor]:
-    """A monitor over `output`, or over `writer` where there is none; `Monitor.done` rows are there
-    already.
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> Iterator[ProgressWriter]:
+    """A `ProgressWriter` over `file`, or over `writer` if that is None, in process 0.
 
-    Interrupted, it says how to go on. Raises as `Output.open` does, in all processes if in one.
+    `ProgressWriter.done` rows are in the file already. Logs how to continue after an interruption.
+    Raises as `OutputFile.open` does, in all processes if it does in one.
     """
-    monitor = Monitor(total=total, progress=progress, add=add)
+    result = ProgressWriter(total=total, progress=progress, on_row=on_row)
     with contextlib.ExitStack() as stack:
-        stack.callback(monitor.close)
-        if output is not None and writes():
-            try:
-                monitor.writer = JsonWriter(stack.enter_context(output.open(settings, monitor.old)))
-            except (UsageError, DataError, OSError):
-                _of_process_0(-1)
-                raise
-        elif writer is not None and writes():
-            monitor.writer = writer
-        monitor.done = _of_process_0(monitor.done)
-        if monitor.done < 0:
-            raise UsageError("process 0 cannot write --output: see what it says")
+        stack.callback(result.close)
+        if is_main_process():
+            result.writer = writer
+            if file is not None:
+                try:
+                    lines = stack.enter_context(file.open(settings, result.count_existing))
+                except (UsageError, DataError, OSError):
+                    from_process_0(-1)
+                    raise
+                result.writer = JsonLinesWriter(lines)
+        result.done = from_process_0(result.done)
+        if result.done < 0:
+            raise UsageError("process 0 cannot write `output`: see what it says")
         try:
-            yield monitor
+            yield result
         except KeyboardInterrupt:
-            if output is not None:
-                log(
-                    f"{output.partial} has {monitor.done} of {total} rows; the same command with "
-                    f"--resume goes on"
+            if file is not None:
+                logger.warning(
+                    f"{file.partial} has {result.done} of {total} rows; the same command with "
+                    f"`resume` goes on"
                 )
             raise
-
-
-def _of_process_0(count: int) -> int:
-    """The number that process 0 has."""
-    if jax.process_count() == 1:
-        return count
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(count)))

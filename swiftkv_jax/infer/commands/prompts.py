@@ -1,4 +1,4 @@
-"""From a row of input to a request. What a row says of sampling goes before what the command says.
+"""Requests from rows of input. Sampling parameters of a row replace those of the command.
 
 A row is `{"id"?, "prompt" | "prompt_token_ids" | "messages", ...}` with any field of
 `SamplingParams`, or a line of OpenAI's batch files, `{"custom_id", "method", "url", "body":
@@ -7,7 +7,8 @@ A row is `{"id"?, "prompt" | "prompt_token_ids" | "messages", ...}` with any fie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,38 @@ from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..text import brings_first_token, encode, encode_chat
 
+logger = logging.getLogger(__name__)
+
 SOURCES = ("prompt", "prompt_token_ids", "messages")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 ENVELOPE = {"model", "user", "metadata", "store", "stream", "stream_options", "service_tier"}
-"""Fields of a request to a server that say nothing of its tokens."""
+"""Fields of a request to a server that do not change its tokens."""
 
 
 def read_text(path: Path) -> str:
-    """A file as one prompt. Raises `DataError` if it is not UTF-8."""
+    """Read a file as one prompt. Raises `DataError` if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
-class Reader:
-    """Makes requests of rows."""
+class PromptReader:
+    """Makes requests of prompts and of rows."""
 
-    def __init__(self, tokenizer: Any, params: SamplingParams, *, warn: Callable[[str], None]):
-        """`tokenizer` may be None: then there are only token ids. `warn` hears of each oddity
-        once."""
-        self._tokenizer, self._params, self._warn = tokenizer, params, warn
+    def __init__(self, tokenizer: Any, params: SamplingParams):
+        """`tokenizer` None allows token ids only; `params` are the command's."""
+        self._tokenizer, self._params = tokenizer, params
         self._warned = False
 
     def from_text(self, number: int, text: str) -> Request:
-        """A prompt that the command line gave. Raises `UsageError`."""
+        """Request of prompt `number` of the command line. Raises `UsageError`."""
         return Request(self._encode(text), self._params, rng_stream=number)
 
     def from_row(self, number: int, row: Mapping[str, Any]) -> Request:
-        """Row `number` of a file, without its id. Raises `UsageError` that names the field."""
-        fields = dict(_of_batch(row) if "body" in row else row)
+        """Request of row `number` of a file, given without its id. Raises `UsageError` that names
+        the field."""
+        fields = dict(_body_of(row) if "body" in row else row)
         sources = [name for name in SOURCES if name in fields]
         if len(sources) != 1:
             raise UsageError(
@@ -57,8 +60,8 @@ class Reader:
             raise UsageError(
                 "stop needs a tokenizer, and this checkpoint has none: use stop_token_ids"
             )
-        # Rows that share the command's seed must differ; one that names its own gets the same
-        # answer wherever it stands.
+        # Rows that share the command's seed must differ; one with a seed of its own gets the same
+        # answer at any place in the file.
         return Request(
             self._token_ids(sources[0], value),
             params,
@@ -67,9 +70,7 @@ class Reader:
 
     def _token_ids(self, source: str, value: Any) -> list[int]:
         if source == "prompt_token_ids" or (source == "prompt" and isinstance(value, list)):
-            if not isinstance(value, list) or not all(type(token) is int for token in value):
-                raise UsageError(f"{source} must be a list of whole numbers")
-            return value
+            return _check_token_ids(source, value)
         if self._tokenizer is None:
             raise UsageError(
                 f"{source} needs a tokenizer, and this checkpoint has none: give prompt_token_ids"
@@ -85,15 +86,27 @@ class Reader:
     def _encode(self, text: str) -> list[int]:
         if brings_first_token(self._tokenizer, text) and not self._warned:
             self._warned = True
-            self._warn(
+            logger.warning(
                 f"warning: a prompt begins with {self._tokenizer.bos_token}; it is taken as that "
                 f"token, and no second one is added"
             )
         return encode(self._tokenizer, text)
 
 
-def _of_batch(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a line of a batch file, without what says nothing of tokens."""
+def _check_token_ids(source: str, value: Any) -> list[int]:
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return value
+    several = isinstance(value, list) and all(isinstance(one, str | list) for one in value)
+    if source == "prompt" and several:
+        raise UsageError(
+            f"prompt is a list of {len(value)} prompts: a row has one prompt, so give each a row "
+            f"of its own"
+        )
+    raise UsageError(f"{source} must be a list of whole numbers")
+
+
+def _body_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Body of a line of a batch file, without the fields of `ENVELOPE`."""
     body, method, url = row["body"], row.get("method", "POST"), row.get("url")
     if unknown := set(row) - {"method", "url", "body"}:
         raise UsageError(
@@ -112,8 +125,8 @@ def _of_batch(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_logprobs(fields: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's chat says `logprobs` true or false, and how many in `top_logprobs`; its completions,
-    and ours, a number. Raises `UsageError` if they contradict each other."""
+    """Turn `logprobs` and `top_logprobs` of OpenAI's chat, a boolean and a number, into the one
+    number of its completions. Raises `UsageError` if they contradict each other."""
     if not isinstance(fields.get("logprobs"), bool):
         return fields
     if fields.get("top_logprobs") and not fields["logprobs"]:

@@ -1,4 +1,4 @@
-"""What becomes of a prompt: its samples as they grow, and the row of output that they make (see
+"""Results of a prompt: its samples as they grow, and the row of output that they make (see
 `complete`)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Completion:
     """One sample of a row."""
 
     def __init__(self, tokenizer: Any, request: Request):
-        """Without a tokenizer there is no text, and no stop string can be found."""
+        """With `tokenizer` None there is no text, and no stop string can be found."""
         self._params = request.params
         self._stream = None if tokenizer is None else TextStream.of(tokenizer, request)
         self._stop_reason: str | int | None = None
@@ -24,27 +24,27 @@ class Completion:
         self.text = ""
         self.finish_reason: str | None = None
 
-    def push(self, event: RequestOutput) -> None:
-        """A stop string ends the sample, and drops the tokens that came after it. Raises
-        `DataError` where the model broke down."""
-        if event.finish_reason == "error":
+    def push(self, output: RequestOutput) -> None:
+        """Add an output. A stop string ends the sample and drops the tokens after it. Raises
+        `DataError` if the model's logits are not finite."""
+        if output.finish_reason == "error":
             raise DataError(NOT_FINITE)
-        self.finish_reason = event.finish_reason
-        if event.stop_token in self._params.stop_token_ids:
-            self._stop_reason = event.stop_token
+        self.finish_reason = output.finish_reason
+        if output.stop_token in self._params.stop_token_ids:
+            self._stop_reason = output.stop_token
         if self._logprobs is not None:
-            self._logprobs += event.logprobs or ()
+            self._logprobs += output.logprobs or ()
         if self._stream is None:
-            self._token_ids += event.tokens
+            self._token_ids += output.token_ids
             return
-        self.text += self._stream.push(event.tokens)
-        if event.finish_reason and not self._stream.stopped:
+        self.text += self._stream.push(output.token_ids)
+        if output.finish_reason and not self._stream.stopped:
             self.text += self._stream.finish()
         if self._stream.stopped:
             self.finish_reason, self._stop_reason = "stop", self._stream.stop_reason
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self._token_ids)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def _logprob_json(token: int, logprob: Logprob) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinities."""
+    """`value`, None for an infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 class Completions:
-    """All samples of a row."""
+    """Samples of one prompt."""
 
     def __init__(self, tokenizer: Any, request: Request):
         self.samples = [Completion(tokenizer, request) for _ in range(request.params.n)]
@@ -94,10 +94,10 @@ class Completions:
     def tokens(self) -> int:
         return sum(map(len, self.samples))
 
-    def take(self, event: RequestOutput) -> bool:
-        sample = self.samples[event.sample]
-        sample.push(event)
-        self.timing, self._cached_tokens = event.timing, event.cached_tokens
+    def update(self, output: RequestOutput) -> bool:
+        sample = self.samples[output.sample]
+        sample.push(output)
+        self.timing, self._cached_tokens = output.timing, output.num_cached_tokens
         return sample.finish_reason is None
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Completions:
 
 
 def timing_json(timing: Timing | None) -> dict[str, float | None]:
-    """Seconds from when the row entered the engine."""
+    """Times of a row in seconds since it entered the engine."""
     moments = {"queue_s": "started", "ttft_s": "first_token", "total_s": "last_token"}
     since = {name: getattr(timing, moment, None) for name, moment in moments.items()}
     return {

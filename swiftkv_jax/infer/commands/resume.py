@@ -1,15 +1,16 @@
-"""Output that survives its process: `OUT.partial` grows by whole lines, and becomes `OUT` when all
-are there.
+"""Output files that survive a kill: `OUT.partial` grows by whole lines, and is renamed to `OUT`
+when all are there.
 
-Beside it, `OUT.settings.json` says what the lines come from: the input's digest, the model's, and
-what else decides what a row becomes. `--resume` goes on only if all of that is the same. A kill at
-any moment leaves whole lines and at most one torn one, which is dropped: no row is lost, none comes
-twice. An `OUT` that is complete is left as it is.
+Beside it, `OUT.settings.json` holds what the lines were made from: the digests of input and model,
+and all settings that change a row. `--resume` continues only if all of that is the same. A kill at
+any moment leaves whole lines and at most one torn line, which is dropped: no row is lost or written
+twice. A complete `OUT` is never changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -20,15 +21,18 @@ from typing import Any, BinaryIO
 
 from ...errors import DataError, UsageError
 from ...io.files import check_absent, write_whole
-from ...io.jsonl import parse
+from ...io.jsonl import parse_object
+from ...model import Model
+from ..engine.sampling_params import SamplingParams
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Of each file of a checkpoint: reading all of it again would take as long as loading it."""
+"""Parts read of each file of a checkpoint, and bytes of a part: reading all of it would take as
+long as loading it."""
 
 
 def checkpoint_digest(path: Path) -> str:
-    """Of the names, sizes and parts of a checkpoint's files. Other weights of the same shape differ
-    all over, so parts are enough."""
+    """SHA-256 of the names, sizes and parts of a checkpoint's files. Other weights of the same
+    shape differ everywhere, so parts are enough."""
     digest = hashlib.sha256()
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         size = file.stat().st_size
@@ -42,50 +46,77 @@ def checkpoint_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Output:
+def output_settings(
+    command: str,
+    input_digest: str,
+    model: Model,
+    *,
+    path: Path,
+    swiftkv: bool | None,
+    quantization: str | None,
+    kv_cache_dtype: str | None,
+    max_model_len: int | None,
+    sampling: SamplingParams | None = None,
+) -> dict[str, Any]:
+    """Everything that changes what a row becomes, as JSON. `path` is the checkpoint; `quantization`
+    and the two after it are None where no flag sets them."""
+    settings = {
+        "command": command,
+        "input": input_digest,
+        "model": checkpoint_digest(path),
+        "swiftkv": model.uses_swiftkv(swiftkv),
+        "dtype": str(model.dtype),
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "max_model_len": max_model_len,
+    }
+    return settings if sampling is None else settings | {"sampling": dataclasses.asdict(sampling)}
+
+
+class OutputFile:
     """The file that `--output` names."""
 
     def __init__(self, path: Path, *, resume: bool):
-        """Raises `UsageError` if something is in the way: nothing is overwritten."""
+        """Raises `UsageError` if `path` exists, or `OUT.partial` does without `resume`."""
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         self._settings_file = path.with_name(path.name + ".settings.json")
         self.complete = resume and path.exists()
-        """An earlier run has written all of it."""
+        """Whether an earlier run has written all of the file."""
         if not self.complete:
-            check_absent("--output", path)
+            check_absent("`output`", path)
         if self.partial.exists() and not resume:
             raise UsageError(
-                f"--output {path}: {self.partial} is of an interrupted run; go on with --resume, "
+                f"`output`={path}: {self.partial} is of an interrupted run; go on with `resume`, "
                 f"or remove it"
             )
 
     def count(self, settings: dict[str, Any]) -> tuple[int, int]:
-        """(rows, how many of them failed) of an output that is complete. Raises `UsageError` if it
-        was made with other settings."""
+        """Rows of a complete file, and how many of them failed. Raises `UsageError` if it was
+        written with other settings."""
         self._check(self.path, settings)
         with self.path.open("rb") as file:
-            failed = ["error" in parse(line) for line in file]
+            failed = ["error" in parse_object(line) for line in file]
         return len(failed), sum(failed)
 
     @contextlib.contextmanager
     def open(
-        self, settings: dict[str, Any], old: Callable[[dict[str, Any]], None]
+        self, settings: dict[str, Any], on_existing: Callable[[dict[str, Any]], None]
     ) -> Iterator[BinaryIO]:
-        """The file to append lines to; it takes its name at the end of the block, unless an
+        """Open the file to append lines; it is renamed to `path` at the end of the block, unless an
         exception ends that.
 
-        `old` hears of each row that is there already. Raises `UsageError` if these were made with
-        other settings, or are being written at this moment, and `DataError` if they are damaged.
+        `on_existing` is called with each row that is there already. Raises `UsageError` if these
+        were written with other settings or another process is writing now, and `DataError` if they
+        are damaged.
         """
         with self.partial.open("a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(
-                    f"--output {self.path}: another process is writing {self.partial}"
+                    f"`output`={self.path}: another process is writing {self.partial}"
                 ) from None
-            # Another process may have ended since this one began, and have taken the file from
-            # under its name.
+            # Another process may have ended since this one began, and have renamed the file.
             if self.path.exists() or not (
                 self.partial.exists()
                 and os.path.samestat(os.fstat(file.fileno()), self.partial.stat())
@@ -93,14 +124,14 @@ class Output:
                 if not os.fstat(file.fileno()).st_size:
                     self.partial.unlink(missing_ok=True)
                 raise UsageError(
-                    f"--output {self.path}: another process has just written it; nothing is "
+                    f"`output`={self.path}: another process has just written it; nothing is "
                     f"overwritten"
                 )
             if os.fstat(file.fileno()).st_size:
                 self._check(self.partial, settings)
             else:
                 write_whole(self._settings_file, json.dumps(settings, indent=2).encode())
-            self._read(file, old)
+            self._read(file, on_existing)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -109,13 +140,13 @@ class Output:
     def _check(self, path: Path, settings: dict[str, Any]) -> None:
         """Raises `UsageError` unless `path` was written with these settings."""
         try:
-            written = parse(self._settings_file.read_bytes())
+            written = parse_object(self._settings_file.read_bytes())
         except (DataError, OSError):
             raise DataError(
-                f"{self._settings_file}: missing or damaged, so nobody knows what {path} holds; "
-                f"remove both"
+                f"{self._settings_file}: missing or damaged, so it is not known how {path} was "
+                f"made; remove both"
             ) from None
-        now = parse(json.dumps(settings).encode())  # with the types that JSON has
+        now = parse_object(json.dumps(settings).encode())  # with the types that JSON has
         for name in [*written, *now]:
             if written.get(name) != now.get(name):
                 values = (
@@ -124,19 +155,19 @@ class Output:
                     else f": {written.get(name)!r} then, {now.get(name)!r} now"
                 )
                 raise UsageError(
-                    f"--resume: {path} was written with another {name}{values}; use the same, or "
+                    f"`resume`: {path} was written with another {name}{values}; use the same, or "
                     f"remove it"
                 )
 
-    def _read(self, file: BinaryIO, old: Callable[[dict[str, Any]], None]) -> None:
-        """Every whole line to `old`; a torn last one is cut off."""
+    def _read(self, file: BinaryIO, on_existing: Callable[[dict[str, Any]], None]) -> None:
+        """Call `on_existing` with every whole line; a torn last one is cut off."""
         file.seek(0)
         end = 0
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break
             try:
-                old(parse(line))
+                on_existing(parse_object(line))
             except DataError as error:
                 raise DataError(
                     f"{self.partial}:{number}: {error}; remove the file to start again"

@@ -3,16 +3,17 @@ probabilities.
 
 Rows of input, each with an optional `id`:
 
-    {"context": "The sky is", "continuation": " blue"}    scores the continuation
-    {"token_ids": [1, 450, 14744], "start": 2}            scores token_ids[start:]; start is 1 if left out
-    {"prompt": "The sky is blue"}                         scores everything after the first token
+    {"context": "The sky is", "continuation": " blue"}  scores the continuation
+    {"token_ids": [1, 450, 14744], "start": 2}          scores token_ids[start:], by default [1:]
+    {"prompt": "The sky is blue"}                       scores everything after the first token
 
 A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token
 that begins texts. Texts get the tokenizer's special tokens, as prompts do.
 
 Rows of output, in the order of the input, natural logarithms:
 
-    {"id": 0, "logprob": -2.5, "tokens": [6437, 13], "logprobs": [-2.25, -0.25], "is_greedy": false, "perplexity": 3.49}
+    {"id": 0, "logprob": -2.5, "tokens": [6437, 13], "logprobs": [-2.25, -0.25],
+     "is_greedy": false, "perplexity": 3.49}
 
 `is_greedy`: at each position the token is the likeliest one.
 """
@@ -20,67 +21,66 @@ Rows of output, in the order of the input, natural logarithms:
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from ... import cli
+from ...cli.model_options import ModelOptions, add_model_arguments, load_model
 from ...errors import DataError, UsageError
-from ...io.jsonl import survey
+from ...io.jsonl import scan
+from ..engine.options import EngineOptions
 from ..engine.requests import NOT_FINITE, RequestOutput, ScoreRequest, Timing
 from ..text import encode, encode_pair
 from .batch import read_rows, run_rows
-from .flags import add_engine_flags, add_model_flags, engine_options, load_model, log, start_engine
-from .output import (
-    JsonWriter,
-    add_output_flags,
-    monitored,
-    open_output,
-    settings_json,
-    tell_complete,
-)
+from .engine_options import add_engine_arguments, given_engine_options, start_engine
+from .output import JsonLinesWriter, OutputOptions, add_output_arguments, log_complete, open_writer
+from .resume import output_settings
+
+logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 64
-"""Rows known to the engine at once: enough to fill its chunks with short ones."""
+"""Rows in the engine at once: enough to fill its chunks with short ones."""
 FORMS = ({"context", "continuation"}, {"token_ids"}, {"token_ids", "start"}, {"prompt"})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_flags(parser)
+    add_model_arguments(parser)
     rows = 'rows {"context", "continuation"} or {"token_ids", "start"} or {"prompt"}'
     parser.add_argument("--input", "-i", type=Path, metavar="JSONL", required=True, help=rows)
-    add_output_flags(parser, "standard output")
-    add_engine_flags(parser)
+    add_output_arguments(parser, "standard output")
+    add_engine_arguments(parser)
 
 
 class Scores:
-    """What becomes of a row."""
+    """Result of a row."""
 
     def __init__(self, request: ScoreRequest):
         self._tokens, self.tokens = list(request.tokens[request.start :]), len(request.tokens)
-        self._event: RequestOutput | None = None
+        self._output: RequestOutput | None = None
 
     @property
     def done(self) -> bool:
-        return self._event is not None
+        return self._output is not None
 
     @property
     def timing(self) -> Timing | None:
-        return None if self._event is None else self._event.timing
+        return None if self._output is None else self._output.timing
 
-    def take(self, event: RequestOutput) -> bool:
-        assert event.logprobs is not None
-        if not all(math.isfinite(entry.logprob) for entry in event.logprobs):
+    def update(self, output: RequestOutput) -> bool:
+        assert output.logprobs is not None
+        if not all(math.isfinite(entry.logprob) for entry in output.logprobs):
             raise DataError(NOT_FINITE)
-        self._event = event
+        self._output = output
         return False
 
     def to_json(self) -> dict[str, Any]:
-        assert self._event is not None and self._event.logprobs is not None
-        logprobs = [entry.logprob for entry in self._event.logprobs]
+        assert self._output is not None and self._output.logprobs is not None
+        logprobs = [entry.logprob for entry in self._output.logprobs]
         total = math.fsum(logprobs)
-        greedy = self._event.tokens == self._tokens
+        greedy = self._output.token_ids == self._tokens
         result = {
             "logprob": total,
             "tokens": self._tokens,
@@ -91,21 +91,22 @@ class Scores:
 
 
 def perplexity(logprob: float, tokens: int) -> float | None:
-    """exp of the mean negative log-likelihood; None if no float can hold it."""
+    """exp(-logprob / tokens), `logprob` being the sum over `tokens`; None above the largest
+    float."""
     try:
         return math.exp(-logprob / tokens)
     except OverflowError:
         return None
 
 
-class Reader:
+class ScoreReader:
     """Makes requests of rows."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
     def request(self, row: dict[str, Any]) -> ScoreRequest:
-        """Raises `UsageError` that names the field."""
+        """Request of a row without its id. Raises `UsageError` that names the field."""
         if set(row) not in FORMS:
             fields = ", ".join(sorted(row)) or "nothing"
             raise UsageError(
@@ -113,7 +114,7 @@ class Reader:
                 f"got {fields}"
             )
         if "token_ids" in row:
-            return _of_tokens(row["token_ids"], row.get("start", 1))
+            return _token_request(row["token_ids"], row.get("start", 1))
         if self._tokenizer is None:
             raise UsageError(
                 f"{' and '.join(sorted(row))}: needs a tokenizer, and this checkpoint has none: "
@@ -130,7 +131,7 @@ class Reader:
         return ScoreRequest([*before, *after], len(before))
 
 
-def _of_tokens(tokens: Any, start: Any) -> ScoreRequest:
+def _token_request(tokens: Any, start: Any) -> ScoreRequest:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise UsageError("token_ids must be a list of whole numbers")
     if type(start) is not int:
@@ -139,18 +140,17 @@ def _of_tokens(tokens: Any, start: Any) -> ScoreRequest:
 
 
 class Total:
-    """Of all rows, those of an earlier run too."""
+    """Log-likelihood of all rows, those of an earlier run included."""
 
     def __init__(self) -> None:
         self._rows, self._tokens, self._logprob = 0, 0, 0.0
 
     def add(self, row: dict[str, Any]) -> None:
+        """Add a row of output."""
         if "error" not in row:
-            self._rows, self._tokens, self._logprob = (
-                self._rows + 1,
-                self._tokens + len(row["tokens"]),
-                self._logprob + row["logprob"],
-            )
+            self._rows += 1
+            self._tokens += len(row["tokens"])
+            self._logprob += row["logprob"]
 
     def __str__(self) -> str:
         if not self._rows:
@@ -163,31 +163,40 @@ class Total:
 
 
 def main(args: argparse.Namespace) -> int:
+    model_options, engine_fields = ModelOptions.from_args(args), given_engine_options(args)
     # Decoding is compiled as well, and not used: for one row that is quick.
-    options = engine_options(args, max_num_seqs=1, scoring=True)
-    rows, digest = survey(args.input)
-    output = open_output(args)
-    model, mesh = load_model(args)
-    settings = settings_json(args, model, digest) if output else {}
-    if output and output.complete:
-        return tell_complete(output, settings)
-    reader = Reader(model.tokenizer)
-    engine = start_engine(args, model, mesh, options)
+    defaults: dict[str, Any] = {"max_num_seqs": 1, "scoring": True}
+    options = EngineOptions(**defaults | engine_fields)
+    num_rows, digest = scan(args.input)
+    file = OutputOptions(args.output, args.resume).open()
+    model, mesh = load_model(model_options)
+    settings = {}
+    if file is not None:
+        settings = output_settings(
+            "score",
+            digest,
+            model,
+            path=model_options.path,
+            swiftkv=model_options.uses_swiftkv,
+            quantization=model_options.quantization,
+            kv_cache_dtype=engine_fields.get("kv_cache_dtype"),
+            max_model_len=engine_fields.get("max_model_len"),
+        )
+        if file.complete:
+            return log_complete(file, settings)
+    reader = ScoreReader(model.tokenizer)
+    engine = start_engine(model, mesh, options, model_options)
     del model  # the engine has its own copy of the layers: memory for one, not two
 
-    def make(number: int, fields: dict[str, Any]) -> tuple[ScoreRequest, Scores]:
+    def build(number: int, fields: dict[str, Any]) -> tuple[ScoreRequest, Scores]:
         request = reader.request(fields)
         return request, Scores(request)
 
-    total = Total()
-    with monitored(
-        JsonWriter(sys.stdout.buffer), output, settings, total=rows, add=total.add
-    ) as monitor:
-        run_rows(
-            engine, read_rows(args.input, make, skip=monitor.done), monitor, in_flight=IN_FLIGHT
-        )
-    if summary := monitor.speed.summary(engine):
-        log(summary)
-    log(str(total))
-    monitor.tell_errors()
-    return cli.SOME_ROWS_FAILED if monitor.failed else cli.OK
+    total, writer = Total(), JsonLinesWriter(sys.stdout.buffer)
+    with open_writer(writer, file, settings, total=num_rows, on_row=total.add) as rows:
+        run_rows(engine, read_rows(args.input, build, skip=rows.done), rows, in_flight=IN_FLIGHT)
+    if summary := rows.throughput.summary(engine):
+        logger.info(summary)
+    logger.info(str(total))
+    rows.log_errors()
+    return cli.SOME_ROWS_FAILED if rows.failed else cli.OK

@@ -1,5 +1,4 @@
-"""Whether a request can run on an engine of these options: asked before anything else happens to
-it."""
+"""Checks of a request before it is queued. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,12 +14,13 @@ from .sampling_params import MAX_LOGPROBS
 
 
 def check_request(request: Request | ScoreRequest, config: Config, options: EngineOptions) -> None:
-    """Raise `UsageError` (a `ValueError`) if the request can never run."""
+    """Raise `UsageError` (a `ValueError`) for a request that can never run on an engine with these
+    options."""
     limit = options.max_model_len or config.max_position_embeddings
     if isinstance(request, ScoreRequest):
         _check_ids("tokens", request.tokens, config)
         if not options.scoring:
-            raise UsageError("this engine was not made for scores: give its options scoring=True")
+            raise UsageError("this engine cannot score: make it with the option `scoring`=True")
         if not 1 <= request.start < len(request.tokens):
             raise UsageError(
                 f"start={request.start} must be from 1 to {len(request.tokens) - 1}: the first "
@@ -33,7 +33,7 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         if len(request.tokens) > limit:
             raise UsageError(
                 f"{len(request.tokens)} tokens are above the limit of {limit}: shorten them or "
-                f"raise --max-model-len"
+                f"raise `max_model_len`"
             )
         return
     params = request.params
@@ -42,13 +42,12 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
     if len(request.prompt) + params.max_tokens > limit:
         raise UsageError(
             f"the prompt has {len(request.prompt)} tokens, with {params.max_tokens} new ones that "
-            f"is "
-            f"{len(request.prompt) + params.max_tokens}, above the limit of {limit}: shorten it, "
-            f"lower max_tokens or raise --max-model-len"
+            f"is {len(request.prompt) + params.max_tokens}, above the limit of {limit}: shorten "
+            f"it, lower `max_tokens` or raise `max_model_len`"
         )
     if params.n > options.max_num_seqs:
         raise UsageError(
-            f"n={params.n} samples do not fit into --max-num-seqs {options.max_num_seqs}"
+            f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}"
         )
 
 

@@ -1,14 +1,12 @@
-"""The engine: requests in, events out. Continuous batching over static buffers; it knows nothing of
-text.
+"""The engine: requests in, outputs out, by continuous batching over static buffers. It handles
+token ids only, and imports no JAX.
 
-Each `step` sends the device at most one chunk of prefill and one call of decoding, then reads what
-the step before has produced: the host is one step behind, so the device never waits for it.
-Requests enter and leave between steps. All programs are compiled before the first step; none is
-compiled after.
+Each `step` sends the device at most one chunk of prefill and one call of decoding, then reads the
+results of the step before: the host is one step behind, so the device always has work. Sequences
+are added and removed between steps. All programs are compiled before the first step, none after.
 
-An engine belongs to one thread: whoever serves requests from several passes them on to it. Several
-processes over one mesh each run an engine and must submit and cancel the same things in the same
-order; all of them see all events.
+An engine is not thread-safe: one thread makes all calls. With several processes over one mesh, each
+process has an engine and makes the same calls in the same order; each gets all outputs.
 """
 
 from __future__ import annotations
@@ -18,303 +16,380 @@ import itertools
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
-
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING
 
 from ...config import Config
 from ...errors import UsageError
-from ...model import Model
-from ...pallas_kernels import Implementation
-from ..runner.compilation import CompileCounter
-from ..runner.model_runner import AsyncOutput, ModelRunner, ModelRunnerBase
-from ..sampling.sampler import NON_FINITE, SamplerOutput
 from .checks import check_request
+from .model_runner_base import NON_FINITE, AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
 from .page_pool import PagePool, PrefixStats
-from .request_state import Chunk, RequestState, Sequence, spans_of
+from .request_state import Chunk, RequestState, Sequence
 from .requests import Logprob, Request, RequestOutput, ScoreRequest
-from .scheduler import Scheduler
+from .scheduler import MAX_SKIPS, Scheduler
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ...model import Model
+    from ...pallas_kernels import Implementation
+    from ..runner.model_runner import ModelRunner
+
+MAX_ADDED_PER_STEP = 32
+"""Requests that `Engine.run` takes from an iterator between two steps: making one may cost the
+caller time (tokenising), in which the device may run out of work."""
 
 
 @dataclasses.dataclass
 class Stats:
-    """What the engine has done so far."""
+    """Counters and seconds since the engine was made."""
 
     prompt_tokens: int = 0
-    """Of prompts that are cached now, found in the cache or not."""
+    """Prompt tokens that are cached now, those found in the prefix cache included."""
     prefilled_tokens: int = 0
-    """That ran through prefill."""
+    """Tokens that ran through prefill."""
     new_tokens: int = 0
+    """Tokens emitted, end tokens included."""
     chunks: int = 0
     decode_calls: int = 0
     host_seconds: float = 0.0
-    """Of `step`, planning and sending, reading and sorting; the device may be at work meanwhile."""
+    """Seconds that `step` spent on the host; the device may work meanwhile."""
     wait_seconds: float = 0.0
-    """Of `step`, waiting for the device."""
+    """Seconds that `step` waited for the device."""
     compilations: int = 0
-    """Programs compiled during steps. Should be 0: everything was compiled before."""
+    """Programs compiled during steps; 0, since all are compiled before the first."""
 
 
 @dataclasses.dataclass
 class _Sent:
-    """What one step has sent to the device."""
+    """Calls that one step has sent to the device."""
 
     chunk: Chunk | None = None
     scores: AsyncOutput | None = None
-    samples: list[Sequence] = dataclasses.field(default_factory=list)
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
     tokens: AsyncOutput | None = None
 
 
 class Engine[R: ModelRunnerBase]:
-    """A model on its device, and the requests on their way."""
+    """A model with its KV cache, and the requests that run on it. Made by `from_model`."""
 
     def __init__(
-        self, model_runner: R, *, config: Config, end_ids: abc.Sequence[int], options: EngineOptions
+        self,
+        model_runner: R,
+        *,
+        config: Config,
+        eos_token_ids: abc.Sequence[int],
+        options: EngineOptions,
+        max_skips: int = MAX_SKIPS,
     ):
-        """Compiles everything and takes the memory: see `engine_for`. `end_ids` are the model's end
-        tokens."""
-        self.model_runner, self.config, self.end_ids, self.options = (
-            model_runner,
-            config,
-            tuple(end_ids),
-            options,
-        )
+        """Compile all programs and allocate the memory of `model_runner`; see `from_model`."""
+        self.model_runner, self.config, self.options = model_runner, config, options
+        self.eos_token_ids = tuple(eos_token_ids)
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
         self._pools = [
             PagePool(shapes.num_pages, shapes.page_size, share=options.enable_prefix_caching)
-            for _ in range(shapes.lanes)
+            for _ in range(shapes.dp_size)
         ]
-        self._scheduler = Scheduler(self._pools, model_runner.limits)
-        self._tasks: dict[int, RequestState] = {}
+        self._scheduler = Scheduler(self._pools, model_runner.limits, max_skips=max_skips)
+        self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._sent: deque[_Sent] = deque()
         self._scores: dict[int, tuple[list[int], list[Logprob]]] = {}
         self.stats = Stats()
-        CompileCounter.read()
+        model_runner.num_compilations()
+
+    @staticmethod
+    def from_model(
+        model: Model,
+        options: EngineOptions | None = None,
+        *,
+        swiftkv: bool | None = None,
+        mesh: Mesh | None = None,
+        attention: Implementation | None = None,
+        donate: bool = False,
+    ) -> Engine[ModelRunner]:
+        """An engine for a model, compiled and ready to run. Logs the memory plan.
+
+        `swiftkv` False serves the unmodified teacher, True the student, None the student if there
+        is a delta. With a `mesh` (None: the one that the model was loaded on) sequences are split
+        over `data`, heads and widths over `model`. `attention` names an implementation; None
+        chooses one for the device. The layers are copied into serving form; with `donate` the
+        model's own arrays are deleted on the way, so that memory holds them once, and `model`
+        cannot be used afterwards.
+
+        Raises `UsageError` (a `ValueError`) for options that cannot be honoured and
+        `OutOfMemoryError` if weights, cache and temporaries do not fit the device.
+        """
+        from ..runner.build import build_model_runner
+
+        options = options or EngineOptions()
+        runner = build_model_runner(
+            model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, donate=donate
+        )
+        return Engine(
+            runner, config=runner.config, eos_token_ids=model.eos_token_ids, options=options
+        )
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether a request has not ended, or a result has not been read."""
         return bool(self._sent) or self._scheduler.has_work
 
     @property
     def prefix_stats(self) -> PrefixStats:
-        """How the prefix cache does, all lanes together."""
+        """Counters of the prefix cache, summed over the data-parallel shards."""
         each = [dataclasses.astuple(pool.stats) for pool in self._pools]
         return PrefixStats(*(sum(column) for column in zip(*each, strict=True)))
 
     @property
     def pages_in_use(self) -> int:
-        """Pages that requests hold; 0 when there are none."""
+        """Pages that requests hold; 0 when all have ended."""
         return sum(pool.used for pool in self._pools)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences whose prompts are cached and that have not ended."""
+        return len(self._scheduler.running)
 
     # Requests -----------------------------------------------------------------
 
     def add_request(self, request: Request | ScoreRequest) -> int:
-        """Put a request into the queue: its number, which its events carry. Raises `UsageError` for
-        one that can never run."""
-        check_request(request, self.config, self.options)
-        task, shapes = RequestState(next(self._ids), request), self.model_runner.shapes
-        needed = task.row_pages(shapes.page_size) + task.other_pages(shapes.page_size)
-        if needed > shapes.num_pages or task.num_samples > shapes.slots:
-            raise UsageError(
-                f"the request needs {needed} pages of KV cache and {task.num_samples} rows, there "
-                f"are {shapes.num_pages} and {shapes.slots}"
-                f"{' on each device' if shapes.lanes > 1 else ''}: lower max_tokens or n, or "
-                f"raise --kv-cache-memory or --max-num-seqs"
-            )
-        self._tasks[task.id] = task
-        self._scheduler.add(task)
-        return task.id
+        """Queue a request and return its id, which its outputs carry.
 
-    def abort_request(self, id: int, sample: int | None = None) -> None:
-        """End a request, or one of its samples: it emits nothing more, and makes room. One that has
-        ended is left alone."""
-        task = self._tasks.get(id)
-        if task is None:
+        Raises `UsageError` for a request that can never run.
+        """
+        check_request(request, self.config, self.options)
+        state, shapes = RequestState(next(self._ids), request), self.model_runner.shapes
+        needed = state.pages_of_one(shapes.page_size) + state.pages_of_others(shapes.page_size)
+        if needed > shapes.num_pages or state.num_samples > shapes.slots:
+            raise UsageError(
+                f"the request needs {needed} pages of KV cache and {state.num_samples} slots, "
+                f"there are {shapes.num_pages} and {shapes.slots}"
+                f"{' on each device' if shapes.dp_size > 1 else ''}: lower `max_tokens` or `n`, or "
+                f"raise `kv_cache_memory` or `max_num_seqs`"
+            )
+        self._requests[state.request_id] = state
+        self._scheduler.add(state)
+        return state.request_id
+
+    def abort_request(self, request_id: int, sample: int | None = None) -> None:
+        """End a request, or one of its samples: it has no further outputs, and its pages and slots
+        become free. Does nothing for one that has ended."""
+        state = self._requests.get(request_id)
+        if state is None:
             return
         if sample is not None:
-            task.cancelled.add(sample)
-            if task.wanted:
-                for one in [
-                    one
-                    for one in task.samples
-                    if one.index == sample and self._scheduler.running.get(one.slot) is one
-                ]:
-                    self._scheduler.finish(one, cancelled=True)
+            state.aborted.add(sample)
+            if state.active_indices:
+                for sequence in list(state.sequences):
+                    running = self._scheduler.running.get(sequence.slot) is sequence
+                    if sequence.index == sample and running:
+                        self._scheduler.finish(sequence, aborted=True)
                 return
-        self._scheduler.abort_request(task)
-        self._forget(task)
+        state.aborted.update(range(max(state.num_samples, 1)))
+        self._scheduler.abort(state)
+        self._forget(state)
 
-    def run(self, requests: Iterable[Request | ScoreRequest]) -> Iterator[RequestOutput]:
-        """Submit all, step until they have ended, and yield their events; `RequestOutput.request` counts
-        `requests` from 0.
+    def run(
+        self,
+        requests: Iterable[Request | ScoreRequest | None],
+        *,
+        in_flight: int | None = None,
+        on_invalid: Callable[[int, UsageError], None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Run requests to their ends and yield (number of the request, output).
 
-        Every request is checked before the first runs.
+        Requests are numbered from 0 in the order of `requests`. With `in_flight`, or for an
+        iterable that is not a sequence, they are taken when they can run: at most `in_flight`
+        unfinished ones (None: any number), and at most 32 between two steps. None in the place of a
+        request means that there is no request now: the next is asked for after the next step. None
+        does not count. A sequence without `in_flight` is queued at once.
+
+        A request that can never run raises `UsageError` with its number, for a queued sequence
+        before the first request runs; with `on_invalid` that is called with number and error
+        instead, and the run goes on.
+
+        The caller may end a request or a sample between two outputs with `abort_request`. When the
+        caller stops iterating (the generator is closed), all unfinished requests are aborted.
+        Outputs of requests that were added otherwise are dropped.
         """
-        ids = {self.add_request(request): number for number, request in enumerate(requests)}
+        if in_flight is not None and in_flight < 1:
+            raise UsageError(f"`in_flight`={in_flight} must be at least 1")
+        unfinished: dict[int, tuple[int, RequestState]] = {}
+        source, count, exhausted = iter(requests), itertools.count(), False
+        at_once = in_flight is None and isinstance(requests, abc.Sequence)
         try:
-            while any(id in self._tasks for id in ids):
-                for event in self.step():
-                    if event.request in ids:
-                        yield dataclasses.replace(event, request=ids[event.request])
+            while unfinished or not exhausted:
+                room = None if at_once else MAX_ADDED_PER_STEP
+                if room is not None and in_flight is not None:
+                    room = min(room, in_flight - len(unfinished))
+                added = 0
+                while not exhausted and (room is None or added < room):
+                    try:
+                        request = next(source)
+                    except StopIteration:
+                        exhausted = True
+                        break
+                    if request is None:
+                        break
+                    number, added = next(count), added + 1
+                    try:
+                        request_id = self.add_request(request)
+                    except UsageError as error:
+                        if on_invalid is None:
+                            raise UsageError(f"request {number}: {error}") from error
+                        on_invalid(number, error)
+                        continue
+                    unfinished[request_id] = number, self._requests[request_id]
+                for output in self.step() if self.has_work else ():
+                    if output.request_id in unfinished:
+                        number, state = unfinished[output.request_id]
+                        if output.sample not in state.aborted:
+                            yield number, output
+                for request_id in unfinished.keys() - self._requests.keys():
+                    del unfinished[request_id]
         finally:
-            for id in ids:  # whoever stops listening stops them
-                self.abort_request(id)
+            for request_id in unfinished:
+                self.abort_request(request_id)
 
     # Steps --------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """Send the device its next work, and return the events of what it was sent before."""
-        start, compiled = time.perf_counter(), CompileCounter.read()
+    def step(self, *, decode: bool = True) -> list[RequestOutput]:
+        """Send the device its next work, and return the outputs of the step before. With `decode`
+        False the work is prefill only."""
+        start, compiled = time.perf_counter(), self.model_runner.num_compilations()
         waited = self.stats.wait_seconds
-        sent = self._send()
+        sent = self._send(decode)
         if sent is not None:
             self._sent.append(sent)
-        events = []
+        outputs = []
         while len(self._sent) > (sent is not None):
-            events += self._receive(self._sent.popleft())
-        self.stats.compilations += CompileCounter.read() - compiled
+            outputs += self._receive(self._sent.popleft())
+        self.stats.compilations += self.model_runner.num_compilations() - compiled
         self.stats.host_seconds += time.perf_counter() - start - (self.stats.wait_seconds - waited)
-        return events
+        return outputs
 
-    def _send(self) -> _Sent | None:
-        scheduler, device = self._scheduler, self.model_runner
-        if scheduler.leaving:  # before anybody else gets their pages
-            device.leave(scheduler.leaving)
-            scheduler.leaving.clear()
+    def _send(self, decode: bool) -> _Sent | None:
+        scheduler, runner = self._scheduler, self.model_runner
+        if scheduler.pending_removals:  # before their pages are written by other requests
+            runner.remove_sequences(scheduler.pending_removals)
+            scheduler.pending_removals.clear()
         sent = _Sent()
-        if (chunk := scheduler.next_chunk()) is not None:
-            sent.chunk, sent.scores = chunk, device.run_chunk(chunk)
-            device.enter(chunk.ready)
+        if (chunk := scheduler.schedule_prefill()) is not None:
+            sent.chunk, sent.scores = chunk, runner.run_chunk(chunk)
+            runner.add_sequences(chunk.finished_prefill)
             self._count(chunk)
-        if samples := scheduler.next_decode(device.shapes.decode_steps):
-            sent.samples, sent.tokens = samples, device.run_decode(samples)
+        sequences = scheduler.schedule_decode(runner.shapes.decode_steps) if decode else []
+        if sequences:
+            sent.sequences, sent.tokens = sequences, runner.run_decode(sequences)
             self.stats.decode_calls += 1
-        return sent if sent.chunk or sent.samples else None
+        return sent if sent.chunk or sent.sequences else None
 
     def _count(self, chunk: Chunk) -> None:
-        tokens = sum(span.stop - span.start for _, span in spans_of(chunk))
+        spans = [span for _, span in chunk.scheduled_tokens()]
+        tokens = sum(span.num_tokens for span in spans)
         self.stats.chunks += tokens > 0
         self.stats.prefilled_tokens += tokens
-        ended = {span.task for _, span in spans_of(chunk) if span.stop == span.task.target} | {
-            sample.task for sample in chunk.ready
-        }
-        self.stats.prompt_tokens += sum(len(task.tokens) for task in ended)
+        ended = {
+            span.request_state for span in spans if span.stop == span.request_state.prefill_target
+        } | {sequence.request_state for sequence in chunk.finished_prefill}
+        self.stats.prompt_tokens += sum(len(state.prompt_token_ids) for state in ended)
 
     def _receive(self, sent: _Sent) -> list[RequestOutput]:
-        events = []
+        outputs = []
         if sent.chunk is not None and sent.scores is not None:
             scores = self._read(sent.scores)
             if scores is not None:
-                events += self._score_events(sent.chunk, scores)
+                outputs += self._score_outputs(sent.chunk, scores)
         if sent.tokens is not None:
             sampled = self._read(sent.tokens)
             assert sampled is not None
-            for row, sample in enumerate(sent.samples):
-                sample.unseen -= min(self.model_runner.shapes.decode_steps, sample.unseen)
-                if self._scheduler.running.get(sample.slot) is sample:
-                    events.append(self._sample_event(sample, sampled, row))
-        return events
+            steps = self.model_runner.shapes.decode_steps
+            for row, sequence in enumerate(sent.sequences):
+                sequence.num_in_flight_tokens -= min(steps, sequence.num_in_flight_tokens)
+                if self._scheduler.running.get(sequence.slot) is sequence:
+                    outputs.append(self._sample_output(sequence, sampled, row))
+        return outputs
 
-    def _read(self, handle: AsyncOutput) -> SamplerOutput | None:
+    def _read(self, output: AsyncOutput) -> SamplerOutput | None:
         start = time.perf_counter()
         try:
-            return self.model_runner.read(handle)
+            return self.model_runner.read(output)
         finally:
             self.stats.wait_seconds += time.perf_counter() - start
 
-    def _sample_event(self, sample: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
-        task, params = sample.task, sample.params
+    def _sample_output(self, sequence: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
+        state, params = sequence.request_state, sequence.params
         emitted = [int(token) for token in sampled.token[row] if token >= 0]
-        sample.tokens += emitted
-        sample.left -= len(emitted)
+        sequence.token_ids += emitted
+        sequence.num_remaining_tokens -= len(emitted)
         self.stats.new_tokens += len(emitted)
         broken = NON_FINITE in sampled.token[row]
         ended = not broken and (
             emitted[-1] in params.stop_token_ids
-            or (emitted[-1] in self.end_ids and not params.ignore_eos)
+            or (emitted[-1] in self.eos_token_ids and not params.ignore_eos)
         )
-        now = time.perf_counter()
-        task.timing.first_token = task.timing.first_token or now
-        task.timing.last_token = now
-        tokens = emitted[:-1] if ended else emitted
+        state.timing.last_token = time.perf_counter()
+        state.timing.first_token = state.timing.first_token or state.timing.last_token
+        token_ids = emitted[:-1] if ended else emitted
         logprobs = None
         if params.logprobs is not None:
             logprobs = [
-                _logprob(sampled, (row, step), params.logprobs) for step in range(len(tokens))
+                _logprob(sampled, (row, step), params.logprobs) for step in range(len(token_ids))
             ]
-        reason = "error" if broken else "stop" if ended else None if sample.left else "length"
+        reason = None
+        if broken:
+            reason = "error"
+        elif ended:
+            reason = "stop"
+        elif not sequence.num_remaining_tokens:
+            reason = "length"
         if reason is not None:
-            self._scheduler.finish(sample)
-            self._forget(task)
-        timing, end = dataclasses.replace(task.timing), emitted[-1] if ended else None
+            self._scheduler.finish(sequence)
+            self._forget(state)
         return RequestOutput(
-            task.id, sample.index, tokens, logprobs, reason, timing, task.cached, end
+            request_id=state.request_id,
+            sample=sequence.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            timing=dataclasses.replace(state.timing),
+            num_cached_tokens=state.num_cached_tokens,
+            stop_token=emitted[-1] if ended else None,
         )
 
-    def _score_events(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:
-        at = 0
-        for _, span in spans_of(chunk):
-            task, request, stop = span.task, span.task.request, at + len(span.scored)
-            if not isinstance(request, ScoreRequest):
+    def _score_outputs(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:
+        stop = 0
+        for _, span in chunk.scheduled_tokens():
+            state, request = span.request_state, span.request_state.request
+            start, stop = stop, stop + len(span.scored)
+            if not isinstance(request, ScoreRequest) or state.request_id not in self._requests:
                 continue
-            if task.id not in self._tasks:  # cancelled
-                at = stop
-                continue
-            parts = self._scores.setdefault(task.id, ([], []))
-            parts[0].extend(scores.token[at:stop].tolist())
-            parts[1].extend(
-                _logprob(scores, (place,), request.top_logprobs) for place in range(at, stop)
+            likeliest, logprobs = self._scores.setdefault(state.request_id, ([], []))
+            likeliest.extend(scores.token[start:stop].tolist())
+            logprobs.extend(
+                _logprob(scores, (entry,), request.top_logprobs) for entry in range(start, stop)
             )
-            at = stop
-            if span.stop == task.target:
-                task.timing.first_token = task.timing.last_token = time.perf_counter()
-                likeliest, logprobs = self._scores.pop(task.id)
-                self._forget(task)
+            if span.stop == state.prefill_target:
+                state.timing.first_token = state.timing.last_token = time.perf_counter()
+                self._forget(state)
                 yield RequestOutput(
-                    task.id,
-                    0,
-                    likeliest,
-                    logprobs,
-                    "stop",
-                    dataclasses.replace(task.timing),
-                    task.cached,
+                    request_id=state.request_id,
+                    sample=0,
+                    token_ids=likeliest,
+                    logprobs=logprobs,
+                    finish_reason="stop",
+                    timing=dataclasses.replace(state.timing),
+                    num_cached_tokens=state.num_cached_tokens,
                 )
 
-    def _forget(self, task: RequestState) -> None:
-        """A task without anything left to run."""
-        if not task.samples:
-            self._tasks.pop(task.id, None)
-            self._scores.pop(task.id, None)
-
-
-def engine_for(
-    model: Model,
-    options: EngineOptions | None = None,
-    *,
-    swiftkv: bool | None = None,
-    mesh: Mesh | None = None,
-    attention: Implementation | None = None,
-    donate: bool = False,
-    log: Callable[[str], None] = lambda message: None,
-) -> Engine[ModelRunner]:
-    """An engine for a model, ready to run; `log` is told the memory plan.
-
-    `swiftkv` False serves the unmodified teacher, True the student, None the student if there is a
-    delta. With a `mesh` (None: the one the model was loaded on), rows are split over `data`, heads
-    and widths over `model`. `attention` names an implementation; None chooses for the device. The
-    layers are copied into serving form; with `donate` the model's own are deleted meanwhile, so that
-    memory holds them once, and the model is good for nothing after. Raises `UsageError` (a
-    `ValueError`) for what cannot be, `OutOfMemoryError` for what does not fit.
-    """
-    options = options or EngineOptions()
-    device = ModelRunner(
-        model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, donate=donate, log=log
-    )
-    return Engine(device, config=device.config, end_ids=model.eos_token_ids, options=options)
+    def _forget(self, state: RequestState) -> None:
+        """Drop a request without sequences left to run."""
+        if not state.sequences:
+            self._requests.pop(state.request_id, None)
+            self._scores.pop(state.request_id, None)
 
 
 def _logprob(sampled: SamplerOutput, index: tuple[int, ...], top: int) -> Logprob:

@@ -1,12 +1,11 @@
-"""Who owns which page of the KV pool: allocation, sharing of prompt prefixes, and which unused page
-is forgotten first.
+"""The page pool: allocation of pages of the KV cache, prefix caching, and eviction. Imports no JAX.
 
-Plain bookkeeping without JAX. Under SwiftKV, as in a plain Llama, every entry of the cache depends
-on the tokens up to its own and on nothing else, not even on whether its token went through the
-upper layers: so a full page may be shared by all rows that begin with the same tokens, whoever
-wrote it, prefill, decoding or scoring. A page's key is a BLAKE2b digest, 256 bits, of the key of
-the page before it and its own tokens: equal for equal tokens up to its end, and for no others that
-anybody could find (RFC 7693). The pool belongs to one engine, so model, weights, cut and format are
+Under SwiftKV, as in a plain Llama, every entry of the cache depends on the tokens up to its own and
+on nothing else, not even on whether its token ran through the upper layers. So a full page can be
+shared by all sequences that begin with the same tokens, whether prefill, decoding or scoring wrote
+it. A page's key is a BLAKE2b digest (RFC 7693) of 256 bits of the key of the page before it and its
+own tokens: equal for equal tokens up to its end, and different for others, since no collision of
+BLAKE2b is known. An engine has its own pools, so model, weights, SwiftKV layer and cache format are
 the same for all keys.
 """
 
@@ -21,39 +20,39 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass
 class PrefixStats:
-    """How the prefix cache does."""
+    """Counters of the prefix cache."""
 
     queries: int = 0
     """Prompt tokens looked up."""
     hits: int = 0
-    """Of these, tokens whose pages were there."""
+    """Prompt tokens whose pages were found."""
     evictions: int = 0
-    """Pages forgotten for others."""
+    """Cached pages that were given up for others."""
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` positions. A page is free, used by one or more rows, or
-    unused but remembered."""
+    """`num_pages` pages of `page_size` positions. A page is free, used by one or more sequences, or
+    unused but cached."""
 
     def __init__(self, num_pages: int, page_size: int, *, share: bool = True):
-        """`share` False remembers nothing."""
+        """With `share` False no page is cached."""
         self.num_pages, self.page_size, self.share = num_pages, page_size, share
         self.stats = PrefixStats()
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._unused: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # remembered pages without users, the longest unused first
+        # Cached pages without users, the longest unused first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can hand out: free ones, and remembered ones that nobody uses."""
+        """Pages that `reserve` can give: free ones, and cached ones without users."""
         return len(self._free) + len(self._unused)
 
     @property
     def used(self) -> int:
+        """Pages that sequences use."""
         return self.num_pages - self.available
 
     # Prefixes -----------------------------------------------------------------
@@ -61,8 +60,8 @@ class PagePool:
     def keys(
         self, tokens: Sequence[int], cache_salt: str = "", known: Sequence[bytes] = ()
     ) -> list[bytes]:
-        """The key of each full page of `tokens`; `known` are those of its first pages. None at all
-        if nothing is shared."""
+        """The key of each full page of `tokens`; `known` are those of its first pages. Empty
+        without prefix caching."""
         keys = list(known)
         if self.share:
             key = keys[-1] if keys else _digest(cache_salt.encode())
@@ -74,8 +73,7 @@ class PagePool:
         return keys
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The remembered pages of the longest chain that `keys` begin with. Takes none of them: see
-        `reserve`."""
+        """The cached pages of the longest prefix of `keys`, not reserved (see `reserve`)."""
         pages = []
         for key in keys:
             if (page := self._page_of.get(key)) is None:
@@ -84,8 +82,8 @@ class PagePool:
         return pages
 
     def remember(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """`pages` hold the tokens of `keys`, one each: they can be shared from now on. Of two equal
-        pages the first is remembered."""
+        """Cache `pages`, which hold the tokens of `keys`, one each. Of two equal pages the first is
+        cached."""
         for key, page in zip(keys, pages, strict=False):
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
@@ -94,33 +92,33 @@ class PagePool:
     # Pages --------------------------------------------------------------------
 
     def reserve(self, shared: Sequence[int], count: int) -> list[int] | None:
-        """`shared` pages, and `count` others that nobody else uses: a row's table. None, and
-        nothing taken, if they are not there."""
+        """The page table of a sequence: `shared` pages and `count` unused ones. None, and nothing
+        reserved, if there are too few."""
         if count > self.available - sum(self._users[page] == 0 for page in shared):
             return None
-        return [*self.share_pages(shared), *(self._take() for _ in range(count))]
+        return [*self.share_pages(shared), *(self._allocate() for _ in range(count))]
 
     def share_pages(self, pages: Sequence[int]) -> Sequence[int]:
-        """One more row uses `pages`."""
+        """Count one more user of `pages`."""
         for page in pages:
             self._unused.pop(page, None)
             self._users[page] += 1
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """A row is done with its pages. The end of a row is forgotten before its beginning, which
-        more rows can share."""
+        """Count one user less of `pages`. The last page of a sequence is evicted before its first,
+        which more sequences can share."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page] < 0:
-                raise RuntimeError(f"page {page} was released more often than it was taken")
+                raise RuntimeError(f"page {page} was released more often than it was used")
             if self._users[page] == 0:
                 if page in self._key_of:
                     self._unused[page] = None
                 else:
                     self._free.append(page)
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         if self._free:
             page = self._free.pop()
         else:

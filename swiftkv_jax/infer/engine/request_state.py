@@ -1,5 +1,5 @@
-"""Requests on their way: what the scheduler plans, and what the engine and its device are told
-of."""
+"""The state of requests between their arrival and their last output: what the scheduler plans and
+what the engine passes to the model runner. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,95 +12,108 @@ from .sampling_params import SamplingParams
 
 
 class RequestState:
-    """A request on its way: its prompt is being cached; then its samples run."""
+    """A request in the engine: first its prompt is cached, then its sequences decode."""
 
-    def __init__(self, id: int, request: Request | ScoreRequest):
-        self.id, self.request = id, request
+    def __init__(self, request_id: int, request: Request | ScoreRequest):
+        self.request_id, self.request = request_id, request
         self.timing = Timing()
-        self.tokens: abc.Sequence[int] = (
+        self.prompt_token_ids: abc.Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
         )
-        # The last token goes into the first decode step; and nothing is predicted after the last
+        # The last prompt token is the input of the first decode step; and no token follows the last
         # one that is scored.
-        self.target = len(self.tokens) - 1
+        self.prefill_target = len(self.prompt_token_ids) - 1
         """Positions to cache."""
         self.scored = (
-            range(0) if isinstance(request, Request) else range(request.start - 1, self.target)
+            range(request.start - 1, self.prefill_target)
+            if isinstance(request, ScoreRequest)
+            else range(0)
         )
         """Positions whose predictions are scored."""
-        self.done = 0
-        """Positions that are cached, or will be by the time anything else runs."""
-        self.cached = 0
-        """Of these, found in the cache."""
-        self.lane = -1
-        self.keys: list[bytes] = []
+        self.num_computed_tokens = 0
+        """Positions that are cached once the chunks planned so far have run."""
+        self.num_cached_tokens = 0
+        """Positions that were found in the prefix cache."""
+        self.dp_rank = -1
+        """Data-parallel shard that holds the request; -1 before it is admitted."""
+        self.page_keys: list[bytes] = []
+        """Keys of the full pages of the prompt (`PagePool.keys`)."""
         self.pages: list[int] = []
-        self.samples: list[Sequence] = []
-        self.cancelled: set[int] = set()
-        """Samples that nobody waits for any more."""
-        self.overtaken = 0
-        """How many requests that came later have begun before it."""
+        """Pages of the first sequence, or of the scored tokens."""
+        self.sequences: list[Sequence] = []
+        """Sequences that have not ended; empty before the request is admitted."""
+        self.aborted: set[int] = set()
+        """Indices of aborted samples."""
+        self.num_times_skipped = 0
+        """Number of later requests that were admitted before this one."""
 
     @property
-    def wanted(self) -> set[int]:
-        """Samples that somebody waits for."""
+    def active_indices(self) -> set[int]:
+        """Indices of the samples that have neither ended nor been aborted."""
         samples = (
-            {sample.index for sample in self.samples}
-            if self.samples
+            {sequence.index for sequence in self.sequences}
+            if self.sequences
             else set(range(self.num_samples))
         )
-        return samples - self.cancelled
+        return samples - self.aborted
 
     @property
     def num_samples(self) -> int:
+        """Samples of a prompt; 0 for a `ScoreRequest`."""
         return self.request.params.n if isinstance(self.request, Request) else 0
 
-    def row_pages(self, page_size: int) -> int:
-        """Pages that one sample can ever fill: the last token it generates is never cached."""
+    def pages_of_one(self, page_size: int) -> int:
+        """Pages that one sequence can fill: its last new token is never cached."""
         new = self.request.params.max_tokens if isinstance(self.request, Request) else 0
-        return -(-(self.target + new) // page_size)
+        return -(-(self.prefill_target + new) // page_size)
 
-    def other_pages(self, page_size: int) -> int:
-        """Pages that the other samples need besides those full of the prompt, which all share."""
-        return max(self.num_samples - 1, 0) * (self.row_pages(page_size) - self.target // page_size)
+    def pages_of_others(self, page_size: int) -> int:
+        """Pages that all sequences but the first need besides the full pages of the prompt, which
+        are shared."""
+        unshared = self.pages_of_one(page_size) - self.prefill_target // page_size
+        return max(self.num_samples - 1, 0) * unshared
 
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
     """One continuation of a request's prompt, in a slot."""
 
-    task: RequestState
+    request_state: RequestState
     index: int
+    """Number of the sample within the request."""
     slot: int
     pages: list[int]
-    left: int
-    """Tokens it may still emit."""
-    unseen: int = 0
-    """Of these, how many calls on their way may emit."""
-    tokens: list[int] = dataclasses.field(default_factory=list)
+    num_remaining_tokens: int
+    """Tokens that the sequence may still emit."""
+    num_in_flight_tokens: int = 0
+    """Tokens that calls which have not been read yet may emit; part of `num_remaining_tokens`."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Tokens emitted so far, an end token among them."""
 
     @property
     def params(self) -> SamplingParams:
-        assert isinstance(self.task.request, Request)
-        return self.task.request.params
+        assert isinstance(self.request_state.request, Request)
+        return self.request_state.request.params
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledTokens:
     """Consecutive tokens of one request in a chunk: positions `start .. stop-1`."""
 
-    task: RequestState
+    request_state: RequestState
     start: int
     stop: int
 
     @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
     def scored(self) -> range:
         """Positions of this span whose predictions are scored."""
-        wanted = self.task.scored
-        return range(
-            max(self.start, wanted.start),
-            max(self.start, wanted.start, min(self.stop, wanted.stop)),
-        )
+        scored = self.request_state.scored
+        start = max(self.start, scored.start)
+        return range(start, max(start, min(self.stop, scored.stop)))
 
 
 @dataclasses.dataclass
@@ -108,16 +121,15 @@ class Chunk:
     """One step of prefill."""
 
     spans: list[list[ScheduledTokens]]
-    """For each lane."""
-    ready: list[Sequence]
-    """Samples that can decode once this has run."""
-    copies: list[list[tuple[int, int]]]
-    """For each lane: after this has run, pages to copy (from, to), so that samples part where their
-    prompt ends."""
+    """Scheduled tokens of each data-parallel shard."""
+    finished_prefill: list[Sequence]
+    """Sequences that can decode once the chunk has run."""
+    page_copies: list[list[tuple[int, int]]]
+    """Pages (source, target) that each data-parallel shard copies after the chunk has run: the
+    samples of a prompt share its full pages and copy the one that is partly filled."""
 
-
-def spans_of(chunk: Chunk) -> Iterator[tuple[int, ScheduledTokens]]:
-    """(lane, span) of all spans."""
-    for lane, spans in enumerate(chunk.spans):
-        for span in spans:
-            yield lane, span
+    def scheduled_tokens(self) -> Iterator[tuple[int, ScheduledTokens]]:
+        """(dp_rank, scheduled tokens) of all shards."""
+        for dp_rank, spans in enumerate(self.spans):
+            for span in spans:
+                yield dp_rank, span

@@ -1,5 +1,4 @@
-"""What goes into the engine and what comes out of it. Tokens only: text is its callers'
-business."""
+"""Inputs and outputs of the engine: token ids, no text. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Literal
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
-"""An end token (or all that was to be scored), `max_tokens`, or logits that are not finite
-numbers."""
+"""`stop` is an end token (or the end of the scores), `length` is `max_tokens`, `error` is logits
+that are not finite numbers (`NOT_FINITE`)."""
 NOT_FINITE = (
     "the model's logits are not finite numbers: its weights are damaged, or too large "
     "for the type it runs in"
@@ -26,23 +25,23 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     rng_stream: int = 0
-    """Prompts that share a seed draw differently if their streams differ: the number of the prompt
-    in its call."""
+    """Random stream of the prompt, usually its number in the call: prompts with one seed and
+    different streams draw differently."""
     cache_salt: str = ""
-    """Cached prefixes are shared only between requests of one salt, so that nobody can find out
-    what others have asked."""
+    """Salt of the prefix cache: only requests with the same salt share pages, so the time to the
+    first token does not tell what others have asked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRequest:
-    """Tokens whose log-likelihoods are wanted, from position `start` (at least 1: nothing predicts
-    the first) to the end."""
+    """Tokens whose log-likelihoods are returned, from position `start` to the end."""
 
     tokens: Sequence[int]
     start: int
+    """First position that is scored, at least 1: nothing predicts the first token."""
     top_logprobs: int = 0
-    """How many of the likeliest alternatives to return at each position, at most
-    `sampling.MAX_LOGPROBS`."""
+    """Number of the likeliest alternatives to return at each position, at most
+    `sampling_params.MAX_LOGPROBS`."""
     cache_salt: str = ""
 
 
@@ -58,31 +57,31 @@ class Logprob:
 
 @dataclasses.dataclass
 class Timing:
-    """Moments in the life of a request, `time.perf_counter()` seconds; None is not yet."""
+    """Times of a request in `time.perf_counter()` seconds; None before it has happened."""
 
     submitted: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None
-    """Its first chunk of prefill went to the device."""
+    """Time at which the first chunk of prefill was planned."""
     first_token: float | None = None
     last_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """News of one sample of a request: new tokens, or the scores of a `ScoreRequest`, all at
-    once."""
+    """New tokens of one sample of a request, or all scores of a `ScoreRequest` at once."""
 
-    request: int
-    """What `Engine.add_request` returned."""
+    request_id: int
+    """Id that `Engine.add_request` returned."""
     sample: int
-    tokens: list[int]
-    """Without the end token; empty if that was all there was."""
+    """Number of the sample, 0 to `params.n` - 1."""
+    token_ids: list[int]
+    """New tokens without the end token; empty if there was only that."""
     logprobs: list[Logprob] | None
-    """One a token; None if they were not asked for. The end token has none."""
+    """An entry for each of `token_ids`; None if they were not asked for."""
     finish_reason: FinishReason | None
-    """Set on a sample's last event."""
+    """Reason of the end, on a sample's last output; None before."""
     timing: Timing
-    cached_tokens: int
+    num_cached_tokens: int
     """Prompt tokens whose keys and values were in the cache already."""
     stop_token: int | None = None
-    """The token that ended the sample, one of the model's end tokens or of `stop_token_ids`."""
+    """Token that ended the sample, one of the model's end tokens or of `stop_token_ids`."""

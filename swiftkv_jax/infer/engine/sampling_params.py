@@ -1,5 +1,5 @@
-"""What a caller asks for of the next tokens: names and meanings are vLLM's, and a value out of
-range is refused, never adjusted."""
+"""Sampling parameters, with vLLM's names and meanings. A value out of range is refused, never
+adjusted. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_INT = 2**31 - 1
 
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 
-# Fields of OpenAI, vLLM and Transformers that would change the tokens, and the value of each that
-# asks for nothing.
+# Fields of OpenAI, vLLM and Transformers that would change the tokens, with the value that changes
+# nothing.
 _UNSUPPORTED = {
     "allowed_token_ids": None,
     "bad_words": [],
@@ -73,7 +73,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
-    """Most new tokens, the end token among them."""
+    """Most new tokens, the end token included."""
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_k: int = 0
@@ -83,30 +83,30 @@ class SamplingParams:
     min_p: float = 0.0
     """Draw from the tokens at least this probable, relative to the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
-    """Divides the positive, multiplies the negative logits of tokens that the prompt or the output
-    has; 1 is off."""
+    """Divisor of the positive and factor of the negative logits of tokens that occur in the prompt
+    or the output; 1 is off."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the output has; 0 is off."""
+    """Number subtracted from the logits of tokens that occur in the output; 0 is off."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the output has it; 0 is off."""
+    """Number subtracted from a token's logit for each time it occurs in the output; 0 is off."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    """Added to the logits of these token ids."""
+    """Numbers added to the logits of these token ids."""
     seed: int = 0
-    """A draw depends on the seed, which prompt and which of its samples it is for, and the
-    position; on nothing else."""
+    """Seed of the draws. A draw depends on the seed, the request's `rng_stream`, the number of the
+    sample and the position, and on nothing else."""
     n: int = 1
     """Samples of each prompt."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these that comes after `min_tokens`."""
+    """Strings that end the text: before the first of them after `min_tokens`."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as the model's own end tokens do."""
     min_tokens: int = 0
-    """No end token, and none of `stop_token_ids`, before this many tokens."""
+    """Fewest tokens before an end token or one of `stop_token_ids`."""
     ignore_eos: bool = False
-    """Go on after the model's end tokens, up to `max_tokens`. `stop` and `stop_token_ids` still
-    hold."""
+    """Continue after the model's end tokens, up to `max_tokens`. `stop` and `stop_token_ids` still
+    end the output."""
     logprobs: int | None = None
-    """Log-probabilities to report: None for none, 0 for the chosen token's, k for those of the k
+    """Log-probabilities to return: None for none, 0 for the chosen token's, k for those of the k
     likeliest as well."""
 
     def __post_init__(self):
@@ -141,11 +141,11 @@ class SamplingParams:
             )
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen for everyone else
+        object.__setattr__(self, name, value)  # the class is frozen
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the tokens seen so far matter."""
+        """Whether token counts are needed."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -154,12 +154,12 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-        """`defaults` with the `fields` of one request. A null leaves the default, but for
-        `logprobs`, of which it is a value.
+        """`defaults` with the `fields` of one request. A null keeps the default, except that of
+        `logprobs`, where None is a value.
 
         `stop` may be one string, and the keys of `logit_bias` strings of digits. Raises
-        `UsageError` that names the field: one that nobody knows, one of OpenAI or vLLM that is not
-        supported and asks for something, or a value out of range.
+        `UsageError` that names the field: an unknown one, one of OpenAI or vLLM that is not
+        supported and would change the tokens, or a value out of range.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         given: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> i
 def _number(
     name: str, value: Any, low: float, high: float, *, above: bool = False, note: str = ""
 ) -> float:
-    """`above` leaves out `low` itself. A NaN is in no range."""
+    """Check a number; `above` excludes `low` itself. NaN is in no range."""
     fits = (
         isinstance(value, (int, float, np.integer, np.floating))
         and not isinstance(value, bool)
@@ -265,6 +265,6 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _json_key(key: Any) -> Any:
-    """JSON has no integer keys: "17" is token 17. Whatever else it is, "017" too, the check of
-    token ids refuses."""
+    """The token id of a JSON key: "17" is token 17. Other keys, "017" among them, are left for the
+    check of token ids to refuse."""
     return int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key

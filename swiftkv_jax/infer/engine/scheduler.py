@@ -1,14 +1,14 @@
-"""What the engine runs next: which tokens go into the next chunk of prefill, which rows decode, who
-gets which pages.
+"""The scheduler: which tokens go into the next chunk of prefill, which sequences decode, and which
+pages and slots a request gets. Imports no JAX.
 
-Plain bookkeeping without JAX. Requests wait in one queue. One is admitted when all it can ever need
-is there, slots for its samples and pages for its prompt and every token it may generate, so nothing
-is ever taken back from a running request. Pages serve long and short requests alike: a request
-takes what its own length needs. They begin in the order in which they came, but for this: while one
-has no room, later ones that do may go before it, `MAX_SKIPS` of them and no more.
+Requests wait in one queue. A request is admitted when all it can ever need is free: slots for its
+samples, and pages for its prompt and every token it may generate. So nothing is ever taken back
+from a running request. Pages serve long and short requests alike: a request reserves what its own
+length needs. Requests are admitted in the order of their arrival with one exception: while one has
+no room, later ones that have may go before it, at most `max_skips` of them.
 
-With rows split over devices there is a *lane* a device: its own pages and slots, and its own part
-of each chunk. A request lives on one lane.
+With rows split over devices each data-parallel shard (`dp_rank`) has its own pages and slots, and
+its own part of each chunk. A request stays on one shard.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import time
 from collections import abc
 
 from .page_pool import PagePool
-from .request_state import Chunk, RequestState, ScheduledTokens, Sequence, spans_of
+from .request_state import Chunk, RequestState, ScheduledTokens, Sequence
 from .requests import Request
 
 MAX_SKIPS = 32
-"""Requests that may overtake one which has no room yet, and how far down the queue they are looked
-for."""
+"""Requests that may be admitted before an earlier one that has no room yet; also how far down the
+queue the scheduler looks for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The shapes that were compiled, for each lane."""
+    """The shapes that were compiled, of each data-parallel shard."""
 
     max_num_seqs: int
     """Slots."""
     chunk_tokens: int
     """Tokens of the longest chunk."""
-    max_pieces: int
-    """Parts of pages that a chunk writes (see `packed`)."""
+    max_tiles: int
+    """Query tiles of a chunk (see `prefill_chunk`)."""
     context_pages: int | None = None
     """Pages that one chunk can read; None for all of them."""
     scored_tokens: int = 0
@@ -44,224 +44,240 @@ class Limits:
 
 
 class Scheduler:
-    """The queue, and everybody's slots and pages."""
+    """The queue of requests, and the slots and pages of all shards."""
 
-    def __init__(self, pools: abc.Sequence[PagePool], limits: Limits):
-        self.pools, self.limits = list(pools), limits
+    def __init__(
+        self, pools: abc.Sequence[PagePool], limits: Limits, *, max_skips: int = MAX_SKIPS
+    ):
+        self.pools, self.limits, self.max_skips = list(pools), limits, max_skips
         self.page_size = pools[0].page_size
         self.waiting: dict[RequestState, None] = {}
-        """In the order in which they came."""
+        """Requests that are not admitted yet, in the order of their arrival."""
         self.prefilling: list[RequestState] = []
+        """Requests that are admitted and not planned to their ends yet."""
         self.running: dict[int, Sequence] = {}
-        """Slot -> who decodes in it. Slots of lane i are numbered from i * max_num_seqs."""
-        self.leaving: list[int] = []
-        """Slots of cancelled samples, which the device still believes to run."""
+        """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
+        self.pending_removals: list[int] = []
+        """Slots of aborted sequences that the model runner still decodes."""
         slots = limits.max_num_seqs
-        self._slots = [
-            list(range((lane + 1) * slots - 1, lane * slots - 1, -1)) for lane in range(len(pools))
+        self._free_slots = [
+            list(range((dp_rank + 1) * slots - 1, dp_rank * slots - 1, -1))
+            for dp_rank in range(len(pools))
         ]
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
-    def add(self, task: RequestState) -> None:
-        task.keys = self.pools[0].keys(task.tokens, task.request.cache_salt)
-        self.waiting[task] = None
+    def add(self, state: RequestState) -> None:
+        """Queue a request."""
+        state.page_keys = self.pools[0].keys(state.prompt_token_ids, state.request.cache_salt)
+        self.waiting[state] = None
 
     # Prefill ------------------------------------------------------------------
 
-    def next_chunk(self) -> Chunk | None:
-        """Fill a chunk with what was begun, then with what waits, in order; None if there is
-        nothing to run.
+    def schedule_prefill(self) -> Chunk | None:
+        """Plan a chunk, first of the requests whose prefill has begun, then of those that wait, in
+        order; None if there is nothing to run.
 
         A request's pages can be shared as soon as they are planned: in each layer a chunk writes
         all of its keys and values before it reads any.
         """
-        packing = [_Packing(self.limits, self.page_size) for _ in self.pools]
-        chunk = Chunk([lane.spans for lane in packing], [], [[] for _ in packing])
-        for task in list(self.prefilling):
-            self._extend(task, packing[task.lane], chunk)
-        self._begin(packing, chunk)
-        for _, span in spans_of(chunk):
-            if (
-                span.stop == span.task.target and not span.task.samples
-            ):  # a score ends here; its pages are others' from the next chunk on
-                self.pools[span.task.lane].release(span.task.pages)
-        for task in dict.fromkeys(
-            sample.task for sample in chunk.ready
-        ):  # not a set: every process must free in the same order
-            for sample in [sample for sample in task.samples if sample.index in task.cancelled]:
-                self.finish(
-                    sample
-                )  # cancelled before it could begin; only now are its pages not read any more
-        return chunk if chunk.ready or any(chunk.spans) else None
+        builders = [_ChunkBuilder(self.limits, self.page_size) for _ in self.pools]
+        chunk = Chunk([builder.spans for builder in builders], [], [[] for _ in builders])
+        for state in list(self.prefilling):
+            self._extend(state, builders[state.dp_rank], chunk)
+        self._admit_waiting(builders, chunk)
+        for _, span in chunk.scheduled_tokens():
+            state = span.request_state
+            if span.stop == state.prefill_target and not state.sequences:
+                # The last chunk of a score: the next chunk may overwrite its pages.
+                self.pools[state.dp_rank].release(state.pages)
+        # Not a set: every process must release pages in the same order.
+        finished = dict.fromkeys(sequence.request_state for sequence in chunk.finished_prefill)
+        for state in finished:
+            for sequence in list(state.sequences):
+                # Aborted during prefill. Until now the other samples read its pages.
+                if sequence.index in state.aborted:
+                    self.finish(sequence)
+        return chunk if chunk.finished_prefill or any(chunk.spans) else None
 
-    def _begin(self, packing: list[_Packing], chunk: Chunk) -> None:
-        """Admit what waits, as long as there is room in the chunk."""
-        passed = 0
-        while passed < min(len(self.waiting), MAX_SKIPS) and any(
-            lane.has_room() for lane in packing
+    def _admit_waiting(self, builders: list[_ChunkBuilder], chunk: Chunk) -> None:
+        """Admit requests from the queue while the chunk has room."""
+        skipped = 0
+        while skipped < min(len(self.waiting), self.max_skips) and any(
+            builder.has_room() for builder in builders
         ):
-            if (
-                passed and next(iter(self.waiting)).overtaken >= MAX_SKIPS
-            ):  # the first is overtaken most
+            # The first in the queue has been skipped most often.
+            if skipped and next(iter(self.waiting)).num_times_skipped >= self.max_skips:
                 return
-            task = next(itertools.islice(self.waiting, passed, None))
-            if (lane := self._admit(task, packing)) is not None:
-                del self.waiting[task]
-                for ahead in itertools.islice(self.waiting, passed):
-                    ahead.overtaken += 1
-                self.prefilling.append(task)
-                self._extend(task, packing[lane], chunk)
-            else:
-                passed += 1
+            state = next(itertools.islice(self.waiting, skipped, None))
+            if (dp_rank := self._admit(state, builders)) is None:
+                skipped += 1
+                continue
+            del self.waiting[state]
+            for earlier in itertools.islice(self.waiting, skipped):
+                earlier.num_times_skipped += 1
+            self.prefilling.append(state)
+            self._extend(state, builders[dp_rank], chunk)
 
-    def _extend(self, task: RequestState, packing: _Packing, chunk: Chunk) -> None:
-        """As much of a task as the chunk has room for; when that was the rest of it, its samples
-        are ready."""
-        if task.timing.started is None:
-            task.timing.started = time.perf_counter()
-        begun = task.done // self.page_size
-        full = packing.add(task) // self.page_size
-        self.pools[task.lane].remember(task.keys[begun:full], task.pages[begun:full])
-        if task.done == task.target:
-            self.prefilling.remove(task)
-            for sample in task.samples:
-                if sample.index not in task.cancelled:
-                    chunk.ready.append(sample)
-                    self.running[sample.slot] = sample
-                if sample.index and task.target % self.page_size:
-                    chunk.copies[task.lane].append((task.pages[full], sample.pages[full]))
+    def _extend(self, state: RequestState, builder: _ChunkBuilder, chunk: Chunk) -> None:
+        """Plan as much of a request as the chunk has room for; after the last of it, its sequences
+        can decode."""
+        if state.timing.started is None:
+            state.timing.started = time.perf_counter()
+        begun = state.num_computed_tokens // self.page_size
+        full = builder.add(state) // self.page_size
+        pool = self.pools[state.dp_rank]
+        pool.remember(state.page_keys[begun:full], state.pages[begun:full])
+        if state.num_computed_tokens < state.prefill_target:
+            return
+        self.prefilling.remove(state)
+        for sequence in state.sequences:
+            if sequence.index not in state.aborted:
+                chunk.finished_prefill.append(sequence)
+                self.running[sequence.slot] = sequence
+            if sequence.index and state.prefill_target % self.page_size:
+                copy = state.pages[full], sequence.pages[full]
+                chunk.page_copies[state.dp_rank].append(copy)
 
-    def _admit(self, task: RequestState, packing: list[_Packing]) -> int | None:
-        """Give a task slots and pages on the lane with most of its prefix, or most room; None if no
-        lane has enough, or room in its chunk."""
-        lanes = [
-            lane
-            for lane, slots in enumerate(self._slots)
-            if task.num_samples <= len(slots) and packing[lane].has_room_for(task)
+    def _admit(self, state: RequestState, builders: list[_ChunkBuilder]) -> int | None:
+        """Give a request slots and pages on the shard that has most of its prefix cached, or else
+        most free pages. Returns its `dp_rank`; None if no shard has the room, or room in its part
+        of the chunk."""
+        candidates = [
+            dp_rank
+            for dp_rank, slots in enumerate(self._free_slots)
+            if state.num_samples <= len(slots) and builders[dp_rank].has_room_for(state)
         ]
-        # What is scored must run through the layers, so at most what comes before it is reused.
-        usable = (
-            min(task.target, task.scored.start if task.scored else task.target) // self.page_size
+        # Scored tokens must run through the layers: at most the pages before them are reused.
+        usable = min(
+            state.prefill_target, state.scored.start if state.scored else state.prefill_target
         )
-        matches = {lane: self.pools[lane].match(task.keys[:usable]) for lane in lanes}
-        for lane in sorted(
-            lanes, key=lambda lane: (-len(matches[lane]), -self.pools[lane].available)
-        ):
-            if self._take(task, lane, matches[lane]):
-                return lane
+        keys = state.page_keys[: usable // self.page_size]
+        cached = {dp_rank: self.pools[dp_rank].match(keys) for dp_rank in candidates}
+
+        def preference(dp_rank: int) -> tuple[int, int]:
+            return -len(cached[dp_rank]), -self.pools[dp_rank].available
+
+        for dp_rank in sorted(candidates, key=preference):
+            if self._allocate(state, dp_rank, cached[dp_rank]):
+                return dp_rank
         return None
 
-    def _take(self, task: RequestState, lane: int, shared: list[int]) -> bool:
-        pool, slots, samples = self.pools[lane], self._slots[lane], task.num_samples
-        whole, common, others = (
-            task.row_pages(self.page_size),
-            task.target // self.page_size,
-            task.other_pages(self.page_size),
-        )
-        if (pages := pool.reserve(shared, whole - len(shared) + others)) is None:
+    def _allocate(self, state: RequestState, dp_rank: int, cached: list[int]) -> bool:
+        """Reserve pages and slots of one shard; False, and nothing reserved, if there are too few
+        pages."""
+        pool, slots = self.pools[dp_rank], self._free_slots[dp_rank]
+        count = state.pages_of_one(self.page_size)
+        shared = state.prefill_target // self.page_size
+        pages = pool.reserve(cached, count - len(cached) + state.pages_of_others(self.page_size))
+        if pages is None:
             return False
-        task.lane, task.pages, spare = lane, pages[:whole], iter(pages[whole:])
-        task.cached = task.done = len(shared) * self.page_size
-        for index in range(samples):
-            own = task.pages
+        state.dp_rank, state.pages, others = dp_rank, pages[:count], iter(pages[count:])
+        state.num_cached_tokens = state.num_computed_tokens = len(cached) * self.page_size
+        for index in range(state.num_samples):
+            own = state.pages
             if index:
                 own = [
-                    *pool.share_pages(task.pages[:common]),
-                    *(next(spare) for _ in range(whole - common)),
+                    *pool.share_pages(state.pages[:shared]),
+                    *itertools.islice(others, count - shared),
                 ]
-            assert isinstance(task.request, Request)
-            task.samples.append(
-                Sequence(task, index, slots.pop(), own, left=task.request.params.max_tokens)
+            assert isinstance(state.request, Request)
+            state.sequences.append(
+                Sequence(state, index, slots.pop(), own, state.request.params.max_tokens)
             )
-        pool.stats.queries += len(task.tokens)
-        pool.stats.hits += task.cached
+        pool.stats.queries += len(state.prompt_token_ids)
+        pool.stats.hits += state.num_cached_tokens
         return True
 
     # Decoding -----------------------------------------------------------------
 
-    def next_decode(self, steps: int) -> list[Sequence]:
-        """The samples that can emit something in a call of `steps`: all but those that calls on
-        their way will have ended."""
-        samples = [sample for sample in self.running.values() if sample.left > sample.unseen]
-        for sample in samples:
-            sample.unseen += min(steps, sample.left - sample.unseen)
-        return samples
+    def schedule_decode(self, steps: int) -> list[Sequence]:
+        """Sequences that can emit a token in a call of `steps`: all but those that will have ended
+        after the calls in flight."""
+        sequences = [
+            sequence
+            for sequence in self.running.values()
+            if sequence.num_remaining_tokens > sequence.num_in_flight_tokens
+        ]
+        for sequence in sequences:
+            unplanned = sequence.num_remaining_tokens - sequence.num_in_flight_tokens
+            sequence.num_in_flight_tokens += min(steps, unplanned)
+        return sequences
 
-    def finish(self, sample: Sequence, *, cancelled: bool = False) -> None:
-        """A sample has ended; what it has cached can be shared. One that is `cancelled` still has
-        to leave the device."""
-        task, pool = sample.task, self.pools[sample.task.lane]
-        if self.running.pop(sample.slot, None) is not None:
-            if cancelled:
-                self.leaving.append(sample.slot)
-            tokens = [*task.tokens, *sample.tokens[:-1]]
+    def finish(self, sequence: Sequence, *, aborted: bool = False) -> None:
+        """Free the slot and pages of a sequence that has ended; the pages can be shared. An
+        `aborted` one still has to be removed from the model runner."""
+        state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
+        if self.running.pop(sequence.slot, None) is not None:
+            if aborted:
+                self.pending_removals.append(sequence.slot)
+            prompt_keys = state.page_keys[: state.prefill_target // self.page_size]
             keys = pool.keys(
-                tokens, task.request.cache_salt, known=task.keys[: task.target // self.page_size]
+                [*state.prompt_token_ids, *sequence.token_ids[:-1]],
+                state.request.cache_salt,
+                known=prompt_keys,
             )
-            pool.remember(keys, sample.pages)
-        pool.release(sample.pages)
-        self._slots[task.lane].append(sample.slot)
-        task.samples.remove(sample)
+            pool.remember(keys, sequence.pages)
+        pool.release(sequence.pages)
+        self._free_slots[state.dp_rank].append(sequence.slot)
+        state.sequences.remove(sequence)
 
-    def abort_request(self, task: RequestState) -> None:
-        """Whatever has become of it, it ends here. What runs on the device still sees its pages;
-        what runs later may not."""
-        if task in self.waiting:
-            del self.waiting[task]
+    def abort(self, state: RequestState) -> None:
+        """End a request, whether it waits, is in prefill or decodes. Calls in flight may still read
+        its pages; later calls may overwrite them."""
+        if state in self.waiting:
+            del self.waiting[state]
             return
-        if task in self.prefilling:
-            self.prefilling.remove(task)
-            if not task.samples:
-                self.pools[task.lane].release(task.pages)
-        for sample in list(task.samples):
-            self.finish(sample, cancelled=True)
+        if state in self.prefilling:
+            self.prefilling.remove(state)
+            if not state.sequences:
+                self.pools[state.dp_rank].release(state.pages)
+        for sequence in list(state.sequences):
+            self.finish(sequence, aborted=True)
 
 
-class _Packing:
-    """One lane's part of a chunk, while it is being filled."""
+class _ChunkBuilder:
+    """The part of a chunk of one data-parallel shard while it is planned."""
 
     def __init__(self, limits: Limits, page_size: int):
-        self._limits, self._page_size = limits, page_size
-        self._tokens, self._pieces, self._scored = (
-            limits.chunk_tokens,
-            limits.max_pieces,
-            limits.scored_tokens,
-        )
+        self._page_size, self._context_pages = page_size, limits.context_pages
+        self._tokens, self._tiles = limits.chunk_tokens, limits.max_tiles
+        self._scored = limits.scored_tokens
         self._context: set[int] = set()
         self.spans: list[ScheduledTokens] = []
 
     def has_room(self) -> bool:
-        return self._tokens > 0 and self._pieces > 0
+        return self._tokens > 0 and self._tiles > 0
 
-    def has_room_for(self, task: RequestState) -> bool:
-        """Whether anything of a task that is not begun may fit."""
-        return self.has_room() and (not task.scored or self._scored > 0)
+    def has_room_for(self, state: RequestState) -> bool:
+        """Whether any token of a request whose prefill has not begun may fit."""
+        return self.has_room() and (not state.scored or self._scored > 0)
 
-    def add(self, task: RequestState) -> int:
-        """Plan what fits of the rest of `task`. Returns up to which position it is planned now."""
-        size = self._page_size
-        stop = min(task.target, task.done + self._tokens, (task.done // size + self._pieces) * size)
-        if task.scored:
-            stop = min(stop, max(task.done, task.scored.start) + self._scored)
-        if stop <= task.done or not self._within_context(task.pages[: -(-stop // size)]):
-            return task.done
-        span = ScheduledTokens(task, task.done, stop)
+    def add(self, state: RequestState) -> int:
+        """Plan the next tokens of a request, as many as fit. Returns the position up to which it is
+        planned now."""
+        size, start = self._page_size, state.num_computed_tokens
+        stop = min(state.prefill_target, start + self._tokens, (start // size + self._tiles) * size)
+        if state.scored:
+            stop = min(stop, max(start, state.scored.start) + self._scored)
+        if stop <= start or not self._add_context(state.pages[: -(-stop // size)]):
+            return start
+        span = ScheduledTokens(state, start, stop)
         self.spans.append(span)
-        self._tokens -= stop - task.done
-        self._pieces -= -(-stop // size) - task.done // size
+        self._tokens -= span.num_tokens
+        self._tiles -= -(-stop // size) - start // size
         self._scored -= len(span.scored)
-        task.done = stop
+        state.num_computed_tokens = stop
         return stop
 
-    def _within_context(self, pages: list[int]) -> bool:
-        """Whether the chunk can read these pages too; if so it will."""
-        if self._limits.context_pages is None:
+    def _add_context(self, pages: list[int]) -> bool:
+        """Let the chunk read these pages too; False if they are too many."""
+        if self._context_pages is None:
             return True
         context = self._context.union(pages)
-        if len(context) > self._limits.context_pages:
+        if len(context) > self._context_pages:
             return False
         self._context = context
         return True

@@ -1,4 +1,4 @@
-"""Compiling all programs ahead of time, several at once, and counting compilations after that."""
+"""Compilation of all programs of an engine, several at once, and a counter of compilations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 
-from .shapes import Key
+from .lowering import Key
 
 
 def compile_all(
     lowered: dict[Key, Callable[[], jax.stages.Lowered]],
     progress: Callable[[], object] = lambda: None,
 ) -> dict[Key, jax.stages.Compiled]:
-    """Lower one after the other, compile as many at once as there are cores; `progress` is called
-    after each."""
+    """Lower the programs one after the other and compile as many at once as there are cores;
+    `progress` is called after each."""
     with concurrent.futures.ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
         running = {
             pool.submit(lambda program: program.compile(), lower()): key
@@ -32,8 +32,8 @@ def compile_all(
 
 
 class CompileCounter:
-    """How many programs this process has compiled. One listener for all engines: JAX has no way to
-    count twice safely."""
+    """Number of programs that this process has compiled. All engines share one listener, since JAX
+    cannot remove one safely."""
 
     _lock = threading.Lock()
     _count: int | None = None
@@ -44,11 +44,11 @@ class CompileCounter:
         with cls._lock:
             if cls._count is None:
                 cls._count = 0
-                jax.monitoring.register_event_duration_secs_listener(cls._hear)
+                jax.monitoring.register_event_duration_secs_listener(cls._on_event)
             return cls._count
 
     @classmethod
-    def _hear(cls, event: str, duration_secs: float, **_: Any) -> None:
+    def _on_event(cls, event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration" and cls._count is not None:
             with cls._lock:
                 cls._count += 1

@@ -1,4 +1,5 @@
-"""The rows that decode, as arrays: one entry a slot, changed in place from call to call."""
+"""The sequences that decode, as arrays: one entry for each slot, updated in place from call to
+call."""
 
 from __future__ import annotations
 
@@ -12,91 +13,100 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int, UInt16
 
+from ...cache import KVCache
 from ...params import Leaf
-from ..sampling.sampler import NON_FINITE, SamplingMetadata, idle_rows
+from ..engine.model_runner_base import NON_FINITE
+from ..sampling.metadata import SamplingMetadata, empty_sampling
 
 
 @struct.dataclass
 class DecodeBatch:
-    """What each slot is doing."""
+    """State of each slot."""
 
-    token: Leaf  # i32[B]; the last token of each row: known, but not in the cache yet
-    length: Leaf  # i32[B]; positions of the row that are cached, and so the position of `token`
-    budget: Leaf  # i32[B]; tokens the row may still emit; 0 for one that is finished, or idle
-    table: Leaf  # i32[B, P]; the row's pages
+    token: Leaf  # i32[B]; the last token of each sequence, which is not in the cache yet
+    length: Leaf  # i32[B]; cached positions of the sequence, and so the position of `token`
+    remaining: (
+        Leaf  # i32[B]; tokens the sequence may still emit; 0 if it has ended or there is none
+    )
+    page_table: Leaf  # i32[B, P]; the pages of the sequence
     sampling: SamplingMetadata
 
-    def take(self, slots: Int[Array, " B"]) -> DecodeBatch:
-        """The rows of these slots. A slot past the last is idle."""
-        rows = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), self)
+    def gather(self, slots: Int[Array, " B"]) -> DecodeBatch:
+        """The sequences in these slots. A slot past the last is empty."""
+        batch = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), self)
         return dataclasses.replace(
-            rows, budget=jnp.where(slots < self.budget.shape[0], rows.budget, 0)
+            batch, remaining=jnp.where(slots < self.remaining.shape[0], batch.remaining, 0)
         )
 
-    def put(self, slots: Int[Array, " B"], rows: DecodeBatch) -> DecodeBatch:
-        """Back to their slots, as far as steps change them."""
+    def scatter(self, slots: Int[Array, " B"], batch: DecodeBatch) -> DecodeBatch:
+        """Write back to their slots what decode steps change of the sequences in `batch`."""
 
         def put(old, new):
             return old.at[slots].set(new, mode="drop")
 
         return dataclasses.replace(
             self,
-            token=put(self.token, rows.token),
-            length=put(self.length, rows.length),
-            budget=put(self.budget, rows.budget),
+            token=put(self.token, batch.token),
+            length=put(self.length, batch.length),
+            remaining=put(self.remaining, batch.remaining),
         )
 
-    def after(self, token: Int[Array, " B"]) -> DecodeBatch:
-        """The rows once each has emitted `token`, unless it was finished: then it stays as it is.
-        `sampler.NON_FINITE` finishes one."""
-        active = self.budget > 0
-        ended = jnp.any(token[:, None] == self.sampling.end_ids, axis=-1) | (token == NON_FINITE)
+    def advance(self, token: Int[Array, " B"]) -> DecodeBatch:
+        """The batch after each sequence has emitted `token`; those that had ended are unchanged.
+        `NON_FINITE` ends a sequence."""
+        active = self.remaining > 0
+        stops = jnp.any(token[:, None] == self.sampling.stop_token_ids, axis=-1)
+        ended = stops | (token == NON_FINITE)
         return dataclasses.replace(
             self,
             token=jnp.where(active, token, self.token),
             length=self.length + active,
-            budget=jnp.where(active & ~ended, self.budget - 1, 0),
+            remaining=jnp.where(active & ~ended, self.remaining - 1, 0),
         )
 
 
-def make_rows(
+@struct.dataclass
+class DecodeState:
+    """All that decoding carries from call to call. Donated: the old state is gone after each."""
+
+    cache: KVCache
+    batch: DecodeBatch
+    token_counts: Leaf  # u16[B, V]; see `sampling.penalties`
+
+
+def make_batch(
     tokens: Sequence[int],
     lengths: Sequence[int],
-    budgets: Sequence[int],
-    tables,
-    samplings: Sequence[SamplingMetadata],
+    remaining: Sequence[int],
+    page_tables,
+    sampling: Sequence[SamplingMetadata],
 ) -> DecodeBatch:
-    """Rows in NumPy."""
-    token, length, budget = (np.array(values, np.int32) for values in (tokens, lengths, budgets))
+    """A batch in NumPy."""
     return DecodeBatch(
-        token,
-        length,
-        budget,
-        np.asarray(tables, np.int32),
-        jax.tree.map(lambda *leaves: np.stack(leaves), *samplings),
+        token=np.array(tokens, np.int32),
+        length=np.array(lengths, np.int32),
+        remaining=np.array(remaining, np.int32),
+        page_table=np.asarray(page_tables, np.int32),
+        sampling=jax.tree.map(lambda *leaves: np.stack(leaves), *sampling),
     )
 
 
-def idle(batch: int, table_pages: int) -> DecodeBatch:
-    """Rows in NumPy that do nothing."""
-    nothing = np.zeros(batch, np.int32)
-    return DecodeBatch(
-        nothing, nothing, nothing, np.zeros((batch, table_pages), np.int32), idle_rows(batch)
-    )
+def empty_batch(batch: int, table_pages: int) -> DecodeBatch:
+    """A batch in NumPy of slots without sequences."""
+    zeros = np.zeros(batch, np.int32)
+    page_table = np.zeros((batch, table_pages), np.int32)
+    return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch))
 
 
-@functools.partial(jax.jit, donate_argnames="rows")
-def enter(rows: DecodeBatch, slots: Int[Array, " E"], new: DecodeBatch) -> DecodeBatch:
-    """`new` rows put into their slots. A slot past the last takes nothing."""
-    return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), rows, new)
+@functools.partial(jax.jit, donate_argnames="batch")
+def insert_sequences(batch: DecodeBatch, slots: Int[Array, " E"], new: DecodeBatch) -> DecodeBatch:
+    """`batch` with the sequences of `new` in these slots. A slot past the last is left out."""
+    return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), batch, new)
 
 
-# Tokens seen ------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, donate_argnames="seen")
-def enter_seen(
-    seen: UInt16[Array, "B V"], slot: Int[Array, ""], prompt: UInt16[Array, " V"]
+@functools.partial(jax.jit, donate_argnames="token_counts")
+def insert_token_counts(
+    token_counts: UInt16[Array, "B V"], slot: Int[Array, ""], counts: UInt16[Array, " V"]
 ) -> UInt16[Array, "B V"]:
-    """A row that asks for penalties begins, having seen its prompt (`sampler.seen_in_prompt`)."""
-    return seen.at[slot].set(prompt)
+    """`token_counts` with those of a new sequence that asks for penalties."""
+    return token_counts.at[slot].set(counts)

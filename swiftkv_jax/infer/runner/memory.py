@@ -1,33 +1,35 @@
-"""What an engine will occupy on each device, from the compiler's own figures, before any of it is
-taken."""
+"""The memory plan of an engine: bytes on each device by the compiler's own figures, before any of
+them are allocated."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
+from ...errors import OutOfMemoryError
 from ...hardware import GIB
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device."""
+    """Bytes that an engine needs on one device."""
 
     weights: int
     cache: int
     rows: int
-    """What decoding keeps of each row."""
+    """Bytes of the decode state without the cache."""
     temporaries: int
-    """Of the program that needs most."""
+    """Bytes of temporaries of the program that needs most."""
     program: str
-    """That program."""
+    """Name of that program."""
     limit: int | None
-    """What may be used, on a CPU what the machine has; None where a device does not say."""
+    """Bytes that may be used, on a CPU those of the machine; None where a device does not say."""
 
     @property
     def total(self) -> int:
@@ -50,7 +52,7 @@ class MemoryPlan:
 def memory_plan(
     weights, cache, rows, compiled: Mapping[tuple[Any, ...], jax.stages.Compiled], limit: int | None
 ) -> MemoryPlan:
-    """From arrays or their shapes with shardings, and the programs that run on them."""
+    """The plan for arrays, or their shapes with shardings, and the programs that run on them."""
     temporaries, program = max(
         (_temporaries(program), " ".join(map(str, key))) for key, program in compiled.items()
     )
@@ -65,14 +67,26 @@ def memory_plan(
 
 
 def bytes_per_device(tree) -> int:
-    """What a tree of arrays, or of shapes with shardings, occupies on one device."""
+    """Bytes of a tree of arrays, or of shapes with shardings, on one device."""
     return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def memory_limit(device: Any, utilization: float) -> int | None:
-    """`utilization` of what JAX may use of a device; None if it does not say, as on a CPU."""
+    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device
+    does not say, as a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+@contextlib.contextmanager
+def allocating(what: str) -> Iterator[None]:
+    """Turn a failed allocation of `what` into an `OutOfMemoryError`."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(f"no memory is free for {what}") from error
 
 
 def host_memory() -> int:
@@ -90,7 +104,7 @@ def _shard_bytes(leaf) -> int:
 
 
 def _temporaries(program: jax.stages.Compiled) -> int:
-    """Temporaries, and results that do not take the place of arguments."""
+    """Bytes of temporaries, and of results that do not reuse the memory of arguments."""
     figures = program.memory_analysis()
     if figures is None:
         return 0

@@ -1,20 +1,26 @@
-"""A chunk of prefill as the device sees it: tokens of several requests in a row, and how they lie
-in pages.
+"""A chunk of prefill as arrays: tokens of several requests one after the other, and their places in
+pages.
 
 Matrix products run over the packed tokens, so short prompts waste nothing. Attention and the cache
-work page by page: the part of a request's tokens that falls into one page is a *piece*, and a
-piece's queries stand at the places they have in their page. A chunk of 8 tokens with pages of 4, of
-request a (positions 6 .. 9) and request b (positions 0 .. 3):
+work page by page: the tokens of a request that fall into one page are a *tile* of queries, at the
+offsets that they have in the page. A chunk of 8 tokens with pages of 4, of request a (positions
+6 .. 9) and request b (positions 0 .. 3):
 
-    packed        a6 a7 a8 a9 b0 b1 b2 b3
-    pieces        . . a6 a7 | a8 a9 . . | b0 b1 b2 b3        start 4, 8, 0; source 0, 2, 4; first 2, 0, 0; end 4, 2, 4
-    line          2 3 4 5 8 9 10 11
+    packed tokens  a6 a7 a8 a9 b0 b1 b2 b3
+    tiles          . . a6 a7 | a8 a9 . . | b0 b1 b2 b3
+    page_start     4           8           0
+    query_start    2           0           0
+    query_end      4           2           4
+    source         0           2           4
+    tile_index     2 3 4 5 8 9 10 11
 
-A piece's row of the table is its request's, so all pieces of a request attend to the same pages,
-those of this chunk too.
+A tile's row of the page table is that of its request, so all tiles of a request attend to the same
+pages, those of this chunk among them.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,219 +35,226 @@ from ..engine.requests import ScoreRequest
 INVALID_PAGE = 2**30
 """A page number that is in no pool: nothing is written there."""
 
+Spans = list[list[ScheduledTokens]]
+"""Scheduled tokens of each data-parallel shard."""
+
 
 @struct.dataclass
 class QueryTiles:
-    """R pieces on each of A lanes, lane by lane: W = A R. One that is not used has no queries and
-    no page."""
+    """R tiles on each of A data-parallel shards, shard by shard: W = A R. An unused tile has no
+    queries and no page."""
 
-    page: Leaf  # i32[W]; where the piece's keys and values are written, or NOWHERE
-    start: Leaf  # i32[W]; the position at which the page begins
-    first: Leaf  # i32[W]; the first place of the page that holds a token of the chunk
-    end: Leaf  # i32[W]; one past the last
-    source: Leaf  # i32[W]; the packed token at place `first`
-    table: Leaf  # i32[W, P]; the pages of its request, or their places in `context`
-    line: Leaf  # i32[A, T]; of each packed token, piece * page + place
+    page: Leaf  # i32[W]; where the tile's keys and values are written, or INVALID_PAGE
+    page_start: Leaf  # i32[W]; the position at which the page begins
+    query_start: Leaf  # i32[W]; the first offset in the page that holds a token of the chunk
+    query_end: Leaf  # i32[W]; one past the last
+    source: Leaf  # i32[W]; index of the packed token at `query_start`
+    page_table: Leaf  # i32[W, P]; pages of the request, or their places in `gathered_pages`
+    tile_index: Leaf  # i32[A, T]; of each packed token, tile * page_size + offset
 
 
 @struct.dataclass
 class PrefillChunk:
-    """A chunk: T tokens on each of A lanes."""
+    """A chunk: T tokens on each of A shards."""
 
     tokens: Leaf  # i32[A, T]
     positions: Leaf  # i32[A, T]; 0 for padding
-    pieces: QueryTiles
-    context: Leaf = None  # i32[A X]; all pages that the chunk reads, for a cache in 8 bits
+    tiles: QueryTiles
+    gathered_pages: Leaf = None  # i32[A X]; all pages that the chunk reads, for a cache in 8 bits
 
 
 @struct.dataclass
-class Scored:
-    """Which tokens of a chunk are scored: M on each of A lanes, packed in their turn."""
+class ScoredTokens:
+    """The tokens of a chunk that are scored: M on each of A shards, packed once more."""
 
     index: Leaf  # i32[A, M]; packed token
     target: Leaf  # i32[A, M]; the token that follows it, -1 for padding
-    asked: Leaf  # i32[A, M]; how many of the likeliest tokens are wanted; -1 for padding
-    pieces: QueryTiles  # of the scored tokens; `line` is A M
+    num_logprobs: Leaf  # i32[A, M]; how many of the likeliest tokens to report; -1 for padding
+    tiles: QueryTiles  # of the scored tokens; `tile_index` is A M
 
 
 # On the device ----------------------------------------------------------------
 
 
 def unpack(
-    x: Float[Array, "A T N H"], pieces: QueryTiles, page_size: int
+    x: Float[Array, "A T N H"], tiles: QueryTiles, page_size: int
 ) -> Float[Array, "W page N H"]:
-    """Packed rows at their places in their pages. Other places hold any row."""
-    lanes, tokens = x.shape[:2]
-    index = pieces.source[:, None] + jnp.arange(page_size) - pieces.first[:, None]
-    index = jnp.clip(index, 0, tokens - 1).reshape(lanes, -1)
+    """Packed rows at their offsets in their pages. Other offsets hold any row."""
+    shards, tokens = x.shape[:2]
+    index = tiles.source[:, None] + jnp.arange(page_size) - tiles.query_start[:, None]
+    index = jnp.clip(index, 0, tokens - 1).reshape(shards, -1)
     return jax.vmap(lambda x, index: x[index])(x, index).reshape(-1, page_size, *x.shape[2:])
 
 
-def pack(x: Float[Array, "W page N H"], pieces: QueryTiles) -> Float[Array, "A T N H"]:
+def pack(x: Float[Array, "W page N H"], tiles: QueryTiles) -> Float[Array, "A T N H"]:
     """The inverse of `unpack`."""
-    lines = x.reshape(pieces.line.shape[0], -1, *x.shape[2:])
-    return jax.vmap(lambda x, line: x[line])(lines, pieces.line)
+    rows = x.reshape(tiles.tile_index.shape[0], -1, *x.shape[2:])
+    return jax.vmap(lambda x, index: x[index])(rows, tiles.tile_index)
 
 
 # On the host ------------------------------------------------------------------
 
 
 def pack_spans(
-    lanes: list[list[ScheduledTokens]],
+    spans: Spans,
     *,
     tokens: int,
-    pieces: int,
+    tiles: int,
     page_size: int,
     table_pages: int,
     context_pages: int | None,
 ) -> PrefillChunk:
-    """The arrays of a chunk, as numpy: `tokens` and `pieces` on each lane, tables of `table_pages`.
+    """The arrays of a chunk in NumPy: `tokens` and `tiles` on each shard, page tables of
+    `table_pages`.
 
-    With `context_pages` the tables hold places in `context`, which lists each page once.
+    With `context_pages` the page tables hold places in `gathered_pages`, which lists each page
+    once.
     """
-    packed = np.zeros((2, len(lanes), tokens), np.int32)
-    layout, contexts = _Layout(len(lanes), tokens, pieces, page_size, table_pages), []
-    for lane, spans in enumerate(lanes):
-        context = None if context_pages is None else {}
+    packed = np.zeros((2, len(spans), tokens), np.int32)
+    layout, gathered = _TileBuilder(len(spans), tokens, tiles, page_size, table_pages), []
+    for dp_rank, shard in enumerate(spans):
+        places = None if context_pages is None else {}
         at = 0
-        for span in spans:
-            stop = at + span.stop - span.start
-            packed[0, lane, at:stop] = span.task.tokens[span.start : span.stop]
-            packed[1, lane, at:stop] = range(span.start, span.stop)
-            layout.add(lane, span, range(span.start, span.stop), at, context)
+        for span in shard:
+            positions, stop = range(span.start, span.stop), at + span.num_tokens
+            token_ids = span.request_state.prompt_token_ids[span.start : span.stop]
+            packed[0, dp_rank, at:stop] = token_ids
+            packed[1, dp_rank, at:stop] = positions
+            layout.add(dp_rank, span, positions, at, places)
             at = stop
-        if context is not None and context_pages is not None:
-            contexts.append([*context, *[0] * (context_pages - len(context))])
-    context = np.array(contexts, np.int32).reshape(-1) if contexts else None
-    return PrefillChunk(packed[0], packed[1], layout.pieces(), context)
+        if places is not None and context_pages is not None:
+            gathered.append([*places, *[0] * (context_pages - len(places))])
+    pages = np.array(gathered, np.int32).reshape(-1) if gathered else None
+    return PrefillChunk(packed[0], packed[1], layout.tiles(), pages)
 
 
 def pack_scored(
-    lanes: list[list[ScheduledTokens]],
+    spans: Spans,
     *,
     scored: int,
-    pieces: int,
+    tiles: int,
     page_size: int,
     table_pages: int,
     context_pages: int | None,
-) -> Scored:
-    """The scored tokens of the same chunk, `scored` and `pieces` on each lane."""
-    index = np.zeros((len(lanes), scored), np.int32)
-    target = np.full((len(lanes), scored), -1, np.int32)
-    asked = np.full_like(target, -1)
-    layout = _Layout(len(lanes), scored, pieces, page_size, table_pages)
-    for lane, spans in enumerate(lanes):
-        context = None if context_pages is None else {}
+) -> ScoredTokens:
+    """The scored tokens of the same chunk, `scored` and `tiles` on each shard."""
+    index = np.zeros((len(spans), scored), np.int32)
+    target = np.full((len(spans), scored), -1, np.int32)
+    num_logprobs = np.full_like(target, -1)
+    layout = _TileBuilder(len(spans), scored, tiles, page_size, table_pages)
+    for dp_rank, shard in enumerate(spans):
+        places = None if context_pages is None else {}
         at = packed_at = 0
-        for span in spans:
-            if context is not None:  # the same places as in `pack_spans`
-                _places(context, span, page_size)
-            request = span.task.request
-            if isinstance(request, ScoreRequest) and (wanted := span.scored):
-                stop = at + len(wanted)
-                index[lane, at:stop] = (
-                    np.arange(len(wanted)) + packed_at + wanted.start - span.start
-                )
-                target[lane, at:stop] = span.task.tokens[wanted.start + 1 : wanted.stop + 1]
-                asked[lane, at:stop] = request.top_logprobs
-                layout.add(lane, span, wanted, at, context)
+        for span in shard:
+            if places is not None:  # in the same order as in `pack_spans`
+                _gather(places, span, page_size)
+            state, positions = span.request_state, span.scored
+            if isinstance(state.request, ScoreRequest) and positions:
+                stop = at + len(positions)
+                first = packed_at + positions.start - span.start
+                following = state.prompt_token_ids[positions.start + 1 : positions.stop + 1]
+                index[dp_rank, at:stop] = np.arange(first, first + len(positions))
+                target[dp_rank, at:stop] = following
+                num_logprobs[dp_rank, at:stop] = state.request.top_logprobs
+                layout.add(dp_rank, span, positions, at, places)
                 at = stop
-            packed_at += span.stop - span.start
-    return Scored(index, target, asked, layout.pieces())
+            packed_at += span.num_tokens
+    return ScoredTokens(index, target, num_logprobs, layout.tiles())
 
 
-class _Layout:
+class _TileBuilder:
     """`QueryTiles` being filled."""
 
-    def __init__(self, lanes: int, tokens: int, pieces: int, page_size: int, table_pages: int):
+    def __init__(self, shards: int, tokens: int, tiles: int, page_size: int, table_pages: int):
         self._page_size = page_size
-        self._fields = np.zeros((5, lanes, pieces), np.int32)  # page, start, first, end, source
+        # page, page_start, query_start, query_end, source
+        self._fields = np.zeros((5, shards, tiles), np.int32)
         self._fields[0] = INVALID_PAGE
-        self._table = np.zeros((lanes, pieces, table_pages), np.int32)
-        self._line = np.zeros((lanes, tokens), np.int32)
-        self._used = [0] * lanes
+        self._page_table = np.zeros((shards, tiles, table_pages), np.int32)
+        self._tile_index = np.zeros((shards, tokens), np.int32)
+        self._used = [0] * shards
 
     def add(
         self,
-        lane: int,
+        dp_rank: int,
         span: ScheduledTokens,
         positions: range,
         at: int,
-        context: dict[int, int] | None,
+        places: dict[int, int] | None,
     ) -> None:
-        """The pieces of `positions`, which are packed from `at` on."""
-        size, pages = self._page_size, span.task.pages
-        table = pages[: -(-span.stop // size)] if context is None else _places(context, span, size)
+        """Add the tiles of `positions`, whose tokens are packed from `at` on."""
+        size, pages = self._page_size, span.request_state.pages
+        table = pages[: -(-span.stop // size)] if places is None else _gather(places, span, size)
         for number in range(positions.start // size, -(-positions.stop // size)):
-            piece = self._used[lane]
-            first, end = (
-                max(positions.start - number * size, 0),
-                min(positions.stop - number * size, size),
-            )
-            self._fields[:, lane, piece] = pages[number], number * size, first, end, at
-            self._table[lane, piece, : len(table)] = table
-            self._line[lane, at : at + end - first] = range(
-                piece * size + first, piece * size + end
-            )
-            self._used[lane] += 1
+            tile, start = self._used[dp_rank], number * size
+            first, end = max(positions.start - start, 0), min(positions.stop - start, size)
+            self._fields[:, dp_rank, tile] = pages[number], start, first, end, at
+            self._page_table[dp_rank, tile, : len(table)] = table
+            index = range(tile * size + first, tile * size + end)
+            self._tile_index[dp_rank, at : at + end - first] = index
+            self._used[dp_rank] += 1
             at += end - first
 
-    def pieces(self) -> QueryTiles:
-        page, start, first, end, source = self._fields.reshape(5, -1)
+    def tiles(self) -> QueryTiles:
+        page, page_start, query_start, query_end, source = self._fields.reshape(5, -1)
         return QueryTiles(
-            page,
-            start,
-            first,
-            end,
-            source,
-            self._table.reshape(-1, self._table.shape[2]),
-            self._line,
+            page=page,
+            page_start=page_start,
+            query_start=query_start,
+            query_end=query_end,
+            source=source,
+            page_table=self._page_table.reshape(-1, self._page_table.shape[2]),
+            tile_index=self._tile_index,
         )
 
 
-def _places(context: dict[int, int], span: ScheduledTokens, page_size: int) -> list[int]:
-    """Where in the context the pages stand that a span reads; those that are new to it are
-    added."""
-    return [
-        context.setdefault(page, len(context))
-        for page in span.task.pages[: -(-span.stop // page_size)]
-    ]
+def _gather(places: dict[int, int], span: ScheduledTokens, page_size: int) -> list[int]:
+    """Places in `gathered_pages` of the pages that a span reads; new pages are appended to
+    `places`."""
+    pages = span.request_state.pages[: -(-span.stop // page_size)]
+    return [places.setdefault(page, len(places)) for page in pages]
 
 
-def chunk_needs(
-    lanes: list[list[ScheduledTokens]], page_size: int
-) -> tuple[int, int, int, int, int]:
-    """What the fullest lane of a chunk needs: (tokens, pieces, scored tokens, pieces of these,
-    pages read)."""
+class ChunkNeeds(NamedTuple):
+    """Sizes that the fullest shard of a chunk needs."""
 
-    def pieces(positions: range) -> int:
+    tokens: int
+    tiles: int
+    scored_tokens: int
+    scored_tiles: int
+    context_pages: int
+    """Pages that the chunk reads."""
+
+
+def chunk_needs(spans: Spans, page_size: int) -> ChunkNeeds:
+    """Sizes for a chunk of at least one token."""
+
+    def num_tiles(positions: range) -> int:
         return -(-positions.stop // page_size) - positions.start // page_size if positions else 0
 
-    def needs(spans: list[ScheduledTokens]) -> tuple[int, ...]:
-        context = {page for span in spans for page in span.task.pages[: -(-span.stop // page_size)]}
-        each = [
-            (
-                span.stop - span.start,
-                pieces(range(span.start, span.stop)),
-                len(span.scored),
-                pieces(span.scored),
-            )
-            for span in spans
-        ]
-        return *(sum(column) for column in zip(*each, strict=True)), len(context)
+    def needs(shard: list[ScheduledTokens]) -> ChunkNeeds:
+        pages = {
+            page
+            for span in shard
+            for page in span.request_state.pages[: -(-span.stop // page_size)]
+        }
+        return ChunkNeeds(
+            tokens=sum(span.num_tokens for span in shard),
+            tiles=sum(num_tiles(range(span.start, span.stop)) for span in shard),
+            scored_tokens=sum(len(span.scored) for span in shard),
+            scored_tiles=sum(num_tiles(span.scored) for span in shard),
+            context_pages=len(pages),
+        )
 
-    tokens, count, scored, scored_pieces, context = (
-        max(column) for column in zip(*map(needs, filter(None, lanes)), strict=True)
-    )
-    return tokens, count, scored, scored_pieces, context
+    return ChunkNeeds(*map(max, zip(*map(needs, filter(None, spans)), strict=True)))
 
 
-def scored_places(lanes: list[list[ScheduledTokens]]) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, place) of every scored token, span by span: where `pack_scored` has put it."""
+def scored_index(spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """(dp_rank, index within `ScoredTokens`) of every scored token, span by span."""
     places = [
-        (lane, place)
-        for lane, spans in enumerate(lanes)
-        for place in range(sum(len(span.scored) for span in spans))
+        (dp_rank, place)
+        for dp_rank, shard in enumerate(spans)
+        for place in range(sum(len(span.scored) for span in shard))
     ]
-    lane, place = np.array(places, np.int32).reshape(-1, 2).T
-    return lane, place
+    dp_rank, place = np.array(places, np.int32).reshape(-1, 2).T
+    return dp_rank, place

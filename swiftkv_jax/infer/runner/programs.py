@@ -1,21 +1,19 @@
-"""The compiled programs of serving: fill the cache with prompt tokens, decode, and score.
+"""The compiled programs of serving: prefill of a chunk of prompt tokens, decoding, and scoring.
 
-    every token:                 embed -> lower layers -> keys and values of the upper groups     `fill`
-    decoded and scored tokens:                         -> upper layers -> logits
+    every token:                `run_lower_layers`  embed, lower layers, upper keys and values
+    decoded and scored tokens:  `run_upper_layers`  upper layers; then the logits
 
-A prompt token stops after `fill`: that is SwiftKV. The last token of a prompt goes into the first
-decode step, so prefill needs no upper layer, no head and no logits, ever.
+A prompt token stops after `run_lower_layers`: that is SwiftKV. The last token of a prompt is the
+input of the first decode step, so prefill runs no upper layer and computes no logits.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from ...attention import Attention
@@ -31,26 +29,27 @@ from ...cache import (
 )
 from ...config import Config
 from ...layers import embed, rope_table, unembed
-from ...params import Leaf
 from ...sharding import replicated
 from ...transformer import DEFAULT, cross_layer, head_major, project_fused_kv, self_layer
-from ..sampling.logprobs import report
-from ..sampling.sampler import SamplerOutput, count, sample
-from .decode_state import DecodeBatch
-from .prefill_chunk import INVALID_PAGE, PrefillChunk, QueryTiles, Scored, pack, unpack
+from ..engine.model_runner_base import SamplerOutput
+from ..sampling.logprobs import gather_logprobs
+from ..sampling.penalties import update_token_counts
+from ..sampling.sampler import sample
+from .decode_state import DecodeBatch, DecodeState
+from .prefill_chunk import INVALID_PAGE, PrefillChunk, QueryTiles, ScoredTokens, pack, unpack
 from .weights import Weights
 
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
 Read = Callable[[Float[Array, "A T N H"], Pool, Pool], Float[Array, "A T N H"]]
 
 HEAD_ROWS = 256
-"""Scored tokens whose logits exist at the same time."""
+"""Scored tokens whose logits are in memory at the same time."""
 
 
 # Layers over the cache --------------------------------------------------------
 
 
-def fill(
+def run_lower_layers(
     config: Config,
     weights: Weights,
     tokens: Int[Array, "A T"],
@@ -59,8 +58,8 @@ def fill(
     write: Write,
     read: Read,
 ) -> tuple[Float[Array, "A T D"], Float[Array, "2 A T H_half"], KVCache]:
-    """What every token needs: (hidden state at the boundary, rotary table, cache with the tokens'
-    keys and values)."""
+    """What runs for every token: (hidden state at the SwiftKV layer, rotary table, cache with the
+    tokens' keys and values)."""
     x, rope = embed(weights, tokens), rope_table(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))
 
@@ -84,7 +83,7 @@ def fill(
     return x, rope, KVCache(tuple(k for k, _ in pools), tuple(v for _, v in pools))
 
 
-def finish(
+def run_upper_layers(
     config: Config, weights: Weights, x: Float[Array, "A T D"], rope, cache: KVCache, read: Read
 ) -> Float[Array, "A T D"]:
     """The upper layers, for tokens whose own keys and values are in the cache: hidden state before
@@ -117,110 +116,99 @@ def prefill_chunk(
     *,
     attention: Attention = DEFAULT,
 ) -> tuple[KVCache, Int[Array, ""]]:
-    """Put the tokens of a chunk into the cache (`packed` draws one). Their requests' earlier tokens
-    must be there.
+    """Write the keys and values of a chunk's tokens into the cache (`prefill_chunk` draws a chunk).
+    The earlier tokens of their requests must be cached.
 
-    Also returns a number to wait for: the cache itself is donated to the next call before it is
-    there.
+    Also returns a number to wait for: the cache itself is donated to the next call before this one
+    has ended.
     """
-    _, _, cache = _fill_chunk(config, weights, chunk, cache, attention)
-    return _keep_cache_sharding(config, cache, attention), _whole(chunk.pieces.end.max(), attention)
+    _, _, cache = _prefill(config, weights, chunk, cache, attention)
+    done = chunk.tiles.query_end.max()
+    return _keep_cache_sharding(config, cache, attention), _replicate(done, attention)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("config", "attention", "head_rows"), donate_argnames="cache"
+)
 def score_chunk(
     config: Config,
     weights: Weights,
     chunk: PrefillChunk,
-    scored: Scored,
+    scored: ScoredTokens,
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
+    head_rows: int = HEAD_ROWS,
 ) -> tuple[KVCache, SamplerOutput]:
     """`prefill_chunk`, and the log-probabilities (A M) of the targets of some of its tokens, which
-    alone run through the upper layers. `token` of the result is the likeliest one."""
-    x, rope, cache = _fill_chunk(config, weights, chunk, cache, attention)
+    alone run through the upper layers. `token` of the result is the likeliest one. Logits are
+    computed for `head_rows` tokens at a time."""
+    x, rope, cache = _prefill(config, weights, chunk, cache, attention)
     x = jax.vmap(lambda x, index: x[index])(x, scored.index)
     rope = jax.vmap(lambda rope, index: rope[:, index], (1, 0), 1)(rope, scored.index)
-    x = finish(
-        config, weights, x, rope, cache, _reader(config, scored.pieces, chunk.context, attention)
-    )
+    read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
+    x = run_upper_layers(config, weights, x, rope, cache, read)
 
     def head(block):
-        x, target, asked = block
+        x, target, num_logprobs = block
         logits = unembed(config, weights, x[None])[0]
-        return SamplerOutput(
-            jnp.argmax(logits, axis=-1).astype(jnp.int32), *report(logits, target, asked)
-        )
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return SamplerOutput(likeliest, *gather_logprobs(logits, target, num_logprobs))
 
     size = scored.target.size
-    rows = min(size, HEAD_ROWS)
+    rows = min(size, head_rows)
 
     def in_blocks(leaf):
         leaf = leaf.reshape(size, *leaf.shape[2:])
         padded = jnp.pad(leaf, ((0, -size % rows), *((0, 0),) * (leaf.ndim - 1)))
         return padded.reshape(-1, rows, *leaf.shape[1:])
 
-    def whole(leaf):
-        return leaf.reshape(-1, *leaf.shape[2:])[:size].reshape(
-            *scored.target.shape, *leaf.shape[2:]
-        )
+    def joined(leaf):
+        leaf = leaf.reshape(-1, *leaf.shape[2:])[:size]
+        return leaf.reshape(*scored.target.shape, *leaf.shape[1:])
 
-    result = jax.tree.map(
-        whole, jax.lax.map(head, jax.tree.map(in_blocks, (x, scored.target, scored.asked)))
-    )
-    return _keep_cache_sharding(config, cache, attention), _whole(result, attention)
+    blocks = jax.tree.map(in_blocks, (x, scored.target, scored.num_logprobs))
+    result = jax.tree.map(joined, jax.lax.map(head, blocks))
+    return _keep_cache_sharding(config, cache, attention), _replicate(result, attention)
 
 
-def _fill_chunk(
+def _prefill(
     config: Config, weights: Weights, chunk: PrefillChunk, cache: KVCache, attention: Attention
 ):
-    pieces, sharding = chunk.pieces, _sharding(config, attention)
+    tiles, sharding = chunk.tiles, _sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
-    place = jnp.arange(page_size)
-    written = (place >= pieces.first[:, None]) & (place < pieces.end[:, None])
+    offset = jnp.arange(page_size)
+    written = (offset >= tiles.query_start[:, None]) & (offset < tiles.query_end[:, None])
 
     def write(pool: Pool, new):
-        return write_pages(
-            pool,
-            head_major(unpack(head_major(new), pieces, page_size)),
-            pieces.page,
-            written,
-            sharding,
-        )
+        new = head_major(unpack(head_major(new), tiles, page_size))
+        return write_pages(pool, new, tiles.page, written, sharding)
 
-    return fill(
-        config,
-        weights,
-        chunk.tokens,
-        chunk.positions,
-        cache,
-        write,
-        _reader(config, pieces, chunk.context, attention),
-    )
+    read = _reader(config, tiles, chunk.gathered_pages, attention)
+    return run_lower_layers(config, weights, chunk.tokens, chunk.positions, cache, write, read)
 
 
-def _reader(config: Config, pieces: QueryTiles, context, attention: Attention) -> Read:
-    """Attention of packed queries to their requests' pages."""
+def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attention) -> Read:
+    """Attention of packed queries to the pages of their requests."""
     sharding = _sharding(config, attention)
 
     def read(q, k: Pool, v: Pool):
         page_size = k.values.shape[2]
-        if (
-            context is not None
-        ):  # a device kernel widens all of what it is given, so it is given what the chunk reads
-            k, v = take_pages(k, context, sharding), take_pages(v, context, sharding)
+        if gathered_pages is not None:
+            # A device kernel widens the whole pool that it is given: so only what the chunk reads.
+            k = take_pages(k, gathered_pages, sharding)
+            v = take_pages(v, gathered_pages, sharding)
         out = attention.prefill(
-            unpack(q, pieces, page_size),
+            unpack(q, tiles, page_size),
             k.values,
             v.values,
-            q_offset=pieces.start,
-            lengths=pieces.end,
-            page_table=pieces.table,
+            q_offset=tiles.page_start,
+            lengths=tiles.query_end,
+            page_table=tiles.page_table,
             k_scale=k.scale,
             v_scale=v.scale,
         )
-        return pack(out, pieces)
+        return pack(out, tiles)
 
     return read
 
@@ -228,47 +216,43 @@ def _reader(config: Config, pieces: QueryTiles, context, attention: Attention) -
 # Decoding ---------------------------------------------------------------------
 
 
-@struct.dataclass
-class DecodeState:
-    """All that decoding carries from call to call. Donated: the old state is gone after each."""
-
-    cache: KVCache
-    rows: DecodeBatch
-    seen: Leaf  # u16[B, V]; see `sampler`
-
-
 def decode_logits(
     config: Config,
     weights: Weights,
-    rows: DecodeBatch,
+    batch: DecodeBatch,
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """One token per row through all layers: float32 logits of what follows, and the cache with the
-    token in it.
+    """One token of each sequence through all layers: float32 logits of the next one, and the cache
+    with the token's keys and values.
 
-    Rows without a budget write nothing.
+    Sequences that have ended write nothing.
     """
     sharding = _sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
-    active = rows.budget > 0
-    page = jnp.take_along_axis(rows.table, (rows.length // page_size)[:, None], axis=1)[:, 0]
-    page, place = jnp.where(active, page, INVALID_PAGE), rows.length % page_size
-    length = jnp.where(active, rows.length + 1, 0)
+    active, length = batch.remaining > 0, batch.length
+    page = jnp.take_along_axis(batch.page_table, (length // page_size)[:, None], axis=1)[:, 0]
+    page, offset = jnp.where(active, page, INVALID_PAGE), length % page_size
+    lengths = jnp.where(active, length + 1, 0)
 
     def read(q, k: Pool, v: Pool):
         return attention.decode(
-            q, k.values, v.values, length, k_scale=k.scale, v_scale=v.scale, page_table=rows.table
+            q,
+            k.values,
+            v.values,
+            lengths,
+            k_scale=k.scale,
+            v_scale=v.scale,
+            page_table=batch.page_table,
         )
 
     def write(pool: Pool, new):
-        return write_token(pool, new, page, place, sharding)
+        return write_token(pool, new, page, offset, sharding)
 
-    x, rope, cache = fill(
-        config, weights, rows.token[:, None], rows.length[:, None], cache, write, read
-    )
-    x = finish(config, weights, x, rope, cache, read)
+    tokens, positions = batch.token[:, None], length[:, None]
+    x, rope, cache = run_lower_layers(config, weights, tokens, positions, cache, write, read)
+    x = run_upper_layers(config, weights, x, rope, cache, read)
     return unembed(config, weights, x)[:, 0], cache
 
 
@@ -284,30 +268,35 @@ def decode(
     steps: int,
     attention: Attention = DEFAULT,
 ) -> tuple[DecodeState, SamplerOutput]:
-    """Emit up to `steps` (M) tokens for each of the rows in `slots`: `SamplerOutput` of B M, token -1
-    where a row is finished.
+    """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
+    where a sequence has ended.
 
-    An end token is emitted and finishes its row. A slot past the last is no row.
+    An end token is emitted and ends its sequence. A slot past the last is empty.
     """
-    rows = _split_rows(state.rows.take(slots), attention)
 
     def step(carry, _):
-        cache, rows, seen = carry
-        logits, cache = decode_logits(config, weights, rows, cache, attention=attention)
-        sampled = sample(logits, rows.sampling, seen.at[slots].get(mode="clip"), rows.length)
-        active = rows.budget > 0
+        cache, batch, token_counts = carry
+        logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
+        counts = token_counts.at[slots].get(mode="clip")
+        sampled = sample(logits, batch.sampling, counts, batch.length)
+        active = batch.remaining > 0
         carry = (
             _keep_cache_sharding(config, cache, attention),
-            rows.after(sampled.token),
-            count(seen, slots, sampled.token, active),
+            batch.advance(sampled.token),
+            update_token_counts(token_counts, slots, sampled.token, active),
         )
-        return carry, dataclasses.replace(sampled, token=jnp.where(active, sampled.token, -1))
+        return carry, sampled._replace(token=jnp.where(active, sampled.token, -1))
 
-    (cache, rows, seen), sampled = jax.lax.scan(step, (state.cache, rows, state.seen), length=steps)
+    batch = _split_rows(state.batch.gather(slots), attention)
+    carry = state.cache, batch, state.token_counts
+    (cache, batch, token_counts), sampled = jax.lax.scan(step, carry, length=steps)
     sampled = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), sampled)
-    return DecodeState(
-        cache, _whole(state.rows.put(slots, rows), attention), _whole(seen, attention)
-    ), _whole(sampled, attention)
+    state = DecodeState(
+        cache,
+        _replicate(state.batch.scatter(slots, batch), attention),
+        _replicate(token_counts, attention),
+    )
+    return state, _replicate(sampled, attention)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
@@ -335,7 +324,7 @@ def copy_pages(
     )
 
 
-# Places -----------------------------------------------------------------------
+# Shardings --------------------------------------------------------------------
 
 
 def _sharding(config: Config, attention: Attention):
@@ -343,28 +332,22 @@ def _sharding(config: Config, attention: Attention):
 
 
 def _keep_cache_sharding(config: Config, cache: KVCache, attention: Attention) -> KVCache:
-    """Leave a call as it was entered: donated buffers can only be reused, and calls only be
-    repeated, if that holds."""
-    return (
-        cache
-        if attention.mesh is None
-        else jax.lax.with_sharding_constraint(cache, cache_sharding(config, attention.mesh))
-    )
+    """Give the cache the sharding that it had before the call: only then are donated buffers
+    reused, and the compiled program fits the next call."""
+    if attention.mesh is None:
+        return cache
+    return jax.lax.with_sharding_constraint(cache, cache_sharding(config, attention.mesh))
 
 
-def _split_rows(rows: DecodeBatch, attention: Attention) -> DecodeBatch:
-    """Each device computes its own rows."""
-    return (
-        rows
-        if attention.mesh is None
-        else jax.lax.with_sharding_constraint(rows, row_sharding(attention.mesh))
-    )
+def _split_rows(batch: DecodeBatch, attention: Attention) -> DecodeBatch:
+    """Split the rows of a batch over the devices that decode them."""
+    if attention.mesh is None:
+        return batch
+    return jax.lax.with_sharding_constraint(batch, row_sharding(attention.mesh))
 
 
-def _whole[Tree](tree: Tree, attention: Attention) -> Tree:
-    """What the host reads or writes, on every device: any process can."""
-    return (
-        tree
-        if attention.mesh is None
-        else jax.lax.with_sharding_constraint(tree, replicated(attention.mesh))
-    )
+def _replicate[Tree](tree: Tree, attention: Attention) -> Tree:
+    """Put what the host reads or writes on every device, so that each process can."""
+    if attention.mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(attention.mesh))

@@ -1,67 +1,52 @@
-"""Every shape that serving compiles, decided once; and the programs lowered from shapes alone,
-before any memory is taken."""
+"""The shapes that serving compiles, chosen from the options of an engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
-
-from ...attention import Attention
-from ...cache import KVCache, cache_shapes, cache_sharding, row_sharding
 from ...config import Config
-from ...mesh import dp_size
-from ...pallas_kernels import Implementation
-from ...quantization import Scheme
-from .decode_state import DecodeBatch, enter, enter_seen, idle
-from .prefill_chunk import PrefillChunk, QueryTiles, Scored
-from .programs import DecodeState, copy_pages, decode, prefill_chunk, score_chunk
-from .weights import Weights, served_config, weight_shapes, weight_shardings
+from ...errors import OutOfMemoryError, UsageError
+from ...hardware import GIB
+from ..engine.options import EngineOptions
+from .memory import host_memory
 
-ENTER_ROWS = 8
-"""Rows that enter or leave in one call."""
-COPY_PAGES = 16
-"""Pages copied in one call, on each lane."""
+CPU_CACHE_SHARE = 0.25
+"""Share of the machine's memory for the KV cache where the device does not report its memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What the programs are compiled for. Counts are those of one lane (see `scheduler`)."""
+    """The shapes that the programs are compiled for, of each data-parallel shard. A call uses the
+    smallest of several sizes that is enough."""
 
-    lanes: int
+    dp_size: int
+    """Data-parallel shards."""
     page_size: int
     num_pages: int
     table_pages: int
-    """Pages of the longest row."""
+    """Pages of the longest sequence."""
     slots: int
+    """Sequences that decode together."""
     decode_rows: tuple[int, ...]
-    """Rows of a decode call: the smallest that is enough. Ascending, the last is `slots`."""
+    """Sizes of a decode call, ascending; the last is `slots`."""
     decode_steps: int
     chunks: tuple[int, ...]
-    """Tokens of a prefill chunk: the smallest that is enough. Ascending."""
-    spare_pieces: int
-    """Pieces of a chunk beyond those of one long prompt: how many short ones can share it."""
+    """Sizes of a prefill chunk in tokens, ascending."""
+    spare_tiles: int
+    """Query tiles of a chunk beyond those of one long prompt: how many short ones can share it."""
     contexts: tuple[int | None, ...]
-    """Pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
+    """Numbers of pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
 
-    def pieces(self, tokens: int) -> int:
-        """Pieces of a chunk of so many tokens."""
-        return -(-tokens // self.page_size) + self.spare_pieces
+    def tiles(self, tokens: int) -> int:
+        """Query tiles of a chunk of `tokens`."""
+        return -(-tokens // self.page_size) + self.spare_tiles
 
     def scored(self, tokens: int) -> tuple[int, ...]:
-        """How many tokens can be scored in a chunk of so many: the smallest that is enough.
-        Ascending; the last is all."""
-        sizes = (
-            max(16, tokens // part) for part in (64, 8, 4, 2, 1)
-        )  # upper layers run for all of a size
+        """Numbers of tokens that can be scored in a chunk of `tokens`, ascending; the last is all.
+        The upper layers run for all tokens of a size."""
+        sizes = (max(16, tokens // part) for part in (64, 8, 4, 2, 1))
         return tuple(sorted({min(size, tokens) for size in sizes})) if self.scoring else ()
 
 
@@ -77,193 +62,103 @@ def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-Key = tuple[Any, ...]
-"""Names a program: ("prefill", tokens, context), ("score", tokens, scored, context), ("decode",
-rows), ("enter",), ..."""
-
-
-def lower_all(
-    served: Config,
-    shapes: Shapes,
-    weights: Weights,
-    dtype,
-    attention: Attention,
-    place: Sharding | None,
-) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-    """Every program of an engine, each lowered when called. `weights` are arrays or their shapes,
-    with shardings; `dtype` is the cache's; `place` is where small arrays live without a mesh."""
-    operand = _Operands(served, shapes, dtype, attention.mesh, place)
-    weights = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
-    )
-    cache, state = operand.cache(), operand.state()
-    lower: dict[Key, Callable[[], jax.stages.Lowered]] = {}
-
-    def add(key: Key, program, *operands, **static):
-        lower[key] = functools.partial(program.lower, *operands, **static)
-
-    for tokens in shapes.chunks:
-        for context in shapes.contexts:
-            chunk = operand.chunk(tokens, context)
-            add(
-                ("prefill", tokens, context),
-                prefill_chunk,
-                served,
-                weights,
-                chunk,
-                cache,
-                attention=attention,
-            )
-            for scored in shapes.scored(tokens):
-                operands = served, weights, chunk, operand.scored(scored), cache
-                add(("score", tokens, scored, context), score_chunk, *operands, attention=attention)
-    for rows in shapes.decode_rows:
-        slots = operand.ints(shapes.lanes * rows)
-        add(
-            ("decode", rows),
-            decode,
-            served,
-            weights,
-            slots,
-            state,
-            steps=shapes.decode_steps,
-            attention=attention,
-        )
-    add(("enter",), enter, state.rows, operand.ints(ENTER_ROWS), operand.rows(ENTER_ROWS))
-    add(
-        ("enter_seen",),
-        enter_seen,
-        state.seen,
-        operand.ints(),
-        operand.placed((served.vocab_size,), jnp.uint16),
-    )
-    copies = operand.ints(shapes.lanes * COPY_PAGES)
-    add(("copy",), copy_pages, served, copies, copies, cache, attention=attention)
-    return lower
-
-
-class _Operands:
-    """The abstract arguments of the programs."""
-
-    def __init__(
-        self, served: Config, shapes: Shapes, dtype, mesh: Mesh | None, place: Sharding | None
-    ):
-        self._served, self._shapes, self._dtype = served, shapes, dtype
-        self._cache_place = place if mesh is None else cache_sharding(served, mesh)
-        self._place = place if mesh is None else NamedSharding(mesh, P())
-        self._row_place = place if mesh is None else row_sharding(mesh)
-
-    def placed(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
-
-    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return self.placed(shape, jnp.int32)
-
-    def _split(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._row_place)
-
-    def cache(self) -> KVCache:
-        shapes = cache_shapes(
-            self._served,
-            self._shapes.lanes * self._shapes.num_pages,
-            self._shapes.page_size,
-            self._dtype,
-        )
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_place),
-            shapes,
-        )
-
-    def state(self) -> DecodeState:
-        slots = self._shapes.lanes * self._shapes.slots
-        return DecodeState(
-            self.cache(),
-            self.rows(slots),
-            self.placed((slots, self._served.vocab_size), jnp.uint16),
-        )
-
-    def rows(self, count: int) -> DecodeBatch:
-        return jax.tree.map(
-            lambda leaf: self.placed(leaf.shape, leaf.dtype), idle(count, self._shapes.table_pages)
-        )
-
-    def chunk(self, tokens: int, context: int | None) -> PrefillChunk:
-        lanes = self._shapes.lanes
-        ids = self._split(lanes, tokens)
-        return PrefillChunk(
-            ids,
-            ids,
-            self._pieces(tokens),
-            None if context is None else self._split(lanes * context),
-        )
-
-    def scored(self, scored: int) -> Scored:
-        ids = self._split(self._shapes.lanes, scored)
-        return Scored(ids, ids, ids, self._pieces(scored))
-
-    def _pieces(self, tokens: int) -> QueryTiles:
-        lanes, pieces = self._shapes.lanes, self._shapes.pieces(tokens)
-        each = self._split(lanes * pieces)
-        return QueryTiles(
-            each,
-            each,
-            each,
-            each,
-            each,
-            self._split(lanes * pieces, self._shapes.table_pages),
-            self._split(lanes, tokens),
-        )
-
-
-# Without an engine ------------------------------------------------------------
-
-
-def lower_program(
+def choose_shapes(
     config: Config,
-    key: Key,
+    options: EngineOptions,
     *,
-    batch: int,
-    max_model_len: int,
-    page_size: int = 128,
-    steps: int = 1,
-    swiftkv: bool = True,
-    dtype=jnp.bfloat16,
-    cache_dtype=None,
-    quantization: Scheme | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-) -> jax.stages.Lowered:
-    """One program for `batch` rows of `max_model_len` in all, not yet compiled, without a
-    checkpoint.
+    dp_size: int,
+    platform: str,
+    page_bytes: int,
+    weight_bytes: int,
+    memory_limit: int | None,
+    quantized: bool,
+) -> Shapes:
+    """The shapes for these options.
 
-    `key` as in `lower_all`. The devices of `mesh` need not exist (`topology.topology_mesh`).
+    `page_bytes` are the bytes of a page in all layers on one device, `weight_bytes` those of the
+    weights, `memory_limit` those that may be used (None: the device does not say). Raises
+    `UsageError` if the cache cannot hold one sequence of `max_model_len`.
     """
-    lanes = dp_size(mesh)
-    table_pages = -(-max_model_len // page_size)
-    chunked = key[0] in ("prefill", "score")
-    shapes = Shapes(
-        lanes=lanes,
-        page_size=page_size,
-        num_pages=batch * table_pages // lanes,
-        table_pages=table_pages,
-        slots=batch // lanes,
-        decode_rows=key[1:] if key[0] == "decode" else (batch // lanes,),
-        decode_steps=steps,
-        chunks=key[1:2] if chunked else (page_size,),
-        spare_pieces=0,
-        contexts=key[-1:] if chunked else (None,),
-        scoring=key[0] == "score",
-    )
-    served = served_config(config, swiftkv)
-    weights = weight_shapes(config, swiftkv, dtype, quantization)
-    where = None if mesh is None else weight_shardings(config, swiftkv, mesh, quantization)
-    if where is None:
-        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-    else:
-        weights = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            weights,
-            where,
+    positions = config.max_position_embeddings
+    length = positions if options.max_model_len is None else options.max_model_len
+    if length > positions:
+        raise UsageError(
+            f"`max_model_len`={length} must be from 2 to the model's {positions} positions"
         )
-    attention = Attention(mesh, implementation)
-    return lower_all(served, shapes, weights, cache_dtype or dtype, attention, None)[key]()
+    size, slots = options.page_size, -(-options.max_num_seqs // dp_size)
+    table_pages = -(-length // size)
+    tokens = options.max_num_batched_tokens or (512 if platform == "cpu" else 2048)
+    count = 1 if options.one_size else 2
+    longest = max(16, 1 << (length - 1).bit_length())
+    chunks = options.chunks or buckets(min(tokens, longest), smallest=16, count=count)
+    spare = 4 if platform == "cpu" else 32
+    contexts: tuple[int | None, ...] = (None,)
+    if quantized:
+        tiles = -(-chunks[-1] // size) + spare
+        contexts = buckets(max(table_pages, tiles), smallest=tiles, count=3)
+    decode_rows = options.decode_rows or buckets(slots, smallest=1, count=count**2)
+    if decode_rows[-1] != slots or any(
+        sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
+    ):
+        raise UsageError(
+            f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
+            f"`decode_rows` the {slots} sequences of each device"
+        )
+    if options.kv_cache_memory is not None:
+        pages = options.kv_cache_memory // page_bytes
+        has = host_memory() if memory_limit is None else memory_limit
+        if options.kv_cache_memory + weight_bytes > has:
+            raise OutOfMemoryError(
+                f"`kv_cache_memory`={options.kv_cache_memory / GIB:.2f} GiB and "
+                f"{weight_bytes / GIB:.2f} GiB of weights are more than the "
+                f"{has / GIB:.2f} GiB that may be used"
+            )
+    elif memory_limit is not None:
+        left = memory_limit - weight_bytes - _temporaries(config, chunks[-1])
+        pages = left // page_bytes
+    else:
+        pages = min(
+            slots * table_pages,
+            max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes),
+        )
+    return check_pages(
+        Shapes(
+            dp_size=dp_size,
+            page_size=size,
+            num_pages=pages,
+            table_pages=table_pages,
+            slots=slots,
+            decode_rows=decode_rows,
+            decode_steps=options.decode_steps,
+            chunks=chunks,
+            spare_tiles=spare,
+            contexts=contexts,
+            scoring=options.scoring,
+        ),
+        length,
+        page_bytes,
+    )
+
+
+def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
+    """Return `shapes`. Raises `UsageError` if their cache cannot hold one sequence of `length`
+    tokens."""
+    if shapes.num_pages < shapes.table_pages:
+        raise UsageError(
+            f"the KV cache has room for {max(shapes.num_pages, 0) * shapes.page_size} tokens, too "
+            f"little for one sequence of `max_model_len`={length} "
+            f"({shapes.table_pages * page_bytes / GIB:.2f} GiB): raise `kv_cache_memory` or "
+            f"`memory_utilization`, lower `max_model_len`, or store it in 8 bits with "
+            f"`kv_cache_dtype`=fp8"
+        )
+    return shapes
+
+
+def _temporaries(config: Config, tokens: int) -> int:
+    """Estimated bytes of the temporaries, before the compiler reports them: some hidden states and
+    one layer's MLP in float32, and logits of some rows."""
+    return (
+        GIB // 2
+        + tokens * 4 * (4 * config.embed_dim + 3 * config.mlp_dim)
+        + 256 * 4 * config.vocab_size
+    )

@@ -1,5 +1,4 @@
-"""The weights as serving holds them: one tuple entry per layer, nothing that serving does not
-read."""
+"""The weights in serving form: one tuple entry per layer, nothing that serving does not read."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from ...sharding import llama_shardings, swiftkv_shardings
 
 @struct.dataclass
 class Weights:
-    """A student, or a teacher: that is a model whose lower layers are all its layers. Matrices may
-    be `Quantized`."""
+    """Weights of a student, or of a teacher, which is served as a model without upper layers.
+    Matrices may be `Quantized`."""
 
     embed: Leaf  # V D
     lower: tuple[Block, ...]
@@ -38,13 +37,13 @@ class Weights:
 
 
 def served_config(config: Config, swiftkv: bool) -> Config:
-    """The architecture that runs: the teacher is the cut above the last layer."""
+    """The architecture that is served: the teacher is the cut above the last layer."""
     return config if swiftkv else config.cut(config.num_layers)
 
 
 def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False) -> Weights:
-    """Unstack a student (with `delta`) or a teacher (without): copies the layers, shares embedding
-    and head.
+    """The weights of a student (with `delta`) or a teacher (without). Copies the layers and shares
+    embedding and head.
 
     With `donate` the stacks are deleted one after the other, so that memory holds the model once.
     Raises `ValueError` for the teacher of a model whose upper projections were dropped.
@@ -59,19 +58,10 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
     if delta is None:
         if upper and llama.upper_qkv is not None:
             lower_qkv += unstack(llama.upper_qkv, donate=donate)
-        return Weights(
-            llama.embed,
-            lower + upper,
-            lower_qkv,
-            None,
-            None,
-            None,
-            (),
-            (),
-            (),
-            llama.final_norm,
-            llama.lm_head,
-        )
+        return _teacher(llama, lower + upper, lower_qkv)
+    q_bias: tuple = (None,) * len(upper)
+    if delta.q_bias is not None:
+        q_bias = unstack(delta.q_bias, donate=donate)
     weights = Weights(
         embed=llama.embed,
         lower=lower,
@@ -81,9 +71,7 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
         kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
         upper=upper,
         upper_q=unstack(delta.q, donate=donate),
-        upper_q_bias=(None,) * len(upper)
-        if delta.q_bias is None
-        else unstack(delta.q_bias, donate=donate),
+        upper_q_bias=q_bias,
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
     )
@@ -93,8 +81,24 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
     return weights
 
 
+def _teacher(llama: Llama, layers: tuple[Block, ...], qkv: tuple[QKV, ...]) -> Weights:
+    return Weights(
+        embed=llama.embed,
+        lower=layers,
+        lower_qkv=qkv,
+        norm_swiftkv=None,
+        kv=None,
+        kv_bias=None,
+        upper=(),
+        upper_q=(),
+        upper_q_bias=(),
+        final_norm=llama.final_norm,
+        lm_head=llama.lm_head,
+    )
+
+
 def _blocks(stack: Block, donate: bool) -> tuple[Block, ...]:
-    """The layers of a stack, with the output projection as the matrix D x N H that it is used as.
+    """The layers of a stack, with the output projection as a matrix D x N H.
 
     A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every
     decode step.
@@ -108,29 +112,28 @@ def weight_shapes(
     config: Config, swiftkv: bool, dtype, quantization: Scheme | None = None
 ) -> Weights:
     """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is
-    that of what is not quantised."""
+    that of the weights that are not quantised."""
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
     return jax.eval_shape(serving_weights, llama, delta)
 
 
 def num_bytes(weights: Any) -> int:
-    """What `Weights` or a part of them occupy, over all devices together; of arrays or of their
-    shapes."""
+    """Bytes of `Weights` or a part of them, arrays or shapes, on all devices together."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
 def weight_shardings(
     config: Config, swiftkv: bool, mesh: Mesh, quantization: Scheme | None = None
 ) -> Weights:
-    """Where `serving_weights` leaves each weight of a model loaded on `mesh`."""
+    """Shardings of the `serving_weights` of a model loaded on `mesh`."""
     llama, delta = (
         llama_shardings(config, mesh, quantization),
         swiftkv_shardings(config, mesh, quantization),
     )
 
     def layers(stacked, count: int) -> tuple:
-        """Of one stack, the layers one by one: the same places without the leading axis."""
+        """Shardings of the layers of one stack: without the leading axis."""
         return (
             jax.tree.map(lambda sharding: NamedSharding(mesh, P(*sharding.spec[1:])), stacked),
         ) * count
@@ -142,19 +145,7 @@ def weight_shardings(
     lower_qkv = layers(llama.lower_qkv, config.num_lower_layers)
     if not swiftkv:
         lower_qkv += layers(llama.upper_qkv, config.num_upper_layers)
-        return Weights(
-            llama.embed,
-            lower + upper,
-            lower_qkv,
-            None,
-            None,
-            None,
-            (),
-            (),
-            (),
-            llama.final_norm,
-            llama.lm_head,
-        )
+        return _teacher(llama, lower + upper, lower_qkv)
     joined: Any = jax.tree.map(
         lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), (delta.k, delta.k_bias)
     )
@@ -174,7 +165,7 @@ def weight_shardings(
 
 
 def place(model: Model, mesh: Mesh) -> Model:
-    """The weights on `mesh`; those that are already stay where they are."""
+    """The model with its weights on `mesh`; those that are there already are not moved."""
     scheme = scheme_of(model.llama)
     shardings = llama_shardings(model.config, mesh, scheme)
     if model.llama.upper_qkv is None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the chosen tokens and of the likeliest, for the rows that ask for them."""
+"""Log-probabilities of the chosen tokens and of the likeliest ones."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from ..engine.sampling_params import MAX_LOGPROBS
 _BLOCK = 32  # tokens; small, so that the vocabulary over several devices is still whole blocks
 
 
-def report(
-    logits: Float[Array, "B V"], token: Int[Array, " B"], asked: Int[Array, " B"]
+def gather_logprobs(
+    logits: Float[Array, "B V"], token: Int[Array, " B"], num_logprobs: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """(log-probability of the token, likeliest ids, their log-probabilities), each row's as far as
-    it asks."""
+    """(log-probability of `token`, ids of the likeliest tokens, their log-probabilities).
+
+    A row with `num_logprobs` below 0 gets 0 and no likeliest tokens, one with k gets k of them,
+    then -1 and minus infinity.
+    """
     total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    _, no_ids, no_values = no_report(len(token))
+    _, no_ids, no_values = empty_logprobs(len(token))
 
     def likeliest():
         values, ids = _largest(logits, MAX_LOGPROBS)
-        shown = jnp.arange(MAX_LOGPROBS) < jnp.minimum(asked, logits.shape[-1])[:, None]
+        shown = jnp.arange(MAX_LOGPROBS) < jnp.minimum(num_logprobs, logits.shape[-1])[:, None]
         return jnp.where(shown, ids, -1), jnp.where(shown, values - total[:, None], -jnp.inf)
 
-    return jnp.where(asked >= 0, chosen, 0), *jax.lax.cond(
-        jnp.any(asked > 0), likeliest, lambda: (no_ids, no_values)
+    return jnp.where(num_logprobs >= 0, chosen, 0), *jax.lax.cond(
+        jnp.any(num_logprobs > 0), likeliest, lambda: (no_ids, no_values)
     )
 
 
-def no_report(batch: int) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """Of rows that do not ask."""
+def empty_logprobs(
+    batch: int,
+) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
+    """The result of `gather_logprobs` for rows that ask for nothing."""
     shape = batch, MAX_LOGPROBS
     return (
         jnp.zeros(batch, jnp.float32),
@@ -41,12 +46,12 @@ def no_report(batch: int) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float
 
 
 def _largest(logits: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
-    """`lax.top_k` of the vocabulary, which on a GPU would sort all of it: here of the k blocks with
-    the largest maxima.
+    """`lax.top_k` over the vocabulary, without the sort of all of it that a GPU would do: only the
+    k blocks with the largest maxima are searched.
 
     Each of those has a token at least as large as any outside them, and of blocks with equal maxima
-    the first are taken: so the k largest, of equals the lower ids, are in them. Past the vocabulary
-    there are minus infinities.
+    the first are chosen: so they hold the k largest tokens, of equals those with lower ids. The
+    vocabulary is padded with minus infinity.
     """
     batch, vocab_size = logits.shape
     num_blocks = max(-(-vocab_size // _BLOCK), k)

@@ -5,12 +5,13 @@ The scores are computed again from `q`, `k` and the forward's `lse`, block by bl
 Two kernels, so that every output has one owner, which sums it in float32 registers and writes it
 once: no atomics, no copy per query head, and the same bits on every run.
 
-dq: a thread block owns 64 query rows of one head per compute warpgroup and walks the key blocks its rows can see.
-    S = Q K^T, dP = dO V^T, dQ += dS K.
-dk, dv: a thread block owns 64 keys of one key/value head per compute warpgroup and walks the query blocks that can see
-    them, each for all G query heads of the group. Transposed, so that P and dS leave the registers of one product as the
-    left operand of the next: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q. Above head dim 128 dk and dv together
-    exceed the register file, and of two warpgroups on the same keys one sums dv, the other dk (S is computed by both).
+dq: a thread block owns 64 query rows of one head per compute warpgroup and walks the key blocks
+    its rows can see. S = Q K^T, dP = dO V^T, dQ += dS K.
+dk, dv: a thread block owns 64 keys of one key/value head per compute warpgroup and walks the query
+    blocks that can see them, each for all G query heads of the group. Transposed, so that P and dS
+    leave the registers of one product as the left operand of the next: S^T = K Q^T, dP^T = V dO^T,
+    dV += P^T dO, dK += dS^T Q. Above head dim 128 dk and dv together exceed the register file, and
+    of two warpgroups on the same keys one sums dv, the other dk (S is computed by both).
 
 In both a producer warpgroup, left with few registers, loads through TMA into a ring of stages while
 the others multiply (WGMMA) and do the exponentials; one warpgroup's products hide the other's.

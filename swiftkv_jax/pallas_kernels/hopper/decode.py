@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
-from .decode_tuning import Tuning, choose_splits, fit, obstacle
+from .decode_tuning import Tuning, choose_splits, fit, unsupported_reason
 from .padding import pad
 
 _UNSEEN = -1e30  # finite: the difference of two of them is 0, not NaN
@@ -59,13 +59,13 @@ def attention(
     0 yields zeros.
 
     With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale.
-    With `page_table` it is a pool: position s of row b is position `s % page` of block
-    `page_table[b, s // page]`. Positions from `length` on may hold any finite rubbish. Without a
-    block table, an S that is no multiple of 8 costs a padded copy of the cache.
+    With `page_table` it is a pool: position s of row b is position `s % page` of page
+    `page_table[b, s // page]`. Positions from `length` on may hold any finite values. Without a
+    page table, an S that is no multiple of 8 costs a padded copy of the cache.
     """
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
-    if reason := obstacle(q, k, page_table, tuning):
+    if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on Hopper {reason}")
     tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
     if page_table is not None:
@@ -172,16 +172,12 @@ def _kernel(
     def _load():
         @pl.loop(first, end)
         def _(i):
-            block, tile = row, i
-            if (
-                table_gmem is not None
-            ):  # looked up before the wait for a slot, which hides the latency
+            index, tile = row, i
+            if table_gmem is not None:  # read before the wait for a slot, which hides the latency
                 tiles_per_page = jnp.int32(k_gmem.shape[2] // block_kv)
-                block, tile = (
-                    table_gmem[row, lax.div(i, tiles_per_page)],
-                    lax.rem(i, tiles_per_page),
-                )
-            at = (block, head, pl.ds(tile * block_kv, block_kv))
+                index = table_gmem[row, lax.div(i, tiles_per_page)]
+                tile = lax.rem(i, tiles_per_page)
+            at = (index, head, pl.ds(tile * block_kv, block_kv))
             for slot, source, scales in zip(
                 slots_of(i), (k_gmem, v_gmem), (k_scale_gmem, v_scale_gmem), strict=True
             ):
@@ -224,11 +220,8 @@ def _kernel(
                         _widen(ring_smem[slot, rows, chunk], q_smem.dtype),
                         q_smem.at[:, chunk].T,
                     )
-                    plgpu.wgmma_wait(
-                        0
-                        # frees the registers of the chunk: over 128 a thread and the second block is
-                        # gone
-                    )
+                    # Frees the chunk's registers: with over 128 a thread, no second block fits.
+                    plgpu.wgmma_wait(0)
             return acc[...]
 
         def step(i, carry):
@@ -285,9 +278,8 @@ def _kernel(
 
         o = [plgpu.layout_cast(jnp.zeros((part.size, C), jnp.float32), _LAYOUT) for part in parts]
         m = plgpu.layout_cast(jnp.full((C,), _UNSEEN, jnp.float32), _LAYOUT.reduce(0))
-        total = plgpu.layout_cast(
-            jnp.zeros((64, C), jnp.float32), _LAYOUT
-        )  # summed over its rows at the end
+        # Summed over its rows at the end.
+        total = plgpu.layout_cast(jnp.zeros((64, C), jnp.float32), _LAYOUT)
         o, m, total = lax.fori_loop(first, end, step, (o, m, total))
 
         # 5. Normalise and store. A split that saw nothing stores zeros and the weight of nothing.

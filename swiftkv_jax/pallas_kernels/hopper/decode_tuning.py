@@ -1,4 +1,5 @@
-"""How the decode kernel's work is cut up: tiles, stages of the ring, and shares of the sequence."""
+"""Sizes of the decode kernel: tiles, stages of the ring, splits of the sequence; and the operands
+that it does not take."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _COMBINE_TILES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How the work is cut up. More than 16 queries per key/value head leave room only for shorter
+    """Tile sizes and splits. More than 16 queries per key/value head leave room only for shorter
     tiles and fewer stages."""
 
     block_kv: int = 64  # positions per tile
@@ -41,9 +42,9 @@ class Tuning:
             )
 
 
-def obstacle(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands like these; None if it can. That they belong together
-    is the caller's to check."""
+def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. The caller
+    has checked that they fit together."""
     (_, T, N, H), (K, page) = q.shape, k.shape[1:3]
     rows = T * (N // K)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -70,23 +71,19 @@ def obstacle(q, k, page_table, tuning: Tuning) -> str | None:
 
 
 def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | None = None) -> Tuning:
-    """`tuning` with what many queries cost: registers for the scores (no long tiles) and shared
+    """`tuning` less what many queries need: registers for the scores (no long tiles) and shared
     memory (fewer stages).
 
-    A tile that does not divide `page`, a multiple of 64, is cut to one that does, and the ring gets
-    as many more. Raises `NotImplementedError` where two stages do not fit.
+    A tile that does not divide `page`, a multiple of 64, is shortened to one that does, with as
+    many more stages. Raises `NotImplementedError` where two stages do not fit.
     """
     columns, eight_bit = pl.cdiv(rows, 8) * 8, itemsize == 1
     block_kv, stages = tuning.block_kv if columns <= 16 else 64, tuning.stages
     if page is not None and page % block_kv:
-        whole, block_kv = (
-            block_kv,
-            max(block for block in range(64, block_kv, 64) if page % block == 0),
-        )
-        stages *= whole // block_kv
-    fixed = (
-        columns * (4 * head_dim + 2 * block_kv + 128) + eight_bit * 2 * block_kv * head_dim + 1024
-    )  # the last for barriers
+        longest, block_kv = block_kv, max(b for b in range(64, block_kv, 64) if page % b == 0)
+        stages *= longest // block_kv
+    fixed = columns * (4 * head_dim + 2 * block_kv + 128) + eight_bit * 2 * block_kv * head_dim
+    fixed += 1024  # for barriers
     stage = 2 * block_kv * (head_dim * itemsize + 4 * eight_bit)
     stages = min(stages, (_MAX_SHARED_BYTES - fixed) // stage)
     if stages < 2:
@@ -98,8 +95,8 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
 
 
 def choose_splits(items: int, tiles: int, resident: int) -> int:
-    """The split count whose busiest SM is done first; with fewer than `resident` blocks an SM
-    cannot keep up with the memory."""
+    """The number of splits with which the busiest SM finishes first; with fewer than `resident`
+    thread blocks an SM is slower than the memory."""
     cost = {
         j: max(pl.cdiv(items * j, _SMS), resident) * pl.cdiv(tiles, j) + (j > 1) * _COMBINE_TILES
         for j in range(1, tiles + 1)

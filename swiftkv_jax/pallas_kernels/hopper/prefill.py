@@ -21,6 +21,7 @@ products at H = 128 and just as long at H = 64.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -33,15 +34,66 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import segments
+from ..device import HEAD_DIMS
 from .padding import pad
-from .prefill_tuning import Tuning, fit, obstacle
 
 _CONSUMERS = 2
+_REGISTERS = 192  # of a consumer's thread, beside those for addresses and counters
 _LOG2E = math.log2(math.e)
 _TILE = plgpu.Layout.WGMMA  # of a query x key or query x feature array in registers
 _Accumulator = plgpu.WGMMAAccumulatorRef
 _ROWS = _TILE.reduce(1)
 _LANES = 8  # columns after which the threads of _TILE repeat: the width of a row's partial sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Block sizes and schedule; more stages hide more of the loads' latency."""
+
+    block_q: int = 64  # queries of one consumer warpgroup; a thread block has twice as many
+    block_kv: int = 128
+    stages: int = 2
+    ping_pong: bool = True
+
+    def __post_init__(self):
+        if self.block_q < 64 or self.block_q % 64:
+            raise ValueError(f"{self.block_q=} must be a multiple of 64")
+        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
+            raise ValueError(f"{self.block_kv=} must be a multiple of 64, at most 256")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2")
+
+
+def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. Keys have,
+    or are widened to, the dtype of q."""
+    head_dim, page = q.shape[3], k.shape[2]
+    if page_table is not None and page % 64:
+        return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
+    tuning = fit(tuning, None if page_table is None else page)
+    block_q, block_kv = tuning.block_q, tuning.block_kv
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, got {q.dtype=}"
+    if head_dim not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
+    registers = block_q // 64 * (head_dim // 2 + 3 * block_kv // 4) + block_kv // 4
+    if registers > _REGISTERS:
+        return (
+            f"needs {registers} registers for O, S, P and the mask with {tuning} and "
+            f"{q.shape=}, at most {_REGISTERS} fit"
+        )
+    return None
+
+
+def fit(tuning: Tuning, page: int | None = None) -> Tuning:
+    """`tuning` with blocks of keys that divide `page`, a multiple of 64. Smaller blocks get as many
+    more stages."""
+    if page is None or page % tuning.block_kv == 0:
+        return tuning
+    block_kv = max(block for block in range(64, tuning.block_kv, 64) if page % block == 0)
+    return dataclasses.replace(
+        tuning, block_kv=block_kv, stages=tuning.stages * tuning.block_kv // block_kv
+    )
 
 
 def attention(
@@ -65,24 +117,20 @@ def attention(
     padded copy of k and v, a T only one of q.
 
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
-    page` of block `page_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Blocks
-    that no real query sees are not looked up.
+    page` of page `page_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Pages
+    that no real query sees are not read.
     """
     batch, queries, heads, head_dim = q.shape
     if q.dtype != k.dtype or k.dtype != v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype=}, {k.dtype=}, {v.dtype=}")
-    if reason := obstacle(q, k, page_table, tuning):
+    if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"attention on Hopper {reason}")
     tuning = fit(tuning, None if page_table is None else k.shape[2])
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
     tiles = pl.cdiv(queries, tile := _CONSUMERS * block_q)
     # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and
-    # write nothing.
-    q, k, v = (
-        pad(q, 1, 8),
-        pad(k, 2, 8),
-        pad(v, 2, 8),
-    )  # never a pool: its pages are multiples of 64
+    # write nothing. The pages of a pool are multiples of 64: it is never padded.
+    q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)
     ids = first_visible = first_full = None
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
@@ -202,10 +250,10 @@ def _kernel(
             )
 
         def load(i, gmem, smem, ready, free):
-            place = row_or_page(i)  # looked up before the wait for a slot, which hides the latency
+            index = row_or_page(i)  # read before the wait for a slot, which hides the latency
             pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))
             plgpu.copy_gmem_to_smem(
-                gmem.at[place, kv_head, keys_there(i)], smem.at[slot(i)], ready.at[slot(i)]
+                gmem.at[index, kv_head, keys_there(i)], smem.at[slot(i)], ready.at[slot(i)]
             )
 
         # In the order of use: K_0, K_1 V_0, K_2 V_1, ..., V_last.
@@ -269,9 +317,7 @@ def _kernel(
             def mask(i, s):
                 key = keys(i).start + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
                 visible = key <= spread(position, block_kv)
-                if (
-                    ids_gmem is not None
-                ):  # read for each of the few masked blocks: registers are short
+                if ids_gmem is not None:  # read for each masked block: registers are short
                     q_ids = plgpu.load(ids_gmem.at[batch, rows], layout=_ROWS, optimized=False)
                     kv_ids = plgpu.load(
                         ids_gmem.at[batch, keys(i)], layout=_TILE.reduce(0), optimized=False
@@ -342,9 +388,8 @@ def _kernel(
             acc = product(acc, p, v_smem.at[last])
             plgpu.barrier_arrive(v_free.at[last])
             total = total.sum(axis=1)
-            valid = (
-                position < offset_gmem[batch] + lengths_gmem[batch]
-            )  # read again: registers are short
+            # Offset and length are read again: registers are short.
+            valid = position < offset_gmem[batch] + lengths_gmem[batch]
             out = jnp.where(spread(valid, head_dim), acc * spread(1.0 / total, head_dim), 0.0)
             finish(out, jnp.where(valid, m * (1 / _LOG2E) + jnp.log(total), jnp.inf))
             pl.when(tuning.ping_pong and warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))

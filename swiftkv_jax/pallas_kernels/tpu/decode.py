@@ -4,13 +4,17 @@ Every key and value byte is read once. A bfloat16 position of one head is 4 H by
 FLOPs, far below what the chip could multiply meanwhile, so the floor is bytes / bandwidth and the
 schedule serves the copies alone.
 
-- The scalar core walks one list of work: the key/value blocks of row 0, of row 1, ... as far as `length` says; rows
-  of length 0 are not on it. A ring of `buffers` blocks runs ahead of the arithmetic along that list, across rows and
-  grid steps: the next row is on its way while this one computes, and the copies pause only at the very end.
-- The last block of a row is copied and attended in chunks of 128 positions, and only those that hold something.
-- The T G queries that share a head are one tile. The matrix units take keys and values as weights, the fastest way in.
-- A grid step is `rows` rows of queries and outputs, which Pallas copies, and only those. The outer grid axis, over
-  groups of heads, is parallel: two cores (v4, v5p) need two groups, all other chips are fastest with one.
+- The scalar core walks one list of work: the key/value blocks of row 0, of row 1, ... up to their
+  `length`; rows of length 0 are not on it. A ring of `buffers` blocks runs ahead of the arithmetic
+  along that list, across rows and grid steps: the next row is copied while this one is computed,
+  and the copies pause only at the very end.
+- The last block of a row is copied and attended in chunks of 128 positions, and only those that
+  hold valid ones.
+- The T G queries that share a head are one tile. The matrix units take keys and values as weights,
+  the fastest way in.
+- A grid step is `rows` rows of queries and outputs, which Pallas copies, and only those. The outer
+  grid axis, over groups of heads, is parallel: two cores (v4, v5p) need two groups, all other chips
+  are fastest with one.
 
 XLA lays out a head dim that is no multiple of the 128 lanes with the positions minor, so as not to
 pad it. It is read as B K H S, which in that layout moves nothing. An S that is no multiple of 128
@@ -19,6 +23,7 @@ is padded by copying the cache, each call.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -29,11 +34,70 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from .decode_tuning import CHUNK, LANES, Tuning, obstacle
+LANES = 128
+CHUNK = LANES  # positions: the finest slice of a scale, or of a cache whose positions are minor
+VMEM_BYTES = 14 * 2**20  # of the 16 MiB that a kernel may use
+# Half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16.
+FLOAT8_SHIFT = 60
 
-FLOAT8_SHIFT = (
-    60  # half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16
-)
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A ring of `buffers` blocks, each of about `block_bytes` of keys and as many of values; heads
+    are split over `cores`."""
+
+    block_bytes: int = 2**19
+    buffers: int = 4
+    rows: int = 8
+    cores: int = 1
+
+    def __post_init__(self):
+        if not 2**14 <= self.block_bytes <= VMEM_BYTES:
+            raise ValueError(f"{self.block_bytes=} must be from 16 KiB to {VMEM_BYTES}")
+        if self.buffers < 2 or min(self.rows, self.cores) < 1:
+            raise ValueError(
+                f"{self.buffers=} must be at least 2, {self.rows=} and {self.cores=} positive"
+            )
+
+    def block(
+        self, kv_heads: int, positions: int, paged: bool, head_dim: int, itemsize: int
+    ) -> tuple[int, int]:
+        """(positions, heads) of a block: whole chunks of a row of `positions`, or of a page that
+        they divide."""
+        heads = kv_heads // self.cores if kv_heads % self.cores == 0 else kv_heads
+        while heads > 1 and heads * CHUNK * head_dim * itemsize > self.block_bytes:
+            heads = next(count for count in range(heads - 1, 0, -1) if kv_heads % count == 0)
+        chunks = max(
+            1, min(positions // CHUNK, self.block_bytes // (heads * CHUNK * head_dim * itemsize))
+        )
+        return CHUNK * (math.gcd(chunks, positions // CHUNK) if paged else chunks), heads
+
+
+def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. The caller
+    has checked that they fit together."""
+    (batch, queries, heads, head_dim), (all_kv_heads, page) = q.shape, k.shape[1:3]
+    if k.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
+        return (
+            f"takes bfloat16 or float32 keys, or with scales float8_e4m3fn or int8; got {k.dtype=}"
+        )
+    if page_table is not None and page % CHUNK:
+        return f"takes pages of a multiple of {CHUNK} positions, got {page} with {k.shape=}"
+    page, itemsize = pl.cdiv(page, CHUNK) * CHUNK, k.dtype.itemsize
+    block_kv, kv_heads = tuning.block(
+        all_kv_heads, page, page_table is not None, head_dim, itemsize
+    )
+    # The ring, and two buffers each of queries and outputs; those are bfloat16 but for float32
+    # keys.
+    vmem = 2 * tuning.buffers * kv_heads * head_dim * block_kv * itemsize
+    tile = max(queries * heads // all_kv_heads, 16) * pl.cdiv(head_dim, LANES) * LANES
+    vmem += 4 * min(tuning.rows, batch) * kv_heads * tile * (4 if k.dtype == jnp.float32 else 2)
+    if vmem > VMEM_BYTES:
+        return (
+            f"needs {vmem} bytes of VMEM, of {VMEM_BYTES}, with {tuning} for {q.shape=}, "
+            f"{k.shape=}, {k.dtype=}"
+        )
+    return None
 
 
 def attention(
@@ -51,10 +115,10 @@ def attention(
     nothing.
 
     k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head.
-    With `page_table` they are a pool: position s of row b is at `s % page` in block
+    With `page_table` they are a pool: position s of row b is position `s % page` of page
     `page_table[b, s // page]`.
     """
-    if reason := obstacle(q, k, page_table, tuning):
+    if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on TPUs {reason}")
     batch, queries, heads, head_dim = q.shape
     all_kv_heads, page = k.shape[1:3]
@@ -191,14 +255,10 @@ def _kernel(
         if table_ref is None:
             source, start = row, block * block_kv + first
         else:
-            source, start = (
-                table_ref[row, lax.div(block * block_kv, page)],
-                lax.rem(block * block_kv, page) + first,
-            )
-        there, here = (
-            pl.ds(pl.multiple_of(start, CHUNK), size),
-            pl.ds(pl.multiple_of(first, CHUNK), size),
-        )
+            source = table_ref[row, lax.div(block * block_kv, page)]
+            start = lax.rem(block * block_kv, page) + first
+        there = pl.ds(pl.multiple_of(start, CHUNK), size)
+        here = pl.ds(pl.multiple_of(first, CHUNK), size)
         ends = [
             (hbm.at[source, heads, *kv_at(there)], buf.at[slot, :, *kv_at(here)])
             for hbm, buf in zip(kv_refs, kv_buffers, strict=True)
@@ -256,12 +316,8 @@ def _kernel(
     def _(r):
         row = first_row + r
         length = valid(row)
-        end = (
-            length
-            - queries
-            + 1
-            + lax.div(lax.broadcasted_iota(jnp.int32, (tile, 1), 0), tile // queries)
-        )  # one past the last seen
+        end = length - queries + 1  # one past the last position that the first query sees
+        end += lax.div(lax.broadcasted_iota(jnp.int32, (tile, 1), 0), tile // queries)
         q = q_ref[r]
 
         def attend(block, slot, first, size, carry):
@@ -334,9 +390,7 @@ def _bfloat16(x):
     sign, that reads s 0000eeee mmm0000 as bfloat16. What was subnormal (below 2**-6, the largest
     being 448) still is, and may count as 0.
     """
-    words = pltpu.bitcast(
-        pltpu.bitcast(x, jnp.int8).astype(jnp.int16), jnp.int32
-    )  # not every chip shifts 16 bits
-    return pltpu.bitcast(
-        (words << 4) & jnp.int32(-0x780F7810), jnp.bfloat16
-    )  # the mask is 0x87F0, twice
+    # As words of 32 bits: not every chip shifts 16.
+    words = pltpu.bitcast(pltpu.bitcast(x, jnp.int8).astype(jnp.int16), jnp.int32)
+    # The mask is 0x87F0, twice.
+    return pltpu.bitcast((words << 4) & jnp.int32(-0x780F7810), jnp.bfloat16)

@@ -1,5 +1,5 @@
-"""Causal attention of many queries on TPUs, forward: FlashAttention over a list of the blocks that
-somebody can see.
+"""Causal attention of many queries on TPUs, forward: FlashAttention over a list of the visible
+blocks.
 
 Grid: (query heads / heads per step, steps). A step multiplies the queries of one *task* (a row of
 the batch, a block of queries, the query heads that share a key/value head) with one block of keys
@@ -35,8 +35,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..segments import visible_kv_blocks
-from .prefill_tuning import LANES, Tuning, fit, obstacle
-from .schedule import block_specs, fetched, make_schedule, paged_specs
+from .schedule import (
+    LANES,
+    Tuning,
+    block_specs,
+    fetched,
+    fit,
+    make_schedule,
+    paged_specs,
+    unsupported_reason,
+)
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2**x: scores are kept in units of log 2
 MASKED = -0.7 * float(
@@ -87,11 +95,9 @@ def dot_keys(q: Array, pages: list[Array], positions_minor: bool) -> Array:
 def dot_values(weights: Array, pages: list[Array], positions_minor: bool) -> Array:
     """The sum of the values of all pages, weighed."""
     size = weights.shape[1] // len(pages)
-    parts = (
-        [weights]
-        if len(pages) == 1
-        else [weights[:, i * size : (i + 1) * size] for i in range(len(pages))]
-    )
+    parts = [weights]
+    if len(pages) > 1:
+        parts = [weights[:, i * size : (i + 1) * size] for i in range(len(pages))]
     products = (
         dot(part, page, transpose_b=positions_minor)
         for part, page in zip(parts, pages, strict=True)
@@ -126,10 +132,10 @@ def attention(
     Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T,
     offset 0) those of its own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
-    page` of block `page_table[b, s // page]`.
+    page` of page `page_table[b, s // page]`.
     """
     check_dtypes(q, k, v)
-    if reason := obstacle(q, k, page_table, tuning):
+    if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"attention on TPUs {reason}")
     batch, queries, num_heads, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -145,10 +151,8 @@ def attention(
 
     # 1. Which key blocks each query block sees.
     query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
-    first, end = (
-        jnp.zeros((batch, num_q), jnp.int32),
-        pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv),
-    )
+    first = jnp.zeros((batch, num_q), jnp.int32)
+    end = pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv)
     q_id = kv_id = None
     if segment_ids is not None:
         first, document_end = visible_kv_blocks(segment_ids, bq, bkv)
@@ -173,13 +177,10 @@ def attention(
         )
     ids_specs = [None, None] if segment_ids is None else [inputs["q_ids"], inputs["kv_ids"]]
     q = q.reshape(batch, queries, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
-    visible = max(
-        keys - (queries - 1) / 2, 1
-    )  # keys a query, as if the last query were the last key
-    pairs, kv_elements = (
-        batch * num_heads * queries * visible,
-        2 * batch * head_dim * num_q * parts * visible,
-    )
+    # Keys a query, as if the last query were the last key.
+    visible = max(keys - (queries - 1) / 2, 1)
+    pairs = batch * num_heads * queries * visible
+    kv_elements = 2 * batch * head_dim * num_q * parts * visible
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -266,9 +267,8 @@ def _kernel(
     task = task_ref[step := pl.program_id(1)]
     row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
     query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
-    key_end = offset_ref[row] + jnp.minimum(
-        (i + 1) * bq, length
-    )  # nobody in this block of queries sees further
+    # One past the last key that a query of this block sees.
+    key_end = offset_ref[row] + jnp.minimum((i + 1) * bq, length)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -311,7 +311,7 @@ def _kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    # 2. Everybody sees every key: no mask. Static indices, so that the chunks overlap.
+    # 2. Every query sees every key: no mask. Static indices, so that the chunks overlap.
     real = i * bq < length
     full = key0 + bkv - 1 <= query0
     if q_ids_ref is not None:

@@ -1,5 +1,5 @@
-"""`python -m swiftkv_jax.train prepare` and `... show`: build stores ahead of a run, and look at
-what a run would learn."""
+"""`python -m swiftkv_jax.train prepare` and `... show`: prepare data ahead of a run, and print what
+it trains on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ import numpy as np
 from ...checkpoints.auxiliary import load_tokenizer, read_side_files
 from ...cli.exit import OK, run
 from ...errors import UsageError
-from .dataset import Store, is_store
+from .dataset import PackedDataset, is_packed_dataset
 from .packing import PackedRow
-from .prepare import MAX_UNREADABLE_SHARE, build, check_store, describe, tokenizer_fingerprint
+from .prepare import (
+    MAX_UNREADABLE_SHARE,
+    build,
+    check_dataset,
+    describe_dataset,
+    tokenizer_fingerprint,
+)
 from .sources import DataSource, parse_source
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def prepare_main(argv: list[str] | None = None) -> int:
-    """Build one store per source; print the `--data` flags that name them."""
+    """Build one packed dataset per source; print the `--data` flags that name them."""
     parser = argparse.ArgumentParser(
         prog="python -m swiftkv_jax.train prepare",
-        description="Tokenise and pack training data into stores, which --data accepts.",
+        description="Tokenise and pack training data into folders, which --data accepts.",
     )
     flag = parser.add_argument
     flag(
@@ -49,8 +55,8 @@ def prepare_main(argv: list[str] | None = None) -> int:
         "--output-dir",
         required=True,
         type=Path,
-        metavar="STORE",
-        help="the new store; with several --data, a folder of them: 0, 1, ...",
+        metavar="FOLDER",
+        help="the new folder; with several --data, one that holds a folder for each: 0, 1, ...",
     )
     flag(
         "--max-unreadable-share",
@@ -62,7 +68,7 @@ def prepare_main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         if args.max_length < 2:
-            raise UsageError(f"--max-length {args.max_length}: must be at least 2")
+            raise UsageError(f"`max_length`={args.max_length}: must be at least 2")
         sources = [parse_source(text) for text in args.data]
         tokenizer = _tokenizer(args.model)
         paths = (
@@ -71,9 +77,9 @@ def prepare_main(argv: list[str] | None = None) -> int:
             else [args.output_dir / str(number) for number in range(len(sources))]
         )
         for source, path in zip(sources, paths, strict=True):
-            if is_store(Path(source.path)):
+            if is_packed_dataset(Path(source.path)):
                 raise UsageError(
-                    f"--data {source.path}: prepared already; give it to training as it is"
+                    f"`data`={source.path}: prepared already; give it to training as it is"
                 )
             build(
                 source,
@@ -90,22 +96,22 @@ def prepare_main(argv: list[str] | None = None) -> int:
         )
         return OK
 
-    return run(command)
+    return run(command, parser=parser)
 
 
 def show_main(argv: list[str] | None = None) -> int:
-    """Print the first rows of a store as text, with what is to be predicted marked."""
+    """Print the first rows of a packed dataset as text, with what is to be predicted marked."""
     parser = argparse.ArgumentParser(
         prog="python -m swiftkv_jax.train show",
-        description="Print rows of a prepared store. Text to be predicted is green on a terminal, "
+        description="Print rows of prepared data. Text to be predicted is green on a terminal, "
         "and in [[...]] elsewhere.",
     )
-    parser.add_argument("store", type=Path)
+    parser.add_argument("folder", type=Path, help="folder of prepared data")
     parser.add_argument(
         "--model",
         required=True,
         type=Path,
-        help="checkpoint whose tokenizer the store was prepared with",
+        help="checkpoint whose tokenizer the data was prepared with",
     )
     parser.add_argument(
         "--rows", type=int, default=3, help="how many, from the first (default: %(default)s)"
@@ -113,32 +119,32 @@ def show_main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def command() -> int:
-        store, tokenizer = Store(args.store), _tokenizer(args.model)
-        check_store(store, store.manifest.length, tokenizer_fingerprint(tokenizer))
+        dataset, tokenizer = PackedDataset(args.folder), _tokenizer(args.model)
+        check_dataset(dataset, dataset.manifest.length, tokenizer_fingerprint(tokenizer))
         marks = (
             (_GREEN, _PLAIN)
             if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
             else ("[[", "]]")
         )
-        print(describe(store))
-        for number in range(min(args.rows, len(store))):
-            row = store[number]
+        print(describe_dataset(dataset))
+        for number in range(min(args.rows, len(dataset))):
+            row = dataset[number]
             print(
                 f"\n=== row {number}: {len(row.lengths)} documents, {len(row.tokens):,} of "
-                f"{store.manifest.length:,} tokens, "
+                f"{dataset.manifest.length:,} tokens, "
                 f"{int(row.predicting().sum()):,} to predict"
             )
             for document, text in enumerate(_marked_documents(row, tokenizer, marks)):
                 print(f"--- document {document}: {row.lengths[document]:,} tokens\n{text}")
         return OK
 
-    return run(command)
+    return run(command, parser=parser)
 
 
 def _tokenizer(model: Path) -> Any:
     tokenizer = load_tokenizer(model, read_side_files(model)[1])
     if tokenizer is None:
-        raise UsageError(f"--model {model}: it has no tokenizer")
+        raise UsageError(f"`model`={model}: it has no tokenizer")
     return tokenizer
 
 
@@ -152,6 +158,8 @@ def _marked_documents(row: PackedRow, tokenizer: Any, marks: tuple[str, str]) ->
     predicted = np.append(False, row.predicting()[:-1])
     stops = np.cumsum(row.lengths)
     for start, stop in zip(stops - row.lengths, stops, strict=True):
-        runs = itertools.groupby(range(start, stop), key=lambda place: bool(predicted[place]))
-        texts = ((marked, tokenizer.decode(row.tokens[list(places)])) for marked, places in runs)
+        runs = itertools.groupby(range(start, stop), key=lambda at: bool(predicted[at]))
+        texts = (
+            (marked, tokenizer.decode(row.tokens[list(positions)])) for marked, positions in runs
+        )
         yield "".join(f"{marks[0]}{text}{marks[1]}" if marked else text for marked, text in texts)

@@ -1,6 +1,7 @@
 """Packed rows in a folder that is read in any order.
 
-rows.arrayrecord   one record a row, each with a checksum: its number of documents, their lengths, the tokens, a bit per target
+rows.arrayrecord   one record a row, each with a checksum: its number of documents, their lengths,
+                   the tokens, a bit per target
 manifest.json      what is in it and what it was made from; written last
 unreadable.txt     rows of the source that were left out, and why
 """
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
+from ...io.files import write_json
 from .packing import PackedRow
 
 ROWS, MANIFEST, UNREADABLE = "rows.arrayrecord", "manifest.json", "unreadable.txt"
@@ -30,7 +32,7 @@ class Manifest:
 
     source: str
     files: list[dict[str, Any]]
-    """Of every file of the source: path, size, mtime_ns."""
+    """path, size and mtime_ns of every file of the source."""
     tokenizer: str
     """Fingerprint of the tokenizer and its chat template."""
     length: int
@@ -39,28 +41,32 @@ class Manifest:
     documents: int
     unreadable: int
     tokens: int
-    """Without padding."""
+    """Tokens without padding."""
     targets: int
     """Positions that predict a target."""
     fill: float
-    """Share of the places that hold a token."""
+    """Share of the positions that hold a token."""
     fingerprint: str
     """Hash of the rows in order and their length; the same on every machine."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTotals:
+class DatasetTotals:
+    """Counts of what `write_rows` has written; the fields are those of `Manifest`."""
+
     rows: int
     tokens: int
     targets: int
     fingerprint: str
 
 
-class Store:
-    """A folder of packed rows, opened. Safe to read from several threads; pickles as its path."""
+class PackedDataset:
+    """Packed rows in a folder, by number. Safe to read from several threads; pickles as its path.
+
+    Raises `DataError` if the folder is not a complete dataset of this version.
+    """
 
     def __init__(self, path: Path):
-        """Raises `DataError` if the folder is not a complete store of this version."""
         import grain
 
         self.path, self.manifest = path, _read_manifest(path)
@@ -74,11 +80,11 @@ class Store:
             raise _damaged(path / ROWS, f"{len(self._records)} rows of {self.manifest.rows}")
 
     def __reduce__(self):
-        return Store, (self.path,)
+        return PackedDataset, (self.path,)
 
     @property
     def name(self) -> str:
-        """The source's last part, for messages."""
+        """Last part of the source's path, for messages."""
         return Path(self.manifest.source).name
 
     def __len__(self) -> int:
@@ -92,52 +98,47 @@ class Store:
             raise _damaged(self.path / ROWS, f"row {row}: {error}") from None
 
 
-def is_store(path: Path) -> bool:
+def is_packed_dataset(path: Path) -> bool:
     return (path / MANIFEST).is_file() and (path / ROWS).is_file()
 
 
-def write_rows(file: Path, rows: Iterable[PackedRow], length: int) -> RowTotals:
-    """Write all rows of a store. Raises `OSError` if the disk does not take them."""
+def write_rows(file: Path, rows: Iterable[PackedRow], length: int) -> DatasetTotals:
+    """Write all rows of a dataset. Raises `OSError` if that fails."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     content = hashlib.sha256(f"{_FORMAT} {length}".encode())
     count = tokens = targets = 0
     try:
-        writer = ArrayRecordWriter(
-            str(file), "group_size:1"
-        )  # so that reading one row unpacks no other
+        writer = ArrayRecordWriter(str(file), "group_size:1")  # reading one row unpacks no other
         for row in rows:
             record = _encode(row)
             writer.write(record)
-            content.update(
-                record
-            )  # a record tells its own size, so no two sequences of rows have the same bytes
-            count, tokens, targets = (
-                count + 1,
-                tokens + len(row.tokens),
-                targets + int(row.predicting().sum()),
-            )
+            # A record begins with its size: no two sequences of rows have the same bytes.
+            content.update(record)
+            count += 1
+            tokens += len(row.tokens)
+            targets += int(row.predicting().sum())
         writer.close()
     except RuntimeError as error:
         raise OSError(f"{file}: cannot be written ({_first_line(error)})") from None
-    return RowTotals(count, tokens, targets, content.hexdigest())
+    return DatasetTotals(count, tokens, targets, content.hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     fields = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(manifest)
-    (folder / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, fields)
 
 
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not file.is_file():
-        raise DataError(f"{path}: not a prepared store: it has no {MANIFEST}")
+        raise DataError(f"{path}: not a prepared dataset: it has no {MANIFEST}")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         kind, version = fields.pop("format"), fields.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(
-            f"{file}: damaged, or not the manifest of a prepared store; remove the folder and "
+            f"{file}: damaged, or not the manifest of a prepared dataset; remove the folder and "
             f"prepare the data again"
         ) from None
     if (kind, version) != (_FORMAT, _VERSION):

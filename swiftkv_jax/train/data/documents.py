@@ -1,4 +1,4 @@
-"""From one row of data to a document, in every form that is accepted."""
+"""Documents of training data, and the forms of a row that becomes one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMS = (
     '"conversations" with "from" and "value"'
 )
 COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "tools")
-"""Fields that are looked at. Of several forms in one row, the first in this order counts."""
+"""Fields that are read. If a row has several forms, the first in this order counts."""
 
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -27,18 +27,20 @@ class Document:
     """One unit of text, or one conversation, before tokenisation."""
 
     origin: str
-    """`file`, `file:line`, or `file:row N`, where N counts from 0 as pyarrow and datasets do."""
+    """Place in the data: `file`, `file:line`, or `file:row N`, where N counts from 0 as in pyarrow
+    and datasets."""
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: Any = None
     """Descriptions of tools, for the chat template."""
     given: int = 0
-    """Leading characters of `text`, or leading messages, that are context and no targets."""
+    """Number of leading characters of `text`, or of leading messages, that are context and no
+    targets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """A row that cannot be learned from. It is counted, and reported by name."""
+    """A row that cannot be trained on. Such rows are counted, and reported by their origin."""
 
     origin: str
     reason: str

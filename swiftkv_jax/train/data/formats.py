@@ -1,5 +1,5 @@
-"""Readers of the file formats: each yields the rows of one file in order and never holds the whole
-file, text files aside."""
+"""File formats: a function for each yields the documents of one file in order. None of them holds
+the whole file in memory, that of text files aside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from ...errors import DataError, UsageError
 from .documents import COLUMNS, FORMS, Document, Unreadable, parse_json, parse_row
 
-Rows = Iterator[Document | Unreadable]
+Documents = Iterator[Document | Unreadable]
+"""The documents of one file in order, and the rows that are none."""
 
 _TEXT_SUFFIXES = tuple(
     ".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split()
@@ -20,7 +21,7 @@ _TEXT_SUFFIXES = tuple(
 _RECORDS_PER_READ = 256
 
 
-def reader(file: Path) -> Callable[[Path], Rows] | None:
+def reader_for(file: Path) -> Callable[[Path], Documents] | None:
     """The function that reads a file of this name, or None if the format is not known."""
     return next((read for suffixes, read in _READERS.items() if file.name.endswith(suffixes)), None)
 
@@ -29,7 +30,7 @@ def known_suffixes(separator: str = " ") -> str:
     return separator.join(suffix for suffixes in _READERS for suffix in suffixes)
 
 
-def read_text(file: Path) -> Rows:
+def read_text(file: Path) -> Documents:
     """The whole file as one document; nothing if it is blank."""
     try:
         text = file.read_bytes().decode("utf-8")
@@ -40,12 +41,12 @@ def read_text(file: Path) -> Rows:
         yield Document(str(file), text=text)
 
 
-def _read_jsonl(file: Path) -> Rows:
+def _read_jsonl(file: Path) -> Documents:
     with file.open("rb") as lines:
         yield from _json_lines(file, lines)
 
 
-def _read_jsonl_gz(file: Path) -> Rows:
+def _read_jsonl_gz(file: Path) -> Documents:
     try:
         with gzip.open(file, "rb") as lines:
             yield from _json_lines(file, lines)
@@ -53,13 +54,13 @@ def _read_jsonl_gz(file: Path) -> Rows:
         raise DataError(f"{file}: damaged gzip file ({error})") from None
 
 
-def _json_lines(file: Path, lines: Iterable[bytes]) -> Rows:
+def _json_lines(file: Path, lines: Iterable[bytes]) -> Documents:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield parse_json(line, f"{file}:{number}")
 
 
-def _read_array_record(file: Path) -> Rows:
+def _read_array_record(file: Path) -> Documents:
     """Every record is one row of JSON."""
     from array_record.python.array_record_module import ArrayRecordReader
 
@@ -75,7 +76,7 @@ def _read_array_record(file: Path) -> Rows:
         raise DataError(f"{file}: damaged ArrayRecord file ({error})") from None
 
 
-def _read_parquet(file: Path) -> Rows:
+def _read_parquet(file: Path) -> Documents:
     _require_pyarrow(file)
     import pyarrow
     from pyarrow import parquet
@@ -90,7 +91,7 @@ def _read_parquet(file: Path) -> Rows:
         raise DataError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
 
 
-def read_arrow_stream(file: Path) -> Rows:
+def read_arrow_stream(file: Path) -> Documents:
     """An Arrow stream file, as `datasets.save_to_disk` writes them."""
     _require_pyarrow(file)
     import pyarrow
@@ -104,7 +105,7 @@ def read_arrow_stream(file: Path) -> Rows:
         ) from None
 
 
-def _record_batches(file: Path, batches: Iterable[Any], columns: list[str]) -> Rows:
+def _record_batches(file: Path, batches: Iterable[Any], columns: list[str]) -> Documents:
     number = 0
     for batch in batches:
         for start in range(
@@ -135,7 +136,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-_READERS: dict[tuple[str, ...], Callable[[Path], Rows]] = {
+_READERS: dict[tuple[str, ...], Callable[[Path], Documents]] = {
     (".jsonl",): _read_jsonl,
     (".jsonl.gz",): _read_jsonl_gz,
     (".parquet",): _read_parquet,

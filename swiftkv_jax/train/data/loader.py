@@ -1,8 +1,8 @@
-"""Batches from stores, through Grain.
+"""Batches from packed datasets, through Grain.
 
-Batch i of the endless mixture is a function of the stores, their weights, the batch size, the seed
-and i. Neither the number of processes nor threads nor a restart changes it, so the whole data state
-of a run is one integer.
+Batch i of the endless mixture is a function of the datasets, their weights, the batch size, the
+seed and i. Neither the number of processes nor threads nor a restart changes it, so the whole data
+state of a run is one integer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 
 from ...errors import DataError
 from ...transformer import Batch
-from .dataset import Store
-from .packing import EMPTY_ROW, PackedRow
+from .dataset import PackedDataset
+from .packing import EMPTY_ROW, LossMask, PackedRow
 
 _NamedRow = tuple[str, PackedRow]
 
@@ -37,40 +37,39 @@ class LocalBatch(NamedTuple):
     batch: Batch
     """NumPy arrays, one row for each position asked for."""
     row_ids: list[str]
-    """Where each row comes from, such as `a.jsonl#1234`, for messages; empty for a row of
-    padding."""
+    """Origin of each row, such as `a.jsonl#1234`, for messages; empty for a row of padding."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RowMixture:
-    """Stores of one row length, and the proportions in which their rows are drawn.
+class DatasetMixture:
+    """Packed datasets of one row length, and the proportions in which their rows are drawn.
 
     If every weight is 1, all rows count alike: the proportions are the numbers of rows, and an
     epoch holds every row once. Otherwise rows are drawn in proportion to the weights, and an epoch
-    ends, to a row, when every source has been seen once; sources that are small for their weight
-    have come round again by then. Every round of a source has its own order.
+    ends, to a row, when every dataset has been read once; those that are small for their weight
+    have been repeated by then. Every pass over a dataset has its own order.
     """
 
-    stores: tuple[Store, ...]
+    datasets: tuple[PackedDataset, ...]
     weights: tuple[float, ...]
 
     def __post_init__(self):
-        if len({store.manifest.length for store in self.stores}) > 1:
-            lengths = ", ".join(f"{store.path}: {store.manifest.length}" for store in self.stores)
+        if len({data.manifest.length for data in self.datasets}) > 1:
+            lengths = ", ".join(f"{data.path}: {data.manifest.length}" for data in self.datasets)
             raise DataError(
-                f"prepared stores of different --max-length cannot be mixed ({lengths})"
+                f"prepared datasets of different `max_length` cannot be mixed ({lengths})"
             )
 
     @property
     def length(self) -> int:
         """Tokens in a row."""
-        return self.stores[0].manifest.length
+        return self.datasets[0].manifest.length
 
     @functools.cached_property
     def proportions(self) -> tuple[int, ...]:
         """Whole numbers without a common divisor."""
         if set(self.weights) == {1.0}:
-            parts = [len(store) for store in self.stores]
+            parts = [len(data) for data in self.datasets]
         else:
             fractions = [
                 Fraction(str(weight)) for weight in self.weights
@@ -86,33 +85,34 @@ class RowMixture:
         """Rows of an epoch."""
         total = sum(self.proportions)
         return max(
-            math.ceil(len(store) * total / part)
-            for store, part in zip(self.stores, self.proportions, strict=True)
+            math.ceil(len(data) * total / part)
+            for data, part in zip(self.datasets, self.proportions, strict=True)
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sources, each counted once, without padding."""
-        return sum(store.manifest.tokens for store in self.stores)
+        """Tokens of all datasets, each counted once, without padding."""
+        return sum(data.manifest.tokens for data in self.datasets)
 
     @property
     def fingerprint(self) -> str:
         """The same exactly if the batches are the same, up to batch size and seed."""
         parts = [
-            (store.manifest.fingerprint, part)
-            for store, part in zip(self.stores, self.proportions, strict=True)
+            (data.manifest.fingerprint, part)
+            for data, part in zip(self.datasets, self.proportions, strict=True)
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def batches(
-    rows: RowMixture,
+    mixture: DatasetMixture,
     batch_size: int,
     *,
     positions: Sequence[int],
     seed: int,
     start: int = 0,
     stop: int,
+    loss_mask: LossMask = "shifted",
     workers: int = 0,
 ) -> Generator[LocalBatch, None, None]:
     """Batches `start` to `stop - 1` of the endless shuffled mixture.
@@ -122,13 +122,13 @@ def batches(
     in seconds and pay off only where one process cannot unpack rows as fast as they are used. The
     batches are the same. Close the generator to stop reading ahead.
     """
-    shuffled = [_shuffled(store, seed, number) for number, store in enumerate(rows.stores)]
+    shuffled = [_shuffled(data, seed, number) for number, data in enumerate(mixture.datasets)]
 
     def read(batch: int) -> list[_NamedRow]:
-        picked = [pick(batch * batch_size + position, rows.proportions) for position in positions]
-        return [shuffled[source][index] for source, index in picked]
+        chosen = [choose(batch * batch_size + at, mixture.proportions) for at in positions]
+        return [shuffled[dataset][index] for dataset, index in chosen]
 
-    stack = functools.partial(_stack, length=rows.length)
+    stack = functools.partial(_stack, length=mixture.length, loss_mask=loss_mask)
     found = grain.MapDataset.range(start, stop).map(read)
     dataset = (
         _in_processes(found.to_iter_dataset(_READ), workers).map(stack)
@@ -140,49 +140,49 @@ def batches(
 
 
 def first_batches(
-    rows: RowMixture, batch_size: int, *, positions: Sequence[int], limit: int
+    mixture: DatasetMixture, batch_size: int, *, positions: Sequence[int], limit: int
 ) -> Iterator[LocalBatch]:
     """At most `limit` batches of all rows in order, each once; empty rows, which carry no weight,
     fill the last one."""
-    sources = [_numbered(store) for store in rows.stores]
-    starts = [0, *itertools.accumulate(map(len, sources))]
+    datasets = [_numbered(data) for data in mixture.datasets]
+    starts = [0, *itertools.accumulate(map(len, datasets))]
 
     def row(index: int) -> _NamedRow:
         if index >= starts[-1]:
             return "", EMPTY_ROW
-        source = next(i for i in range(len(sources)) if index < starts[i + 1])
-        return sources[source][index - starts[source]]
+        number = next(i for i in range(len(datasets)) if index < starts[i + 1])
+        return datasets[number][index - starts[number]]
 
     for batch in range(min(limit, math.ceil(starts[-1] / batch_size))):
-        yield _stack([row(batch * batch_size + position) for position in positions], rows.length)
+        yield _stack([row(batch * batch_size + at) for at in positions], mixture.length)
 
 
-def pick(index: int, proportions: Sequence[int]) -> tuple[int, int]:
-    """Source of row `index` of a mixture, and how many rows of that source came before it.
+def choose(index: int, proportions: Sequence[int]) -> tuple[int, int]:
+    """Dataset of row `index` of a mixture, and the number of its rows before that one.
 
-    The rows of the first source are spread evenly, those of the second evenly over what is left,
-    and so on: at any point each source has had its share to within two rows. (Grain's own `mix`
+    The rows of the first dataset are spread evenly, those of the second evenly over what is left,
+    and so on: at any point each dataset has had its share to within two rows. (Grain's own `mix`
     rounds the proportions to a hundredth of the least.)
     """
     total = sum(proportions)
-    for source, part in enumerate(proportions):
+    for dataset, part in enumerate(proportions):
         before, after = index * part // total, (index + 1) * part // total
         if after > before:
-            return source, before
+            return dataset, before
         index, total = index - before, total - part
-    raise AssertionError("the last source takes all rows that are left")
+    raise AssertionError("the last dataset takes all rows that are left")
 
 
-def _numbered(store: Store) -> Any:
-    """The store as a Grain dataset of (row id, row)."""
-    return grain.MapDataset.range(len(store)).map(lambda row: (f"{store.name}#{row}", store[row]))
+def _numbered(data: PackedDataset) -> Any:
+    """The rows as a Grain dataset of (row id, row)."""
+    return grain.MapDataset.range(len(data)).map(lambda row: (f"{data.name}#{row}", data[row]))
 
 
-def _shuffled(store: Store, seed: int, number: int) -> Any:
-    """Endless rounds of a store, each in its own order; the sources of a mixture are shuffled
+def _shuffled(data: PackedDataset, seed: int, number: int) -> Any:
+    """Endless passes over the rows, each in its own order; the datasets of a mixture are shuffled
     independently."""
-    source_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-    return _numbered(store).shuffle(seed=source_seed).repeat()
+    dataset_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+    return _numbered(data).shuffle(seed=dataset_seed).repeat()
 
 
 def _in_processes(dataset: Any, workers: int) -> Any:
@@ -201,13 +201,13 @@ def _in_processes(dataset: Any, workers: int) -> Any:
 
 
 def _ignore_interrupts(worker: int, workers: int) -> None:
-    """Ctrl-C goes to every process of a terminal; a run that wants to finish its step first still
-    needs its workers."""
+    """Ctrl-C goes to every process of a terminal; a run that finishes its step first still needs
+    its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _stack(rows: list[_NamedRow], length: int) -> LocalBatch:
-    fields = [row.fields(length) for _, row in rows]
+def _stack(rows: list[_NamedRow], length: int, loss_mask: LossMask = "shifted") -> LocalBatch:
+    fields = [row.fields(length, loss_mask) for _, row in rows]
     return LocalBatch(
         Batch(**{name: np.stack([field[name] for field in fields]) for name in fields[0]}),
         [name for name, _ in rows],

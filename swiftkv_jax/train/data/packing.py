@@ -6,12 +6,16 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 
 from .tokenize import Example
 
 WINDOW_TOKENS = 2**24
+LossMask = Literal["shifted", "unshifted"]
+"""Which predictions count: shifted, those whose token, the next one, is a target of the same
+document; unshifted, those at a target, whatever comes next, as in the authors' trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +35,16 @@ class PackedRow:
         mask[np.cumsum(self.lengths) - 1] = False
         return mask
 
-    def fields(self, length: int) -> dict[str, np.ndarray]:
-        """The fields of `model.Batch` for this row, each [length].
+    def fields(self, length: int, loss_mask: LossMask = "shifted") -> dict[str, np.ndarray]:
+        """The fields of `transformer.Batch` for this row, each [length].
 
         row      a a a b b .        two documents and one place left over
         segment  1 1 1 2 2 0
         position 0 1 2 0 1 0
-        mask     1 1 0 1 0 0        the last token of a document predicts nothing
+        mask     1 1 0 1 0 0        shifted: the last token of a document predicts nothing
         """
         starts = np.cumsum(self.lengths) - self.lengths
+        mask = self.predicting() if loss_mask == "shifted" else self.is_target
         found = {
             "tokens": self.tokens,
             "positions": np.arange(len(self.tokens), dtype=np.int32)
@@ -47,7 +52,7 @@ class PackedRow:
             "segment_ids": np.repeat(
                 np.arange(1, len(self.lengths) + 1, dtype=np.int32), self.lengths
             ),
-            "loss_mask": self.predicting().astype(np.float32),
+            "loss_mask": mask.astype(np.float32),
         }
         return {name: np.pad(field, (0, length - len(field))) for name, field in found.items()}
 

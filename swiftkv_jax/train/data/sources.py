@@ -1,5 +1,5 @@
-"""Where training text comes from: files, folders, Hugging Face dataset folders, and the standard
-library as the default."""
+"""Sources of training text: files, folders, Hugging Face dataset folders, and the standard library
+as the default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 from ...errors import DataError, UsageError
-from .formats import Rows, known_suffixes, read_arrow_stream, reader
+from .formats import Documents, known_suffixes, read_arrow_stream, reader_for
 
 STDLIB = "stdlib"
 # Generated tables, vendored wheels and tests teach little and would take most of the budget.
@@ -24,10 +24,10 @@ _STDLIB_SKIPPED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
-    """One `--data` argument."""
+    """A path of training data, and its weight in the mixture."""
 
     path: str
-    """A file, a folder, a prepared store, or `stdlib`."""
+    """Path of a file, a folder or a prepared dataset, or `stdlib`."""
     weight: float = 1.0
 
     @property
@@ -37,11 +37,11 @@ class DataSource:
 
 
 def parse_source(text: str) -> DataSource:
-    """`PATH[:WEIGHT]`. A path that exists with the colon in it is taken whole. Raises
+    """The source of `PATH[:WEIGHT]`. A path that exists with the colon in it has no weight. Raises
     `UsageError`."""
     path, colon, ending = text.rpartition(":")
     if not text or (colon and not path):
-        raise UsageError(f"--data {text!r}: expected PATH or PATH:WEIGHT")
+        raise UsageError(f"`data`={text!r}: expected PATH or PATH:WEIGHT")
     if not colon or Path(text).exists():
         return DataSource(text)
     try:
@@ -49,13 +49,13 @@ def parse_source(text: str) -> DataSource:
     except ValueError:
         return DataSource(text)
     if not (weight > 0 and math.isfinite(weight)):
-        raise UsageError(f"--data {text}: the weight must be a number above 0")
+        raise UsageError(f"`data`={text}: the weight must be a number above 0")
     return DataSource(path, weight)
 
 
 def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
-    """The files of a source, in the order they are read. Raises `DataError` if it has none or is of
-    no known kind.
+    """The files of a source, in the order they are read. Raises `UsageError` if the path does not
+    exist, `DataError` if there is no file of a known format.
 
     `held_out` selects the standard library's held-out packages and is meaningless for other
     sources.
@@ -64,9 +64,9 @@ def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
         return _stdlib_files(held_out)
     path = Path(source.path)
     if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
+        raise UsageError(f"{path}: no such file or folder")
     if path.is_file():
-        if reader(path) is None:
+        if reader_for(path) is None:
             raise DataError(
                 f"{path}: not a format that can be read; expected a name ending in "
                 f"{known_suffixes()}"
@@ -80,13 +80,11 @@ def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
     return files
 
 
-def read_file(file: Path) -> Rows:
-    """The rows of one of the files that `find_files` named. Raises `DataError` if the file as a
-    whole is damaged."""
-    read = (
-        reader(file) or read_arrow_stream
-    )  # the only files named without a known ending belong to a dataset folder
-    return read(file)
+def read_file(file: Path) -> Documents:
+    """The documents of one of the files that `find_files` returns. Raises `DataError` if the file
+    as a whole is damaged."""
+    # The only files without a known ending are those of a dataset folder.
+    return (reader_for(file) or read_arrow_stream)(file)
 
 
 def _folder_files(folder: Path) -> list[Path]:
@@ -105,7 +103,7 @@ def _folder_files(folder: Path) -> list[Path]:
         found += [
             here / name
             for name in sorted(files)
-            if not name.startswith(".") and reader(here / name)
+            if not name.startswith(".") and reader_for(here / name)
         ]
     return found
 

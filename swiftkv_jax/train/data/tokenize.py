@@ -1,8 +1,8 @@
 """From documents to tokens and targets.
 
-Of a conversation only the assistant's turns are targets. Where they are is the difference between
-two renderings of the conversation, so it follows any chat template that leaves earlier turns alone,
-and repeated or trimmed answers are no trap.
+The targets of a conversation are the assistant's turns. Their place is the difference between two
+renderings of the conversation: that works for any chat template that leaves earlier turns alone,
+for repeated answers and for trimmed ones.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jinja2
 import numpy as np
 
+from ...chat_template import render_chat
 from ...errors import DataError
 from .documents import Document, Unreadable
 
@@ -35,58 +35,54 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class _Rendered:
-    """A document as the tokenizer gets it."""
+    """A document as text, with the places of its targets."""
 
     origin: str
     text: str
     spans: tuple[tuple[int, int], ...]
-    """(start, stop) characters of the targets, in order."""
+    """(start, stop) characters of each target, in order."""
     is_chat: bool
 
 
 def tokenize(
     documents: Iterable[Document | Unreadable], tokenizer: Any
 ) -> Iterator[Example | Unreadable]:
-    """Examples in the order of the documents; what cannot be learned from comes out as
-    `Unreadable`.
+    """Examples in the order of the documents; `Unreadable` for those that cannot be trained on.
 
     Text gets the tokenizer's own special tokens and an end token; a chat template writes its own.
-    Of `prompt` and `completion` texts the completion and the end token are targets. A token that
-    straddles the edge of a target is none.
+    The targets of `prompt` and `completion` texts are the completion and the end token. A token
+    that straddles the edge of a target is none. Raises `DataError` if there are messages and the
+    tokenizer has no chat template.
     """
     for batch in _batches(
         _render(document, tokenizer) if isinstance(document, Document) else document
         for document in documents
     ):
-        texts = iter(
-            _encode(
-                [item for item in batch if isinstance(item, _Rendered) and not item.is_chat],
-                tokenizer,
-            )
-        )
-        chats = iter(
-            _encode(
-                [item for item in batch if isinstance(item, _Rendered) and item.is_chat], tokenizer
-            )
+        rendered = [item for item in batch if isinstance(item, _Rendered)]
+        texts, chats = (
+            _encode([item for item in rendered if item.is_chat == is_chat], tokenizer)
+            for is_chat in (False, True)
         )
         for item in batch:
             if isinstance(item, Unreadable):
                 yield item
                 continue
             example = next(chats if item.is_chat else texts)
-            yield (
-                example
-                if example.is_target[1:].any()
-                else Unreadable(item.origin, "it yields no token to predict")
-            )
+            if example.is_target[1:].any():
+                yield example
+            else:
+                yield Unreadable(item.origin, "it yields no token to predict")
 
 
 def _batches(items: Iterable[_Rendered | Unreadable]) -> Iterator[list[_Rendered | Unreadable]]:
+    """Documents for one tokenizer call. An unreadable one ends its batch, so that it is reported
+    before the next, which may take as long as a chat template is allowed to."""
     batch, characters = [], 0
     for item in items:
         batch.append(item)
-        characters += len(item.text) if isinstance(item, _Rendered) else 0
-        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+        is_full = isinstance(item, Unreadable) or len(batch) == _BATCH_DOCUMENTS
+        characters += 0 if isinstance(item, Unreadable) else len(item.text)
+        if is_full or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     yield batch
@@ -116,7 +112,7 @@ class _Refused(ValueError):
 
 
 def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
-    """Targets are all that an assistant turn adds to the rendering that ends with the generation
+    """Targets are what an assistant turn adds to the rendering that ends with the generation
     prompt."""
     if tokenizer.chat_template is None:
         raise DataError(
@@ -130,7 +126,7 @@ def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
         if messages[turn]["role"] == "assistant"
     ]
     if not answers:
-        raise _Refused("no message with role 'assistant' to learn")
+        raise _Refused("no message with role 'assistant' to train on")
     text = _apply_template(tokenizer, document, len(messages), generation_prompt=False)
     spans = []
     for turn in answers:
@@ -149,14 +145,14 @@ def _apply_template(
 ) -> str:
     """The first `turns` messages as text."""
     try:
-        return tokenizer.apply_chat_template(
+        return render_chat(
+            tokenizer,
             (document.messages or [])[:turns],
             tools=document.tools,
-            tokenize=False,
             add_generation_prompt=generation_prompt,
         )
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise _Refused(f"the chat template refuses the first {turns} messages ({error})") from None
+    except DataError as error:
+        raise _Refused(f"{error} (the first {turns} of them)") from None
 
 
 def _encode(batch: list[_Rendered], tokenizer: Any) -> Iterator[Example]:
@@ -184,14 +180,14 @@ def _encode(batch: list[_Rendered], tokenizer: Any) -> Iterator[Example]:
 
 
 def _inside(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Which tokens lie in a span: i64[n, 2], (start, stop) characters of each token -> bool[n].
+    """True for each token that lies in a span: i64[n, 2], (start, stop) characters of each token ->
+    bool[n].
 
     Tokenizers that trim white space from offsets give a token of nothing but spaces the empty range
     at its end.
     """
     edges = np.array(list(itertools.chain.from_iterable(spans)))
     starts, stops = offsets[:, 0], offsets[:, 1]
-    span = np.searchsorted(
-        edges, stops, side="left"
-    )  # odd: past the start of a span and not past its stop
+    # odd: past the start of a span and not past its stop
+    span = np.searchsorted(edges, stops, side="left")
     return (span % 2 == 1) & (starts >= edges[np.maximum(span, 1) - 1])

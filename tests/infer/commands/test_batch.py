@@ -1,23 +1,23 @@
-"""Files of rows: what is read, what is written, in which order; and runs that are killed and go
-on."""
+"""Files of rows: reading, results, errors of single rows, and the order of the output."""
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.infer import Request, SamplingParams
 from swiftkv_jax.infer.commands import batch
-from swiftkv_jax.infer.commands.batch import Row, run_rows
-from swiftkv_jax.infer.commands.prompts import Reader
+from swiftkv_jax.infer.commands.batch import Row, read_rows, run_rows
+from swiftkv_jax.infer.commands.prompts import PromptReader
 from swiftkv_jax.infer.commands.results import Completions
-from swiftkv_jax.infer.engine.requests import NOT_FINITE, Request
-from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.engine.requests import NOT_FINITE
 from swiftkv_jax.infer.text import encode
-from swiftkv_jax.io.jsonl import lines_of, parse, survey
-from tests.infer.mock_device import continuation, mock_engine
+from swiftkv_jax.io.jsonl import parse_object, parse_value, read_lines, scan
+from tests.infer.mock_model_runner import continuation, mock_engine
 
 
 def written(path: Path) -> list[dict]:
@@ -102,7 +102,7 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         in errors["i"]
     )
     assert "id, or custom_id, must be a string or a whole number" in errors[15]
-    assert "n=3 samples do not fit into --max-num-seqs 2" in errors["j"]
+    assert "`n`=3 samples do not fit into `max_num_seqs`=2" in errors["j"]
     captured = capsys.readouterr()
     assert (
         captured.out == ""
@@ -162,7 +162,7 @@ def test_rows_have_samples_logprobs_and_stop_strings(checkpoint, tokenizer, gree
 
 
 def test_lines_of_batch_files(tokenizer):
-    reader = Reader(tokenizer, SamplingParams(seed=1), warn=lambda message: None)
+    reader = PromptReader(tokenizer, SamplingParams(seed=1))
     body = {"model": "m", "prompt": "def x", "max_completion_tokens": 3, "stream": False}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     assert reader.from_row(4, line) == Request(
@@ -179,7 +179,9 @@ def test_lines_of_batch_files(tokenizer):
         (line | {"body": []}, "body must be an object"),
         (chat, "body has no messages"),
         (line | {"extra": 1}, "extra: not a field of a batch line"),
-        (line | {"body": {"prompt": ["a", "b"]}}, "prompt must be a list of whole numbers"),
+        (line | {"body": {"prompt": ["a", "b"]}}, "prompt is a list of 2 prompts: a row has one"),
+        (line | {"body": {"prompt": [[5], [6]]}}, "prompt is a list of 2 prompts: a row has one"),
+        (line | {"body": {"prompt": [5, 6.5]}}, "prompt must be a list of whole numbers"),
         (line | {"body": {"prompt": "a", "best_of": 2}}, "best_of is not supported"),
     ]
     for row, message in wrong:
@@ -187,8 +189,20 @@ def test_lines_of_batch_files(tokenizer):
             reader.from_row(0, row)
 
 
-def test_chat_requests_say_logprobs_in_their_own_way(tokenizer):
-    reader = Reader(tokenizer, SamplingParams(), warn=lambda message: None)
+def test_a_row_on_which_the_chat_template_fails_is_an_error(checkpoint, run, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text("{{ 1 // (messages | length - 1) }}")
+    turn = {"role": "user", "content": "hi"}
+    rows = rows_file(tmp_path, {"messages": [turn]}, {"messages": [turn] * 3})
+    assert run("-m", path, "-i", rows, "-o", tmp_path / "out", "--max-tokens", 2) == 3
+    failed, good = written(tmp_path / "out")
+    assert "the chat template fails on the messages: ZeroDivisionError" in failed["error"]
+    assert len(good["token_ids"]) == 2
+
+
+def test_logprobs_of_chat_requests(tokenizer):
+    reader = PromptReader(tokenizer, SamplingParams())
 
     def logprobs(**fields):
         return reader.from_row(0, {"prompt": "x"} | fields).params.logprobs
@@ -199,7 +213,7 @@ def test_chat_requests_say_logprobs_in_their_own_way(tokenizer):
         logprobs(logprobs=False, top_logprobs=5)
 
 
-def test_rows_share_the_commands_seed_and_differ(checkpoint, run, tmp_path):
+def test_rows_with_the_commands_seed_differ(checkpoint, run, tmp_path):
     rows = rows_file(tmp_path, *[{"prompt": "x"}] * 3, *[{"prompt": "x", "seed": 5}] * 2)
     flags = ("--max-tokens", 8, "--max-num-seqs", 2, "--temperature", 5, "--seed", 5)
     for name in ("one", "two"):
@@ -209,35 +223,68 @@ def test_rows_share_the_commands_seed_and_differ(checkpoint, run, tmp_path):
     assert len({tuple(text) for text in texts[:3]}) == 3 and texts[3] == texts[4] == texts[0]
 
 
-def test_files_that_are_no_rows(tmp_path):
+def test_lines_of_a_file(tmp_path):
     empty = tmp_path / "empty"
     empty.write_text("\n \n")
     with pytest.raises(DataError, match="empty: no rows"):
-        survey(empty)
-    assert survey(rows_file(tmp_path, "a", "", "b"))[0] == 2
-    assert [
-        (line.where[-2:], line.number, line.content)
-        for line in lines_of(tmp_path / "in.jsonl", skip=1)
-    ] == [(":3", 1, b"b")]
-    for content, message in (
+        scan(empty)
+    path = rows_file(tmp_path, "a", "", "b")
+    assert scan(path)[0] == 2
+    lines = [(line.where[-2:], line.number, line.content) for line in read_lines(path)]
+    assert lines == [(":1", 0, b"a\n"), (":3", 1, b"b")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         (b'"\xff"', "not UTF-8 text"),
         (b"[" * 100_000, "nested too deeply"),
         (b"9" * 5000, "not valid JSON"),
-    ):
-        with pytest.raises(DataError, match=message):
-            parse(content)
+        (b'{"a": NaN}', "NaN is not a number"),
+        (b'{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' appears twice in an object"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_lines_that_are_not_json(content, message):
+    with pytest.raises(DataError, match=message):
+        parse_value(content)
+
+
+def test_a_value_is_not_an_object():
+    assert parse_value(b"[1]") == [1]
+    with pytest.raises(DataError, match="expected an object, got list"):
+        parse_object(b"[1]")
+
+
+def test_an_id_that_an_earlier_row_has_is_an_error(tmp_path):
+    """Also of a row that an earlier run has written."""
+    path = rows_file(tmp_path, {"id": "a"}, {"id": 2}, {"id": 2}, {"custom_id": "a"}, {})
+
+    def build(number, fields):
+        return Request([1], SamplingParams()), Completions(None, Request([1], SamplingParams()))
+
+    for skip in (0, 3):
+        errors = [row.error for row in read_rows(path, build, skip=skip)]
+        expected = [
+            None,
+            None,
+            f"{path}:3: an earlier row has the same id (id 2)",
+            f"{path}:4: an earlier row has the same id (id 'a')",
+            None,
+        ]
+        assert errors == expected[skip:]
 
 
 # The driver, on a device without a model --------------------------------------
 
 
 class Recorder:
-    """A writer that checks the order and counts what is in memory."""
+    """A writer that checks the order."""
 
     def __init__(self):
         self.rows: list[Row] = []
 
-    def show(self, row: Row) -> None:
+    def write_partial(self, row: Row) -> None:
         assert not row.done
 
     def write(self, row: Row) -> None:
@@ -246,7 +293,7 @@ class Recorder:
 
 
 def test_rows_are_read_as_room_appears_and_written_in_order(monkeypatch):
-    monkeypatch.setattr(batch, "WINDOW", 50)
+    monkeypatch.setattr(batch, "MAX_UNWRITTEN", 50)
     engine, _ = mock_engine(max_model_len=512, num_pages=1024)
     recorder, most_ahead, most_known = Recorder(), 0, 0
 
@@ -259,7 +306,7 @@ def test_rows_are_read_as_room_appears_and_written_in_order(monkeypatch):
             )
             yield Row(number, "", request, Completions(None, request))
             most_ahead = max(most_ahead, number - len(recorder.rows))
-            most_known = max(most_known, len(engine._tasks))
+            most_known = max(most_known, len(engine._requests))
 
     run_rows(engine, rows(), recorder, in_flight=8)
     assert len(recorder.rows) == 1000 and most_known == 7  # the eighth is being made

@@ -1,5 +1,5 @@
-"""Conversations through standard input: replies on standard output and nothing else, and what each
-command does."""
+"""Conversations through standard input: replies on standard output and nothing else, and each
+command."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer import Engine
 from tests.infer.conftest import CHAT_TEMPLATE
 
 
@@ -26,7 +26,7 @@ def chat_model(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def chat(chat_model, run, capsys, monkeypatch):
-    """What a session with these lines writes: (stdout, stderr)."""
+    """Runs a session with these lines: (stdout, stderr)."""
 
     def session(*lines: str, flags: tuple = ("--max-tokens", 6)) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -38,7 +38,7 @@ def chat(chat_model, run, capsys, monkeypatch):
 
 @pytest.fixture
 def reply(tokenizer, greedy):
-    """The model's, to messages [(role, content), ...]."""
+    """The model's greedy reply to messages [(role, content), ...]."""
 
     def text(*messages: tuple[str, str], count: int = 6) -> str:
         prompt = (
@@ -78,6 +78,12 @@ def test_a_turn_prefills_only_what_is_new(chat):
     assert first[1] == 0
     assert second[1] >= first[0] - 8 and second[1] % 8 == 0  # all but the last, unfilled page
     assert "reply: 6 tokens, " in err
+
+
+def test_two_slashes_send_a_line_that_begins_with_one(chat, reply):
+    out, err = chat("//exit", "/nonsense")
+    assert out == reply(("user", "/exit")) + "\n"
+    assert "/nonsense: no such command" in err and "//nonsense sends the line" in err
 
 
 def test_undo_and_system(chat, reply):
@@ -170,6 +176,14 @@ def test_a_conversation_that_fills_the_window(chat):
     out, err = chat("hello", "more", flags=("--max-tokens", 500))
     assert "(the conversation has reached the limit of 128 tokens: /undo or /reset)" in err
     assert len(out.splitlines()) >= 1 and "error: the conversation would have" in err
+
+
+def test_a_template_that_fails_ends_the_session_with_one_line(checkpoint, run, tmp_path, capsys):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "chat_template.jinja").write_text("{{ 1 // 0 }}")
+    assert run("chat", "-m", path) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_chat_needs_a_template(checkpoint, run, capsys):

@@ -1,5 +1,4 @@
-"""`generate` on single prompts: what goes to standard output, which flags there are, and how each
-mistake ends."""
+"""`generate` on single prompts: standard output, and how each mistake ends."""
 
 import io
 import json
@@ -7,143 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
-from swiftkv_jax.infer.__main__ import COMMANDS, main, parser
-from swiftkv_jax.infer.commands.complete import DEMO_PROMPT
-from swiftkv_jax.infer.commands.flags import engine_options, sampling_params
+from swiftkv_jax.cli.devices import set_gpu_memory_fraction
+from swiftkv_jax.infer import Request, SamplingParams
+from swiftkv_jax.infer.__main__ import COMMANDS, main
+from swiftkv_jax.infer.commands import complete
+from swiftkv_jax.infer.commands.complete import DEMO_PROMPT, DEMO_SAMPLING
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
-
-MODEL = (
-    "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
-    "--num-processes --process-id".split()
-)
-ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype --kv-cache-memory --memory-utilization
-    --page-size --enable-prefix-caching --no-prefix-caching --compile-cache""".split()
-SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty --frequency-penalty
-    --logit-bias --seed --stop --stop-token-ids --ignore-eos""".split()
-
-
-def test_flags_are_these():
-    own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
-    assert _flags("generate") == {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
-    assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt"}
-    assert _flags("score") == {*MODEL, *ENGINE, "--input", "--output", "--resume"}
-
-
-def _flags(command: str) -> set[str]:
-    actions = [action for action in parser(command)._actions if action.dest != "help"]
-    assert all(action.help for action in actions)
-    return {
-        action.option_strings[0] if action.option_strings else action.dest for action in actions
-    }
-
-
-def parsed(*argv: str) -> Namespace:
-    return parser("generate").parse_args(argv)
-
-
-def test_flags_become_options():
-    args = parsed(
-        *"--kv-cache-memory 2m --gpu-memory-utilization 0.5 --max-num-batched-tokens 1k "
-        "--no-prefix-caching".split()
-    )
-    options = engine_options(args, max_num_seqs=3, decode_steps=2)
-    assert (
-        options.kv_cache_memory,
-        options.memory_utilization,
-        options.max_num_batched_tokens,
-    ) == (2 << 20, 0.5, 1024)
-    assert (options.max_num_seqs, options.decode_steps, options.enable_prefix_caching) == (
-        3,
-        2,
-        False,
-    )
-    assert engine_options(parsed("--max-num-seqs", "5"), max_num_seqs=3).max_num_seqs == 5
-    assert engine_options(parsed()).enable_prefix_caching
-
-
-def test_flags_become_sampling():
-    flags = (
-        "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 "
-        "--presence-penalty 1 --frequency-penalty -1 --seed 3"
-    )
-    flags += (
-        " --logit-bias 5=-100 --logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 "
-        "--logprobs 3 --stop a --stop b --ignore-eos"
-    )
-    flags += " --top-p .9 --top-k 4"
-    params = sampling_params(parsed(*flags.split()))
-    assert (
-        params.temperature,
-        params.repetition_penalty,
-        params.max_tokens,
-        params.n,
-        params.min_p,
-    ) == (0.5, 1.5, 9, 2, 0.1)
-    assert (
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.seed,
-        params.top_k,
-        params.top_p,
-    ) == (1, -1, 3, 4, 0.9)
-    assert (
-        params.logit_bias == {5: -100, 6: 2.5}
-        and params.stop_token_ids == (7, 8)
-        and params.stop == ("a", "b")
-    )
-    assert (params.min_tokens, params.logprobs, params.ignore_eos) == (2, 3, True)
-
-
-def with_generation_config(checkpoint: Path, folder: Path, **fields) -> Path:
-    path = folder / "model"
-    shutil.copytree(checkpoint, path)
-    (path / "generation_config.json").write_text(json.dumps(fields))
-    return path
-
-
-def test_sampling_defaults_are_the_checkpoints(checkpoint, tmp_path, capsys):
-    said = {
-        "do_sample": True,
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "top_k": 40,
-        "repetition_penalty": 1.1,
-    }
-    model = skv.load(with_generation_config(checkpoint, tmp_path, **said))
-    params = sampling_params(parsed("--top-k", "3"), model)
-    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (
-        0.6,
-        0.9,
-        3,
-        1.1,
-    )
-    assert "temperature 0.6, top_p 0.9, top_k 40, repetition_penalty 1.1" in capsys.readouterr().err
-
-
-def test_a_checkpoint_that_does_not_sample_is_greedy(checkpoint, tmp_path, capsys):
-    model = skv.load(with_generation_config(checkpoint, tmp_path, do_sample=False, temperature=0.6))
-    assert sampling_params(parsed(), model) == sampling_params(parsed())
-    assert "sampling" not in capsys.readouterr().err
-
-
-def test_sampling_defaults_that_cannot_be(checkpoint, tmp_path, run, capsys):
-    assert (
-        run("-m", with_generation_config(checkpoint, tmp_path, do_sample=True, top_p=7), "-p", "x")
-        == 4
-    )
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith("error: generation_config.json: top_p=7 must be")
-    )
 
 
 def test_help_lists_the_commands(capsys):
@@ -152,9 +27,7 @@ def test_help_lists_the_commands(capsys):
     assert all(f"    {name}" in out and purpose in out for name, (_, purpose) in COMMANDS.items())
 
 
-def test_a_prompt_becomes_its_completion_and_nothing_else(
-    checkpoint, tokenizer, greedy, run, capsys
-):
+def test_standard_output_is_the_completion_alone(checkpoint, tokenizer, greedy, run, capsys):
     text = tokenizer.decode(greedy(encode(tokenizer, "def x"), 8))
     for stream in ("--stream", "--no-stream"):
         assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8, stream) == 0
@@ -170,7 +43,7 @@ def test_a_prompt_becomes_its_completion_and_nothing_else(
         assert "compiled while" not in err
 
 
-def test_text_appears_as_it_comes(checkpoint, run, monkeypatch):
+def test_text_is_streamed(checkpoint, run, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys.stdout, "write", written.append)
@@ -178,7 +51,7 @@ def test_text_appears_as_it_comes(checkpoint, run, monkeypatch):
     assert len([text for text in written if text.strip()]) >= 3  # three tokens at a time
 
 
-def test_the_teacher_is_the_control(checkpoint, tokenizer, greedy, run, capsys):
+def test_the_teacher(checkpoint, tokenizer, greedy, run, capsys):
     assert (
         run(
             "generate",
@@ -219,21 +92,14 @@ def test_prompt_from_a_file_and_from_standard_input(
     )
 
 
-def test_an_engine_fits_the_prompts(checkpoint, run, devices, monkeypatch):
-    before = set(devices)
-    args = parsed("--max-num-seqs", "9", "--max-tokens", "20")
-    from swiftkv_jax.infer.commands.complete import _fitted
-    from swiftkv_jax.infer.engine.requests import Request
-
-    options = _fitted(
-        args, [Request([5] * 21, sampling_params(args))] * 2, skv.load(checkpoint), live=False
-    )
+def test_an_engine_fits_the_prompts(checkpoint):
+    model, params = skv.load(checkpoint), SamplingParams(max_tokens=20)
+    fields = {"max_num_seqs": 9}
+    options = complete._fitted_options(fields, [Request([5] * 21, params)] * 2, model, stream=False)
     assert (options.max_model_len, options.max_num_seqs, options.decode_steps) == (64, 2, 8)
-    long = _fitted(
-        args, [Request([5] * (LIMIT - 20), sampling_params(args))], skv.load(checkpoint), live=True
-    )
-    assert (long.max_model_len, long.max_num_seqs, long.decode_steps) == (LIMIT, 1, 1)
-    assert set(devices) == before
+    long = [Request([5] * (LIMIT - 20), params)]
+    options = complete._fitted_options({}, long, model, stream=True)
+    assert (options.max_model_len, options.max_num_seqs, options.decode_steps) == (LIMIT, 1, 1)
 
 
 MISTAKES = [
@@ -254,7 +120,7 @@ MISTAKES = [
     (
         ["-p", "x", "--n", "5", "--max-tokens", "4", "--max-num-seqs", "4"],
         2,
-        "n=5 samples do not fit into --max-num-seqs 4",
+        "--n 5 samples do not fit into --max-num-seqs 4",
     ),
     (["-p", "x", "--seed", "-1"], 2, "seed=-1 must be"),
     (["-p", "x", "--stop", ""], 2, "stop='' must be"),
@@ -314,7 +180,7 @@ def test_mistakes_are_one_line(checkpoint, run, capsys, argv, code, message):
         "--kv-cache-memory lots",
     ],
 )
-def test_mistakes_in_the_command_line(argv, run, capsys):
+def test_flags_that_cannot_be_parsed(argv, run, capsys):
     with pytest.raises(SystemExit) as error:
         run(*argv.split())
     assert error.value.code == 2
@@ -382,6 +248,22 @@ def test_rows_without_an_output_file_are_json_lines(checkpoint, run, tmp_path, c
     )
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}],
+    ids=str,
+)
+def test_jax_may_use_most_of_a_gpu(given, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    set_gpu_memory_fraction()
+    assert {
+        name: os.environ[name] for name in os.environ if name.endswith("CLIENT_MEM_FRACTION")
+    } == (given or {"XLA_CLIENT_MEM_FRACTION": "0.95"})
+
+
 def test_without_a_tokenizer_text_is_refused(checkpoint, run, tmp_path, capsys):
     path = tmp_path / "model"
     shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns("tokenizer*"))
@@ -399,12 +281,28 @@ def test_the_first_special_token_is_not_doubled(checkpoint, run, capsys):
 
 def test_no_arguments_run_the_demo(checkpoint, tokenizer, greedy, run, capsys, monkeypatch):
     monkeypatch.setattr(demo, "SWIFTKV", checkpoint)
-    assert run("--max-tokens", 8) == 0
+    assert run("--max-tokens", 8, "--temperature", 0) == 0
     out, err = capsys.readouterr()
     assert out == DEMO_PROMPT + tokenizer.decode(greedy(encode(tokenizer, DEMO_PROMPT), 8)) + "\n"
     assert str(checkpoint) in err
     monkeypatch.setattr(demo, "SWIFTKV", checkpoint / "missing")
     assert run() == 4
+
+
+def test_the_demo_prompt_is_sampled_where_no_flag_says_otherwise(
+    checkpoint, run, capsys, monkeypatch
+):
+    monkeypatch.setattr(demo, "SWIFTKV", checkpoint)
+    monkeypatch.setitem(DEMO_SAMPLING, "temperature", 2.0)
+    assert run("--max-tokens", 8) == 0
+    sampled = capsys.readouterr().out
+    seed, stops = DEMO_SAMPLING["seed"], DEMO_SAMPLING["stop"]
+    given = [part for stop in stops for part in ("--stop", stop)]
+    flags = ("--max-tokens", 8, "--temperature", 2, "--seed", seed, *given)
+    assert run("-m", checkpoint, "-p", DEMO_PROMPT, *flags) == 0
+    assert sampled == DEMO_PROMPT + capsys.readouterr().out
+    assert run("--max-tokens", 8, "--seed", 4) == 0
+    assert capsys.readouterr().out != sampled
 
 
 def test_a_mesh_gives_the_same_text(checkpoint, tokenizer, greedy, run, capsys):
@@ -413,7 +311,6 @@ def test_a_mesh_gives_the_same_text(checkpoint, tokenizer, greedy, run, capsys):
 
 
 def test_as_a_process(checkpoint, tokenizer, greedy, tmp_path):
-    """Also what a reader of its output may do: go away."""
     flags = (
         f"-p print --max-tokens 8 -c 128 --max-num-batched-tokens 16 --compile-cache "
         f"{tmp_path / 'compiled'}".split()

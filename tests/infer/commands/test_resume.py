@@ -1,4 +1,4 @@
-"""Outputs that survive their process: nothing is lost, nothing comes twice, nothing is
+"""Output files that survive a kill: no row is lost or written twice, and no file is
 overwritten."""
 
 import json
@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.infer import Engine, RequestOutput
 from swiftkv_jax.infer.commands.batch import Row
-from swiftkv_jax.infer.commands.output import Monitor
-from swiftkv_jax.infer.commands.resume import Output, checkpoint_digest
-from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.requests import RequestOutput
+from swiftkv_jax.infer.commands.output import ProgressWriter
+from swiftkv_jax.infer.commands.resume import OutputFile, checkpoint_digest
 from tests.infer.commands.test_batch import rows_file, written
 
 SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
@@ -25,10 +24,10 @@ SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logi
 def write(
     path: Path, *rows: dict, resume: bool = True, settings: dict = SETTINGS, end: bool = True
 ) -> list[dict]:
-    """Adds rows; returns those that were there. Without `end`, something happens before it."""
+    """Add rows and return those that were there; without `end`, the run is interrupted."""
     old: list[dict] = []
     try:
-        with Output(path, resume=resume).open(settings, old.append) as file:
+        with OutputFile(path, resume=resume).open(settings, old.append) as file:
             for row in rows:
                 file.write(json.dumps(row).encode() + b"\n")
             if not end:
@@ -43,9 +42,9 @@ def test_output_takes_its_name_at_the_end(tmp_path):
     assert write(out, {"id": 0}, {"id": 1}, resume=False, end=False) == []
     assert not out.exists() and written(partial) == [{"id": 0}, {"id": 1}]
     with pytest.raises(
-        UsageError, match="is of an interrupted run; go on with --resume, or remove it"
+        UsageError, match="is of an interrupted run; go on with `resume`, or remove it"
     ):
-        Output(out, resume=False)
+        OutputFile(out, resume=False)
     with partial.open("ab") as file:
         file.write(b'{"id": 2, "te')
     assert write(out, {"id": 2}, end=False) == [{"id": 0}, {"id": 1}]
@@ -53,17 +52,17 @@ def test_output_takes_its_name_at_the_end(tmp_path):
     assert written(out) == [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.settings.json"]
     with pytest.raises(UsageError, match="exists already"):
-        Output(out, resume=False)
-    assert Output(out, resume=True).count(SETTINGS) == (4, 0)
+        OutputFile(out, resume=False)
+    assert OutputFile(out, resume=True).count(SETTINGS) == (4, 0)
     with pytest.raises(
         UsageError, match="out was written with another command: 'generate' then, 'score' now"
     ):
-        Output(out, resume=True).count(SETTINGS | {"command": "score"})
+        OutputFile(out, resume=True).count(SETTINGS | {"command": "score"})
 
 
 def test_two_that_began_together_do_not_overwrite_each_other(tmp_path):
     out = tmp_path / "out"
-    first, second, third = (Output(out, resume=resume) for resume in (False, False, True))
+    first, second, third = (OutputFile(out, resume=resume) for resume in (False, False, True))
     with first.open(SETTINGS, lambda row: None) as file:
         file.write(b'{"id": 0}\n')
         file.flush()
@@ -96,7 +95,7 @@ def test_other_settings_do_not_go_on(tmp_path, change, message):
 def test_damaged_and_busy_outputs(tmp_path):
     out = tmp_path / "out"
     write(out, {"id": 0}, end=False)
-    with Output(out, resume=True).open(SETTINGS, lambda row: None) as file:
+    with OutputFile(out, resume=True).open(SETTINGS, lambda row: None) as file:
         with pytest.raises(UsageError, match="another process is writing"):
             write(out, {"id": 1})
         file.write(b"\0\0\n")
@@ -106,7 +105,7 @@ def test_damaged_and_busy_outputs(tmp_path):
     with pytest.raises(DataError, match="copy.partial:2: not valid JSON"):
         write(tmp_path / "copy")
     (tmp_path / "copy.settings.json").write_text("{")
-    with pytest.raises(DataError, match="missing or damaged, so nobody knows"):
+    with pytest.raises(DataError, match="missing or damaged, so it is not known"):
         write(tmp_path / "copy")
 
 
@@ -133,10 +132,10 @@ def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys,
     assert run(*flags, "-o", tmp_path / "whole.jsonl") == 0
     step = Engine.step
 
-    def interrupted(engine):
+    def interrupted(engine, **options):
         if (tmp_path / "out.jsonl.partial").read_bytes():
             raise KeyboardInterrupt
-        return step(engine)
+        return step(engine, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", interrupted)
@@ -159,8 +158,7 @@ def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys,
 
 
 def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
-    """The exit code is that of the run which wrote it, and a file of another input is not taken for
-    it."""
+    """The exit code is that of the run which wrote it, and another input is refused."""
     rows, out = rows_file(tmp_path, {"prompt": "a"}, {"prompt": ""}), tmp_path / "out.jsonl"
     flags = ("-m", checkpoint, "-i", rows, "--max-tokens", 2, "-o", out)
     assert run(*flags) == 3
@@ -175,11 +173,11 @@ def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
     assert "was written with another input" in capsys.readouterr().err
     (tmp_path / "out.jsonl.settings.json").unlink()
     assert run(*flags, "--resume") == 1
-    assert "missing or damaged, so nobody knows what" in capsys.readouterr().err
+    assert "missing or damaged, so it is not known how" in capsys.readouterr().err
 
 
 def without_timing(path: Path) -> list[str]:
-    """Lines, byte for byte but for the times."""
+    """Lines without their times, byte for byte."""
     return [
         json.dumps(
             {name: value for name, value in row.items() if name != "timing"}, ensure_ascii=False
@@ -241,7 +239,7 @@ class Counted:
     def __init__(self, tokens: int):
         self.tokens = tokens
 
-    def take(self, event: RequestOutput) -> bool:
+    def update(self, output: RequestOutput) -> bool:
         return False
 
     def to_json(self) -> dict:
@@ -249,18 +247,18 @@ class Counted:
 
 
 def test_progress_is_that_of_this_run(monkeypatch):
-    """Rows of an earlier run are done, but neither the rate of rows nor that of tokens counts
-    them."""
+    """Rows of an earlier run are done, but count neither in the rate of rows nor in that of
+    tokens."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monitor = Monitor(total=10, progress=True, add=lambda row: None)
+    writer = ProgressWriter(total=10, progress=True)
     for _ in range(6):
-        monitor.old({"text": "x" * 50})
+        writer.count_existing({"text": "x" * 50})
     now = 2.0
-    monitor.write(Row(6, result=Counted(30)))
-    facts = monitor._bar.format_dict
+    writer.write(Row(6, result=Counted(30)))
+    facts = writer._bar.format_dict
     assert (facts["n"], facts["initial"], facts["total"]) == (7, 6, 10) and facts[
         "postfix"
     ] == "15 tokens/s"
-    monitor.close()
+    writer.close()

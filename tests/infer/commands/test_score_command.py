@@ -1,5 +1,5 @@
-"""`score`: log-likelihoods against whole forward passes, and texts split where
-lm-evaluation-harness splits them."""
+"""`score`: log-likelihoods against whole forward passes, and texts split as by
+lm-evaluation-harness."""
 
 import json
 import math
@@ -11,9 +11,8 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.commands.score import Reader, perplexity
-from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.requests import ScoreRequest
+from swiftkv_jax.infer import Engine, ScoreRequest
+from swiftkv_jax.infer.commands.score import ScoreReader, perplexity
 from tests.infer.conftest import LIMIT
 
 
@@ -122,10 +121,10 @@ def test_an_interrupted_score_goes_on_with_its_total(
     (tmp_path / "out.jsonl").unlink()
     step, partial = Engine.step, tmp_path / "out.jsonl.partial"
 
-    def interrupted(engine):
+    def interrupted(engine, **options):
         if partial.read_bytes():
             raise KeyboardInterrupt
-        return step(engine)
+        return step(engine, **options)
 
     command = ("score", "-m", checkpoint, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
     with monkeypatch.context() as patch:
@@ -138,7 +137,7 @@ def test_an_interrupted_score_goes_on_with_its_total(
 
 
 def test_pairs_are_split_as_the_harness_splits_them(tokenizer):
-    reader = Reader(tokenizer)
+    reader = ScoreReader(tokenizer)
 
     def encode(text: str) -> list[int]:
         return tokenizer(text)["input_ids"]
@@ -168,8 +167,8 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer):
 
 def test_texts_need_a_tokenizer():
     with pytest.raises(UsageError, match="prompt: needs a tokenizer"):
-        Reader(None).request({"prompt": "x"})
-    assert Reader(None).request({"token_ids": [1, 2]}) == ScoreRequest([1, 2], 1)
+        ScoreReader(None).request({"prompt": "x"})
+    assert ScoreReader(None).request({"token_ids": [1, 2]}) == ScoreRequest([1, 2], 1)
 
 
 def test_perplexity_of_the_impossible():

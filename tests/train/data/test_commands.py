@@ -1,4 +1,4 @@
-"""The commands, from flags to what is printed."""
+"""The commands `prepare` and `show`: from flags to what is printed."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from swiftkv_jax import cli, demo
 from swiftkv_jax.train.data.commands import prepare_main, show_main
-from swiftkv_jax.train.data.dataset import Store
+from swiftkv_jax.train.data.dataset import PackedDataset
 
 MODEL = ["--model", str(demo.LLAMA)]
 
@@ -34,7 +34,7 @@ def test_prepare_and_show(tmp_path, chat, capfd):
     assert capfd.readouterr().out == f"--data {tmp_path / 'store'}\n"
     assert show_main([str(tmp_path / "store"), *MODEL, "--rows", "1"]) == cli.OK
     shown = capfd.readouterr().out
-    row = Store(tmp_path / "store")[0]
+    row = PackedDataset(tmp_path / "store")[0]
     assert (
         shown.count("[[") == shown.count("--- document") == len(row.lengths)
         and shown.count("===") == 1
@@ -63,7 +63,7 @@ def test_several_sources(tmp_path, chat, capfd):
         capfd.readouterr().out
         == f"--data {tmp_path / 'stores' / '0'}:0.7 --data {tmp_path / 'stores' / '1'}\n"
     )
-    assert Store(tmp_path / "stores" / "1").manifest.documents == 1
+    assert PackedDataset(tmp_path / "stores" / "1").manifest.documents == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_several_sources(tmp_path, chat, capfd):
             "--max-length 1: must be at least 2",
         ),
         (["--data", "{chat}", "--output-dir", "{chat}"], cli.USAGE, "exists already"),
-        (["--data", "{chat}.gone"], cli.ERROR, "no such file or folder"),
+        (["--data", "{chat}.gone"], cli.USAGE, "no such file or folder"),
     ],
 )
 def test_refusals(tmp_path, chat, capfd, flags, code, message):
@@ -90,9 +90,9 @@ def test_refusals(tmp_path, chat, capfd, flags, code, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_refusals_of_stores(tmp_path, chat, capfd):
+def test_refusals_of_prepared_data(tmp_path, chat, capfd):
     prepare(chat, output=tmp_path / "store")
     assert prepare(tmp_path / "store", output=tmp_path / "again") == cli.USAGE
     assert "prepared already; give it to training as it is" in capfd.readouterr().err
     assert show_main([str(tmp_path), *MODEL]) == cli.ERROR
-    assert "not a prepared store" in capfd.readouterr().err
+    assert "not a prepared dataset" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Loading: batch i is always the same, weights are kept, and nobody reads what is not theirs."""
+"""Loading: batch i is always the same, weights are kept, and a process reads its own rows only."""
 
 import json
 import math
@@ -7,33 +7,33 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import DataError
-from swiftkv_jax.train.data.loader import RowMixture, batches, first_batches, pick
+from swiftkv_jax.train.data.loader import DatasetMixture, batches, choose, first_batches
 from swiftkv_jax.train.data.prepare import build
 from swiftkv_jax.train.data.sources import DataSource
 
 LENGTH = 8
 
 
-def make_store(folder, tokenizer, name, rows, length=LENGTH):
+def make_dataset(folder, tokenizer, name, rows, length=LENGTH):
     """`rows` documents that fill a row each."""
     file = folder / name
     file.write_text("".join(json.dumps({"text": f"{i:0{length - 1}}"}) + "\n" for i in range(rows)))
-    number = len(list(folder.glob("store*")))
-    return build(DataSource(str(file)), tokenizer, length, folder / f"store{number}")
+    number = len(list(folder.glob("dataset*")))
+    return build(DataSource(str(file)), tokenizer, length, folder / f"dataset{number}")
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory, tokenizer):
-    folder = tmp_path_factory.mktemp("stores")
+def datasets(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("datasets")
     return [
-        make_store(folder, tokenizer, name, rows)
+        make_dataset(folder, tokenizer, name, rows)
         for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]
     ]
 
 
 @pytest.fixture(scope="module")
-def mixture(stores):
-    return RowMixture(tuple(stores), (0.7, 0.3))
+def mixture(datasets):
+    return DatasetMixture(tuple(datasets), (0.7, 0.3))
 
 
 def read(rows, batch_size, *, positions=None, seed=1, start=0, stop):
@@ -54,8 +54,8 @@ def test_row_ids_name_the_rows(mixture, tokenizer):
     )
     for tokens, row_id in zip(found.batch.tokens, found.row_ids, strict=True):
         source, number = row_id.split("#")
-        store = mixture.stores[["a.jsonl", "b.jsonl"].index(source)]
-        assert tokens.tolist() == store[int(number)].tokens.tolist()
+        dataset = mixture.datasets[["a.jsonl", "b.jsonl"].index(source)]
+        assert tokens.tolist() == dataset[int(number)].tokens.tolist()
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -70,12 +70,23 @@ def test_processes_read_their_part_of_the_same_batch(mixture, processes):
             assert np.array_equal(joined, getattr(batch.batch, name))
 
 
+def test_the_loss_mask_is_chosen(mixture):
+    """Every token of these documents is a target: unshifted, the last one counts too."""
+    options = {"positions": range(4), "seed": 1, "stop": 1}
+    masks = {
+        kind: next(batches(mixture, 4, loss_mask=kind, **options)).batch.loss_mask
+        for kind in ("shifted", "unshifted")
+    }
+    assert masks["unshifted"].all()
+    assert masks["shifted"][:, :-1].all() and not masks["shifted"][:, -1].any()
+
+
 def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
     whole = ids(read(mixture, 4, stop=30))
     assert ids(read(mixture, 4, start=11, stop=30)) == whole[11:]
-    rebuilt = RowMixture(
+    rebuilt = DatasetMixture(
         tuple(
-            make_store(tmp_path, tokenizer, name, rows)
+            make_dataset(tmp_path, tokenizer, name, rows)
             for name, rows in [("a.jsonl", 20), ("b.jsonl", 7)]
         ),
         (0.7, 0.3),
@@ -95,31 +106,31 @@ def test_worker_processes_change_nothing(mixture):
         found.close()
 
 
-def test_one_source_is_seen_once_in_an_epoch(stores):
-    rows = RowMixture((stores[0],), (1.0,))
+def test_one_source_is_seen_once_in_an_epoch(datasets):
+    rows = DatasetMixture((datasets[0],), (1.0,))
     assert rows.num_rows == 20 and rows.num_tokens == 160
     seen = [row_id for batch in read(rows, 5, stop=12) for row_id in batch.row_ids]
     rounds = [seen[:20], seen[20:40], seen[40:]]
     assert all(sorted(epoch) == sorted(f"a.jsonl#{row}" for row in range(20)) for epoch in rounds)
     assert rounds[0] != rounds[1] != rounds[2], "every epoch has its own order"
-    assert RowMixture((stores[0],), (0.2,)).fingerprint == rows.fingerprint
+    assert DatasetMixture((datasets[0],), (0.2,)).fingerprint == rows.fingerprint
 
 
-def test_without_weights_every_row_counts_alike(stores):
-    rows = RowMixture(tuple(stores), (1.0, 1.0))
+def test_without_weights_every_row_counts_alike(datasets):
+    rows = DatasetMixture(tuple(datasets), (1.0, 1.0))
     assert rows.num_rows == 27 and rows.proportions == (20, 7)
     seen = [row_id for batch in read(rows, 27, stop=2) for row_id in batch.row_ids]
     assert len(set(seen[:27])) == len(set(seen[27:])) == 27
 
 
-def test_weights_are_kept_everywhere_and_define_the_epoch(mixture, stores):
+def test_weights_are_kept_everywhere_and_define_the_epoch(mixture, datasets):
     assert mixture.proportions == (7, 3) and mixture.num_rows == math.ceil(20 / 0.7)
     seen = [row_id[0] for batch in read(mixture, 10, stop=30) for row_id in batch.row_ids]
     for start in range(0, 300, 7):
         for stop in range(start, 301, 13):
             assert abs(seen[start:stop].count("a") - 0.7 * (stop - start)) <= 1
     fingerprints = {
-        RowMixture(tuple(stores), weights).fingerprint
+        DatasetMixture(tuple(datasets), weights).fingerprint
         for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0)]
     }
     assert len(fingerprints) == 3
@@ -133,14 +144,14 @@ def test_pick_shares_out_every_row(proportions):
     share."""
     taken, total = [0] * len(proportions), sum(proportions)
     for index in range(3000):
-        source, before = pick(index, proportions)
+        source, before = choose(index, proportions)
         assert before == taken[source]
         taken[source] += 1
         assert all(
             abs(count - (index + 1) * part / total) < 2
             for count, part in zip(taken, proportions, strict=True)
         )
-    assert pick(total * 10**12, proportions)[1] == proportions[pick(0, proportions)[0]] * 10**12
+    assert choose(total * 10**12, proportions)[1] == proportions[choose(0, proportions)[0]] * 10**12
 
 
 def test_first_batches_visit_each_row_once_and_pad_with_empty_rows(mixture):
@@ -166,21 +177,26 @@ def test_first_batches_visit_each_row_once_and_pad_with_empty_rows(mixture):
     assert [a.row_ids + b.row_ids for a, b in zip(*split, strict=True)] == ids(found)
 
 
-def test_lengths_must_agree(tmp_path, tokenizer, stores):
-    other = make_store(tmp_path, tokenizer, "c.jsonl", 3, length=9)
-    with pytest.raises(DataError, match="different --max-length cannot be mixed .*: 8, .*: 9"):
-        RowMixture((stores[0], other), (1.0, 1.0))
+def test_lengths_must_agree(tmp_path, tokenizer, datasets):
+    other = make_dataset(tmp_path, tokenizer, "c.jsonl", 3, length=9)
+    with pytest.raises(DataError, match="different `max_length` cannot be mixed .*: 8, .*: 9"):
+        DatasetMixture((datasets[0], other), (1.0, 1.0))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_damage_found_while_training_is_a_data_error(tmp_path, tokenizer, workers):
-    store = make_store(tmp_path, tokenizer, "c.jsonl", 3)
-    content = bytearray((store.path / "rows.arrayrecord").read_bytes())
+    dataset = make_dataset(tmp_path, tokenizer, "c.jsonl", 3)
+    content = bytearray((dataset.path / "rows.arrayrecord").read_bytes())
     content[200] ^= 1
-    (store.path / "rows.arrayrecord").write_bytes(content)
+    (dataset.path / "rows.arrayrecord").write_bytes(content)
     with pytest.raises(DataError, match="rows.arrayrecord: damaged .row "):
         list(
             batches(
-                RowMixture((store,), (1.0,)), 3, positions=range(3), seed=0, stop=5, workers=workers
+                DatasetMixture((dataset,), (1.0,)),
+                3,
+                positions=range(3),
+                seed=0,
+                stop=5,
+                workers=workers,
             )
         )

@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing mixed, nothing predicted across a border."""
+"""Packing: no token is lost, no document mixed with another, none predicts the next."""
 
 import numpy as np
 import pytest
@@ -30,6 +30,13 @@ def test_mask_is_shifted_to_the_predicting_position():
     assert fields([example(1, 2, targets=[0, 1]), example(3, 4, targets=[1, 0])], 4)[
         "loss_mask"
     ] == [[1, 0, 0, 0]]
+
+
+def test_an_unshifted_mask_is_the_targets():
+    """As in the authors' trainer: the position of a target counts, padding does not."""
+    (row,) = pack([example(1, 2, 3, targets=[0, 1, 1]), example(4, 5, targets=[0, 1])], 6)
+    assert row.fields(6, "unshifted")["loss_mask"].tolist() == [0, 1, 1, 0, 1, 0]
+    assert row.fields(6)["loss_mask"].tolist() == [1, 1, 0, 1, 0, 0]
 
 
 def test_best_fit_takes_the_fullest_row_that_has_room():

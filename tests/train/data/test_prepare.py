@@ -12,7 +12,7 @@ import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.train.data import prepare as prepare_module
-from swiftkv_jax.train.data.dataset import UNREADABLE, is_store
+from swiftkv_jax.train.data.dataset import UNREADABLE, is_packed_dataset
 from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
 
@@ -33,8 +33,8 @@ def source(tmp_path):
     return write_rows(tmp_path / "a.jsonl", 20)
 
 
-def test_a_store_is_found_again_while_nothing_has_changed(
-    tmp_path, tokenizer, source, monkeypatch, capfd
+def test_a_dataset_is_found_again_while_nothing_has_changed(
+    tmp_path, tokenizer, source, monkeypatch, log
 ):
     cache = tmp_path / "cache"
     first = prepare(source, tokenizer, LENGTH, cache)
@@ -47,12 +47,12 @@ def test_a_store_is_found_again_while_nothing_has_changed(
     )
     assert (
         "a.jsonl: 370 tokens (330 to predict) of 20 documents in 24 rows of 16, 96.4% full"
-        in capfd.readouterr().err
+        in log.messages
     )
 
     monkeypatch.setattr(prepare_module, "build", None)
     assert prepare(source, tokenizer, LENGTH, cache).path == first.path
-    assert "prepared before" in capfd.readouterr().err
+    assert log.messages[-1].endswith("prepared before")
     other = copy.deepcopy(tokenizer)
     other.chat_template = "other"
     os.utime(source.path, ns=(1, first.manifest.files[0]["mtime_ns"]))
@@ -75,12 +75,12 @@ def test_the_fingerprint_does_not_depend_on_the_place(tmp_path, tokenizer, sourc
     assert stores[0].manifest.fingerprint == stores[1].manifest.fingerprint
 
 
-def test_a_store_as_a_source(tmp_path, tokenizer, source):
+def test_a_dataset_as_a_source(tmp_path, tokenizer, source):
     store = build(source, tokenizer, LENGTH, tmp_path / "store")
     as_source = DataSource(str(store.path))
     assert prepare(as_source, tokenizer, LENGTH, tmp_path / "cache").path == store.path
     with pytest.raises(
-        DataError, match="store: prepared with --max-length 16, but the run has --max-length 32"
+        DataError, match="store: prepared with `max_length`=16, but the run has `max_length`=32"
     ):
         prepare(as_source, tokenizer, 32, tmp_path / "cache")
     other = copy.deepcopy(tokenizer)
@@ -92,38 +92,37 @@ def test_a_store_as_a_source(tmp_path, tokenizer, source):
         build(source, tokenizer, LENGTH, store.path)
 
 
-def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, capfd):
+def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, log):
     source = write_rows(tmp_path / "a.jsonl", 38, bad=12)
     store = build(source, tokenizer, LENGTH, tmp_path / "store", max_unreadable_share=0.25)
     assert (store.manifest.unreadable, store.manifest.documents) == (12, 38)
     lines = (store.path / UNREADABLE).read_text().splitlines()
     assert len(lines) == 12 and lines[2].startswith(f"{source.path}:3: not valid JSON")
-    logged = capfd.readouterr().err
-    assert (
-        logged.count("left out: ") == 10
-        and f"left out: {lines[9]}\n" in logged
-        and lines[10] not in logged
-    )
-    assert f"12 unreadable, listed in {store.path / UNREADABLE}" in logged
+    warnings = [text for text in log.messages if text.startswith("left out: ")]
+    assert warnings == [f"left out: {line}" for line in lines[:10]]
+    assert f"12 unreadable, listed in {store.path / UNREADABLE}" in log.messages[-1]
 
 
 def test_too_many_unreadable_rows_stop(tmp_path, tokenizer):
     source, cache = write_rows(tmp_path / "a.jsonl", 98, bad=2), tmp_path / "cache"
     message = (
-        "a.jsonl: 2 of 100 rows cannot be read .2.00%.; --max-unreadable-share 0.01 allows "
+        "a.jsonl: 2 of 100 rows cannot be read .2.00%.; `max_unreadable_share`=0.01 allows "
         "fewer; the first: .*a.jsonl:1: not valid"
     )
     with pytest.raises(DataError, match=message):
         prepare(source, tokenizer, LENGTH, cache)
     assert not any(cache.iterdir())
-    assert is_store(prepare(source, tokenizer, LENGTH, cache, max_unreadable_share=0.02).path)
+    assert is_packed_dataset(
+        prepare(source, tokenizer, LENGTH, cache, max_unreadable_share=0.02).path
+    )
     with pytest.raises(DataError, match=message):
         prepare(source, tokenizer, LENGTH, cache)
 
 
-def test_a_hopeless_source_stops_early(tmp_path, tokenizer):
+def test_a_source_with_too_many_stops_early(tmp_path, tokenizer):
+    """With the eleventh: the limit is that of a thousand rows at least."""
     source = write_rows(tmp_path / "a.jsonl", 4000, bad=11)
-    with pytest.raises(DataError, match="11 of 1,000 rows"):
+    with pytest.raises(DataError, match="11 of 11 rows"):
         build(source, tokenizer, LENGTH, tmp_path / "store")
 
 
@@ -143,16 +142,17 @@ PREAMBLE = """
 import os, signal, sys
 from pathlib import Path
 import jax
-from swiftkv_jax import demo
-from swiftkv_jax.checkpoints.auxiliary_files import load_tokenizer, read_side_files
+from swiftkv_jax import cli, demo
+from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_side_files
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
+cli.configure_logging()
 tokenizer = load_tokenizer(demo.LLAMA, read_side_files(demo.LLAMA)[1])
 source, cache = DataSource(sys.argv[1]), Path(sys.argv[2])
 """
 
 
-def test_a_killed_build_leaves_nothing_that_is_taken_for_a_store(tmp_path, tokenizer, source):
+def test_a_killed_build_leaves_nothing_that_is_taken_for_a_dataset(tmp_path, tokenizer, source):
     """Killed at the last moment: all files are written, the manifest too, but the folder has not
     got its name."""
     code = PREAMBLE + (
@@ -166,7 +166,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_a_store(tmp_path, token
     assert process.wait(60) == -signal.SIGKILL
     (left,) = cache.iterdir()
     assert left.name.startswith(".a.jsonl-") and ".partial-" in left.name
-    assert is_store(prepare(source, tokenizer, LENGTH, cache).path)
+    assert is_packed_dataset(prepare(source, tokenizer, LENGTH, cache).path)
 
 
 def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):
@@ -202,5 +202,5 @@ def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):
     )
     assert len(first) == 3 and first[:2] == second[:2] and first[0] == first[1], outputs
     assert "DataError" in first[2] and "1 of 1 rows cannot be read" in first[2]
-    assert second[2] == "DataError process 0 could not prepare the data; its message says why"
+    assert second[2] == "DataError process 0 has failed; its message says why"
     assert "prepared before" in outputs[0][1] and "prepared before" not in outputs[1][1]

@@ -1,4 +1,4 @@
-"""Sources: which files are read, what their rows become, and what is refused by name."""
+"""Sources: which files are read, what their rows become, and which are refused by name."""
 
 import gzip
 import json
@@ -141,7 +141,7 @@ def test_a_path_with_a_colon_is_taken_whole(tmp_path):
     "text", ["", ":0.5", "a.jsonl:0", "a.jsonl:-1", "a.jsonl:nan", "a.jsonl:inf"]
 )
 def test_bad_weights(text):
-    with pytest.raises(UsageError, match="--data"):
+    with pytest.raises(UsageError, match="`data`="):
         parse_source(text)
 
 
@@ -258,7 +258,7 @@ def test_folders_and_files_that_cannot_be_read(tmp_path, files, message):
 
 
 def test_other_refusals(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="nowhere: no such file or folder"):
+    with pytest.raises(UsageError, match="nowhere: no such file or folder"):
         read(tmp_path / "nowhere")
     (tmp_path / "table.csv").write_text("a,b")
     with pytest.raises(

@@ -165,7 +165,7 @@ def test_tokens_across_the_edge_of_an_answer_are_no_targets():
     ]
 
 
-def test_a_model_without_a_chat_template_is_no_matter_of_rows(tokenizer):
+def test_a_model_without_a_chat_template_ends_the_run(tokenizer):
     with pytest.raises(DataError, match="the model's tokenizer has no chat template"):
         list(tokenize([chat(("user", "q"), ("assistant", "a"))], with_template(tokenizer, None)))
 
@@ -182,9 +182,23 @@ def test_a_model_without_a_chat_template_is_no_matter_of_rows(tokenizer):
         (
             chat(("user", "q"), ("assistant", "a")),
             "{{ raise_exception('no such role') }}",
-            "refuses the first 2 messages .no such role",
+            "refuses the messages: no such role .the first 2 of them",
         ),
-        (chat(("assistant", "a"), ("user", "q")), LLAMA, "refuses the first 0 messages"),
+        (
+            chat(("assistant", "a"), ("user", "q")),
+            LLAMA,
+            "refuses the messages: .* .the first 0 of them",
+        ),
+        (
+            chat(("user", "q"), ("assistant", "a")),
+            "{{ 1 // 0 }}",
+            "the chat template fails on the messages: ZeroDivisionError",
+        ),
+        (
+            chat(("user", "q"), ("assistant", "a")),
+            "{% for i in range(10**9) %}{% endfor %}",
+            "the chat template fails on the messages: OverflowError",
+        ),
         (
             chat(*[("user", "x"), ("assistant", "x")] * 2),
             "{{ messages | length }}" + CHATML,
@@ -202,3 +216,11 @@ def test_a_model_without_a_chat_template_is_no_matter_of_rows(tokenizer):
 def test_unreadable(tokenizer, document, template, expected):
     with pytest.raises(ValueError, match=expected):
         raise ValueError(reason(document, with_template(tokenizer, template)))
+
+
+def test_an_unreadable_row_is_reported_before_the_next_is_rendered(tokenizer):
+    """A template may take its time over each."""
+    documents = iter([chat(("user", "a")), chat(("user", "b"))])
+    rows = tokenize(documents, tokenizer)
+    assert isinstance(next(rows), Unreadable)
+    assert next(documents).messages == [{"role": "user", "content": "b"}]

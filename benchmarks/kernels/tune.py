@@ -1,0 +1,332 @@
+"""Find the best block sizes for the current device and put them into
+`swiftkv_jax/pallas_kernels/tuning.json`.
+
+    python -m benchmarks.kernels.tune                            all kernels, head dims and formats
+    python -m benchmarks.kernels.tune --only 'prefill H128'      some of them
+    python -m benchmarks.kernels.tune --dry-run                  print, and write nothing
+    python -m benchmarks.kernels.tune --dry-run --shapes smoke   tiny shapes, a test run
+
+`--only` matches names like `hopper.decode H128 float8_e4m3fn`. On a CPU nothing can be timed:
+`--dry-run` lists the candidates.
+
+Candidates that their class refuses, that do not compile or whose results are wrong are skipped,
+with the reason. The best goes to the top of the table for this kind of device as soon as it is
+known; the current entry competes, and stays unless another is at least 1 % faster. Everything that
+was tried goes to `benchmarks/results/` (from a smoke run only to `--output`). Exit code 1 if no
+candidate of any kernel ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from swiftkv_jax import cli
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.io.files import write_whole
+from swiftkv_jax.pallas_kernels import ops, tuning
+from swiftkv_jax.pallas_kernels.device import current_device
+
+from .. import report
+from ..timing import SMOKE_PLAN, Plan, measure
+from . import inputs, oracle, sweep
+from .candidates import Candidate, op
+
+KEEP = 0.99
+"""A candidate replaces the best so far if it takes less than this share of its time: differences
+below are noise."""
+CACHES = ("bfloat16", "float8_e4m3fn", "int8")
+PLAN = Plan(short_run=0.01, seconds=0.25, warm_up=0.05)
+
+
+class Job(NamedTuple):
+    kernel: str
+    """Name in the table: "hopper.prefill.packed" is `hopper.prefill` with segment ids."""
+    head_dim: int
+    dtype: str
+    """Dtype of the keys as they are stored."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} H{self.head_dim} {self.dtype}"
+
+    @property
+    def argument(self) -> str:
+        """The op's argument for this kernel's tuning."""
+        return "backward_tuning" if self.kernel.endswith(".backward") else "tuning"
+
+    @property
+    def tuning_class(self) -> type:
+        return importlib.import_module(
+            f"{ops.__package__}.{self.kernel.removesuffix('.packed')}"
+        ).Tuning
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code is that of `swiftkv_jax.cli.exit`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.tune",
+        description="Find the best block sizes for this device.",
+    )
+    report.add_flags(parser, tables=("full", "smoke"), seconds=540)
+    parser.add_argument("--dry-run", action="store_true", help="print the best, change nothing")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        default=tuning.TABLE,
+        metavar="FILE",
+        help="the table to change (default: the package's)",
+    )
+    args = parser.parse_args(argv)
+    return cli.run(lambda: _main(args))
+
+
+def jobs(platform: str, pattern: str | None) -> list[Job]:
+    """The kernels of a platform (all of them on a CPU), most used first, that match `pattern`.
+    Raises `UsageError`."""
+    prefixes = {"gpu": ("hopper",), "tpu": ("tpu",)}.get(platform, ("hopper", "tpu"))
+    head_dims = sorted(ops.HEAD_DIMS, key=lambda head_dim: head_dim != 128)
+    found = [
+        Job(f"{prefix}.{name}", head_dim, dtype)
+        for head_dim in head_dims
+        for prefix in prefixes
+        for name in ("prefill", "decode", "prefill.packed", "backward")
+        for dtype in (CACHES if name == "decode" else CACHES[:1])
+    ]
+    try:
+        chosen = [job for job in found if re.search(pattern or "", job.name)]
+    except re.error as error:
+        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    if not chosen:
+        raise UsageError(
+            f"--only {pattern!r}: nothing has such a name; names are like {found[0].name!r}"
+        )
+    return chosen
+
+
+def _main(args: argparse.Namespace) -> int:
+    start, platform = time.monotonic(), jax.default_backend()
+    chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
+    if platform not in ("gpu", "tpu"):
+        if not args.dry_run:
+            raise UsageError("there is nothing to tune on a CPU; --dry-run lists the candidates")
+        for job in chosen:
+            print(f"{job.name}: {listed(job)}")
+        print("Nothing can be timed on a CPU: these are the candidates for a device.")
+        return cli.OK
+    seed = report.new_seed(args.seed)
+    document = {"benchmark": "tune", **report.environment(seed), "shapes": args.shapes, "jobs": []}
+    path = (
+        None
+        if args.dry_run
+        else report.output_path(args, "tune", document["device"]["kind"], document["date"])
+    )
+    if not args.dry_run:
+        report.check_writable(args.table)
+    cli.log(f"{document['device']['kind']}, seed {seed}")
+    for number, job in enumerate(chosen):
+        if time.monotonic() - start > args.seconds:
+            print(f"{job.name}: skipped, the budget of {args.seconds:g} s was spent", flush=True)
+            document["jobs"].append({"name": job.name, "skipped": "budget"})
+            continue
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        result = tune(
+            job, args.shapes, key, SMOKE_PLAN if smoke else PLAN, deadline=start + args.seconds
+        )
+        document["jobs"].append(result)
+        if result["best"] is None:
+            reasons = "; ".join(
+                f"{count} x {reason}"
+                for reason, count in Counter(t["reason"] for t in result["tried"]).most_common(3)
+            )
+            print(
+                f"{job.name}: none of {len(result['tried'])} candidates ran: {reasons}", flush=True
+            )
+            continue
+        print(f"{job.name}: {json.dumps(result['best'])}: {result['basis']}", flush=True)
+        if not args.dry_run:
+            entry = {
+                "kernel": job.kernel,
+                "device": current_device()[1],
+                "head_dim": job.head_dim,
+                "dtype": job.dtype,
+            }
+            entry |= {
+                "tuning": result["best"],
+                "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: "
+                f"{result['basis']}",
+            }
+            write_whole(
+                args.table,
+                table_text(with_entry(json.loads(args.table.read_text()), entry)).encode(),
+            )
+    document["seconds"] = time.monotonic() - start
+    report.write_json(path, document)
+    if path is not None:
+        cli.log(f"wrote {path}")
+    found = any(result.get("best") is not None for result in document["jobs"])
+    if not found:
+        cli.log("error: no candidate of any kernel ran")
+    return cli.OK if found else cli.ERROR
+
+
+def listed(job: Job) -> str:
+    """The candidates in one line: the table's entry, then the sweep group by group."""
+    start = _current(job) or {}
+    groups = []
+    for number, group in enumerate(sweep.SWEEPS[job.kernel]):
+        candidates = list(sweep.combinations(job.kernel, number, job.tuning_class, start))
+        values = ", ".join(
+            f"{name} {'|'.join(map(str, choices))}" for name, choices in group.items()
+        )
+        groups.append(
+            f"{values} ({sum(_accepted(job, values) for values in candidates)} of "
+            f"{len(candidates)} allowed)"
+        )
+    return f"{json.dumps(start)}; {'; then '.join(groups)}"
+
+
+def _accepted(job: Job, values: dict[str, Any]) -> bool:
+    try:
+        job.tuning_class(**values)
+    except ValueError:
+        return False
+    return True
+
+
+def tune(
+    job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf
+) -> dict[str, Any]:
+    """All candidates of one kernel, head dim and cache format, and the best of those that are
+    right, or None."""
+    cli.log(job.name)
+    implementation = job.kernel.split(".")[0]
+    tuning_class = job.tuning_class
+    shapes = sweep.shapes(job.kernel, job.head_dim, job.dtype, table)
+    cases = []
+    for i, shape in enumerate(shapes):
+        sets = inputs.draw(shape, jax.random.fold_in(key, i))
+        cases.append((shape, sets, oracle.expected(shape, sets[-1])))
+
+    tried: list[dict[str, Any]] = []
+    best: dict[str, Any] | None = None
+    before = _current(job)
+    start = {} if before is None else before
+
+    def attempt(values: dict[str, Any]) -> None:
+        nonlocal best
+        if any(values == other["tuning"] for other in tried):
+            return
+        record: dict[str, Any] = {"tuning": values}
+        tried.append(record)
+        try:
+            candidate = tuning_class(**values)
+            record |= {
+                "tuning": sweep.fields(candidate),
+                "seconds": _times(job, candidate, implementation, cases, plan, best),
+            }
+            record["mean"] = math.exp(
+                sum(map(math.log, record["seconds"].values())) / len(record["seconds"])
+            )
+        except Exception as error:  # refused, does not compile, or wrong: the others go on
+            record["reason"] = report.reason(error)
+            cli.log(f"  {json.dumps(values, default=str)}: {record['reason']}")
+            return
+        cli.log(f"  {json.dumps(record['tuning'])}: {_told(record['seconds'])}")
+        if best is None or record["mean"] < KEEP * best["mean"]:
+            best = record
+
+    attempt(start)
+    for group in range(len(sweep.SWEEPS[job.kernel])):
+        for values in list(
+            sweep.combinations(
+                job.kernel, group, tuning_class, start if best is None else best["tuning"]
+            )
+        ):
+            if time.monotonic() < deadline:
+                attempt(values)
+    result: dict[str, Any] = {"name": job.name, "tried": tried, "best": None}
+    if best is None:
+        return result
+    ran = [record for record in tried if "mean" in record]
+    basis = f"{_told(best['seconds'])}, best of {len(ran)} that ran and {len(tried)} tried"
+    if "mean" in tried[0] and best is not tried[0]:
+        basis += f", {tried[0]['mean'] / best['mean']:.2f} x as fast as the entry before"
+    if time.monotonic() >= deadline:
+        basis += ", stopped early"
+    return result | {"best": best["tuning"], "basis": basis}
+
+
+def _current(job: Job) -> dict[str, Any] | None:
+    """The table's entry, or None if it has none that the class accepts."""
+    try:
+        return sweep.fields(
+            tuning.tuning_for(job.tuning_class, job.kernel, job.head_dim, job.dtype)
+        )
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _times(
+    job: Job, candidate: Any, implementation: str, cases, plan: Plan, best: dict[str, Any] | None
+) -> dict[str, float]:
+    """Seconds per call on every shape. Raises for a wrong result, and for one that is far behind on
+    the first shape."""
+    seconds: dict[str, float] = {}
+    for shape, sets, wanted in cases:
+        call = op(shape, implementation, **{job.argument: candidate})
+        program = Candidate(job.name, call).start(sets)
+        result = program.result if isinstance(program.result, tuple) else (program.result,)
+        if wrong := oracle.check(shape, result, wanted)[1]:
+            raise ArithmeticError(wrong)
+        timings, failed = measure({"": program}, plan)
+        for error in failed.values():
+            raise error
+        seconds[shape.name] = timings[""].seconds
+        if (
+            best is not None
+            and len(cases) > 1
+            and len(seconds) == 1
+            and seconds[shape.name] > 2 * best["seconds"][shape.name]
+        ):
+            raise TimeoutError(
+                f"{report.duration(seconds[shape.name])} on {shape.name} is over twice the best"
+            )
+    return seconds
+
+
+def _told(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {report.duration(value)}" for name, value in seconds.items())
+
+
+# The table --------------------------------------------------------------------
+
+
+def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The table with `entry` on top, without another for the same kernel, device, head dim and
+    dtype."""
+    same = ("kernel", "device", "head_dim", "dtype")
+    return [
+        entry,
+        *(other for other in entries if any(other[field] != entry[field] for field in same)),
+    ]
+
+
+def table_text(entries: list[dict[str, Any]]) -> str:
+    """The table's JSON, one entry a line."""
+    return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Flags for `EngineOptions`, and the engine that they describe.
+
+A flag left out is None in the parsed arguments, so that the default of the command or of
+`EngineOptions` takes its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import re
+import time
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ...cache import FORMATS
+from ...cli.devices import parse_size
+from ...cli.model_options import ModelOptions
+from ...errors import UsageError
+from ...model import Model
+from ..engine.engine import Engine
+from ..engine.options import EngineOptions
+from ..runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add flags for the fields of `EngineOptions`."""
+    add = parser.add_argument
+    add(
+        "--max-model-len",
+        "-c",
+        type=token_count,
+        metavar="N",
+        help="most tokens in a row, prompt and new ones; 8k is 8192",
+    )
+    add("--max-num-seqs", type=int, metavar="N", help="rows that decode together (default: 64)")
+    add(
+        "--max-num-batched-tokens",
+        type=token_count,
+        metavar="N",
+        help="tokens of a chunk of prefill (default: 2k; on a CPU 512)",
+    )
+    add(
+        "--decode-steps",
+        type=int,
+        metavar="N",
+        help="tokens a row decodes in one call (default: 8; 1 where text is printed as it comes)",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=FORMATS,
+        help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",
+    )
+    add(
+        "--kv-cache-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of the KV cache on each device, such as 24g (default: what is left)",
+    )
+    names = ("--memory-utilization", "--gpu-memory-utilization")
+    add(
+        *names,
+        type=float,
+        metavar="SHARE",
+        help="share of the memory JAX may use, on a GPU 95 %% of it (default: 0.9)",
+    )
+    add(
+        "--page-size",
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="positions in a page of the KV cache (default: 128)",
+    )
+    action = argparse.BooleanOptionalAction
+    add(
+        "--enable-prefix-caching",
+        action=action,
+        help="reuse what is cached of prompts that begin alike (default: yes)",
+    )
+    # Users of vLLM know the first half of this one, and write it short.
+    add(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        default=None,
+        help="--no-enable-prefix-caching",
+    )
+
+
+def token_count(text: str) -> int:
+    """Argument type: `"8k"` is 8192 tokens."""
+    match = re.fullmatch(r"(\d{1,9})([kK]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `EngineOptions` for which there was a flag."""
+    return given_fields(EngineOptions, args)
+
+
+def given_fields(cls: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Parsed arguments that are fields of the dataclass `cls`, and not None."""
+    names = (field.name for field in dataclasses.fields(cls))
+    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+
+
+def start_engine(
+    model: Model, mesh: Mesh | None, options: EngineOptions, model_options: ModelOptions
+) -> Engine[ModelRunner]:
+    """An engine for a model that a command has loaded, compiled and ready.
+
+    The model's layers are donated: it cannot be used afterwards. Raises as `Engine.from_model`.
+    """
+    start = time.perf_counter()
+    engine = Engine.from_model(
+        model,
+        options,
+        swiftkv=model_options.uses_swiftkv,
+        mesh=mesh,
+        attention=model_options.attention,
+        donate=True,
+    )
+    logger.info(f"ready in {time.perf_counter() - start:.1f} s")
+    return engine

@@ -1,0 +1,73 @@
+"""The interface between the engine and its model runner, and what they exchange. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from ..runner.shapes import Shapes
+    from .request_state import Chunk, Sequence
+    from .scheduler import Limits
+
+NON_FINITE = -2
+"""A token that marks logits that are not finite numbers: nothing follows it."""
+
+
+class SamplerOutput(NamedTuple):
+    """The next token of each row, and log-probabilities for the rows that ask for them. Like every
+    named tuple it is a JAX pytree.
+
+    The log-probabilities are the model's own: the log-softmax of the float32 logits as they come,
+    before any bias, penalty, temperature or filter (vLLM's `raw_logprobs`).
+    """
+
+    token: Any  # i32[B]; `NON_FINITE` where there is none
+    logprob: Any  # f32[B]; of `token`; 0 where the row does not ask
+    top_ids: Any  # i32[B, 20]; the likeliest tokens, best first, as many as asked for, then -1
+    top_logprobs: Any  # f32[B, 20]; theirs, then -inf
+
+
+class AsyncOutput(NamedTuple):
+    """The result of a call that may still run."""
+
+    result: Any
+    index: Any = None
+    """Index of the wanted entries of `result`; None if only the end of the call is waited for."""
+
+
+class ModelRunnerBase(Protocol):
+    """What the engine asks of a model runner. A test double needs no model."""
+
+    shapes: Shapes
+    limits: Limits
+
+    def prepare(self) -> None:
+        """Compile everything and allocate the memory. After this nothing is compiled."""
+        ...
+
+    def num_compilations(self) -> int:
+        """Programs that the process has compiled since the first call."""
+        ...
+
+    def remove_sequences(self, slots: Seq[int]) -> None:
+        """Stop the sequences in these slots: they emit nothing more."""
+        ...
+
+    def add_sequences(self, sequences: Seq[Sequence]) -> None:
+        """Start decoding sequences, whose prompts are cached, with the next decode call."""
+        ...
+
+    def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
+        """Run a chunk of prefill, then its page copies. `read` returns an entry for each scored
+        token, in the order of `Chunk.scheduled_tokens`."""
+        ...
+
+    def run_decode(self, sequences: Seq[Sequence]) -> AsyncOutput:
+        """Decode. `read` returns up to `decode_steps` (M) tokens for each sequence: B M, -1 where
+        one has ended."""
+        ...
+
+    def read(self, output: AsyncOutput) -> SamplerOutput | None:
+        """Wait for a result: NumPy arrays."""
+        ...

@@ -1,0 +1,92 @@
+"""Shapes and shardings of what serving keeps on the devices, said once for the programs that are
+lowered, the memory plan and the arrays themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding
+
+from ...cache import KVCache, cache_shapes, cache_sharding, init_cache, row_sharding
+from ...config import Config
+from ...mesh import dp_size
+from ...sharding import replicated
+from .decode_state import DecodeBatch, DecodeState, empty_batch
+from .memory import bytes_per_device
+from .shapes import Shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Places of the serving state of a model on a mesh, or on one device."""
+
+    config: Config
+    """The served architecture (`weights.served_config`)."""
+    cache_dtype: jnp.dtype
+    mesh: Mesh | None
+    device: Sharding | None = None
+    """Sharding of all arrays without a mesh; None leaves it to JAX."""
+
+    @property
+    def cache_sharding(self) -> Sharding | None:
+        return self.device if self.mesh is None else cache_sharding(self.config, self.mesh)
+
+    @property
+    def row_sharding(self) -> Sharding | None:
+        """Sharding of arrays with an axis of data-parallel shards or sequences."""
+        return self.device if self.mesh is None else row_sharding(self.mesh)
+
+    @property
+    def replicated(self) -> Sharding | None:
+        """Sharding of what the host reads or writes."""
+        return self.device if self.mesh is None else replicated(self.mesh)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page in all layers, on one device."""
+        return bytes_per_device(self._cache(dp_size(self.mesh), page_size))
+
+    def cache(self, shapes: Shapes) -> KVCache:
+        """The `ShapeDtypeStruct` of every array of the cache."""
+        return self._cache(shapes.dp_size * shapes.num_pages, shapes.page_size)
+
+    def batch(self, count: int, table_pages: int) -> DecodeBatch:
+        """The `ShapeDtypeStruct` of every array of a batch of `count` sequences."""
+        batch = empty_batch(count, table_pages)
+        return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), batch)
+
+    def state(self, shapes: Shapes) -> DecodeState:
+        """The `ShapeDtypeStruct` of every array of the decode state."""
+        slots = shapes.dp_size * shapes.slots
+        counts = self.array((slots, self.config.vocab_size), jnp.uint16)
+        return DecodeState(self.cache(shapes), self.batch(slots, shapes.table_pages), counts)
+
+    def init_state(self, shapes: Shapes) -> DecodeState:
+        """The decode state of an engine without requests."""
+        slots = shapes.dp_size * shapes.slots
+        cache = init_cache(
+            self.config,
+            shapes.dp_size * shapes.num_pages,
+            shapes.page_size,
+            self.cache_dtype,
+            self.cache_sharding,
+        )
+        batch = jax.device_put(empty_batch(slots, shapes.table_pages), self.replicated)
+        counts = (slots, self.config.vocab_size)
+        return DecodeState(cache, batch, jnp.zeros(counts, jnp.uint16, device=self.replicated))
+
+    def array(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        """An array that the host reads or writes."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def rows(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Integers whose first axis is split over the data-parallel shards."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.row_sharding)
+
+    def _cache(self, pages: int, page_size: int) -> KVCache:
+        sharding = self.cache_sharding
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            cache_shapes(self.config, pages, page_size, self.cache_dtype),
+        )

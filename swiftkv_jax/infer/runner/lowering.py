@@ -1,0 +1,156 @@
+"""The compiled programs of an engine, lowered from shapes alone, before any memory is allocated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ...attention import Attention
+from ...config import Config
+from ...mesh import dp_size
+from ...pallas_kernels import Implementation
+from ...quantization import Scheme
+from .decode_state import insert_sequences, insert_token_counts
+from .layout import Layout
+from .prefill_chunk import PrefillChunk, QueryTiles, ScoredTokens
+from .programs import copy_pages, decode, prefill_chunk, score_chunk
+from .shapes import Shapes
+from .weights import Weights, served_config, weight_shapes, weight_shardings
+
+INSERT_SEQUENCES = 8
+"""Sequences that are added or removed in one call."""
+COPY_PAGES = 16
+"""Pages copied in one call, on each data-parallel shard."""
+
+Key = tuple[Any, ...]
+"""Name of a program: ("prefill", tokens, context pages), ("score", tokens, scored tokens, context
+pages), ("decode", rows), ("insert",), ("token_counts",) or ("copy",)."""
+
+
+def lower_all(
+    layout: Layout, shapes: Shapes, weights: Weights, attention: Attention
+) -> dict[Key, Callable[[], jax.stages.Lowered]]:
+    """Every program of an engine, each lowered when called. `weights` are arrays or their shapes,
+    with shardings."""
+    served = layout.config
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
+    )
+    state = layout.state(shapes)
+    lower: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+
+    def add(key: Key, program, *operands, **static):
+        lower[key] = functools.partial(_lower, program, *operands, **static)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return layout.array(shape, jnp.int32)
+
+    for tokens in shapes.chunks:
+        for context in shapes.contexts:
+            chunk = _chunk(layout, shapes, tokens, context)
+            operands = served, weights, chunk, state.cache
+            add(("prefill", tokens, context), prefill_chunk, *operands, attention=attention)
+            for scored in shapes.scored(tokens):
+                operands = served, weights, chunk, _scored(layout, shapes, scored), state.cache
+                add(("score", tokens, scored, context), score_chunk, *operands, attention=attention)
+    for rows in shapes.decode_rows:
+        operands = served, weights, ints(shapes.dp_size * rows), state
+        static = {"steps": shapes.decode_steps, "attention": attention}
+        add(("decode", rows), decode, *operands, **static)
+    new = layout.batch(INSERT_SEQUENCES, shapes.table_pages)
+    add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
+    counts = layout.array((served.vocab_size,), jnp.uint16)
+    add(("token_counts",), insert_token_counts, state.token_counts, ints(), counts)
+    pages = ints(shapes.dp_size * COPY_PAGES)
+    add(("copy",), copy_pages, served, pages, pages, state.cache, attention=attention)
+    return lower
+
+
+def _lower(program, *operands, **static) -> jax.stages.Lowered:
+    """One program. Its types are the same whether JAX_ENABLE_X64 is set or not."""
+    with jax.enable_x64(False):
+        return program.lower(*operands, **static)
+
+
+def _chunk(layout: Layout, shapes: Shapes, tokens: int, context: int | None) -> PrefillChunk:
+    ids = layout.rows(shapes.dp_size, tokens)
+    pages = None if context is None else layout.rows(shapes.dp_size * context)
+    return PrefillChunk(ids, ids, _tiles(layout, shapes, tokens), pages)
+
+
+def _scored(layout: Layout, shapes: Shapes, scored: int) -> ScoredTokens:
+    ids = layout.rows(shapes.dp_size, scored)
+    return ScoredTokens(ids, ids, ids, _tiles(layout, shapes, scored))
+
+
+def _tiles(layout: Layout, shapes: Shapes, tokens: int) -> QueryTiles:
+    count = shapes.dp_size * shapes.tiles(tokens)
+    each = layout.rows(count)
+    return QueryTiles(
+        page=each,
+        page_start=each,
+        query_start=each,
+        query_end=each,
+        source=each,
+        page_table=layout.rows(count, shapes.table_pages),
+        tile_index=layout.rows(shapes.dp_size, tokens),
+    )
+
+
+# Without an engine ------------------------------------------------------------
+
+
+def lower_program(
+    config: Config,
+    key: Key,
+    *,
+    batch: int,
+    max_model_len: int,
+    page_size: int = 128,
+    steps: int = 1,
+    swiftkv: bool = True,
+    dtype=jnp.bfloat16,
+    cache_dtype=None,
+    quantization: Scheme | None = None,
+    mesh: Mesh | None = None,
+    implementation: Implementation | None = None,
+) -> jax.stages.Lowered:
+    """One program for `batch` sequences of `max_model_len` in all, lowered without a checkpoint.
+
+    `key` is one of `Key`. The devices of `mesh` need not exist (`topology.topology_mesh`).
+    """
+    shards = dp_size(mesh)
+    table_pages = -(-max_model_len // page_size)
+    chunked = key[0] in ("prefill", "score")
+    shapes = Shapes(
+        dp_size=shards,
+        page_size=page_size,
+        num_pages=batch * table_pages // shards,
+        table_pages=table_pages,
+        slots=batch // shards,
+        decode_rows=key[1:] if key[0] == "decode" else (batch // shards,),
+        decode_steps=steps,
+        chunks=key[1:2] if chunked else (page_size,),
+        spare_tiles=0,
+        contexts=key[-1:] if chunked else (None,),
+        scoring=key[0] == "score",
+    )
+    served = served_config(config, swiftkv)
+    weights = weight_shapes(config, swiftkv, dtype, quantization)
+    where = None if mesh is None else weight_shardings(config, swiftkv, mesh, quantization)
+    if where is None:
+        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+    else:
+        weights = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            weights,
+            where,
+        )
+    attention = Attention(mesh, implementation)
+    layout = Layout(served, cache_dtype or dtype, mesh)
+    return lower_all(layout, shapes, weights, attention)[key]()

@@ -1,0 +1,88 @@
+"""Changes to the logits before a token is chosen: `min_tokens`, `logit_bias` and the penalties; and
+the counts of tokens that the penalties need.
+
+Token counts are u16 for each row and token of the vocabulary: bit 15 is set for tokens of the
+prompt, the bits below count how often the token was generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt16
+
+from .metadata import SamplingMetadata
+
+IN_PROMPT = 1 << 15
+_COUNT = IN_PROMPT - 1
+
+
+def prompt_token_counts(prompt: Sequence[int], vocab_size: int) -> np.ndarray:
+    """u16[V]: the token counts of a sequence that has generated nothing yet."""
+    counts = np.zeros(vocab_size, np.uint16)
+    counts[np.asarray(prompt, np.int64)] = IN_PROMPT
+    return counts
+
+
+def update_token_counts(
+    token_counts: UInt16[Array, "_ V"],
+    rows: Int[Array, " B"],
+    token: Int[Array, " B"],
+    active: Bool[Array, " B"],
+) -> UInt16[Array, "_ V"]:
+    """Count one more `token` in each active one of `rows`, which are distinct; a row past the last
+    is left out.
+
+    A count stays at 32767 once it is there. Writes one element a row.
+    """
+    old = token_counts.at[rows, token].get(mode="clip")
+    more = active & (old & _COUNT < _COUNT)
+    return token_counts.at[rows, token].set(old + more.astype(token_counts.dtype), mode="drop")
+
+
+def changes_logits(sampling: SamplingMetadata, position: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether `apply_penalties` changes anything in a row."""
+    penalised = (
+        (sampling.repetition_penalty != 1)
+        | (sampling.presence_penalty != 0)
+        | (sampling.frequency_penalty != 0)
+    )
+    biased = jnp.any(sampling.bias_ids >= 0, axis=-1)
+    return _below_min_tokens(sampling, position) | biased | penalised
+
+
+def apply_penalties(
+    logits: Float[Array, "B V"],
+    sampling: SamplingMetadata,
+    token_counts: UInt16[Array, "B V"],
+    position: Int[Array, " B"],
+) -> Float[Array, "B V"]:
+    """Logits after the mask of `min_tokens`, the bias and the penalties, in vLLM's order."""
+    rows, vocab_size = jnp.arange(len(logits))[:, None], logits.shape[-1]
+    masked = (sampling.stop_token_ids >= 0) & _below_min_tokens(sampling, position)[:, None]
+    # An index past the end is dropped; -1 would be the last token.
+    logits = logits.at[rows, jnp.where(masked, sampling.stop_token_ids, vocab_size)].set(
+        -jnp.inf, mode="drop"
+    )
+    biased = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab_size)
+    logits = logits.at[rows, biased].add(sampling.bias, mode="drop")
+
+    repetition, presence, frequency = (
+        penalty[:, None]
+        for penalty in (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+    )
+    times = (token_counts & _COUNT).astype(jnp.float32)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(token_counts > 0, repeated, logits)
+    return logits - frequency * times - jnp.where(times > 0, presence, 0)
+
+
+def _below_min_tokens(sampling: SamplingMetadata, position: Int[Array, " B"]) -> Bool[Array, " B"]:
+    stops = jnp.any(sampling.stop_token_ids >= 0, axis=-1)
+    return (position + 1 < sampling.min_length) & stops

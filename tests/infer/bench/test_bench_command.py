@@ -1,0 +1,174 @@
+"""The `bench` command: its cells, its document and plots, and mistakes that end it before anything
+is measured."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from swiftkv_jax import cli
+from swiftkv_jax.checkpoints.hf_config import config_to_hf
+from swiftkv_jax.infer import bench
+from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.bench.cells import MODES, Cell, check_lengths, make_cells, num_pages
+from swiftkv_jax.infer.bench.plot import draw
+from swiftkv_jax.infer.bench.summary import SWIFTKV, TEACHER
+from tests.infer.bench.conftest import CONFIG, ROOFLINE
+
+
+@pytest.fixture
+def quick_roofline(monkeypatch):
+    monkeypatch.setattr(
+        bench,
+        "measure_roofline",
+        lambda dtype, devices: dataclasses.replace(ROOFLINE, devices=devices),
+    )
+
+
+def test_cells():
+    plan = {
+        "input_lens": [4, 8],
+        "batches": [1, 2],
+        "num_prompts": 9,
+        "request_rates": [1.0, 2.0],
+        "max_concurrency": 3,
+    }
+    assert make_cells("prefill", output_len=7, decode_steps=8, **plan) == [
+        Cell(n, 1, b) for n in (4, 8) for b in (1, 2)
+    ]
+    assert make_cells("decode", output_len=17, decode_steps=8, **plan)[0] == Cell(4, 24, 1)
+    assert make_cells("offline", output_len=7, decode_steps=8, **plan) == [
+        Cell(4, 7, 9),
+        Cell(8, 7, 9),
+    ]
+    assert make_cells("latency", output_len=7, decode_steps=8, **plan)[1] == Cell(4, 7, 9, 2.0, 3)
+    assert num_pages([Cell(4, 4, 9), Cell(9, 8, 2)], rows=3, page_size=8) == 6
+    with pytest.raises(ValueError, match="`output_len`=8 must be at least 16"):
+        make_cells("decode", output_len=8, decode_steps=8, **plan)
+    with pytest.raises(ValueError, match="12 positions, above the limit of 11"):
+        check_lengths([Cell(8, 4, 1)], 11)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("prefill --config llama-9b --load-format dummy", "--config llama-9b: neither a preset"),
+        ("prefill --config llama-3.1-8b", "add --load-format dummy"),
+        ("prefill --load-format dummy", "either --config or --model"),
+        ("offline --batch 2", "--batch is for prefill and decode"),
+        ("decode --max-num-seqs 2", "--max-num-seqs is for offline and latency"),
+        ("decode --request-rate 2", "are for latency, not for decode"),
+        ("prefill --output-len 8", "--output-len is not for prefill"),
+        ("decode --num-prompts 8", "--num-prompts is for offline and latency"),
+        ("prefill -o {tmp}/there.json", "exists already"),
+        ("prefill -o {tmp}/no/where.json", "its folder does not exist"),
+        ("prefill --plot {tmp}/no/where.png", "--plot {tmp}/no/where.png: its folder does not"),
+        (
+            "prefill --input-len 256k --config llama-3.1-8b --load-format dummy",
+            "above the limit of 131072",
+        ),
+        (
+            "prefill --config llama-3.1-8b --load-format dummy --num-key-value-layers 5 "
+            "--key-value-group-size 2",
+            "--num-key-value-layers 5",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(flags, message, tmp_path, capsys):
+    (tmp_path / "there.json").touch()
+    assert main(["bench", *flags.format(tmp=tmp_path).split(), "--compile-cache", "none"]) == 2
+    error = capsys.readouterr().err
+    assert message.format(tmp=tmp_path) in error and error.count("\n") == 1
+
+
+def test_a_config_that_does_not_fit_is_refused_with_its_needs(tmp_path, capsys):
+    large = dataclasses.replace(CONFIG, embed_dim=2**20, mlp_dim=2**20, num_layers=100)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(large.cut(100))))
+    flags = f"prefill --load-format dummy --config {tmp_path} --compile-cache none --input-len 16"
+    assert main(["bench", *flags.split()]) == cli.OUT_OF_MEMORY
+    error = capsys.readouterr().err
+    assert "GiB of weights and 0.00 GiB of KV cache on each device" in error
+    assert "--quantization, or split" in error and error.count("\n") == 1
+
+
+NONSENSE = [
+    "prefill --swiftkv on,on",
+    "prefill --input-len 1",
+    "decode --batch 0",
+    "latency --request-rate 0",
+    "decode --seed -1",
+    "fly",
+]
+
+
+@pytest.mark.parametrize("flags", NONSENSE)
+def test_flags_that_make_no_sense(flags, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *flags.split()])
+
+
+def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(CONFIG.cut(2))))
+    flags = (
+        "decode --load-format dummy --input-len 16 --output-len 4 --decode-steps 2 --batch 2 "
+        "-r 2 --page-size 8 --compile-cache none"
+    )
+    path = tmp_path / "result.json"
+    assert (
+        main(
+            [
+                "bench",
+                *flags.split(),
+                "--config",
+                str(tmp_path),
+                "--num-key-value-layers",
+                "1",
+                "-o",
+                str(path),
+            ]
+        )
+        == 0
+    )
+    text = capsys.readouterr()
+    assert (
+        len(re.findall(r"^\| 16 in, 4 out, 2 prompts \| (?:swiftkv|teacher) ", text.out, re.M)) == 2
+    )
+    order = re.findall(r"repetition \d: (\w+)", text.err)
+    assert order == [SWIFTKV, TEACHER, TEACHER, SWIFTKV], "they take turns in going first"
+    document = json.loads(path.read_text())
+    student, teacher = document["rows"]
+    assert student["cell"] == teacher["cell"] and [
+        raw["seed"] for raw in student["repetitions"]
+    ] == [0, 1]
+    assert [raw["seed"] for raw in teacher["repetitions"]] == [0, 1]
+    assert student["speed_up"] > 0 and student["compilations"] == teacher["compilations"] == 0
+    assert (
+        document["engines"][SWIFTKV]["plan"]["weights"]
+        != document["engines"][TEACHER]["plan"]["weights"]
+    )
+    assert document["config"]["num_key_value_layers"] == 1 and "jax" in document["versions"]
+    assert "commit" in document and not list(tmp_path.glob("*partial*"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plot(tmp_path, mode):
+    figures = (
+        "tokens_per_s",
+        "ttft",
+        "seconds_per_output_token",
+        "output_tokens_per_s",
+        "ttft_p50",
+        "e2e_p50",
+    )
+    cell = {"prompts": 1, "request_rate": "inf" if mode == "latency" else None}
+    shares = {"flops_share": 0.5, "bandwidth_share": 0.5}
+    rows = [
+        {"variant": name, "cell": cell | {"input_len": length}}
+        | shares
+        | dict.fromkeys(figures, 5.0)
+        for name in (SWIFTKV, TEACHER)
+        for length in (16, 32)
+    ]
+    draw(mode, rows, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

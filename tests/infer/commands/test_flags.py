@@ -1,0 +1,145 @@
+"""Flags: which there are, and the options and sampling parameters that they make."""
+
+import json
+import logging
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import swiftkv_jax as skv
+from swiftkv_jax.infer import EngineOptions, SamplingParams
+from swiftkv_jax.infer.__main__ import parser
+from swiftkv_jax.infer.commands.engine_options import given_engine_options
+from swiftkv_jax.infer.commands.sampling_options import given_sampling_params, sampling_params
+
+MODEL = (
+    "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
+    "--num-processes --process-id".split()
+)
+ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
+    --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
+    --compile-cache""".split()
+SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty
+    --presence-penalty --frequency-penalty --logit-bias --seed --stop --stop-token-ids
+    --ignore-eos""".split()
+
+
+def test_flags_are_these():
+    own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
+    assert _flags("generate") == {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
+    assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt"}
+    assert _flags("score") == {*MODEL, *ENGINE, "--input", "--output", "--resume"}
+
+
+def _flags(command: str) -> set[str]:
+    actions = [action for action in parser(command)._actions if action.dest != "help"]
+    assert all(action.help for action in actions)
+    return {
+        action.option_strings[0] if action.option_strings else action.dest for action in actions
+    }
+
+
+def parsed(*argv: str) -> Namespace:
+    return parser("generate").parse_args(argv)
+
+
+def engine_options(*argv: str, **defaults) -> EngineOptions:
+    return EngineOptions(**defaults | given_engine_options(parsed(*argv)))
+
+
+def test_flags_become_options():
+    flags = (
+        "--kv-cache-memory 2m --gpu-memory-utilization 0.5 --max-num-batched-tokens 1k "
+        "--no-prefix-caching"
+    )
+    options = engine_options(*flags.split(), max_num_seqs=3, decode_steps=2)
+    assert (
+        options.kv_cache_memory,
+        options.memory_utilization,
+        options.max_num_batched_tokens,
+    ) == (2 << 20, 0.5, 1024)
+    assert (options.max_num_seqs, options.decode_steps, options.enable_prefix_caching) == (
+        3,
+        2,
+        False,
+    )
+    assert engine_options("--max-num-seqs", "5", max_num_seqs=3).max_num_seqs == 5
+    assert engine_options() == EngineOptions()
+    assert engine_options("--block-size", "16") == engine_options("--page-size", "16")
+
+
+def test_flags_become_sampling():
+    flags = (
+        "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 "
+        "--presence-penalty 1 --frequency-penalty -1 --seed 3"
+    )
+    flags += (
+        " --logit-bias 5=-100 --logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 "
+        "--logprobs 3 --stop a --stop b --ignore-eos"
+    )
+    flags += " --top-p .9 --top-k 4"
+    params = SamplingParams(**given_sampling_params(parsed(*flags.split())))
+    assert (
+        params.temperature,
+        params.repetition_penalty,
+        params.max_tokens,
+        params.n,
+        params.min_p,
+    ) == (0.5, 1.5, 9, 2, 0.1)
+    assert (
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.seed,
+        params.top_k,
+        params.top_p,
+    ) == (1, -1, 3, 4, 0.9)
+    assert (
+        params.logit_bias == {5: -100, 6: 2.5}
+        and params.stop_token_ids == (7, 8)
+        and params.stop == ("a", "b")
+    )
+    assert (params.min_tokens, params.logprobs, params.ignore_eos) == (2, 3, True)
+
+
+def with_generation_config(checkpoint: Path, folder: Path, **fields) -> Path:
+    path = folder / "model"
+    shutil.copytree(checkpoint, path)
+    (path / "generation_config.json").write_text(json.dumps(fields))
+    return path
+
+
+def test_sampling_defaults_are_those_of_the_checkpoint(checkpoint, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    said = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 40,
+        "repetition_penalty": 1.1,
+    }
+    model = skv.load(with_generation_config(checkpoint, tmp_path, **said))
+    params = sampling_params({"top_k": 3}, model)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (
+        0.6,
+        0.9,
+        3,
+        1.1,
+    )
+    assert "temperature 0.6, top_p 0.9, top_k 40, repetition_penalty 1.1" in caplog.text
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy(checkpoint, tmp_path):
+    model = skv.load(with_generation_config(checkpoint, tmp_path, do_sample=False, temperature=0.6))
+    assert sampling_params({}, model) == SamplingParams()
+
+
+def test_sampling_defaults_that_cannot_be(checkpoint, tmp_path, run, capsys):
+    assert (
+        run("-m", with_generation_config(checkpoint, tmp_path, do_sample=True, top_p=7), "-p", "x")
+        == 4
+    )
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("error: generation_config.json: top_p=7 must be")
+    )

@@ -1,0 +1,403 @@
+"""The engine on a model: an answer does not depend on what else runs, on the mesh or on the
+chunks."""
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.cache import Format, bytes_per_token, cache_dtype
+from swiftkv_jax.errors import OutOfMemoryError, UsageError
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner import build, model_runner, shapes
+from swiftkv_jax.infer.runner.layout import Layout
+from swiftkv_jax.infer.runner.memory import MemoryPlan
+from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.mesh import make_mesh
+from tests import tiny
+
+LENGTH = 80
+SERVED = [("auto", True), ("auto", False), ("fp8", True), ("int8", True)]  # cache format, SwiftKV
+
+
+@functools.cache
+def model(group: int = 2) -> skv.Model:
+    hf = tiny.hf_config(num_hidden_layers=3, num_key_value_layers=1, key_value_group_size=group)
+    return tiny.model_of(hf, tiny.tensors_for(hf))
+
+
+def options(**fields: Any) -> EngineOptions:
+    defaults: dict[str, Any] = {
+        "max_model_len": LENGTH,
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "decode_steps": 3,
+    }
+    defaults |= {"chunks": (4, 16), "decode_rows": (4,), "scoring": True}
+    return EngineOptions(**defaults | fields)
+
+
+def small(**fields: Any) -> EngineOptions:
+    """Few programs."""
+    return options(chunks=(16,), decode_rows=(4,), decode_steps=1, scoring=False, **fields)
+
+
+@functools.cache
+def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
+    """The engine under test, shared by the tests."""
+    return Engine.from_model(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
+
+
+@functools.cache
+def alone(
+    format: str, swiftkv: bool, prompt: tuple[int, ...], params: SamplingParams, stream: int = 0
+) -> list[list[int]]:
+    """The samples of a prompt, one request at a time, nothing shared, other shapes."""
+    return collect(_one_by_one(format, swiftkv), [Request(prompt, params, rng_stream=stream)])[0]
+
+
+@functools.cache
+def _one_by_one(format: str, swiftkv: bool) -> Engine[ModelRunner]:
+    one = options(
+        kv_cache_dtype=format,
+        chunks=(64,),
+        decode_steps=1,
+        decode_rows=(2,),
+        max_num_seqs=2,
+        page_size=8,
+        scoring=False,
+    )
+    return Engine.from_model(
+        model(), dataclasses.replace(one, enable_prefix_caching=False), swiftkv=swiftkv
+    )
+
+
+def collect(engine: Engine[ModelRunner], requests) -> dict[int, list[list[int]]]:
+    outputs: dict[int, dict[int, list[int]]] = {}
+    for number, event in engine.run(requests):
+        outputs.setdefault(number, {}).setdefault(event.sample, []).extend(event.token_ids)
+    return {
+        request: [tokens for _, tokens in sorted(samples.items())]
+        for request, samples in outputs.items()
+    }
+
+
+def prompts_of(seed: int, count: int) -> list[tuple[int, ...]]:
+    """Prompts of all lengths; some begin alike."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(61) for _ in range(length)] for length in (0, 3, 9, 16)]
+    return [
+        (*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, 20))))
+        for _ in range(count)
+    ]
+
+
+# Answers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "swiftkv"), SERVED)
+def test_soak(format, swiftkv, compilations):
+    """Mixed requests that come and are aborted at random: each answer is that of the request alone;
+    nothing is compiled, no page leaks."""
+    engine, rng = engine_of(format, swiftkv), random.Random(f"{format} {swiftkv}")
+    compilations.clear()
+    live: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
+    outputs: dict[tuple[int, int], list[int]] = {}
+    finished = []
+    for prompt in prompts_of(1, 60):
+        params = SamplingParams(max_tokens=rng.randint(1, 10), **rng.choice(MIXTURE))
+        stream = rng.randrange(3)
+        live[engine.add_request(Request(prompt, params, rng_stream=stream))] = (
+            prompt,
+            params,
+            stream,
+        )
+        if rng.random() < 0.15:
+            engine.abort_request(gone := rng.choice(list(live)))
+            live.pop(gone)
+        if rng.random() < 0.15:  # as a stop string does: one sample ends, its siblings go on
+            engine.abort_request(rng.choice(list(live)), 0)
+        if rng.random() < 0.2:
+            engine.add_request(ScoreRequest(prompt * 2, len(prompt)))
+        for event in engine.step() if rng.random() < 0.6 else ():
+            note(event, live, outputs, finished)
+    while engine.has_work:
+        for event in engine.step():
+            note(event, live, outputs, finished)
+    assert any(id in live and (id, 0) not in finished for id, sample in finished if sample)
+    assert compilations == [] and engine.stats.compilations == 0
+    assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
+    assert len(finished) > 50
+    for id, sample in finished:
+        if id not in live:
+            continue  # aborted after it had ended
+        prompt, params, stream = live[id]
+        assert outputs[id, sample] == alone(format, swiftkv, prompt, params, stream)[sample], (
+            prompt,
+            params,
+        )
+
+
+MIXTURE: list[dict[str, Any]] = [
+    {},
+    {},
+    {"n": 2},
+    {"ignore_eos": True, "logprobs": 3},
+    {"temperature": 1.3, "seed": 5},
+    {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "n": 2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {3: 4.0}, "min_tokens": 1, "stop_token_ids": (7, 11)},
+]
+
+
+def note(event, live, outputs, finished) -> None:
+    if event.request_id not in live:
+        return  # a score
+    outputs.setdefault((event.request_id, event.sample), []).extend(event.token_ids)
+    if event.finish_reason:
+        finished.append((event.request_id, event.sample))
+
+
+@pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((1, 4), "auto")], ids=str)
+def test_a_mesh_changes_nothing(shape, format):
+    dp_size, prompts = shape[0], prompts_of(2, 9)
+    requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
+    requests += [Request(prompts[0], SamplingParams(max_tokens=5, n=4 // dp_size, temperature=1.0))]
+    scores = [ScoreRequest(prompt * 2, len(prompt), top_logprobs=2) for prompt in prompts]
+    engine = Engine.from_model(
+        model(), options(kv_cache_dtype=format, decode_rows=(4 // dp_size,)), mesh=make_mesh(shape)
+    )
+    assert collect(engine, requests) == collect(engine_of(format, True), requests)
+    found, expected = (dict(engine.run(scores)) for engine in (engine, engine_of(format, True)))
+    for number in range(len(scores)):
+        np.testing.assert_allclose(
+            logprobs_of(found[number]), logprobs_of(expected[number]), atol=1e-5
+        )
+    assert engine.pages_in_use == 0 and engine.stats.compilations == 0
+
+
+def logprobs_of(event: RequestOutput) -> list[float]:
+    return [entry.logprob for entry in event.logprobs or ()]
+
+
+# Numbers that are none --------------------------------------------------------
+
+
+NON_FINITE = [
+    ("auto", {}),
+    ("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}),
+    ("fp8", {}),
+    ("int8", {"repetition_penalty": 1.5}),
+]
+
+
+@pytest.mark.parametrize(("format", "params"), NON_FINITE, ids=str)
+def test_a_broken_row_ends_alone(format, params):
+    """Token 60 makes the hidden state NaN. A row that has it ends with an error; its pages, used
+    again, harm no other row."""
+    engine = broken_engine(format)
+    bad = [
+        Request([1, 2, 60, *range(3, 20)], SamplingParams(max_tokens=9, **params), rng_stream=i)
+        for i in range(3)
+    ]
+    never = SamplingParams(max_tokens=9, logit_bias={60: -100})
+    good = [Request(prompt, never) for prompt in prompts_of(6, 24) if 60 not in prompt]
+    outputs = list(engine.run([bad[0], *good[:4], bad[1], *good[4:8], bad[2], *good[8:]]))
+    ends = {number: output.finish_reason for number, output in outputs if output.finish_reason}
+    assert [number for number, reason in ends.items() if reason == "error"] == [0, 5, 10]
+    assert not any(output.token_ids for number, output in outputs if number in (0, 5, 10))
+    found = {
+        number: [token for of, output in outputs if of == number for token in output.token_ids]
+        for number in ends
+    }
+    expected = [alone(format, True, tuple(request.prompt), request.params)[0] for request in good]
+    assert [found[number] for number in sorted(found) if number not in (0, 5, 10)] == expected
+    ((_, score),) = engine.run([ScoreRequest([60, 1, 2, 3], 2)])
+    assert np.isnan(logprobs_of(score)).all()
+    assert engine.pages_in_use == 0
+
+
+@functools.cache
+def broken_engine(format: Format) -> Engine[ModelRunner]:
+    """Of few pages, so that all are used again."""
+    base = model()
+    embed = base.llama.embed.at[60].set(jnp.nan)
+    broken = dataclasses.replace(base, llama=dataclasses.replace(base.llama, embed=embed))
+    room = 30 * 4 * bytes_per_token(base.config, cache_dtype(format, base.dtype))
+    return Engine.from_model(
+        broken, options(kv_cache_dtype=format, kv_cache_memory=room, chunks=(16,))
+    )
+
+
+# Log-probabilities ------------------------------------------------------------
+
+
+def full_logprobs(tokens, swiftkv: bool) -> np.ndarray:
+    """f32[T, V] by the full forward pass, on a row padded to one length: what comes after a
+    position does not change it."""
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.asarray(
+        jax.nn.log_softmax(skv.logits(model(), jnp.asarray(row), swiftkv=swiftkv)[0], axis=-1)
+    )[: len(tokens)]
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_scores_are_those_of_the_full_forward(swiftkv):
+    """With prefixes that prefill, decoding and other scores have left in the cache."""
+    engine = engine_of("auto", swiftkv)
+    rng = random.Random(3)
+    for prompt in prompts_of(3, 12):
+        tokens = [*prompt, *prompt]
+        list(engine.run([Request(tokens[: len(tokens) // 2], SamplingParams(max_tokens=2))]))
+        start = rng.randint(1, len(tokens) - 1)
+        ((_, event),) = engine.run([ScoreRequest(tokens, start, top_logprobs=4)])
+        expected = full_logprobs(tokens, swiftkv)
+        np.testing.assert_allclose(
+            logprobs_of(event),
+            [expected[at - 1, tokens[at]] for at in range(start, len(tokens))],
+            atol=1e-5,
+        )
+        assert event.token_ids == expected[start - 1 : -1].argmax(axis=-1).tolist()
+        for entry, row in zip(event.logprobs or (), expected[start - 1 : -1], strict=True):
+            np.testing.assert_allclose(
+                [value for _, value in entry.top_logprobs], np.sort(row)[:-5:-1], atol=1e-5
+            )
+
+
+def test_logprobs_of_generated_tokens_are_their_scores():
+    engine, prompt = engine_of("auto", True), prompts_of(4, 1)[0]
+    params = SamplingParams(max_tokens=9, logprobs=5, temperature=0.9, top_k=5)
+    events = [output for _, output in engine.run([Request(prompt, params)])]
+    tokens = [token for event in events for token in event.token_ids]
+    entries = [entry for event in events for entry in event.logprobs or ()]
+    ((_, score),) = engine.run([ScoreRequest([*prompt, *tokens], len(prompt), top_logprobs=5)])
+    np.testing.assert_allclose([entry.logprob for entry in entries], logprobs_of(score), atol=1e-5)
+    assert [[id for id, _ in entry.top_logprobs] for entry in entries] == [
+        [id for id, _ in entry.top_logprobs] for entry in score.logprobs or ()
+    ]
+
+
+# One prefix cache for prefill, decoding, scoring ------------------------------
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_pages_of_prefill_decoding_and_scores_are_the_same(swiftkv):
+    """A conversation's pages come from prefill, from decoding and from scores; a reuse of each
+    gives the fresh answer."""
+    engine = engine_of("auto", swiftkv)
+    prompt = [60, *prompts_of(5, 1)[0]][:6]
+    ((reply,),) = collect(
+        engine, [Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True))]
+    ).values()
+    tokens = [*prompt, *reply, 5, 6, 7]
+    ((_, score),) = engine.run([ScoreRequest([*tokens, *range(20, 32)], len(tokens))])
+    assert score.num_cached_tokens == 16  # prefill's and decoding's
+    tokens += range(20, 32)
+    events = [output for _, output in engine.run([Request(tokens, SamplingParams(max_tokens=6))])]
+    assert events[0].num_cached_tokens == 32  # and the score's
+    expected = alone("auto", swiftkv, tuple(tokens), SamplingParams(max_tokens=6))[0]
+    assert [token for event in events for token in event.token_ids] == expected
+
+
+# Memory -----------------------------------------------------------------------
+
+
+def plan_of(engine: Engine[ModelRunner]) -> MemoryPlan:
+    assert engine.model_runner.plan is not None
+    return engine.model_runner.plan
+
+
+def test_the_plan_is_what_is_allocated():
+    for format in ("auto", "fp8"):
+        engine = engine_of(format, True)
+        plan, state = plan_of(engine), engine.model_runner._state
+        assert plan.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))
+        assert plan.rows == sum(
+            leaf.nbytes for leaf in jax.tree.leaves((state.batch, state.token_counts))
+        )
+        assert plan.weights == sum(
+            leaf.nbytes for leaf in jax.tree.leaves(engine.model_runner.weights)
+        )
+        tokens = engine.model_runner.shapes.num_pages * engine.model_runner.shapes.page_size
+        assert plan.cache == tokens * engine.model_runner.kv_bytes_per_token
+        assert plan.temporaries > 0 and plan.program
+
+
+def test_a_cache_of_a_given_size():
+    engine = Engine.from_model(model(), small(kv_cache_memory=100_000))
+    assert 0.9 * 100_000 < plan_of(engine).cache <= 100_000
+    message = (
+        "the KV cache has room for 16 tokens, too little for one sequence of "
+        "`max_model_len`=80.*`kv_cache_memory`"
+    )
+    with pytest.raises(UsageError, match=message):
+        Engine.from_model(model(), small(kv_cache_memory=5_000))
+
+
+def test_what_does_not_fit_is_not_taken(monkeypatch):
+    """The cache is sized by the device's memory and an estimate, then by the compiler's figures."""
+    monkeypatch.setattr(shapes, "_temporaries", lambda config, tokens: 0)  # a guess that is too low
+    monkeypatch.setattr(build, "memory_limit", lambda device, share: int(share * 12_000_000))
+    engine = Engine.from_model(model(), small())
+    assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
+    with pytest.raises(
+        OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower `kv_cache_memory`"
+    ):
+        Engine.from_model(model(), small(kv_cache_memory=10_650_000))
+    monkeypatch.setattr(build, "memory_limit", lambda device, share: 100_000)
+    with pytest.raises(UsageError, match="the KV cache has room for"):
+        Engine.from_model(model(), small())
+
+
+def test_a_plan_larger_than_the_machine(monkeypatch):
+    """A CPU does not report its memory; the machine does."""
+
+    monkeypatch.setattr(model_runner, "host_memory", lambda: 150_000)
+    with pytest.raises(
+        UsageError,
+        match="the KV cache has room for 0 tokens, too little for one sequence of "
+        "`max_model_len`=80",
+    ):
+        Engine.from_model(model(), small())
+
+
+def test_a_cache_larger_than_the_machine():
+    with pytest.raises(OutOfMemoryError, match="`kv_cache_memory`=40960.00 GiB"):
+        Engine.from_model(model(), small(kv_cache_memory=40 * 2**40))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")])
+def test_memory_that_is_not_free_is_reported(error, monkeypatch):
+    """The plan fits, but other processes hold the memory."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Layout, "init_state", fail)
+    with pytest.raises(OutOfMemoryError, match="no memory is free for the KV cache .memory per"):
+        Engine.from_model(model(), small())
+
+
+def test_options_are_checked():
+    for fields, message in (
+        ({"max_model_len": 1}, "`max_model_len`=1 must"),
+        ({"max_model_len": 129}, "`max_model_len`=129 must be from 2 to the model's 128"),
+        ({"max_num_seqs": 0}, "`max_num_seqs`=0"),
+        ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
+        ({"kv_cache_dtype": "bfloat16"}, "needs weights of that dtype"),
+        ({"memory_utilization": 1.5}, "`memory_utilization`=1.5"),
+        ({"decode_rows": (2,)}, "the last of `decode_rows` the 4 sequences"),
+        ({"chunks": (16, 4)}, "must be ascending"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Engine.from_model(model(), options(**fields))

@@ -1,0 +1,357 @@
+"""Scheduling, on a model runner without a model that checks every page that is read."""
+
+import random
+import statistics
+
+import pytest
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
+from tests.infer.mock_model_runner import VOCAB, continuation, mock_engine, next_token
+
+
+def ask(prompt, max_tokens: int = 8, **fields) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=max_tokens, **fields))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB) for _ in range(length)]
+
+
+def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
+    """(request, sample) -> tokens; checks that every sample ends once, and last."""
+    outputs: dict[tuple[int, int], list[int]] = {}
+    ended = set()
+    for number, event in engine.run(requests):
+        key = number, event.sample
+        assert key not in ended
+        outputs.setdefault(key, []).extend(event.token_ids)
+        if event.finish_reason:
+            ended.add(key)
+    assert ended == set(outputs)
+    return outputs
+
+
+def check_empty(engine: Engine) -> None:
+    assert engine.pages_in_use == 0
+    assert not engine._scheduler.has_work and not engine._requests and not engine._scores
+    assert sorted(slot for slots in engine._scheduler._free_slots for slot in slots) == list(
+        range(engine.options.max_num_seqs)
+    )
+
+
+def drain(engine: Engine) -> list[RequestOutput]:
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_each_prompt_gets_its_continuation(dp_size):
+    engine, _ = mock_engine(dp_size=dp_size)
+    prompts = [
+        prompt_of(seed, length)
+        for seed, length in enumerate((1, 2, 3, 4, 5, 8, 9, 30, 40, 17, 1, 4))
+    ]
+    found = answers(engine, [ask(prompt) for prompt in prompts])
+    assert found == {(row, 0): continuation(prompt, 8) for row, prompt in enumerate(prompts)}
+    check_empty(engine)
+
+
+def test_short_prompts_share_a_chunk():
+    engine, runner = mock_engine(slots=4, chunk=16, page_size=4)
+    list(engine.run([ask(prompt_of(seed, 5)) for seed in range(4)]))
+    assert runner.calls[:2] == ["prepare", "prefill 16"]
+    assert engine.stats.chunks == 1
+
+
+def test_a_long_prompt_runs_in_chunks_while_others_decode():
+    engine, runner = mock_engine(chunk=8, steps=1)
+    engine.add_request(ask(prompt_of(1, 4), 20, ignore_eos=True))
+    engine.step()
+    engine.add_request(ask(prompt_of(2, 33)))
+    drain(engine)
+    assert runner.calls[2:10] == ["decode 1", *["prefill 8", "decode 1"] * 3, "prefill 8"]
+
+
+def test_a_request_without_room_is_skipped_a_bounded_number_of_times():
+    engine, _ = mock_engine(slots=4, num_pages=16)
+    first = engine.add_request(ask(prompt_of(0, 20), 12, ignore_eos=True))
+    big = engine.add_request(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
+    small = [
+        engine.add_request(ask(prompt_of(2 + i, 3), 2, ignore_eos=True))
+        for i in range(MAX_SKIPS + 20)
+    ]
+    ends = [event.request_id for event in drain(engine) if event.finish_reason]
+    before = ends[: ends.index(big)]
+    assert set(before) == {first, *small[:MAX_SKIPS]} and before.index(first) > 3
+    assert set(ends[len(before) + 1 :]) == set(small[MAX_SKIPS:])
+
+
+def test_requests_begin_in_their_order_while_there_is_room():
+    engine, _ = mock_engine(slots=2)
+    numbers = [
+        engine.add_request(ask(prompt_of(seed, length), 2, ignore_eos=True))
+        for seed, length in enumerate((30, 3, 20, 5, 40, 3))
+    ]
+    starts = {event.request_id: event.timing.started or 0.0 for event in drain(engine)}
+    assert sorted(numbers, key=starts.__getitem__) == numbers
+
+
+def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
+    """Length -> the step of each request's first output, each skipped `max_skips` times at most."""
+    engine, _ = mock_engine(
+        slots=16,
+        num_pages=520,
+        chunk=256,
+        max_model_len=2048,
+        page_size=4,
+        steps=8,
+        max_skips=max_skips,
+    )
+    ids = [
+        engine.add_request(ask(prompt_of(seed, length - 40), 40, ignore_eos=True))
+        for seed, length in enumerate(lengths)
+    ]
+    found: dict[int, int] = {}
+    step = 0
+    while engine.has_work:
+        found |= {
+            event.request_id: step for event in engine.step() if event.request_id not in found
+        }
+        step += 1
+    check_empty(engine)
+    return {
+        length: [found[id] for id, own in zip(ids, lengths, strict=True) if own == length]
+        for length in set(lengths)
+    }
+
+
+def test_long_and_short_requests_share_memory():
+    """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less,
+    and long ones no longer, than in strict order."""
+    lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
+    strict, fair = (first_outputs(max_skips, lengths) for max_skips in (1, MAX_SKIPS))
+    assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])
+    assert statistics.mean(fair[512]) < 0.8 * statistics.mean(strict[512])
+    assert statistics.mean(fair[2048]) < statistics.mean(strict[2048])
+    assert max(fair[2048]) < max(strict[2048])
+
+
+def test_the_same_requests_leave_the_same_slots_and_pages():
+    """Processes that make the same calls hold the same pages, whatever else is in their memory."""
+    left, junk = [], []
+    for attempt in range(8):
+        junk.append([object() for _ in range(1000 * attempt)])
+        engine, _ = mock_engine(slots=12, num_pages=64)
+        for seed in range(4):
+            engine.abort_request(engine.add_request(ask(prompt_of(seed, 6), 4, n=3)), 1)
+            junk.append([object() for _ in range(attempt * seed)])
+        drain(engine)
+        left.append(
+            (engine._scheduler._free_slots, engine._pools[0]._free, list(engine._pools[0]._unused))
+        )
+    assert all(one == left[0] for one in left)
+
+
+def test_prefixes_are_shared_with_what_runs_and_what_ran():
+    engine, _ = mock_engine(chunk=32)
+    prefix = prompt_of(5, 16)
+    prompts = [[*prefix, *prompt_of(seed, 3)] for seed in range(3)]
+    cached = {
+        number: event.num_cached_tokens
+        for number, event in engine.run([ask(prompt) for prompt in prompts])
+    }
+    assert cached == {
+        0: 0,
+        1: 16,
+        2: 16,
+    }  # the second finds what the first writes in the same chunk
+    again = list(engine.run([ask(prompts[0])]))
+    assert again[0][1].num_cached_tokens == 16  # of 19: whole pages, and never the last token
+    assert engine.prefix_stats.hits == 48
+
+
+@pytest.mark.parametrize(("count", "cached"), [(12, 16), (11, 16), (10, 12)])
+def test_what_was_generated_is_shared_too(count, cached):
+    """Whole pages of it, and not the last token, which is not cached."""
+    engine, _ = mock_engine()
+    prompt = prompt_of(3, 6)
+    reply = continuation(prompt, count, ends=False)
+    list(engine.run([ask(prompt, count, ignore_eos=True)]))
+    ((_, event), *_) = engine.run([ask([*prompt, *reply, *prompt_of(4, 3)])])
+    assert event.num_cached_tokens == cached
+
+
+def test_a_fully_cached_prompt_needs_no_prefill():
+    engine, runner = mock_engine()
+    prompt = prompt_of(3, 9)
+    list(engine.run([ask(prompt)]))
+    runner.calls.clear()
+    assert answers(engine, [ask(prompt)]) == {(0, 0): continuation(prompt, 8)}
+    assert not any(call.startswith("prefill") for call in runner.calls)
+
+
+def test_salts_are_not_shared():
+    engine, _ = mock_engine()
+    prompt = prompt_of(3, 17)
+    for cache_salt, cached in (("a", 0), ("b", 0), ("a", 16)):
+        ((_, event), *_) = engine.run(
+            [Request(prompt, SamplingParams(max_tokens=2), cache_salt=cache_salt)]
+        )
+        assert event.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 7, 13])
+def test_samples_of_one_prompt_share_its_prefill(length):
+    engine, _ = mock_engine(chunk=16)
+    prompt = prompt_of(9, length)
+    found = answers(engine, [ask(prompt, 9, n=4)])
+    assert found == {(0, sample): continuation(prompt, 9, sample) for sample in range(4)}
+    assert engine.stats.prefilled_tokens == length - 1
+    check_empty(engine)
+
+
+def test_scores_run_in_chunks_and_reuse_what_comes_before():
+    engine, _ = mock_engine(chunk=8, scored=4)
+    tokens = prompt_of(2, 30)
+    list(engine.run([ask(tokens[:20], 1)]))
+    for start, cached in ((25, 20), (1, 0), (17, 16), (29, 28)):
+        ((_, event),) = engine.run([ScoreRequest(tokens, start)])
+        assert event.token_ids == [next_token(tokens[:at]) for at in range(start, 30)]
+        assert event.logprobs is not None and len(event.logprobs) == 30 - start
+        assert event.num_cached_tokens == cached  # whole pages before the first scored position
+    check_empty(engine)
+
+
+def test_requests_that_can_never_run_are_refused():
+    engine, _ = mock_engine()
+    for request, message in (
+        (ask([]), "the prompt must not be empty"),
+        (ask([VOCAB]), f"token id {VOCAB} is outside"),
+        (ask([1] * 60), "60 tokens, with 8 new ones that is 68, above the limit of 64"),
+        (ask([1], n=5), "`n`=5 samples do not fit into `max_num_seqs`=4"),
+        (ask([1], stop_token_ids=(VOCAB,)), str(VOCAB)),
+        (ScoreRequest([1, 2], 2), "start=2 must be from 1 to 1"),
+        (ScoreRequest([1, 2], 0), "start=0 must be from 1 to 1"),
+        (ScoreRequest([1, 2], 1, top_logprobs=21), "top_logprobs=21"),
+        (ScoreRequest([1] * 65, 1), "65 tokens are above the limit of 64"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            engine.add_request(request)
+    assert not engine.has_work
+    small, _ = mock_engine(num_pages=16)
+    with pytest.raises(
+        UsageError, match="the request needs 48 pages of KV cache and 3 slots, there are 16 and 4"
+    ):
+        small.add_request(ask([1] * 4, 60, n=3))
+
+
+def test_closing_a_run_aborts_its_requests():
+    engine, _ = mock_engine()
+    for number, _ in engine.run(
+        [ask(prompt_of(seed, 9), 40, ignore_eos=True) for seed in range(9)]
+    ):
+        if number == 1:
+            break
+    drain(engine)
+    check_empty(engine)
+
+
+def test_a_sample_aborted_before_it_begins_has_no_output():
+    engine, _ = mock_engine(slots=2, chunk=4)
+    prompt = prompt_of(7, 14)
+    busy = engine.add_request(ask(prompt_of(8, 4), 3, n=2, ignore_eos=True))
+    waiting, prefilling = engine.add_request(ask(prompt, 6, n=2)), None
+    engine.abort_request(waiting, 0)
+    outputs = []
+    while engine.has_work:
+        outputs += [(event.request_id, event.sample) for event in engine.step()]
+        if prefilling is None and (busy, 0) in outputs:
+            prefilling = engine.add_request(ask(prompt[:9], 6, n=2))
+            engine.abort_request(prefilling, 1)
+    assert {sample for id, sample in outputs if id == waiting} == {1}
+    assert {sample for id, sample in outputs if id == prefilling} == {0}
+    one = engine.add_request(ask(prompt, 6))
+    engine.abort_request(one, 0)
+    assert not engine.has_work
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_at_random(seed):
+    """Requests of all kinds come, go and are aborted at any moment; every answer is right, and
+    nothing leaks."""
+    rng = random.Random(seed)
+    dp_size, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
+    engine, runner = mock_engine(
+        dp_size=dp_size,
+        slots=rng.randint(1, 4),
+        num_pages=rng.randint(16, 40),
+        chunk=rng.choice([5, 8, 16]),
+        tiles=rng.randint(1, 9),
+        steps=rng.randint(1, 4),
+        context=context,
+        scored=rng.choice([1, 3, 8]),
+        enable_prefix_caching=rng.random() < 0.8,
+    )
+    prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
+    live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
+    gone: set[tuple[int, int]] = set()
+    finished = 0
+
+    def new() -> None:
+        prompt = [*rng.choice(prefixes), *prompt_of(rng.randrange(6), rng.randint(0, 12))]
+        if rng.random() < 0.25 and len(prompt) > 1:
+            request: Request | ScoreRequest = ScoreRequest(prompt, rng.randint(1, len(prompt) - 1))
+        else:
+            n = rng.randint(1, min(3, runner.shapes.slots))
+            request = ask(
+                prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5
+            )
+        try:
+            live[engine.add_request(request)] = request, {}
+        except UsageError as error:
+            assert "the request needs" in str(error)
+
+    for _ in range(400):
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            new()
+        if live and rng.random() < 0.2:
+            id = rng.choice(list(live))
+            aborted, _ = live[id]
+            n = aborted.params.n if isinstance(aborted, Request) else 1
+            sample = rng.choice([None, *range(n)])
+            engine.abort_request(id, sample)
+            gone |= {(id, number) for number in (range(n) if sample is None else [sample])}
+            if sample is None:
+                live.pop(id)
+        for event in engine.step():
+            assert (event.request_id, event.sample) not in gone, "output of an aborted sample"
+            request, outputs = live[event.request_id]
+            outputs.setdefault(event.sample, []).extend(event.token_ids)
+            if event.finish_reason:
+                finished += 1
+                check(request, event.sample, outputs[event.sample])
+    for id in list(live):
+        engine.abort_request(id)
+    drain(engine)
+    check_empty(engine)
+    assert finished > 20
+
+
+def check(request: Request | ScoreRequest, sample: int, tokens: list[int]) -> None:
+    if isinstance(request, ScoreRequest):
+        assert tokens == [
+            next_token(request.tokens[:at]) for at in range(request.start, len(request.tokens))
+        ]
+    else:
+        params = request.params
+        assert tokens == continuation(
+            request.prompt, params.max_tokens, sample, ends=not params.ignore_eos
+        )

@@ -1,0 +1,195 @@
+"""A model runner without a model. Its cache holds the tokens themselves, so every read of a page
+can check that it holds the right ones."""
+
+import dataclasses
+import hashlib
+from collections import abc
+
+import numpy as np
+
+from swiftkv_jax.config import Config
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.model_runner_base import AsyncOutput, SamplerOutput
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
+from swiftkv_jax.infer.engine.requests import ScoreRequest
+from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS, Limits
+from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
+from swiftkv_jax.infer.runner.shapes import Shapes
+
+VOCAB, END = 97, 0
+CONFIG = Config(
+    vocab_size=VOCAB,
+    embed_dim=8,
+    mlp_dim=8,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=4096,
+)
+
+
+def next_token(tokens: abc.Sequence[int], sample: int = 0, ends: bool = True) -> int:
+    """A fixed function of all the tokens before."""
+    digest = hashlib.blake2b(
+        np.array([sample, *tokens], np.int32).tobytes(), digest_size=4
+    ).digest()
+    return int.from_bytes(digest) % (VOCAB - 1 + ends) + (not ends)
+
+
+def continuation(
+    prompt: abc.Sequence[int], max_tokens: int, sample: int = 0, *, ends: bool = True
+) -> list[int]:
+    """What the mock answers, without the end token."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        if (token := next_token(tokens, sample, ends)) == END:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@dataclasses.dataclass
+class Row:
+    sequence: Sequence
+    tokens: list[int]
+    remaining: int
+
+
+class MockModelRunner:
+    """`ModelRunnerBase` in plain Python. A read of a page that holds other tokens than those of its
+    request is an `AssertionError`."""
+
+    def __init__(self, shapes: Shapes, limits: Limits):
+        self.shapes, self.limits = shapes, limits
+        self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
+        self.rows: dict[int, Row] = {}
+        self.calls: list[str] = []
+
+    def prepare(self) -> None:
+        self.calls.append("prepare")
+
+    def num_compilations(self) -> int:
+        return 0
+
+    def remove_sequences(self, slots: abc.Sequence[int]) -> None:
+        for slot in slots:
+            self.rows.pop(slot, None)
+
+    def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
+        for sequence in sequences:
+            assert 0 <= sequence.slot < self.shapes.dp_size * self.shapes.slots
+            old = self.rows.get(sequence.slot)
+            assert old is None or old.remaining == 0, "the slot is in use"
+            tokens = list(sequence.request_state.prompt_token_ids)
+            self.rows[sequence.slot] = Row(sequence, tokens, sequence.num_remaining_tokens)
+
+    def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
+        size, spans = self.shapes.page_size, [span for _, span in chunk.scheduled_tokens()]
+        if spans:
+            needs, limits = chunk_needs(chunk.spans, size), self.limits
+            assert needs.tokens <= limits.chunk_tokens and needs.tiles <= limits.max_tiles
+            assert needs.scored_tokens <= limits.scored_tokens
+            assert limits.context_pages is None or needs.context_pages <= limits.context_pages
+            self.calls.append(f"prefill {needs.tokens}")
+        written: set[tuple[int, int]] = set()
+        for span in spans:
+            state = span.request_state
+            pages = {
+                (state.dp_rank, state.pages[at // size]) for at in range(span.start, span.stop)
+            }
+            assert not pages & written, "two spans write one page"
+            written |= pages
+            tokens = state.prompt_token_ids[span.start : span.stop]
+            self._write(state.dp_rank, state.pages, span.start, tokens)
+        likeliest = []
+        for span in spans:  # all is written before a request reads what is before its last token
+            state = span.request_state
+            self._check(state.dp_rank, state.pages, state.prompt_token_ids[: span.stop])
+            if isinstance(state.request, ScoreRequest):
+                prompt = state.prompt_token_ids
+                likeliest += [next_token(prompt[: at + 1]) for at in span.scored]
+        for dp_rank, copies in enumerate(chunk.page_copies):
+            for source, target in copies:
+                self.pages[dp_rank, target] = self.pages[dp_rank, source]
+        return AsyncOutput(likeliest, "scores" if likeliest else None) if spans else None
+
+    def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
+        assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0
+        self.calls.append(f"decode {len(sequences)}")
+        emitted = np.full((len(sequences), self.shapes.decode_steps), -1)
+        for out, sequence in zip(emitted, sequences, strict=True):
+            row, ends = self.rows[sequence.slot], not sequence.params.ignore_eos
+            assert row.sequence is sequence
+            dp_rank, pages = sequence.request_state.dp_rank, sequence.pages
+            for step in range(self.shapes.decode_steps if row.remaining else 0):
+                self._write(dp_rank, pages, len(row.tokens) - 1, row.tokens[-1:])
+                self._check(dp_rank, pages, row.tokens)
+                out[step] = next_token(row.tokens, sequence.index, ends)
+                row.tokens.append(int(out[step]))
+                row.remaining = 0 if out[step] == END else row.remaining - 1
+                if not row.remaining:
+                    break
+        return AsyncOutput(emitted, "tokens")
+
+    def read(self, output: AsyncOutput) -> SamplerOutput | None:
+        if output.index is None:
+            return None
+        token = np.array(output.result)
+        return SamplerOutput(
+            token,
+            -token.astype(np.float32),
+            np.stack([token] * 20, -1),
+            np.zeros((*token.shape, 20), np.float32),
+        )
+
+    def _write(
+        self, dp_rank: int, pages: abc.Sequence[int], start: int, tokens: abc.Sequence[int]
+    ) -> None:
+        size = self.shapes.page_size
+        for at, token in enumerate(tokens, start):
+            self.pages[dp_rank, pages[at // size], at % size] = token
+
+    def _check(self, dp_rank: int, pages: abc.Sequence[int], tokens: abc.Sequence[int]) -> None:
+        cached = self.pages[dp_rank, list(pages)].reshape(-1)[: len(tokens)]
+        assert cached.tolist() == list(tokens), "a page holds other tokens"
+
+
+def mock_engine(
+    *,
+    dp_size: int = 1,
+    slots: int = 4,
+    page_size: int = 4,
+    num_pages: int = 64,
+    chunk: int = 16,
+    tiles: int | None = None,
+    steps: int = 3,
+    context: int | None = None,
+    scored: int = 8,
+    max_model_len: int = 64,
+    max_skips: int = MAX_SKIPS,
+    **options,
+) -> tuple[Engine, MockModelRunner]:
+    tiles = tiles or chunk // page_size + 3
+    shapes = Shapes(
+        dp_size=dp_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        table_pages=-(-max_model_len // page_size),
+        slots=slots,
+        decode_rows=(slots,),
+        decode_steps=steps,
+        chunks=(chunk,),
+        spare_tiles=3,
+        contexts=(context,),
+        scoring=True,
+    )
+    runner = MockModelRunner(shapes, Limits(slots, chunk, tiles, context, scored))
+    settings = EngineOptions(
+        max_model_len=max_model_len, max_num_seqs=dp_size * slots, scoring=True, **options
+    )
+    engine = Engine(
+        runner, config=CONFIG, eos_token_ids=(END,), options=settings, max_skips=max_skips
+    )
+    return engine, runner
