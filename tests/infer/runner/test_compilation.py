@@ -1,6 +1,7 @@
 """All programs compiled at once, and the counter of compilations."""
 
 import jax
+import pytest
 
 from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all
 
