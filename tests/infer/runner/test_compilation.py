@@ -1,7 +1,6 @@
 """All programs compiled at once, and the counter of compilations."""
 
 import jax
-import pytest
 
 from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all
 
