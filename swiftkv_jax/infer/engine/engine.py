@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import time
 from collections import abc, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ...config import Config
@@ -198,7 +198,7 @@ class Engine[R: ModelRunnerBase]:
         *,
         in_flight: int | None = None,
         on_invalid: Callable[[int, UsageError], None] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Run requests to their ends and yield (number of the request, output).
 
         Requests are numbered from 0 in the order of `requests`. With `in_flight`, or for an
