@@ -1,6 +1,7 @@
 """How the package hangs together: who imports whom, what importing costs, where the files are."""
 
 import ast
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -191,6 +192,12 @@ def test_core_is_light_and_touches_no_device():
     ).split()
     assert "jax" in loaded
     assert not HEAVY & set(loaded)
+
+
+def test_the_version_is_that_of_the_package():
+    code = "import swiftkv_jax as skv; print(skv.__version__)"
+    assert python(code).strip() == importlib.metadata.version("swiftkv-jax")
+    assert not any("__version__ =" in path.read_text() for path in FILES)
 
 
 def test_importing_touches_no_device():

@@ -81,7 +81,7 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def remember(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+    def cache(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """Cache `pages`, which hold the tokens of `keys`, one each. Of two equal pages the first is
         cached."""
         for key, page in zip(keys, pages, strict=False):

@@ -129,7 +129,7 @@ class Scheduler:
         begun = state.num_computed_tokens // self.page_size
         full = builder.add(state) // self.page_size
         pool = self.pools[state.dp_rank]
-        pool.remember(state.page_keys[begun:full], state.pages[begun:full])
+        pool.cache(state.page_keys[begun:full], state.pages[begun:full])
         if state.num_computed_tokens < state.prefill_target:
             return
         self.prefilling.remove(state)
@@ -219,7 +219,7 @@ class Scheduler:
                 state.request.cache_salt,
                 known=prompt_keys,
             )
-            pool.remember(keys, sequence.pages)
+            pool.cache(keys, sequence.pages)
         pool.release(sequence.pages)
         self._free_slots[state.dp_rank].append(sequence.slot)
         state.sequences.remove(sequence)

@@ -1,4 +1,4 @@
-"""The page pool: what is shared, what is forgotten, and that nothing is lost."""
+"""The page pool: sharing, eviction, and no page is lost."""
 
 import random
 
@@ -15,27 +15,27 @@ def taken(pool: PagePool, count: int, shared=()) -> list[int]:
     return pages
 
 
-def test_a_remembered_prefix_is_found_page_by_page():
+def test_a_cached_prefix_is_found_page_by_page():
     pool = PagePool(8, 4)
     keys, pages = pool.keys(TOKENS[:10]), taken(pool, 3)
     assert len(keys) == 2  # the third page is not full
-    pool.remember(keys, pages)
+    pool.cache(keys, pages)
     assert pool.match(pool.keys(TOKENS)) == pages[:2]
     assert pool.match(pool.keys(TOKENS[:7])) == pages[:1]
     assert pool.match(pool.keys([1, *TOKENS])) == []
     assert pool.match(pool.keys(TOKENS[4:])) == []  # the same tokens elsewhere are other keys
 
 
-def test_salts_part_equal_tokens():
+def test_equal_tokens_with_different_salts_have_different_keys():
     pool = PagePool(8, 2)
-    pool.remember(pool.keys(TOKENS[:4], "a"), taken(pool, 2))
+    pool.cache(pool.keys(TOKENS[:4], "a"), taken(pool, 2))
     assert pool.match(pool.keys(TOKENS[:4], "b")) == []
     assert len(pool.match(pool.keys(TOKENS[:4], "a"))) == 2
     assert pool.match(pool.keys(TOKENS[:4])) == []
 
 
 def test_keys_are_digests_of_all_before_them():
-    """Of one size, so that comparing two costs the same however long their rows are."""
+    """Keys have one size, so comparing two costs the same for long and short prefixes."""
     pool = PagePool(8, 2)
     keys = [key for tokens in (TOKENS, TOKENS[2:], TOKENS[:1] * 20) for key in pool.keys(tokens)]
     assert {len(key) for key in keys} == {32} and len(set(keys)) == len(keys)
@@ -47,12 +47,12 @@ def test_known_keys_are_continued():
     assert pool.keys(TOKENS, known=pool.keys(TOKENS[:9])) == pool.keys(TOKENS)
 
 
-def test_the_longest_unused_goes_first_and_the_end_of_a_row_before_its_beginning():
+def test_the_longest_unused_page_is_evicted_first_and_the_end_before_the_beginning():
     pool = PagePool(4, 2)
     first, second = pool.keys(TOKENS[:4]), pool.keys(TOKENS[10:14])
     for keys in (first, second):
         pages = taken(pool, 2)
-        pool.remember(keys, pages)
+        pool.cache(keys, pages)
         pool.release(pages)
     assert pool.available == 4 and pool.used == 0
     taken(pool, 1)
@@ -66,7 +66,7 @@ def test_the_longest_unused_goes_first_and_the_end_of_a_row_before_its_beginning
 def test_pages_in_use_are_never_taken():
     pool = PagePool(4, 2)
     keys, pages = pool.keys(TOKENS[:4]), taken(pool, 2)
-    pool.remember(keys, pages)
+    pool.cache(keys, pages)
     assert pool.reserve([], 3) is None and pool.used == 2
     again = taken(pool, 2, pool.match(keys))
     assert again[:2] == pages and pool.available == 0
@@ -79,7 +79,7 @@ def test_pages_in_use_are_never_taken():
 def test_a_reservation_does_not_count_what_it_shares_as_free():
     pool = PagePool(3, 2)
     pages = taken(pool, 2)
-    pool.remember(pool.keys(TOKENS[:4]), pages)
+    pool.cache(pool.keys(TOKENS[:4]), pages)
     pool.release(pages)
     assert pool.reserve(pages, 2) is None  # one page besides the two it shares
     assert pool.available == 3
@@ -89,7 +89,7 @@ def test_a_reservation_does_not_count_what_it_shares_as_free():
 def test_nothing_is_shared_without_sharing():
     pool = PagePool(4, 2, share=False)
     pages = taken(pool, 2)
-    pool.remember(pool.keys(TOKENS[:4]), pages)
+    pool.cache(pool.keys(TOKENS[:4]), pages)
     assert pool.keys(TOKENS) == []
     pool.release(pages)
     assert pool.match(pool.keys(TOKENS[:4])) == [] and pool.available == 4
@@ -123,7 +123,7 @@ def test_at_random(seed):
         if pages is not None:
             for number in range(len(shared), len(keys)):
                 content[pages[number]] = tuple(tokens[: 2 * number + 2])
-            pool.remember(keys, pages)
+            pool.cache(keys, pages)
             held.append((tokens, pages))
         users = sum(len(set(pages)) for _, pages in held)
         assert len({page for _, pages in held for page in pages}) == pool.used <= users
