@@ -61,12 +61,16 @@ def join_and_emulate(
     process_id: int | None = None,
 ) -> None:
     """Join the other processes, if any, and emulate this one's share of the devices of `shape`
-    where there is no accelerator. Raises `UsageError`, also for 64-bit numbers, which nothing here
-    is written for."""
-    if jax.config.read("jax_enable_x64"):
-        raise UsageError("JAX_ENABLE_X64 in the environment: 64-bit numbers are not supported")
+    where there is no accelerator. Raises `UsageError`."""
     processes = join_processes(coordinator_address, num_processes, process_id)
     meshes.emulate_cpu_devices(math.prod(shape) // processes)
+
+
+def refuse_x64() -> None:
+    """Raise `UsageError` if JAX computes in 64 bits by default: programs of training have types of
+    their own."""
+    if jax.config.read("jax_enable_x64"):
+        raise UsageError("JAX_ENABLE_X64 in the environment: training has no 64-bit programs")
 
 
 def set_gpu_memory_fraction(fraction: float = GPU_MEMORY_FRACTION) -> None:

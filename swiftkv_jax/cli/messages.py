@@ -54,8 +54,8 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
 
 @contextlib.contextmanager
 def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
-    """While a command runs, the package's log goes nowhere but to standard error: libraries install
-    handlers of their own at the root, which would repeat it."""
+    """While a command runs, the package's log goes nowhere but to standard error: absl, which Orbax
+    uses, adds a handler to the root logger, which would repeat it."""
     configure_logging(parser)
     logger = logging.getLogger(LOGGER)
     before, logger.propagate = logger.propagate, False

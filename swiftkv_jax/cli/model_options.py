@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +17,9 @@ from ..mesh import MeshShape, parse_mesh
 from ..model import Model
 from ..pallas_kernels import IMPLEMENTATIONS, Implementation
 from .devices import DEFAULT_COMPILE_CACHE, setup_devices
+
+if TYPE_CHECKING:
+    from ..checkpoints.source import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,7 @@ class ModelOptions:
     swiftkv: str = "auto"
     """A key of `SWIFTKV`."""
     dtype: str | None = None
-    quantization: str | None = None
-    """none, fp8 or int8."""
+    quantization: Quantization | None = None
     mesh: MeshShape = MeshShape()
     attention: Implementation | None = None
     coordinator_address: str | None = None
@@ -50,7 +52,8 @@ class ModelOptions:
     def from_args(cls, args: argparse.Namespace) -> Self:
         """From the arguments of `add_model_arguments`. Raises `UsageError` for a mesh that is
         none."""
-        given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(cls)}
+        names = (field.name for field in dataclasses.fields(cls))
+        given: dict[str, Any] = {name: getattr(args, name, None) for name in names}
         given["mesh"] = parse_mesh(given["mesh"] or "1x1")
         given["swiftkv"] = given["swiftkv"] or "auto"
         if given["compile_cache"] == NO_CACHE:

@@ -4,10 +4,29 @@
 requests. For one call without an engine to keep see `generate`.
 """
 
-from .engine.engine import Engine
-from .engine.options import EngineOptions
-from .engine.requests import Request, RequestOutput, ScoreRequest
-from .engine.sampling_params import SamplingParams
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .engine.engine import Engine
+    from .engine.options import EngineOptions
+    from .engine.requests import Request, RequestOutput, ScoreRequest
+    from .engine.sampling_params import SamplingParams
+
+# Imported when they are used: `python -m swiftkv_jax.infer` imports this package before it can
+# handle an interrupt.
+_MODULES = {
+    "Engine": "engine.engine",
+    "EngineOptions": "engine.options",
+    "Request": "engine.requests",
+    "RequestOutput": "engine.requests",
+    "SamplingParams": "engine.sampling_params",
+    "ScoreRequest": "engine.requests",
+}
 
 __all__ = [
     "Engine",
@@ -17,3 +36,15 @@ __all__ = [
     "SamplingParams",
     "ScoreRequest",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

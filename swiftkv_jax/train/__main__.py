@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import get_args
 
 from .. import cli
-from ..cli.devices import join_and_emulate
+from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
 from ..errors import UsageError
 from ..mesh import parse_mesh
@@ -338,6 +338,7 @@ def main(argv: list[str] | None = None) -> int:
             from . import plan
 
             return plan.main(recipe, args.topology)
+        refuse_x64()
         join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
         from . import loop  # after the devices are set up: Orbax and Grain look at them
 

@@ -10,8 +10,8 @@ import pytest
 
 from swiftkv_jax.cli.devices import (
     enable_compilation_cache,
-    join_and_emulate,
     parse_size,
+    refuse_x64,
     set_gpu_memory_fraction,
     setup_devices,
 )
@@ -59,9 +59,10 @@ def test_fsdp_is_for_training():
         setup_devices(MeshShape(fsdp=2))
 
 
-def test_64_bit_numbers_are_refused():
+def test_64_bit_numbers_are_refused_for_training():
     with jax.enable_x64(True), pytest.raises(UsageError, match="JAX_ENABLE_X64"):
-        join_and_emulate(MeshShape())
+        refuse_x64()
+    refuse_x64()
 
 
 # The compile cache --------------------------------------------------------------

@@ -150,3 +150,14 @@ def main():
 sys.exit(cli.run(main))
 """
     assert error_of(shell(program), 5).startswith("error: out of host memory: Unable to allocate")
+
+
+def test_64_bit_numbers_in_training(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "swiftkv_jax.train", "--output-dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=os.environ | {"JAX_ENABLE_X64": "1"},
+        capture_output=True,
+    )
+    assert "JAX_ENABLE_X64 in the environment" in error_of(run, 2)
+    assert not (tmp_path / "run").exists()

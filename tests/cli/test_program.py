@@ -1,6 +1,5 @@
 """`swiftkv`: the commands behind one name, and how quickly it starts."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import swiftkv_jax
-from swiftkv_jax import cli
+from swiftkv_jax import cli, infer
 from swiftkv_jax.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -89,10 +88,11 @@ def test_packages_of_commands_import_quickly():
     assert not {"jax", "jaxlib", "numpy", "transformers", "flax"} & set(run.stdout.split())
 
 
-def test_public_names_are_loaded_when_they_are_used():
-    assert set(swiftkv_jax.__all__) <= set(dir(swiftkv_jax))
-    for name in swiftkv_jax.__all__:
-        assert getattr(swiftkv_jax, name).__name__ == name
+@pytest.mark.parametrize("package", [swiftkv_jax, infer], ids=lambda package: package.__name__)
+def test_public_names_are_loaded_when_they_are_used(package):
+    assert set(package.__all__) <= set(dir(package))
+    assert set(package.__all__) == set(package._MODULES)
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'serfe'"):
-        _ = swiftkv_jax.serfe  # pyright: ignore[reportAttributeAccessIssue]
-    assert os.path.exists(swiftkv_jax.__file__)
+        _ = package.serfe
