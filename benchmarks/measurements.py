@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .markdown import anchor, section, table
 from .recorded import ASSERTED, DEMO, SHIPPED
 
 ROOT = Path(__file__).parent.parent
@@ -48,16 +48,6 @@ def newest_path(subject: str) -> Path:
 
 def newest(subject: str) -> dict[str, Any]:
     return json.loads(newest_path(subject).read_text(encoding="utf-8"))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def section(title: str, *parts: str) -> str:
-    return "\n\n".join([f"## {title}", *parts])
 
 
 # From the results --------------------------------------------------------------
@@ -387,12 +377,6 @@ def page() -> str:
         )
         + "\n"
     )
-
-
-def anchor(title: str) -> str:
-    """The fragment that GitHub gives a heading."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
 
 
 def main(argv: list[str] | None = None) -> int:
