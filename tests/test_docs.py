@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measurements
+from benchmarks.markdown import anchor
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import COMMANDS
 
@@ -137,7 +138,7 @@ def test_relative_links_lead_somewhere(page):
         assert path.exists(), f"{page.name}: {target}"
         if fragment:
             headings = re.findall(r"^#+ (.*)$", text_of(path), re.MULTILINE)
-            assert fragment in map(measurements.anchor, headings), f"{page.name}: {target}"
+            assert fragment in map(anchor, headings), f"{page.name}: {target}"
 
 
 def test_every_page_is_linked_from_the_readme():
@@ -149,7 +150,7 @@ def test_every_page_begins_with_its_contents():
     for page in sorted((ROOT / "docs").glob("*.md")):
         links = text_of(page).split("\n\n")[1]
         headings = re.findall(r"^## (.*)$", text_of(page), re.MULTILINE)
-        assert re.findall(r"\(#([^)]+)\)", links) == [*map(measurements.anchor, headings)], (
+        assert re.findall(r"\(#([^)]+)\)", links) == [*map(anchor, headings)], (
             page.name
         )
 
