@@ -21,8 +21,8 @@ def overview() -> str:
 
     commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return (
-        f"usage: {cli.prog()} COMMAND ...\n\nSwiftKV for JAX {__version__}. The commands, each with "
-        f"its own --help:\n{commands}\n\n--version prints the version."
+        f"usage: {cli.prog()} COMMAND ...\n\nSwiftKV for JAX {__version__}. Commands, each "
+        f"with its own --help:\n{commands}\n\n--version prints the version."
     )
 
 
