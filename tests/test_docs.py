@@ -150,9 +150,7 @@ def test_every_page_begins_with_its_contents():
     for page in sorted((ROOT / "docs").glob("*.md")):
         links = text_of(page).split("\n\n")[1]
         headings = re.findall(r"^## (.*)$", text_of(page), re.MULTILINE)
-        assert re.findall(r"\(#([^)]+)\)", links) == [*map(anchor, headings)], (
-            page.name
-        )
+        assert re.findall(r"\(#([^)]+)\)", links) == [*map(anchor, headings)], page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
