@@ -62,7 +62,9 @@ class raising:
 
     def __exit__(self, *exception: Any) -> None:
         if self._installed:
-            signal.signal(signal.SIGINT, _end_at_once)
+            # Ignored, not handled: Python's finalization gives handlers back to the system, and a
+            # late SIGINT would then end the process by the signal.
+            signal.signal(signal.SIGINT, signal.SIG_IGN if _State.raised else _end_at_once)
             sys.unraisablehook = self._hook
 
     def _note_swallowed(self, lost: Any) -> None:

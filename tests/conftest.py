@@ -5,14 +5,16 @@ import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault(
-    "PJRT_NPROC", "32"
-)  # threads of XLA's CPU runtime: collectives between 8 devices need at least as many
+# Threads of XLA's CPU runtime: collectives between 8 devices need at least as many.
+os.environ.setdefault("PJRT_NPROC", "32")
 
 import jax
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
+# JAX has read it (see Makefile). Processes that tests start do without: some are killed, or find a
+# full disk, while they write what others would read.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 # Not the modules that define pytree dataclasses: the hook would also check what a transformation
 # puts into their fields.
@@ -20,6 +22,11 @@ FUNCTION_MODULES = [
     "swiftkv_jax.layers",
     "swiftkv_jax.attention",
     "swiftkv_jax.pallas_kernels",
+    "swiftkv_jax.infer.runner.programs",
+    "swiftkv_jax.infer.sampling.logprobs",
+    "swiftkv_jax.infer.sampling.penalties",
+    "swiftkv_jax.infer.sampling.sampler",
+    "swiftkv_jax.train.divergence",
 ]
 install_import_hook(FUNCTION_MODULES, "beartype.beartype")
 

@@ -213,7 +213,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, command):
         text=True,
     )
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == f"error: writing {target}: file too large\n"
+    assert run.stderr == f"error: cannot write {target}: file too large\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 

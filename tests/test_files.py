@@ -21,7 +21,7 @@ def test_a_file_is_replaced_in_one_step_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left") as error:
         write_atomic(path, b"new")
-    assert error.value.__notes__ == [f"writing {path}"]
+    assert error.value.__notes__ == [f"cannot write {path}"]
     assert json.loads(path.read_text())["a"] == 1
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
 
@@ -39,7 +39,7 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left") as error, new_directory(tmp_path / "c"):
         pass
-    assert error.value.__notes__ == [f"writing {tmp_path / 'c'}"]
+    assert error.value.__notes__ == [f"cannot write {tmp_path / 'c'}"]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -47,7 +47,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError) as error, new_directory(tmp_path / "file" / "out"):
         pass
-    assert error.value.__notes__ == [f"writing {tmp_path / 'file' / 'out'}"]
+    assert error.value.__notes__ == [f"cannot write {tmp_path / 'file' / 'out'}"]
 
 
 def test_nothing_is_overwritten(tmp_path):

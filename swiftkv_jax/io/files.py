@@ -40,7 +40,8 @@ def check_free(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def noting(action: str) -> Iterator[None]:
-    """Add to an `OSError` what was being done: `writing out.json`. Commands print that first."""
+    """Add to an `OSError` what could not be done, as `cannot write out.json`. Commands print that
+    first."""
     try:
         yield
     except OSError as error:
@@ -52,7 +53,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Make or replace `path` in one step: readers find all of `content` or what was there before,
     also after a crash of the machine. Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    with noting(f"writing {path}"):
+    with noting(f"cannot write {path}"):
         try:
             with partial.open("wb") as file:
                 file.write(content)
@@ -85,7 +86,7 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(os.path.abspath(path))
     check_free(path)
     first = is_main_process()
-    with noting(f"writing {path}"):
+    with noting(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial-{from_process_0(os.getpid())}")
         try:

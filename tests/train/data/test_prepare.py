@@ -139,7 +139,7 @@ def run(code, *arguments, **options):
 
 
 PREAMBLE = """
-import os, signal, sys
+import logging, os, signal, sys
 from pathlib import Path
 import jax
 from swiftkv_jax import cli, demo
@@ -147,6 +147,7 @@ from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_fil
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
 cli.configure_logging()
+logging.getLogger("swiftkv_jax").propagate = False  # as while a command runs
 tokenizer = load_tokenizer(demo.LLAMA, read_auxiliary_files(demo.LLAMA)[1])
 source, cache = DataSource(sys.argv[1]), Path(sys.argv[2])
 """
