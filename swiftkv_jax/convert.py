@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = cli.ArgumentParser(
         prog=cli.prog("convert"), description="Convert and inspect checkpoints."
     )
     commands = parser.add_subparsers(required=True, metavar="{hf2orbax,orbax2hf,inspect}")

@@ -62,6 +62,8 @@ class Model:
 
         Raises `ValueError` if the student is asked for and there is no delta.
         """
+        if swiftkv not in (None, True, False):
+            raise ValueError(f"`swiftkv`={swiftkv!r} must be True, False or None")
         if swiftkv and self.swiftkv is None:
             raise ValueError(
                 "swiftkv=True, but this model has no delta: add one with add_swiftkv or load a "

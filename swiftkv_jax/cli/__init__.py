@@ -16,8 +16,10 @@ from .exit import (
     run,
 )
 from .messages import as_called, configure_logging, log, prog
+from .parser import ArgumentParser
 
 __all__ = [
+    "ArgumentParser",
     "BAD_CHECKPOINT",
     "ERROR",
     "INTERRUPTED",

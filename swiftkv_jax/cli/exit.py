@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -67,8 +68,11 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
     """Say what `error` is; returns the exit code."""
     text = str(error)
     match error:
-        case UsageError() | NotImplementedError():  # the latter: a named implementation's limits
+        case UsageError():
             return fail(error, USAGE, parser)
+        case NotImplementedError():
+            # The argument `implementation` of the attention ops is the commands' `attention`.
+            return fail(re.sub("^implementation=", "`attention`=", text), USAGE, parser)
         case CheckpointError():
             return fail(error, BAD_CHECKPOINT, parser)
         case DataError() | DivergenceError():
@@ -78,6 +82,8 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
         case BrokenPipeError():  # whatever read the output has ended
             streams.discard_stdout()
             return ERROR
+        case FileNotFoundError():
+            return fail(_os_error(error), USAGE, parser)
         case OSError():
             return fail(_os_error(error), ERROR, parser)
         case MemoryError():

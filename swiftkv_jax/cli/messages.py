@@ -19,7 +19,7 @@ OVERALL = "swiftkv_jax.__main__"
 
 class MessageHandler(logging.Handler):
     """Writes the message of each record to standard error, in process 0 only; warnings begin with
-    `warning: `.
+    `warning: `, errors with `error: `.
 
     Progress bars by tqdm stay below the messages. `parser`, if there is one, turns names of
     arguments into flags, as `with_flags` does.
@@ -34,8 +34,8 @@ class MessageHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = with_flags(record.getMessage(), self.parser)
-            if record.levelno >= logging.WARNING and not message.startswith("warning: "):
-                message = f"warning: {message}"
+            if record.levelno >= logging.WARNING:
+                message = f"{record.levelname.lower()}: {message}"
             write(message)
         except Exception:
             self.handleError(record)

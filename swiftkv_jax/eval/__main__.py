@@ -66,7 +66,7 @@ REPORT_FIELDS = (
 
 def parser() -> argparse.ArgumentParser:
     # "resolve": --swiftkv is given a value more than elsewhere.
-    result = argparse.ArgumentParser(
+    result = cli.ArgumentParser(
         prog=cli.prog("eval"),
         description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -174,7 +174,7 @@ class TextModel:
     def _warn(self, truncation: Truncation) -> None:
         if truncation.count:
             logger.warning(
-                f"warning: {truncation.count} of {truncation.total} prompts do not fit into "
+                f"{truncation.count} of {truncation.total} prompts do not fit into "
                 f"{self.engine.max_model_len} tokens and lost their beginning: raise "
                 f"`max_model_len`"
             )

@@ -36,7 +36,7 @@ def overview() -> str:
 
 def parser(command: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
-    result = argparse.ArgumentParser(
+    result = cli.ArgumentParser(
         prog=f"{cli.prog('infer')} {command}",
         description=cli.as_called(module.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,

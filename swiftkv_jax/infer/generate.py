@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -95,11 +96,15 @@ def generate(
     params = SamplingParams.from_json(fields | sampling, SamplingParams(max_tokens=max_tokens))
     if params.n != 1:
         raise UsageError(
-            f"n={params.n}: this function returns one answer a prompt; keep an Engine for more"
+            f"`n`={params.n}: this function returns one answer a prompt; keep an Engine for more"
         )
+    if not isinstance(prompts, str | Sequence):
+        prompts = _as_lists(prompts)
     one = isinstance(prompts, str) or _is_token_ids(prompts)
     many: list[Any] = [prompts] if one else list(prompts)
-    text = bool(many) and all(isinstance(prompt, str) for prompt in many)
+    text = any(isinstance(prompt, str) for prompt in many)
+    if text and not all(isinstance(prompt, str) for prompt in many):
+        raise UsageError("`prompts` must be all texts or all token ids, got both")
     tokenizer = _tokenizer(model) if text or params.stop else None
     lengths, requests = [1], []
     for number, prompt in enumerate(many):
@@ -174,10 +179,18 @@ def _naming(number: int | None) -> Iterator[None]:
         raise UsageError(str(error) if number is None else f"prompt {number}: {error}") from error
 
 
-def _is_token_ids(prompts: Any) -> bool:
+def _as_lists(prompts: Any) -> Any:
+    """An array of token ids, of NumPy or JAX, as lists."""
+    if not isinstance(prompts, np.ndarray | jax.Array):
+        raise UsageError(
+            f"`prompts` must be a text or token ids, or a list of either, got "
+            f"{type(prompts).__name__}"
+        )
+    return np.asarray(prompts).tolist()
+
+
+def _is_token_ids(prompts: Sequence[Any]) -> bool:
     """Whether `prompts` is one prompt of token ids."""
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1
     return len(prompts) > 0 and all(isinstance(token, int | np.integer) for token in prompts)
 
 

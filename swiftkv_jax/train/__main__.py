@@ -54,7 +54,7 @@ _NOT_IN_RECIPE = (
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = cli.ArgumentParser(
         prog=cli.prog("train"),
         description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,

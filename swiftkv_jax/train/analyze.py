@@ -48,7 +48,7 @@ STATES_BYTES = 2**31
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = cli.ArgumentParser(
         prog=cli.prog("train analyze"),
         description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -6,7 +6,6 @@ and `recipe.json` alone.
 
 from __future__ import annotations
 
-import argparse
 import html
 import logging
 import statistics
@@ -75,7 +74,7 @@ svg {{ width: 100%; height: auto; }}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = cli.ArgumentParser(
         prog=cli.prog("train report"),
         description=f"Write {REPORT} into the folder of a run.",
     )

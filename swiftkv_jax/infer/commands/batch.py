@@ -72,7 +72,9 @@ class Row:
         return self.error is not None or (self.result is not None and self.result.done)
 
     def fail(self, error: Exception) -> None:
-        self.error = f"{self.where}: {error} (id {self.id!r})" if self.where else str(error)
+        """Record why the row failed: in the words of rows, whose fields are not flags."""
+        text = str(error).replace("`", "") if self.where else str(error)
+        self.error = f"{self.where}: {text} (id {self.id!r})" if self.where else text
 
     def to_json(self) -> dict[str, Any]:
         if self.error is not None:

@@ -108,7 +108,7 @@ class Chat:
             try:
                 self._handle(line)
             except (UsageError, DataError, OSError) as error:
-                logger.error(f"error: {error}")
+                logger.error("%s", error)
 
     def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")

@@ -186,9 +186,9 @@ class ProgressWriter:
     def log_errors(self) -> None:
         """Log the first few errors, a line each."""
         for error in self._errors:
-            logger.error(f"error: {error}")
+            logger.error("%s", error)
         if (more := self.failed - len(self._errors)) > 0:
-            logger.error(f"error: {more} more rows failed; their lines say why")
+            logger.error(f"{more} more rows failed; their lines say why")
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class PromptReader:
         if brings_first_token(self._tokenizer, text) and not self._warned:
             self._warned = True
             logger.warning(
-                f"warning: a prompt begins with {self._tokenizer.bos_token}; it is taken as that "
+                f"a prompt begins with {self._tokenizer.bos_token}; it is taken as that "
                 f"token, and no second one is added"
             )
         return encode(self._tokenizer, text)

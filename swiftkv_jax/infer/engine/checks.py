@@ -23,12 +23,12 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             raise UsageError("this engine cannot score: make it with the option `scoring`=True")
         if not 1 <= request.start < len(request.tokens):
             raise UsageError(
-                f"start={request.start} must be from 1 to {len(request.tokens) - 1}: the first "
+                f"`start`={request.start} must be from 1 to {len(request.tokens) - 1}: the first "
                 f"token is predicted by nothing"
             )
         if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
             raise UsageError(
-                f"top_logprobs={request.top_logprobs} must be from 0 to {MAX_LOGPROBS}"
+                f"`top_logprobs`={request.top_logprobs} must be from 0 to {MAX_LOGPROBS}"
             )
         if len(request.tokens) > limit:
             raise UsageError(
@@ -38,6 +38,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         return
     params = request.params
     _check_ids("the prompt", request.prompt, config)
+    if type(request.rng_stream) is not int or not 0 <= request.rng_stream < 2**32:
+        raise UsageError(f"`rng_stream`={request.rng_stream!r} must be a whole number below 2**32")
     params.check_vocabulary(config.vocab_size)
     if len(request.prompt) + params.max_tokens > limit:
         raise UsageError(

@@ -97,7 +97,8 @@ class SamplingParams:
     n: int = 1
     """Samples of each prompt."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text: before the first of them after `min_tokens`."""
+    """Strings that end the text: before the first of them after `min_tokens`. For callers that make
+    text of the tokens (`generate`, the commands); an `Engine`, which sees token ids, runs on."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as the model's own end tokens do."""
     min_tokens: int = 0
@@ -133,7 +134,7 @@ class SamplingParams:
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens, note="at most max_tokens"),
         )
         if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos={short(self.ignore_eos)} must be true or false")
+            raise UsageError(f"`ignore_eos`={short(self.ignore_eos)} must be true or false")
         if self.logprobs is not None:
             self._set(
                 "logprobs",
@@ -167,7 +168,7 @@ class SamplingParams:
             name = _ALIASES.get(field, field)
             if field in _UNSUPPORTED:
                 if value is not None and value != _UNSUPPORTED[field]:
-                    raise UsageError(f"{field} is not supported")
+                    raise UsageError(f"`{field}` is not supported")
             elif name not in known:
                 raise UsageError(
                     f"{short(field)} is not a sampling parameter; known are "
@@ -175,7 +176,7 @@ class SamplingParams:
                 )
             elif value is not None or name == "logprobs":
                 if name in given:
-                    raise UsageError(f"{field} says {name} a second time; give one of them")
+                    raise UsageError(f"`{field}` says `{name}` a second time; give one of them")
                 given[name] = value
         if isinstance(given.get("logit_bias"), Mapping):
             given["logit_bias"] = {
@@ -193,8 +194,13 @@ class SamplingParams:
             for token in tokens:
                 if token >= vocab_size:
                     raise UsageError(
-                        f"{name}: token {token} is outside the vocabulary, 0 to {vocab_size - 1}"
+                        f"`{name}`: token {token} is outside the vocabulary, 0 to {vocab_size - 1}"
                     )
+
+
+def _quoted(name: str) -> str:
+    """`logit_bias[17]` with its first word, the parameter, in backticks."""
+    return re.sub(r"^\w+", r"`\g<0>`", name)
 
 
 def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
@@ -204,7 +210,7 @@ def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> i
         or not low <= value <= high
     ):
         raise UsageError(
-            f"{name}={short(value)} must be an integer from {low} to {high}"
+            f"{_quoted(name)}={short(value)} must be an integer from {low} to {high}"
             + (f" ({note})" if note else "")
         )
     return int(value)
@@ -222,16 +228,17 @@ def _number(
     if not fits or (above and value == low):
         bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise UsageError(
-            f"{name}={short(value)} must be a number {bounds}" + (f" ({note})" if note else "")
+            f"{_quoted(name)}={short(value)} must be a number {bounds}"
+            + (f" ({note})" if note else "")
         )
     return float(value)
 
 
 def _listed(name: str, value: Any, cap: int, items: str) -> tuple:
     if not isinstance(value, (list, tuple)):
-        raise UsageError(f"{name}={short(value)} must be a list of {items}")
+        raise UsageError(f"{_quoted(name)}={short(value)} must be a list of {items}")
     if len(value) > cap:
-        raise UsageError(f"{name} has {len(value)} entries; at most {cap} are possible")
+        raise UsageError(f"{_quoted(name)} has {len(value)} entries; at most {cap} are possible")
     return tuple(value)
 
 
@@ -240,7 +247,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise UsageError(
-                f"stop={short(stop)} must be a string of 1 to {MAX_STOP_LENGTH} characters"
+                f"`stop`={short(stop)} must be a string of 1 to {MAX_STOP_LENGTH} characters"
             )
     return stops
 
@@ -253,9 +260,11 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise UsageError(f"logit_bias={short(value)} must map token ids to numbers")
+        raise UsageError(f"`logit_bias`={short(value)} must map token ids to numbers")
     if len(value) > MAX_BIASES:
-        raise UsageError(f"logit_bias has {len(value)} entries; at most {MAX_BIASES} are possible")
+        raise UsageError(
+            f"`logit_bias` has {len(value)} entries; at most {MAX_BIASES} are possible"
+        )
     return {
         _integer("logit_bias: token", token, 0, _MAX_INT): _number(
             f"logit_bias[{short(token)}]", bias, -100, 100

@@ -85,6 +85,10 @@ def choose_shapes(
         raise UsageError(
             f"`max_model_len`={length} must be from 2 to the model's {positions} positions"
         )
+    if options.page_size > max(EngineOptions.page_size, positions):
+        raise UsageError(
+            f"`page_size`={options.page_size} is more than the model's {positions} positions"
+        )
     size, slots = options.page_size, -(-options.max_num_seqs // dp_size)
     table_pages = -(-length // size)
     tokens = options.max_num_batched_tokens or (512 if platform == "cpu" else 2048)

@@ -3,7 +3,6 @@ it trains on."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -32,7 +31,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 def prepare_main(argv: list[str] | None = None) -> int:
     """Build one packed dataset per source; print the `--data` flags that name them."""
-    parser = argparse.ArgumentParser(
+    parser = cli.ArgumentParser(
         prog=cli.prog("train prepare"),
         description="Tokenise and pack training data into folders, which --data accepts.",
     )
@@ -101,7 +100,7 @@ def prepare_main(argv: list[str] | None = None) -> int:
 
 def show_main(argv: list[str] | None = None) -> int:
     """Print the first rows of a packed dataset as text, with what is to be predicted marked."""
-    parser = argparse.ArgumentParser(
+    parser = cli.ArgumentParser(
         prog=cli.prog("train show"),
         description="Print rows of prepared data. Text to be predicted is green on a terminal, "
         "and in [[...]] elsewhere.",

@@ -237,9 +237,9 @@ def test_requests_that_can_never_run_are_refused():
         (ask([1] * 60), "60 tokens, with 8 new ones that is 68, above the limit of 64"),
         (ask([1], n=5), "`n`=5 samples do not fit into `max_num_seqs`=4"),
         (ask([1], stop_token_ids=(VOCAB,)), str(VOCAB)),
-        (ScoreRequest([1, 2], 2), "start=2 must be from 1 to 1"),
-        (ScoreRequest([1, 2], 0), "start=0 must be from 1 to 1"),
-        (ScoreRequest([1, 2], 1, top_logprobs=21), "top_logprobs=21"),
+        (ScoreRequest([1, 2], 2), "`start`=2 must be from 1 to 1"),
+        (ScoreRequest([1, 2], 0), "`start`=0 must be from 1 to 1"),
+        (ScoreRequest([1, 2], 1, top_logprobs=21), "`top_logprobs`=21"),
         (ScoreRequest([1] * 65, 1), "65 tokens are above the limit of 64"),
     ):
         with pytest.raises(UsageError, match=message):
