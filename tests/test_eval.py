@@ -21,6 +21,9 @@ from swiftkv_jax.eval.text_model import TextModel, windows
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
 from tests.infer import conftest
 
+# The engine is shared: one process makes it.
+pytestmark = pytest.mark.xdist_group("eval")
+
 tokenizer, checkpoint, greedy = (
     conftest.tokenizer,
     conftest.checkpoint,
@@ -258,7 +261,7 @@ def test_settings_of_generations():
         ({"n": 2}, "n is not supported"),
         ({"until": 3}, "until=3"),
         ({"do_sample": "maybe"}, "do_sample='maybe'"),
-        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": -1}, "`temperature`=-1"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_named(settings, message):

@@ -17,6 +17,9 @@ from safetensors.numpy import load_file
 from swiftkv_jax import demo
 from swiftkv_jax.train.__main__ import main
 
+# The reference run is shared: one process makes it.
+pytestmark = pytest.mark.xdist_group("runs")
+
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
     * 40

@@ -21,6 +21,9 @@ from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
 
+# The engines are shared: one process makes them.
+pytestmark = pytest.mark.xdist_group("engine")
+
 LENGTH = 80
 SERVED = [("auto", True), ("auto", False), ("fp8", True), ("int8", True)]  # cache format, SwiftKV
 
