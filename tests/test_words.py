@@ -81,7 +81,7 @@ def test_retired_words_stay_away():
 
 
 def test_the_glossary_names_what_replaced_them():
-    """Of the words that stand for things, those of the engine and its cache."""
+    """The words for things of the engine and its cache."""
     glossary = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     words = ("page_table", "dp_rank", "dp_size", "layer K", "norm_swiftkv", "Engine.from_model")
     for word in words:
