@@ -1,8 +1,8 @@
 """Write Hugging Face checkpoints, a tensor at a time.
 
 `full` is what the authors' PyTorch class and vLLM plugin load: teacher and delta. `expanded`
-repeats each group's keys and values for every layer of the group, for loaders without support for groups.
-`delta` is only what was trained.
+repeats each group's keys and values for every layer of the group, for loaders without support for
+groups. `delta` is only what was trained.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A chunk of prefill as arrays: tokens of several requests one after the other, and their offsets in
-pages.
+"""A chunk of prefill as arrays: tokens of several requests one after the other, and their offsets
+in pages.
 
 Matrix products run over the packed tokens, so short prompts waste nothing. Attention and the cache
 work page by page: the tokens of a request that fall into one page are a *tile* of queries, at the
@@ -254,7 +254,8 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
 
 
 def scored_index(shards: ScheduledShards) -> tuple[np.ndarray, np.ndarray]:
-    """(dp_rank, index within `ScoredTokens`) of every scored token, in the order of `pack_scored`."""
+    """(dp_rank, index within `ScoredTokens`) of every scored token, in the order of
+    `pack_scored`."""
     entries = [
         (dp_rank, index)
         for dp_rank, shard in enumerate(shards)
