@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: what is read and what is written."""
 
+import dataclasses
 import json
 import re
 
