@@ -77,7 +77,7 @@ def _arrays(shape: str, workspaces: bool = True) -> list[tuple[int, int]]:
     for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
         if not workspaces and dtype == "s8" and "," not in dims and shape.startswith("("):
             continue
-        bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript]
+        bits = _BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
         found.append((math.prod(int(dim) for dim in dims.split(",") if dim), bits))
     return found
 

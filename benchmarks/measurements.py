@@ -3,7 +3,7 @@
     python -m benchmarks.measurements             write the page
     python -m benchmarks.measurements --check     exit 1 if the page is out of date
 
-Of each benchmark the newest file in `benchmarks/results/` counts: its name ends in the time. Rows
+The newest file of each benchmark in `benchmarks/results/` counts: its name ends in the time. Rows
 that come from tests or from a command that writes no JSON are the constants at the end.
 """
 

@@ -193,12 +193,12 @@ def _write_token(pool: Pool, new, page, position) -> Pool:
     # Lines past the end are dropped; each is a different one, so that indices are unique.
     line = jnp.where(jnp.repeat(page, heads) < pages, line, pages * heads * size + row)
 
-    def put(old, new):
+    def scatter(old, new):
         lines = old.reshape(pages * heads * size, *old.shape[3:])
         new = new.reshape(page.shape[0] * heads, *old.shape[3:])
         return lines.at[line].set(new, mode="drop", unique_indices=True).reshape(old.shape)
 
-    return Pool(put(pool.values, values), None if scale is None else put(pool.scale, scale))
+    return Pool(scatter(pool.values, values), None if scale is None else scatter(pool.scale, scale))
 
 
 def _gather_pages(pool: Pool, pages) -> Pool:

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
             "--step",
             type=int,
             metavar="N",
-            help="of a training run: the checkpoint to read (the newest intact one)",
+            help="checkpoint of a training run to read (default: the newest intact one)",
         )
         base(sub, "of a training run that has moved; default: where the run found it")
 

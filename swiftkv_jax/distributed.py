@@ -237,8 +237,8 @@ def _is_one_of_several() -> bool:
 
 
 def _is_on_cloud_tpu() -> bool:
-    """Whether JAX, when it was imported, found TPU chips and a metadata server that knows all hosts
-    of the slice, one or more."""
+    """Whether JAX, when it was imported, found TPU chips and a metadata server with the list of all
+    hosts of the slice, one or more."""
     return "TPU_ML_PLATFORM" in os.environ and "TPU_SKIP_MDS_QUERY" not in os.environ
 
 

@@ -32,10 +32,10 @@ class _State:
     """What became of the interrupt; of the process, as signal handlers are."""
 
     raised = False
-    """It has come while the command ran."""
+    """The interrupt has come while the command ran."""
     swallowed = False
     """The exception did not arrive, or was not raised yet."""
-    told = False
+    reported = False
     """The line has been written."""
     main_thread: int = 0
     """The thread that runs Python's signal handlers."""
@@ -82,8 +82,8 @@ def pending() -> bool:
 
 def tell() -> bool:
     """Whether the line is still to be written: True for the first caller only."""
-    told, _State.told = _State.told, True
-    return not told
+    reported, _State.reported = _State.reported, True
+    return not reported
 
 
 def _end_at_once(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
@@ -118,8 +118,8 @@ def _watch() -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether an import is under way, which may catch every exception and leave modules in
-    pieces."""
+    """Whether an import is under way, which may catch every exception and leave modules
+    half loaded."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

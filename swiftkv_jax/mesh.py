@@ -114,7 +114,7 @@ def mesh_over(devices: list, shape: MeshShape | tuple[int, int], owner: str) -> 
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:
-    """The mesh that `array` lives on; None on a single device, and for arrays that are being
+    """The mesh of `array`; None on a single device, and for arrays that are being
     traced."""
     sharding = None if isinstance(array, Tracer) else array.sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None

@@ -59,7 +59,7 @@ _STACKS: dict[str, Callable[[Config], range]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One row of the table: what there is to know of a parameter besides its values."""
+    """One row of the table: the properties of a parameter besides its values."""
 
     dims: str
     """The letters of its axes, separated by spaces. A stack of layers comes first: L, U or J, or

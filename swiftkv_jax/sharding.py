@@ -1,4 +1,4 @@
-"""Where each parameter and each activation lives on a mesh: shardings and sharding constraints.
+"""Shardings and sharding constraints of parameters and activations on a mesh.
 
 Batches are split over `data` and `fsdp`; heads, MLP width and vocabulary over `model` (tensor
 parallelism), as the table in `params` says; each matrix is also sharded over `fsdp`, and gathered
@@ -110,17 +110,17 @@ _gather.defvjp(
 
 
 def _fit[Tree: Llama | SwiftKV](shapes: Tree, mesh: Mesh) -> Tree:
-    def place(row: Param, shape, *, fsdp: bool = True) -> NamedSharding:
+    def sharding(row: Param, shape, *, fsdp: bool = True) -> NamedSharding:
         return NamedSharding(
             mesh, _spec(mesh, row.model_axes, shape.shape, int(row.stacked), fsdp=fsdp)
         )
 
     def fit(row: Param, shape):
         if not isinstance(shape, Quantized):
-            return place(row, shape)
+            return sharding(row, shape)
         # A scale has the first axes of its matrix and is split as they are, but not over `fsdp`.
-        scale = place(row, shape.scale, fsdp=False)
-        return Quantized(place(row, shape.values), scale, shape.scheme)
+        scale = sharding(row, shape.scale, fsdp=False)
+        return Quantized(sharding(row, shape.values), scale, shape.scheme)
 
     return map_params(fit, shapes, is_leaf=_is_quantized)
 

@@ -46,10 +46,10 @@ def test_bytes_are_the_formula(format, lower, group, pools):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_papers_savings(name):
-    """Of keys and values, without scales: -25 % and -37.5 % by sharing, with FP8 -62.5 % and -68.75
-    %."""
+    """Bytes of keys and values, without scales: -25 % and -37.5 % by sharing, with FP8 -62.5 % and
+    -68.75 %."""
     layers = PRESETS[name].num_layers
-    lower = layers // 2 - layers // 2 % 2  # of 126 layers 62, so that fours divide the rest
+    lower = layers // 2 - layers // 2 % 2  # 62 of 126 layers, so that fours divide the rest
     whole = bytes_per_token(PRESETS[name], jnp.bfloat16, swiftkv=False)
     for group, format, saving in (
         (2, "bfloat16", 0.25),

@@ -227,7 +227,9 @@ def test_what_transformers_writes(written):
         max_position_embeddings=2048,
     )
     rope = {**LLAMA3_SCALING, "rope_theta": 500000.0}
-    scaled = LlamaConfig(max_position_embeddings=131072, rope_parameters=rope)  # pyright: ignore[reportCallIssue]
+    scaled = LlamaConfig(  # pyright: ignore[reportCallIssue]
+        max_position_embeddings=131072, rope_parameters=rope
+    )
     assert config_from_hf(written(scaled)).rope_scaling == SCALING
     assert config_from_hf(written(scaled)).rope_theta == 500000.0
 

@@ -165,7 +165,7 @@ def test_modules_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_that_are_named_exist(page):
-    """Of each command in a block, every flag is one that its --help prints."""
+    """Every flag of a command in a block is one that the command's --help prints."""
     for words in commands(page):
         command = command_of(words)
         flags = {word for word in words[len(command) :] if re.match(r"--?[a-z]", word)}

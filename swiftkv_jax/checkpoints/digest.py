@@ -49,11 +49,11 @@ def digest(array: jax.Array) -> int:
 
 
 def digest_all(arrays: Iterable[jax.Array]) -> str:
-    """One digest of many arrays in order, as eight hexadecimal digits. They are asked for one at a
+    """One digest of many arrays in order, as eight hexadecimal digits. They are taken one at a
     time.
 
-    Of a model's weights it says the same on every mesh, but not of the same weights in another
-    dtype or cut.
+    The digest of a model's weights is the same on every mesh; in another dtype or cut the same
+    weights have another digest.
     """
     total = 0
     for array in arrays:

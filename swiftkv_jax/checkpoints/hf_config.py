@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "pruned_heads": ({}, None),
     "logit_scale": (1.0, None),
-    # Of SmolLM2: the split halves that this package computes, and a mark of conversion scripts.
+    # SmolLM2's: the split halves that this package computes, and a mark of conversion scripts.
     "rope_interleaved": (False, None),
     "is_llama_config": (True, None),
 }

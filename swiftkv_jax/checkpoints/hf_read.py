@@ -91,7 +91,7 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
 
 
 def delta_config(path: str | os.PathLike[str]) -> Config:
-    """The config that `open_delta` wants its base opened with."""
+    """The config to open the base of `open_delta` with."""
     return read_auxiliary_files(Path(path))[0]
 
 
@@ -221,16 +221,16 @@ def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict
     shapes = {name: leaf.tensor_shape for leaf in expected for name in leaf.tensors}
     eight_bits = {name for leaf in expected if leaf.part == VALUES for name in leaf.tensors}
     tied = "lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes
-    places: dict[str, list[Stored]] = {}
+    by_tensor_name: dict[str, list[Stored]] = {}
     for tensor in stored:
-        places.setdefault(tensor.name, []).append(tensor)
+        by_tensor_name.setdefault(tensor.name, []).append(tensor)
 
     def allowed(name: str) -> bool:
         return name in shapes or bool(_INERT.search(name)) or (tied and name == "lm_head.weight")
 
     found = {
         name: tensors[0]
-        for name, tensors in places.items()
+        for name, tensors in by_tensor_name.items()
         if name in shapes or (tied and name == "lm_head.weight")
     }
     shaped = [
@@ -245,11 +245,11 @@ def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict
         if found[name].code not in codes[name]
     ]
     problems = {
-        "missing": [name for name in shapes if name not in places],
-        "unexpected": [name for name in places if not allowed(name)],
+        "missing": [name for name in shapes if name not in by_tensor_name],
+        "unexpected": [name for name in by_tensor_name if not allowed(name)],
         "repeated": [
             f"{name} (in {', '.join(t.file.name for t in ts)})"
-            for name, ts in places.items()
+            for name, ts in by_tensor_name.items()
             if len(ts) > 1
         ],
         "wrong shape": [
@@ -281,7 +281,7 @@ def _stored_dtype(
     """The narrowest dtype that holds each of a leaf's tensors exactly. An empty stack has the
     embedding's.
 
-    Scales may be stored in fewer bits, but products want them in float32.
+    Scales may be stored in fewer bits, but products need them in float32.
     """
     if quantization is not None and leaf.part is not None:
         return np.dtype(np.float32) if leaf.part == SCALE else Scheme(quantization).dtype

@@ -1,8 +1,8 @@
 """Write Hugging Face checkpoints, a tensor at a time.
 
 `full` is what the authors' PyTorch class and vLLM plugin load: teacher and delta. `expanded`
-repeats each group's keys and values for every layer of the group, for loaders that know no groups.
-`delta` is only what was trained.
+repeats each group's keys and values for every layer of the group, for loaders without support for
+groups. `delta` is only what was trained.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARD_BYTES = 4_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Tensor:
     """A tensor to write: part `index` of a leaf's leading axis, or all of it."""
 
     leaf: Leaf
@@ -81,13 +81,13 @@ def write_hf(
     check_free(path)
     _check_format(source, format)
     wanted = parse_dtype(dtype)
-    pieces = _plan(source, format, wanted)
+    tensors = _plan(source, format, wanted)
     metadata = {}
     if format == "delta":
         metadata = {FORMAT: DELTA, BASE_DIGEST: base_model_digest(source)}
     with new_directory(path) as partial:
-        shards = _split(pieces, shard_bytes)
-        blocks = _tensors(source, pieces, wanted, progress)
+        shards = _split(tensors, shard_bytes)
+        blocks = _values(source, tensors, wanted, progress)
         names = (
             [SINGLE_FILE]
             if len(shards) == 1
@@ -108,11 +108,11 @@ def write_hf(
         if jax.process_index() == 0:
             if len(shards) > 1:
                 weight_map = {
-                    piece.name: name
+                    tensor.name: name
                     for name, shard in zip(names, shards, strict=True)
-                    for piece in shard
+                    for tensor in shard
                 }
-                size = {"total_size": sum(piece.num_bytes for piece in pieces)}
+                size = {"total_size": sum(tensor.num_bytes for tensor in tensors)}
                 index = {"metadata": size, "weight_map": weight_map}
                 write_json(partial / INDEX, index, canonical=True)
             dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
@@ -132,12 +132,12 @@ def base_model_digest(source: Source) -> str:
     Each is taken of the values rounded to bfloat16, so a base loaded in a wider dtype than its
     file's is the same base.
     """
-    pieces = [piece for piece in _plan(source, "full", None) if not piece.leaf.is_delta]
+    tensors = [tensor for tensor in _plan(source, "full", None) if not tensor.leaf.is_delta]
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     digests = {
-        piece.name: crc32(block.astype(bfloat16))
-        for piece, block in zip(
-            pieces, _tensors(source, pieces, None, lambda leaf: None), strict=True
+        tensor.name: crc32(block.astype(bfloat16))
+        for tensor, block in zip(
+            tensors, _values(source, tensors, None, lambda leaf: None), strict=True
         )
     }
     lines = "".join(f"{name} {digests[name]:08x}\n" for name in sorted(digests))
@@ -170,7 +170,7 @@ def _config(source: Source, format: str) -> Config:
     return config.cut(config.num_key_value_layers) if format == "expanded" else config
 
 
-def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Piece]:
+def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Tensor]:
     """Every tensor to write, in the order of the leaves; wide dtypes first, so that each starts at
     a multiple of its size."""
     chosen = [leaf for leaf in source.leaves if leaf.is_delta or format != "delta"]
@@ -178,47 +178,47 @@ def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Piece]:
         leaf.name: source.dtypes[leaf.name] if dtype is None or leaf.part else dtype
         for leaf in chosen
     }
-    pieces = []
+    tensors = []
     for leaf in sorted(chosen, key=lambda leaf: -dtypes[leaf.name].itemsize):
         named = (
             repeat_groups(source.config, leaf) if format == "expanded" else enumerate(leaf.tensors)
         )
-        pieces += [
-            _Piece(leaf, index if leaf.stacked else None, name, dtypes[leaf.name])
+        tensors += [
+            _Tensor(leaf, index if leaf.stacked else None, name, dtypes[leaf.name])
             for index, name in named
         ]
-    return pieces
+    return tensors
 
 
-def _split(pieces: Sequence[_Piece], shard_bytes: int) -> list[list[_Piece]]:
-    shards: list[list[_Piece]] = []
+def _split(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
+    shards: list[list[_Tensor]] = []
     room = 0
-    for piece in pieces:
-        if not shards or piece.num_bytes > room:
+    for tensor in tensors:
+        if not shards or tensor.num_bytes > room:
             shards.append([])
             room = shard_bytes
-        shards[-1].append(piece)
-        room -= piece.num_bytes
+        shards[-1].append(tensor)
+        room -= tensor.num_bytes
     return shards
 
 
-def _tensors(
+def _values(
     source: Source,
-    pieces: Sequence[_Piece],
+    tensors: Sequence[_Tensor],
     dtype: np.dtype | None,
     progress: Callable[[Leaf], None],
 ) -> Iterator[np.ndarray]:
-    """The pieces' tensors on the host. Each leaf is read once and let go before the next."""
+    """The values of the tensors on the host. Each leaf is read once and let go before the next."""
     where = source.shardings(None)
     array, current = None, None
-    for piece in pieces:
-        if piece.leaf is not current:
+    for tensor in tensors:
+        if tensor.leaf is not current:
             if current is not None:
                 progress(current)
-            array, current = None, piece.leaf
+            array, current = None, tensor.leaf
             array = source.read(current, dtype, where[current.name])
         assert array is not None
-        yield _to_host(array, piece.index).reshape(piece.leaf.tensor_shape)
+        yield _to_host(array, tensor.index).reshape(tensor.leaf.tensor_shape)
     if current is not None:
         progress(current)
 
@@ -231,12 +231,12 @@ def _to_host(array: jax.Array, index: int | None) -> np.ndarray:
     assert isinstance(array.sharding, NamedSharding)
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
     return np.asarray(
-        _whole(array, everywhere) if index is None else _entry(array, index, everywhere)
+        _replicate(array, everywhere) if index is None else _entry(array, index, everywhere)
     )
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _whole(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _replicate(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 

@@ -43,7 +43,7 @@ class Stored:
     start: int
     """Byte of the file at which its values begin."""
     crc32: int | None
-    """Of the tensor's bytes; None if the file records none."""
+    """CRC-32 of the tensor's bytes; None if the file records none."""
 
 
 def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:

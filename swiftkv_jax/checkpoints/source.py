@@ -314,10 +314,10 @@ def parse_dtype(dtype: Any) -> np.dtype | None:
 def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
     """Raise `CheckpointError` unless `wanted` is `stored` with, at most, another SwiftKV cut."""
     found = dataclasses.asdict(stored.cut(wanted.num_key_value_layers, wanted.key_value_group_size))
-    asked = dataclasses.asdict(wanted)
+    expected = dataclasses.asdict(wanted)
     if different := [
-        f"{name}={found[name]!r} (asked for {asked[name]!r})"
-        for name in asked
-        if asked[name] != found[name]
+        f"{name}={found[name]!r} (asked for {expected[name]!r})"
+        for name in expected
+        if expected[name] != found[name]
     ]:
         raise CheckpointError(f"{path}: not the model asked for: {', '.join(different)}")

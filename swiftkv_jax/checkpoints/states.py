@@ -34,14 +34,14 @@ class DamagedError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What a state says of itself."""
+    """What is stored beside the arrays of a state."""
 
     fingerprint: dict[str, Any]
     """Identifies the run."""
     digests: dict[str, int]
     """Leaf -> `digest.digest`."""
     score: float | None
-    """Of the held-out data, lower is better; None where it was not measured."""
+    """Score on the held-out data, lower is better; None where it was not measured."""
 
 
 def list_steps(folder: Path) -> list[int]:

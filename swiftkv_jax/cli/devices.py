@@ -19,7 +19,8 @@ from ..errors import UsageError
 from ..mesh import MeshShape
 
 GPU_MEMORY_FRACTION = 0.95
-"""Of a GPU's memory. The rest is for what JAX does not count: CUDA's context and libraries."""
+"""Share of a GPU's memory that JAX allocates. The rest is for what JAX does not count: CUDA's
+context and libraries."""
 DEFAULT_COMPILE_CACHE = "~/.cache/swiftkv-jax/compiled"
 
 

@@ -92,12 +92,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, demo: bool = True) -
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of weights and cache (default: bfloat16 on accelerators, float32 on a CPU)",
+        help="dtype of weights and cache (default: bfloat16 on accelerators, float32 on a CPU)",
     )
     add(
         "--quantization",
         choices=("none", "fp8", "int8"),
-        help="of the layers' matrices, while they are read (default: as stored)",
+        help="format of the layers' matrices, made while they are read (default: as stored)",
     )
     add(
         "--mesh",
@@ -125,7 +125,7 @@ def add_process_arguments(parser: argparse._ActionsContainer) -> None:
     add(
         "--coordinator-address",
         metavar="HOST:PORT",
-        help="of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say",
+        help="address of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say",
     )
     add(
         "--num-processes",

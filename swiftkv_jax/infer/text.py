@@ -12,7 +12,7 @@ from .engine.requests import Request
 
 REPLACEMENT = "\ufffd"
 PROMPT_TOKENS = 6
-"""Of a prompt, what its continuation's text can depend on."""
+"""Last tokens of a prompt on which its continuation's text can depend."""
 HELD_TOKENS = 8
 """Bytes that are no character yet are held back for so many tokens; after that, the last four."""
 
@@ -113,7 +113,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
 
 
 class Detokenizer:
-    """Text of a growing row of tokens, in pieces that add up to the text of the whole.
+    """Text of a growing row of tokens, in parts that add up to the text of the whole.
 
     A character may take several tokens. Text that ends in a replacement character is held back: its
     last bytes may be the beginning of a character. Of bytes that become none, only the last few
@@ -238,7 +238,7 @@ class TextStream:
 
     @classmethod
     def of(cls, tokenizer: Any, request: Request) -> TextStream:
-        """Of one sample of a request."""
+        """The stream of one sample of a request."""
         return cls(
             tokenizer,
             request.params.stop,

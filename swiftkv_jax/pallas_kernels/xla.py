@@ -10,7 +10,7 @@ recomputes a block's weights: five products a block to the forward's two.
 
 What fits in one block is computed directly, and differentiated by JAX.
 
-A block here is a tile of queries or keys; a piece of a cache is a page.
+A block here is a tile of queries or keys; a part of a cache is a page.
 
 Letters: B batch rows, T queries, S key positions, N query heads, K key/value heads, H head dim, I
 query blocks, X pages of a pool, P pages of a row. The T * N/K queries that share a key/value head

@@ -94,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--max-unreadable-share",
         type=float,
-        help=f"of a source's rows; more stop the run (default: {Recipe.max_unreadable_share:g})",
+        help=f"share of a source's rows; more stop the run "
+        f"(default: {Recipe.max_unreadable_share:g})",
     )
     flag(
         "--output-dir",
@@ -113,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)",
+        help="dtype of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)",
     )
     flag(
         "--remat",
@@ -181,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help=f"longer gradients are scaled down (default: {Recipe.max_grad_norm:g})",
     )
-    flag("--seed", type=int, help=f"of the data order (default: {Recipe.seed})")
+    flag("--seed", type=int, help=f"seed of the data order (default: {Recipe.seed})")
 
     flag = result.add_argument_group("loss").add_argument
     flag(
@@ -190,7 +191,11 @@ def parser() -> argparse.ArgumentParser:
         help="authors: the loss as in the authors' trainer, also on data with masked "
         "prompts: --loss-average positions --loss-mask unshifted",
     )
-    flag("--temperature", type=float, help=f"of both softmaxes (default: {Recipe.temperature:g})")
+    flag(
+        "--temperature",
+        type=float,
+        help=f"temperature of both softmaxes (default: {Recipe.temperature:g})",
+    )
     flag(
         "--kl",
         choices=("forward", "reverse", "jsd"),
@@ -205,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--hidden-loss-weight",
         type=float,
-        help=f"of the hidden-state error (default: {Recipe.hidden_loss_weight:g})",
+        help=f"weight of the hidden-state error (default: {Recipe.hidden_loss_weight:g})",
     )
     flag(
         "--hidden-loss-layer",

@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the weights (default: bfloat16 on accelerators, float32 on a CPU)",
+        help="dtype of the weights (default: bfloat16 on accelerators, float32 on a CPU)",
     )
     flag(
         "--output-dir",

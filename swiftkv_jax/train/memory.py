@@ -68,7 +68,7 @@ def memory_per_device(
 
 def _bytes(shapes: Any, shardings: Any) -> float:
     parts = jax.tree.map(
-        lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         shapes,
         shardings,
     )

@@ -127,10 +127,10 @@ def draw_run(rows: Sequence[dict[str, Any]]) -> str:
     height = (len(panels) + 1) // 2
     svg = StringIO()
     with figure(10, 2.6 * height, height, 2) as (picture, axes):
-        for panel, place in zip(panels, axes, strict=False):
-            _draw_panel(place, panel, rows)
-        for place in axes[len(panels) :]:
-            place.set_visible(False)
+        for panel, axis in zip(panels, axes, strict=False):
+            _draw_panel(axis, panel, rows)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
         picture.savefig(svg, format="svg", metadata={"Date": None})
     text = svg.getvalue()
     return text[text.index("<svg") :]

@@ -86,34 +86,37 @@ class MockModelRunner:
             self.rows[sequence.slot] = Row(sequence, tokens, sequence.num_remaining_tokens)
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
-        size, spans = self.shapes.page_size, [span for _, span in chunk.scheduled_tokens()]
-        if spans:
-            needs, limits = chunk_needs(chunk.spans, size), self.limits
+        size = self.shapes.page_size
+        scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
+        if scheduled_tokens:
+            needs, limits = chunk_needs(chunk.shards, size), self.limits
             assert needs.tokens <= limits.chunk_tokens and needs.tiles <= limits.max_tiles
             assert needs.scored_tokens <= limits.scored_tokens
             assert limits.context_pages is None or needs.context_pages <= limits.context_pages
             self.calls.append(f"prefill {needs.tokens}")
         written: set[tuple[int, int]] = set()
-        for span in spans:
-            state = span.request_state
+        for scheduled in scheduled_tokens:
+            state = scheduled.request_state
             pages = {
-                (state.dp_rank, state.pages[at // size]) for at in range(span.start, span.stop)
+                (state.dp_rank, state.pages[at // size])
+                for at in range(scheduled.start, scheduled.stop)
             }
-            assert not pages & written, "two spans write one page"
+            assert not pages & written, "two requests write one page"
             written |= pages
-            tokens = state.prompt_token_ids[span.start : span.stop]
-            self._write(state.dp_rank, state.pages, span.start, tokens)
+            tokens = state.prompt_token_ids[scheduled.start : scheduled.stop]
+            self._write(state.dp_rank, state.pages, scheduled.start, tokens)
         likeliest = []
-        for span in spans:  # all is written before a request reads what is before its last token
-            state = span.request_state
-            self._check(state.dp_rank, state.pages, state.prompt_token_ids[: span.stop])
+        # All is written before a request reads what is before its last token.
+        for scheduled in scheduled_tokens:
+            state = scheduled.request_state
+            self._check(state.dp_rank, state.pages, state.prompt_token_ids[: scheduled.stop])
             if isinstance(state.request, ScoreRequest):
                 prompt = state.prompt_token_ids
-                likeliest += [next_token(prompt[: at + 1]) for at in span.scored]
+                likeliest += [next_token(prompt[: at + 1]) for at in scheduled.scored]
         for dp_rank, copies in enumerate(chunk.page_copies):
             for source, target in copies:
                 self.pages[dp_rank, target] = self.pages[dp_rank, source]
-        return AsyncOutput(likeliest, "scores" if likeliest else None) if spans else None
+        return AsyncOutput(likeliest, "scores" if likeliest else None) if scheduled_tokens else None
 
     def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
         assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0

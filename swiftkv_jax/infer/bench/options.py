@@ -140,9 +140,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=5,
         metavar="N",
-        help="of every measurement (default: 5)",
+        help="repetitions of every measurement (default: 5)",
     )
-    add("--seed", type=_seed, default=0, help="of the prompts and arrivals (default: 0)")
+    add("--seed", type=_seed, default=0, help="seed of the prompts and arrivals (default: 0)")
     add(
         "--output",
         "-o",
@@ -150,7 +150,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="every raw number, and what was measured where",
     )
-    add("--plot", type=Path, metavar="PNG", help="of the table; needs matplotlib")
+    add("--plot", type=Path, metavar="PNG", help="chart of the table; needs matplotlib")
     add_engine_arguments(parser)
 
 

@@ -129,8 +129,8 @@ class Chat:
     def _turn(self, line: str) -> None:
         """Add the user's line and the reply, which is printed as it comes. Raises `UsageError` if
         the line does not fit, and leaves the conversation as it was."""
-        asked = [*self.messages, {"role": "user", "content": line}]
-        prompt = encode_chat(self._tokenizer, asked)
+        messages = [*self.messages, {"role": "user", "content": line}]
+        prompt = encode_chat(self._tokenizer, messages)
         room, limit = self._engine.max_model_len - len(prompt), self._engine.max_model_len
         if room < 1:
             raise UsageError(
@@ -143,7 +143,7 @@ class Chat:
             self._params, max_tokens=tokens, min_tokens=min(self._params.min_tokens, tokens)
         )
         reply, end = self._reply(Request(prompt, params))
-        self.messages = [*asked, {"role": "assistant", "content": reply}]
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
         if end == "length" and tokens == room:
             logger.info(
                 f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)"

@@ -59,7 +59,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-memory",
         type=_size,
         metavar="SIZE",
-        help="of the KV cache on each device, such as 24g (default: what is left)",
+        help="size of the KV cache on each device, such as 24g (default: what is left)",
     )
     names = ("--memory-utilization", "--gpu-memory-utilization")
     add(

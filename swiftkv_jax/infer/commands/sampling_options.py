@@ -65,14 +65,19 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
         "--repeat-penalty",
         type=float,
         metavar="R",
-        help="of tokens in prompt or output; 1 is off",
+        help="penalty of tokens in prompt or output; 1 is off",
     )
-    add("--presence-penalty", type=float, metavar="R", help="of tokens in the output; 0 is off")
+    add(
+        "--presence-penalty",
+        type=float,
+        metavar="R",
+        help="penalty of tokens in the output; 0 is off",
+    )
     add(
         "--frequency-penalty",
         type=float,
         metavar="R",
-        help="of tokens in the output, each time; 0 is off",
+        help="penalty of tokens in the output, each time; 0 is off",
     )
     add(
         "--logit-bias",
@@ -81,7 +86,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
         metavar="ID=VALUE",
         help="added to a token's logit; repeat to add more",
     )
-    add("--seed", type=int, help="of the draws (default: 0)")
+    add("--seed", type=int, help="seed of the draws (default: 0)")
     add("--stop", action="append", metavar="TEXT", help="end before this text; repeat to add more")
     add(
         "--stop-token-ids",

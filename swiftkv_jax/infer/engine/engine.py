@@ -288,12 +288,14 @@ class Engine[R: ModelRunnerBase]:
         return sent if sent.chunk or sent.sequences else None
 
     def _count(self, chunk: Chunk) -> None:
-        spans = [span for _, span in chunk.scheduled_tokens()]
-        tokens = sum(span.num_tokens for span in spans)
+        scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
+        tokens = sum(scheduled.num_tokens for scheduled in scheduled_tokens)
         self.stats.chunks += tokens > 0
         self.stats.prefilled_tokens += tokens
         ended = {
-            span.request_state for span in spans if span.stop == span.request_state.prefill_target
+            scheduled.request_state
+            for scheduled in scheduled_tokens
+            if scheduled.stop == scheduled.request_state.prefill_target
         } | {sequence.request_state for sequence in chunk.finished_prefill}
         self.stats.prompt_tokens += sum(len(state.prompt_token_ids) for state in ended)
 
@@ -362,9 +364,9 @@ class Engine[R: ModelRunnerBase]:
 
     def _score_outputs(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:
         stop = 0
-        for _, span in chunk.scheduled_tokens():
-            state, request = span.request_state, span.request_state.request
-            start, stop = stop, stop + len(span.scored)
+        for _, scheduled in chunk.scheduled_tokens():
+            state, request = scheduled.request_state, scheduled.request_state.request
+            start, stop = stop, stop + len(scheduled.scored)
             if not isinstance(request, ScoreRequest) or state.request_id not in self._requests:
                 continue
             likeliest, logprobs = self._scores.setdefault(state.request_id, ([], []))
@@ -372,7 +374,7 @@ class Engine[R: ModelRunnerBase]:
             logprobs.extend(
                 _logprob(scores, (entry,), request.top_logprobs) for entry in range(start, stop)
             )
-            if span.stop == state.prefill_target:
+            if scheduled.stop == state.prefill_target:
                 state.timing.first_token = state.timing.last_token = time.perf_counter()
                 self._forget(state)
                 yield RequestOutput(

@@ -110,7 +110,7 @@ class ScheduledTokens:
 
     @property
     def scored(self) -> range:
-        """Positions of this span whose predictions are scored."""
+        """Those of the positions whose predictions are scored."""
         scored = self.request_state.scored
         start = max(self.start, scored.start)
         return range(start, max(start, min(self.stop, scored.stop)))
@@ -120,7 +120,7 @@ class ScheduledTokens:
 class Chunk:
     """One step of prefill."""
 
-    spans: list[list[ScheduledTokens]]
+    shards: list[list[ScheduledTokens]]
     """Scheduled tokens of each data-parallel shard."""
     finished_prefill: list[Sequence]
     """Sequences that can decode once the chunk has run."""
@@ -130,6 +130,6 @@ class Chunk:
 
     def scheduled_tokens(self) -> Iterator[tuple[int, ScheduledTokens]]:
         """(dp_rank, scheduled tokens) of all shards."""
-        for dp_rank, spans in enumerate(self.spans):
-            for span in spans:
-                yield dp_rank, span
+        for dp_rank, shard in enumerate(self.shards):
+            for scheduled in shard:
+                yield dp_rank, scheduled

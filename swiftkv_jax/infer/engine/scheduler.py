@@ -84,13 +84,13 @@ class Scheduler:
         all of its keys and values before it reads any.
         """
         builders = [_ChunkBuilder(self.limits, self.page_size) for _ in self.pools]
-        chunk = Chunk([builder.spans for builder in builders], [], [[] for _ in builders])
+        chunk = Chunk([builder.scheduled for builder in builders], [], [[] for _ in builders])
         for state in list(self.prefilling):
             self._extend(state, builders[state.dp_rank], chunk)
         self._admit_waiting(builders, chunk)
-        for _, span in chunk.scheduled_tokens():
-            state = span.request_state
-            if span.stop == state.prefill_target and not state.sequences:
+        for _, scheduled in chunk.scheduled_tokens():
+            state = scheduled.request_state
+            if scheduled.stop == state.prefill_target and not state.sequences:
                 # The last chunk of a score: the next chunk may overwrite its pages.
                 self.pools[state.dp_rank].release(state.pages)
         # Not a set: every process must release pages in the same order.
@@ -100,7 +100,7 @@ class Scheduler:
                 # Aborted during prefill. Until now the other samples read its pages.
                 if sequence.index in state.aborted:
                     self.finish(sequence)
-        return chunk if chunk.finished_prefill or any(chunk.spans) else None
+        return chunk if chunk.finished_prefill or any(chunk.shards) else None
 
     def _admit_waiting(self, builders: list[_ChunkBuilder], chunk: Chunk) -> None:
         """Admit requests from the queue while the chunk has room."""
@@ -246,7 +246,7 @@ class _ChunkBuilder:
         self._tokens, self._tiles = limits.chunk_tokens, limits.max_tiles
         self._scored = limits.scored_tokens
         self._context: set[int] = set()
-        self.spans: list[ScheduledTokens] = []
+        self.scheduled: list[ScheduledTokens] = []
 
     def has_room(self) -> bool:
         return self._tokens > 0 and self._tiles > 0
@@ -264,11 +264,11 @@ class _ChunkBuilder:
             stop = min(stop, max(start, state.scored.start) + self._scored)
         if stop <= start or not self._add_context(state.pages[: -(-stop // size)]):
             return start
-        span = ScheduledTokens(state, start, stop)
-        self.spans.append(span)
-        self._tokens -= span.num_tokens
+        scheduled = ScheduledTokens(state, start, stop)
+        self.scheduled.append(scheduled)
+        self._tokens -= scheduled.num_tokens
         self._tiles -= -(-stop // size) - start // size
-        self._scored -= len(span.scored)
+        self._scored -= len(scheduled.scored)
         state.num_computed_tokens = stop
         return stop
 

@@ -14,7 +14,7 @@ from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
 from .shapes import choose_shapes
-from .weights import place, served_config, serving_weights
+from .weights import served_config, serving_weights, shard_model
 
 
 def build_model_runner(
@@ -32,13 +32,13 @@ def build_model_runner(
     served = served_config(model.config, swiftkv)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     mesh = mesh or mesh_of(model.llama.embed)
-    # All arrays are committed to their places from the start: a program compiled for uncommitted
+    # All arrays are committed to their devices from the start: a program compiled for uncommitted
     # arrays would be another one.
     if mesh is None:
         device = min(model.llama.embed.devices(), key=lambda device: device.id)
     else:
         device = mesh.local_devices[0]
-        model = place(model, mesh)
+        model = shard_model(model, mesh)
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
     delta = model.swiftkv if swiftkv else None
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):

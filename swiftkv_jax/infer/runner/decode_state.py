@@ -41,14 +41,14 @@ class DecodeBatch:
     def scatter(self, slots: Int[Array, " B"], batch: DecodeBatch) -> DecodeBatch:
         """Write back to their slots what decode steps change of the sequences in `batch`."""
 
-        def put(old, new):
+        def update(old, new):
             return old.at[slots].set(new, mode="drop")
 
         return dataclasses.replace(
             self,
-            token=put(self.token, batch.token),
-            length=put(self.length, batch.length),
-            remaining=put(self.remaining, batch.remaining),
+            token=update(self.token, batch.token),
+            length=update(self.length, batch.length),
+            remaining=update(self.remaining, batch.remaining),
         )
 
     def advance(self, token: Int[Array, " B"]) -> DecodeBatch:

@@ -32,7 +32,14 @@ from .decode_state import DecodeBatch, empty_batch, make_batch
 from .layout import Layout
 from .lowering import COPY_PAGES, INSERT_SEQUENCES, Key, lower_all
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
-from .prefill_chunk import INVALID_PAGE, Spans, chunk_needs, pack_scored, pack_spans, scored_index
+from .prefill_chunk import (
+    INVALID_PAGE,
+    ScheduledShards,
+    chunk_needs,
+    pack_chunk,
+    pack_scored,
+    scored_index,
+)
 from .shapes import Shapes, check_pages
 from .weights import Weights
 
@@ -146,7 +153,7 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Run every program: the first runs cost more. On a GPU, XLA records the launches of the
         first few."""
-        empty: Spans = [[] for _ in range(self.shapes.dp_size)]
+        empty: ScheduledShards = [[] for _ in range(self.shapes.dp_size)]
         for _ in range(3 if self._device.platform == "gpu" else 1):
             for key in self._compiled:
                 if key[0] in ("prefill", "score"):
@@ -188,14 +195,14 @@ class ModelRunner:
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """See `ModelRunnerBase`."""
         output = None
-        if any(chunk.spans):
-            output = self._prefill(self._prefill_key(chunk.spans), chunk.spans)
+        if any(chunk.shards):
+            output = self._prefill(self._prefill_key(chunk.shards), chunk.shards)
         self._copy(chunk.page_copies)
         return output
 
-    def _prefill_key(self, spans: Spans) -> Key:
+    def _prefill_key(self, shards: ScheduledShards) -> Key:
         """The smallest compiled program that can run a chunk."""
-        shapes, needs = self.shapes, chunk_needs(spans, self.shapes.page_size)
+        shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
 
         def fits(size: int, tokens: int, tiles: int) -> bool:
             return size >= tokens and shapes.tiles(size) >= tiles
@@ -230,21 +237,21 @@ class ModelRunner:
 
     # Calls --------------------------------------------------------------------
 
-    def _prefill(self, key: Key, spans: Spans) -> AsyncOutput:
+    def _prefill(self, key: Key, shards: ScheduledShards) -> AsyncOutput:
         shapes, (tokens, context) = self.shapes, (key[1], key[-1])
         common = {
             "page_size": shapes.page_size,
             "table_pages": shapes.table_pages,
             "context_pages": context,
         }
-        chunk = pack_spans(spans, tokens=tokens, tiles=shapes.tiles(tokens), **common)
+        chunk = pack_chunk(shards, tokens=tokens, tiles=shapes.tiles(tokens), **common)
         if key[0] == "prefill":
             cache, done = self._compiled[key](self.weights, chunk, self._state.cache)
             output = AsyncOutput(done)
         else:
-            scored = pack_scored(spans, scored=key[2], tiles=shapes.tiles(key[2]), **common)
+            scored = pack_scored(shards, scored=key[2], tiles=shapes.tiles(key[2]), **common)
             cache, result = self._compiled[key](self.weights, chunk, scored, self._state.cache)
-            output = AsyncOutput(_to_host(result), scored_index(spans))
+            output = AsyncOutput(_to_host(result), scored_index(shards))
         self._state = dataclasses.replace(self._state, cache=cache)
         return output
 

@@ -1,5 +1,5 @@
-"""A chunk of prefill as arrays: tokens of several requests one after the other, and their places in
-pages.
+"""A chunk of prefill as arrays: tokens of several requests one after the other, and their offsets
+in pages.
 
 Matrix products run over the packed tokens, so short prompts waste nothing. Attention and the cache
 work page by page: the tokens of a request that fall into one page are a *tile* of queries, at the
@@ -35,7 +35,7 @@ from ..engine.requests import ScoreRequest
 INVALID_PAGE = 2**30
 """A page number that is in no pool: nothing is written there."""
 
-Spans = list[list[ScheduledTokens]]
+ScheduledShards = list[list[ScheduledTokens]]
 """Scheduled tokens of each data-parallel shard."""
 
 
@@ -49,7 +49,7 @@ class QueryTiles:
     query_start: Leaf  # i32[W]; the first offset in the page that holds a token of the chunk
     query_end: Leaf  # i32[W]; one past the last
     source: Leaf  # i32[W]; index of the packed token at `query_start`
-    page_table: Leaf  # i32[W, P]; pages of the request, or their places in `gathered_pages`
+    page_table: Leaf  # i32[W, P]; pages of the request, or their indices in `gathered_pages`
     tile_index: Leaf  # i32[A, T]; of each packed token, tile * page_size + offset
 
 
@@ -95,8 +95,8 @@ def pack(x: Float[Array, "W page N H"], tiles: QueryTiles) -> Float[Array, "A T 
 # On the host ------------------------------------------------------------------
 
 
-def pack_spans(
-    spans: Spans,
+def pack_chunk(
+    shards: ScheduledShards,
     *,
     tokens: int,
     tiles: int,
@@ -107,29 +107,29 @@ def pack_spans(
     """The arrays of a chunk in NumPy: `tokens` and `tiles` on each shard, page tables of
     `table_pages`.
 
-    With `context_pages` the page tables hold places in `gathered_pages`, which lists each page
+    With `context_pages` the page tables hold indices in `gathered_pages`, which lists each page
     once.
     """
-    packed = np.zeros((2, len(spans), tokens), np.int32)
-    layout, gathered = _TileBuilder(len(spans), tokens, tiles, page_size, table_pages), []
-    for dp_rank, shard in enumerate(spans):
-        places = None if context_pages is None else {}
+    packed = np.zeros((2, len(shards), tokens), np.int32)
+    layout, gathered = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages), []
+    for dp_rank, shard in enumerate(shards):
+        page_indices = None if context_pages is None else {}
         at = 0
-        for span in shard:
-            positions, stop = range(span.start, span.stop), at + span.num_tokens
-            token_ids = span.request_state.prompt_token_ids[span.start : span.stop]
+        for scheduled in shard:
+            positions, stop = range(scheduled.start, scheduled.stop), at + scheduled.num_tokens
+            token_ids = scheduled.request_state.prompt_token_ids[scheduled.start : scheduled.stop]
             packed[0, dp_rank, at:stop] = token_ids
             packed[1, dp_rank, at:stop] = positions
-            layout.add(dp_rank, span, positions, at, places)
+            layout.add(dp_rank, scheduled, positions, at, page_indices)
             at = stop
-        if places is not None and context_pages is not None:
-            gathered.append([*places, *[0] * (context_pages - len(places))])
+        if page_indices is not None and context_pages is not None:
+            gathered.append([*page_indices, *[0] * (context_pages - len(page_indices))])
     pages = np.array(gathered, np.int32).reshape(-1) if gathered else None
     return PrefillChunk(packed[0], packed[1], layout.tiles(), pages)
 
 
 def pack_scored(
-    spans: Spans,
+    shards: ScheduledShards,
     *,
     scored: int,
     tiles: int,
@@ -138,27 +138,27 @@ def pack_scored(
     context_pages: int | None,
 ) -> ScoredTokens:
     """The scored tokens of the same chunk, `scored` and `tiles` on each shard."""
-    index = np.zeros((len(spans), scored), np.int32)
-    target = np.full((len(spans), scored), -1, np.int32)
+    index = np.zeros((len(shards), scored), np.int32)
+    target = np.full((len(shards), scored), -1, np.int32)
     num_logprobs = np.full_like(target, -1)
-    layout = _TileBuilder(len(spans), scored, tiles, page_size, table_pages)
-    for dp_rank, shard in enumerate(spans):
-        places = None if context_pages is None else {}
+    layout = _TileBuilder(len(shards), scored, tiles, page_size, table_pages)
+    for dp_rank, shard in enumerate(shards):
+        page_indices = None if context_pages is None else {}
         at = packed_at = 0
-        for span in shard:
-            if places is not None:  # in the same order as in `pack_spans`
-                _gather(places, span, page_size)
-            state, positions = span.request_state, span.scored
+        for scheduled in shard:
+            if page_indices is not None:  # in the same order as in `pack_chunk`
+                _gather(page_indices, scheduled, page_size)
+            state, positions = scheduled.request_state, scheduled.scored
             if isinstance(state.request, ScoreRequest) and positions:
                 stop = at + len(positions)
-                first = packed_at + positions.start - span.start
+                first = packed_at + positions.start - scheduled.start
                 following = state.prompt_token_ids[positions.start + 1 : positions.stop + 1]
                 index[dp_rank, at:stop] = np.arange(first, first + len(positions))
                 target[dp_rank, at:stop] = following
                 num_logprobs[dp_rank, at:stop] = state.request.top_logprobs
-                layout.add(dp_rank, span, positions, at, places)
+                layout.add(dp_rank, scheduled, positions, at, page_indices)
                 at = stop
-            packed_at += span.num_tokens
+            packed_at += scheduled.num_tokens
     return ScoredTokens(index, target, num_logprobs, layout.tiles())
 
 
@@ -177,14 +177,18 @@ class _TileBuilder:
     def add(
         self,
         dp_rank: int,
-        span: ScheduledTokens,
+        scheduled: ScheduledTokens,
         positions: range,
         at: int,
-        places: dict[int, int] | None,
+        page_indices: dict[int, int] | None,
     ) -> None:
         """Add the tiles of `positions`, whose tokens are packed from `at` on."""
-        size, pages = self._page_size, span.request_state.pages
-        table = pages[: -(-span.stop // size)] if places is None else _gather(places, span, size)
+        size, pages = self._page_size, scheduled.request_state.pages
+        table = (
+            pages[: -(-scheduled.stop // size)]
+            if page_indices is None
+            else _gather(page_indices, scheduled, size)
+        )
         for number in range(positions.start // size, -(-positions.stop // size)):
             tile, start = self._used[dp_rank], number * size
             first, end = max(positions.start - start, 0), min(positions.stop - start, size)
@@ -208,11 +212,11 @@ class _TileBuilder:
         )
 
 
-def _gather(places: dict[int, int], span: ScheduledTokens, page_size: int) -> list[int]:
-    """Places in `gathered_pages` of the pages that a span reads; new pages are appended to
-    `places`."""
-    pages = span.request_state.pages[: -(-span.stop // page_size)]
-    return [places.setdefault(page, len(places)) for page in pages]
+def _gather(page_indices: dict[int, int], scheduled: ScheduledTokens, page_size: int) -> list[int]:
+    """Indices in `gathered_pages` of the pages that scheduled tokens read; new pages are
+    appended to `page_indices`."""
+    pages = scheduled.request_state.pages[: -(-scheduled.stop // page_size)]
+    return [page_indices.setdefault(page, len(page_indices)) for page in pages]
 
 
 class ChunkNeeds(NamedTuple):
@@ -226,7 +230,7 @@ class ChunkNeeds(NamedTuple):
     """Pages that the chunk reads."""
 
 
-def chunk_needs(spans: Spans, page_size: int) -> ChunkNeeds:
+def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
     """Sizes for a chunk of at least one token."""
 
     def num_tiles(positions: range) -> int:
@@ -235,26 +239,27 @@ def chunk_needs(spans: Spans, page_size: int) -> ChunkNeeds:
     def needs(shard: list[ScheduledTokens]) -> ChunkNeeds:
         pages = {
             page
-            for span in shard
-            for page in span.request_state.pages[: -(-span.stop // page_size)]
+            for scheduled in shard
+            for page in scheduled.request_state.pages[: -(-scheduled.stop // page_size)]
         }
         return ChunkNeeds(
-            tokens=sum(span.num_tokens for span in shard),
-            tiles=sum(num_tiles(range(span.start, span.stop)) for span in shard),
-            scored_tokens=sum(len(span.scored) for span in shard),
-            scored_tiles=sum(num_tiles(span.scored) for span in shard),
+            tokens=sum(scheduled.num_tokens for scheduled in shard),
+            tiles=sum(num_tiles(range(scheduled.start, scheduled.stop)) for scheduled in shard),
+            scored_tokens=sum(len(scheduled.scored) for scheduled in shard),
+            scored_tiles=sum(num_tiles(scheduled.scored) for scheduled in shard),
             context_pages=len(pages),
         )
 
-    return ChunkNeeds(*map(max, zip(*map(needs, filter(None, spans)), strict=True)))
+    return ChunkNeeds(*map(max, zip(*map(needs, filter(None, shards)), strict=True)))
 
 
-def scored_index(spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """(dp_rank, index within `ScoredTokens`) of every scored token, span by span."""
-    places = [
-        (dp_rank, place)
-        for dp_rank, shard in enumerate(spans)
-        for place in range(sum(len(span.scored) for span in shard))
+def scored_index(shards: ScheduledShards) -> tuple[np.ndarray, np.ndarray]:
+    """(dp_rank, index within `ScoredTokens`) of every scored token, in the order of
+    `pack_scored`."""
+    entries = [
+        (dp_rank, index)
+        for dp_rank, shard in enumerate(shards)
+        for index in range(sum(len(scheduled.scored) for scheduled in shard))
     ]
-    dp_rank, place = np.array(places, np.int32).reshape(-1, 2).T
-    return dp_rank, place
+    dp_rank, index = np.array(entries, np.int32).reshape(-1, 2).T
+    return dp_rank, index

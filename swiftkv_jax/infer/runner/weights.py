@@ -171,7 +171,7 @@ def weight_shardings(
     )
 
 
-def place(model: Model, mesh: Mesh) -> Model:
+def shard_model(model: Model, mesh: Mesh) -> Model:
     """The model with its weights on `mesh`; those that are there already are not moved."""
     scheme = scheme_of(model.llama)
     shardings = llama_shardings(model.config, mesh, scheme)

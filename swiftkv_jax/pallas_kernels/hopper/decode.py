@@ -17,7 +17,7 @@ costs C FLOPs, 34 TFLOP/s at 4.3 TB/s and C=8; queries padded to 64 rows would a
 accumulator, an exchange between the warps per tile; the sums stay apart until the end.
 
 8-bit keys are widened in registers and multiplied from there. wgmma transposes only 16-bit operands
-in shared memory, so 8-bit values are widened into a tile there. All told that is 480 (FP8) or 545
+in shared memory, so 8-bit values are widened into a tile there. In all that is 480 (FP8) or 545
 (int8) instructions per warp and 64 positions of H=128, which arrive in 900 cycles: long tiles and a
 second block on the SM are to hide the latency of the rest.
 """
@@ -125,7 +125,9 @@ def _tile(head_dim, itemsize):
     width = math.gcd(head_dim, 64)
     if width * itemsize == 16:
         return ()
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize)  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(width * itemsize)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle
 
 
 def _kernel(

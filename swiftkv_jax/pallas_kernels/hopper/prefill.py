@@ -138,7 +138,8 @@ def attention(
         first_full = _first_full_block(ids, block_q, block_kv)
 
     swizzle = next(s for s in (128, 64, 32) if head_dim * q.dtype.itemsize % s == 0)
-    tiling = plgpu.TilingTransform((8, swizzle // q.dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    width = swizzle // q.dtype.itemsize
+    tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
     qo = plgpu.SMEM((_CONSUMERS, block_q, head_dim), q.dtype, transforms=transforms)
     ring = plgpu.SMEM((stages, block_kv, head_dim), q.dtype, transforms=transforms)

@@ -358,8 +358,8 @@ def _kernel(
         full = lax.div(length, block_kv)
         carry = lax.fori_loop(0, full, whole_block, carry)
 
-        # 3. The rest of the row. Its chunks share a semaphore, which tells only when all have
-        # arrived.
+        # 3. The rest of the row. Its chunks share a semaphore, which is complete only when all
+        # have arrived.
         chunks = pl.cdiv(length - full * block_kv, CHUNK)
         slot = lax.cond(chunks > 0, take_slot, lambda: jnp.int32(0))
 

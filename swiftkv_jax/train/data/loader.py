@@ -117,7 +117,7 @@ def batches(
 ) -> Generator[LocalBatch, None, None]:
     """Batches `start` to `stop - 1` of the endless shuffled mixture.
 
-    `positions` are those of the batch's `batch_size` rows that this process wants; it reads no
+    `positions` are those of the batch's `batch_size` rows that this process needs; it reads no
     others. Threads read ahead; with `workers` they run in as many processes of Grain's, which start
     in seconds and pay off only where one process cannot unpack rows as fast as they are used. The
     batches are the same. Close the generator to stop reading ahead.

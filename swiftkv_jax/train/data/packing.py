@@ -38,7 +38,7 @@ class PackedRow:
     def fields(self, length: int, loss_mask: LossMask = "shifted") -> dict[str, np.ndarray]:
         """The fields of `transformer.Batch` for this row, each [length].
 
-        row      a a a b b .        two documents and one place left over
+        row      a a a b b .        two documents and one position left over
         segment  1 1 1 2 2 0
         position 0 1 2 0 1 0
         mask     1 1 0 1 0 0        shifted: the last token of a document predicts nothing
@@ -64,10 +64,10 @@ EMPTY_ROW = PackedRow(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.i
 def pack(
     examples: Iterable[Example], length: int, window_tokens: int = WINDOW_TOKENS
 ) -> Iterator[PackedRow]:
-    """Cut examples into pieces of at most `length`, and put each piece into the fullest row that
-    still has room.
+    """Cut examples into segments of at most `length`, and put each into the fullest row that still
+    has room.
 
-    A piece is one segment with positions from 0. Rows are formed within windows of about
+    Positions of a segment start from 0. Rows are formed within windows of about
     `window_tokens` tokens, so memory is bounded. Deterministic in the order of `examples`.
     """
     window, size = [], 0
@@ -83,16 +83,16 @@ def pack(
     yield from _best_fit(window, length)
 
 
-def _best_fit(pieces: list[tuple[np.ndarray, np.ndarray]], length: int) -> Iterator[PackedRow]:
+def _best_fit(segments: list[tuple[np.ndarray, np.ndarray]], length: int) -> Iterator[PackedRow]:
     rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    space: list[tuple[int, int]] = []  # (free places, row), sorted, rows with room only
-    for piece in pieces:
-        size = len(piece[0])
+    space: list[tuple[int, int]] = []  # (free positions, row), sorted, rows with room only
+    for segment in segments:
+        size = len(segment[0])
         at = bisect.bisect_left(space, (size, -1))
         free, row = space.pop(at) if at < len(space) else (length, len(rows))
         if row == len(rows):
             rows.append([])
-        rows[row].append(piece)
+        rows[row].append(segment)
         if free > size:
             bisect.insort(space, (free - size, row))
     for row in rows:

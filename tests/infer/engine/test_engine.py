@@ -227,7 +227,7 @@ def test_a_broken_row_ends_alone(format, params):
 
 @functools.cache
 def broken_engine(format: KVCacheDtype) -> Engine[ModelRunner]:
-    """Of few pages, so that all are used again."""
+    """An engine with few pages, so that all are used again."""
     base = model()
     embed = base.llama.embed.at[60].set(jnp.nan)
     broken = dataclasses.replace(base, llama=dataclasses.replace(base.llama, embed=embed))

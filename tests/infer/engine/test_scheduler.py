@@ -133,8 +133,8 @@ def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
 
 
 def test_long_and_short_requests_share_memory():
-    """Of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones wait less,
-    and long ones no longer, than in strict order."""
+    """Requests of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones
+    wait less, and long ones no longer, than in strict order."""
     lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
     strict, fair = (first_outputs(max_skips, lengths) for max_skips in (1, MAX_SKIPS))
     assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])

@@ -22,7 +22,7 @@ from swiftkv_jax.infer.runner.decode_state import (
     make_batch,
 )
 from swiftkv_jax.infer.runner.lowering import lower_program
-from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_scored, pack_spans
+from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_scored
 from swiftkv_jax.infer.runner.programs import (
     copy_pages,
     decode,
@@ -65,10 +65,10 @@ def request_state(tokens, start: int, pages: list[int]) -> RequestState:
     return state
 
 
-def arrays(spans: list[ScheduledTokens], tokens: int):
+def arrays(scheduled: list[ScheduledTokens], tokens: int):
     common = {"page_size": PAGE, "table_pages": TABLE, "context_pages": None}
-    return pack_spans([spans], tokens=tokens, tiles=7, **common), pack_scored(
-        [spans], scored=tokens, tiles=7, **common
+    return pack_chunk([scheduled], tokens=tokens, tiles=7, **common), pack_scored(
+        [scheduled], scored=tokens, tiles=7, **common
     )
 
 
@@ -78,8 +78,8 @@ def arrays(spans: list[ScheduledTokens], tokens: int):
 def test_the_picture():
     """The drawing in `prefill_chunk`: request a from 6 to 9, request b from 0 to 3, pages of 4."""
     a, b = request_state(range(100, 111), 10, [3, 5, 7]), request_state(range(200, 205), 4, [2, 4])
-    spans = [ScheduledTokens(a, 6, 10), ScheduledTokens(b, 0, 4)]
-    chunk, scored = arrays(spans, 8)
+    scheduled = [ScheduledTokens(a, 6, 10), ScheduledTokens(b, 0, 4)]
+    chunk, scored = arrays(scheduled, 8)
     assert chunk.tokens.tolist() == [[106, 107, 108, 109, 200, 201, 202, 203]]
     assert chunk.positions.tolist() == [[6, 7, 8, 9, 0, 1, 2, 3]]
     tiles = chunk.tiles
@@ -102,7 +102,7 @@ def test_the_picture():
     assert tiles.tile_index.tolist() == [[2, 3, 4, 5, 8, 9, 10, 11]]
     assert tiles.page_table[:3, :3].tolist() == [[3, 5, 7], [3, 5, 7], [2, 0, 0]]
     assert tiles.query_end[3:].tolist() == [0] * 4 and (tiles.page[3:] > 10**9).all()
-    assert chunk_needs([spans], PAGE) == (8, 3, 2, 2, 4)
+    assert chunk_needs([scheduled], PAGE) == (8, 3, 2, 2, 4)
     assert scored.index[0, :2].tolist() == [3, 7] and scored.target[0, :3].tolist() == [
         110,
         204,
@@ -289,7 +289,7 @@ def test_prefill_costs_half(max_model_len):
 
 
 def test_a_score_of_a_short_continuation_costs_little_more_than_half():
-    """Of the teacher's, and of a full forward pass: 2,048 tokens of which 32 are scored."""
+    """Compared with the teacher and a full forward pass: 2,048 tokens, 32 of them scored."""
     ratio = flops(("score", 2048, 32, None), True, 2048) / flops(
         ("score", 2048, 2048, None), False, 2048
     )

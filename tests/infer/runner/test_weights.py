@@ -90,7 +90,7 @@ def test_places_are_known_without_weights(name, swiftkv):
 
 
 def test_bytes_of_8b():
-    """Of 8.03e9 parameters 1.05e9 are embedding and head; the student has 0.34e9 more and leaves
+    """Embedding and head are 1.05e9 of 8.03e9 parameters; the student has 0.34e9 more and leaves
     0.40e9 of the teacher's out."""
     bfloat16, fp8 = (
         num_bytes(weight_shapes(LLAMA_8B, True, jnp.bfloat16, scheme))

@@ -77,8 +77,7 @@ def test_top_k_counts_exactly_among_equals(top_k):
 
 
 def test_top_p_is_reached_not_passed():
-    """Of halves, quarters, ... the sums are exact: 3/4 takes two tokens, and what is above it
-    three."""
+    """Sums of halves, quarters, ... are exact: 3/4 takes two tokens, and what is above it three."""
     weights = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
     cases = {0.5: 1, 0.500001: 2, 0.75: 2, 0.750001: 3, 0.9375: 4, 0.94: 5, 1.0: 5}
     batch = rows(*[SamplingParams(temperature=1.0, top_p=p) for p in cases])

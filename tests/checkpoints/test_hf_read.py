@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: what is read and what is written."""
 
+import dataclasses
 import json
 import re
 
@@ -263,7 +264,8 @@ def test_delta_holds_what_was_trained_and_fits_only_its_base(tmp_path):
     assert_same_models(load_delta(tmp_path / "delta", base), model)
     with pytest.raises(CheckpointError, match="holds only the trained tensors"):
         load_hf(tmp_path / "delta")
-    other = base.replace(llama=base.llama.replace(final_norm=base.llama.final_norm + 1))  # pyright: ignore[reportAttributeAccessIssue]
+    llama = dataclasses.replace(base.llama, final_norm=base.llama.final_norm + 1)
+    other = dataclasses.replace(base, llama=llama)
     with pytest.raises(CheckpointError, match="was trained for another base model"):
         load_delta(tmp_path / "delta", other)
     with pytest.raises(UsageError, match="no delta"):
