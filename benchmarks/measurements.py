@@ -309,8 +309,8 @@ def sources() -> str:
         )
     return section(
         "Files",
-        "The results that this page was made from. Each holds its command, versions and commit. Older "
-        "files name the modules as they were called then.",
+        "The results that this page was made from. Each holds its command, versions and commit. "
+        "Older files name the modules as they were called then.",
         table(("subject", "file", "device", "versions", "date"), rows),
     )
 

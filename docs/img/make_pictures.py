@@ -180,7 +180,7 @@ def stacks(path: Path) -> None:
     drawing.box(690, 258, 180, 26, "norm [D]", color=RED, size=12)
     drawing.arrow((780, 258), (780, 221), color=RED)
     drawing.arrow((200, 239), (670, 239), (670, 271), (689, 271))
-    drawing.text(560, 232, "input of layer K", size=12, anchor="middle", color=GREY)
+    drawing.text(560, 255, "input of layer K", size=12, anchor="middle", color=GREY)
     for index, line in enumerate(
         (
             "Teacher: embed, lower, upper with upper_qkv, head.",

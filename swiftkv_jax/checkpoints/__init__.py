@@ -32,15 +32,16 @@ def load(
     config: Config | None = None,
     quantization: Quantization | None = None,
 ) -> Model:
-    """Load a directory of either kind. Arguments as in `hf_read.load_hf`. Raises `CheckpointError`."""
+    """Load a directory of either kind. Arguments as in `hf_read.load_hf`. Raises
+    `CheckpointError`."""
     return (load_orbax if is_orbax(path) else load_hf)(
         path, dtype=dtype, mesh=mesh, config=config, quantization=quantization
     )
 
 
 def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Open a directory of either kind for reading leaf by leaf. `config` as in `hf_read.load_hf`. Raises
-    `CheckpointError`."""
+    """Open a directory of either kind for reading leaf by leaf. `config` as in
+    `hf_read.load_hf`. Raises `CheckpointError`."""
     return (open_orbax if is_orbax(path) else open_hf)(path, config)
 
 

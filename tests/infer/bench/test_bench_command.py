@@ -155,7 +155,6 @@ def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
 def test_plot(tmp_path, mode):
     figures = (
         "tokens_per_s",
-        "ttft",
         "seconds_per_output_token",
         "output_tokens_per_s",
         "ttft_p50",
