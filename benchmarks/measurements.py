@@ -130,7 +130,7 @@ def lengths() -> str:
         f"{load:.1f} on {result['host']['cores']} cores): rates are far below those above. Only "
         "the ratios tell, by processor time more than by the clock.",
         table(("tokens", "times as fast", "by processor time", "by operations"), rows),
-        "![Prefill of SwiftKV and its teacher over the length](img/prefill.png)",
+        "![Speed-up and rate of prefill over the length](img/prefill.png)",
     )
 
 
@@ -309,7 +309,8 @@ def sources() -> str:
         )
     return section(
         "Files",
-        "The results that this page was made from. Each holds its command, versions and commit.",
+        "The results that this page was made from. Each holds its command, versions and commit. "
+        "Older files name the modules as they were called then.",
         table(("subject", "file", "device", "versions", "date"), rows),
     )
 

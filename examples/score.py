@@ -1,4 +1,5 @@
-"""Exact log-likelihoods: which of two continuations does the model prefer?
+"""Exact log-likelihoods: which of two continuations does the model prefer? And logits of a whole
+row, of the student and of its teacher.
 
 python examples/score.py [MODEL]
 """
@@ -6,6 +7,8 @@ python examples/score.py [MODEL]
 from __future__ import annotations
 
 import sys
+
+import jax.numpy as jnp
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
@@ -27,6 +30,12 @@ def main(path: str) -> None:
         assert output.logprobs is not None
         logprob = sum(token.logprob for token in output.logprobs)
         print(f"{logprob:8.2f}  {CONTINUATIONS[number]!r}")
+
+    tokens = jnp.array([model.tokenizer(CONTEXT + CONTINUATIONS[0])["input_ids"]])
+    student = skv.logits(model, tokens)  # [batch, tokens, vocabulary]
+    teacher = skv.logits(model, tokens, swiftkv=False)
+    agreement = (student.argmax(-1) == teacher.argmax(-1)).mean()
+    print(f"{agreement:8.0%}  of the next tokens are those of the teacher")
 
 
 if __name__ == "__main__":

@@ -204,6 +204,28 @@ def help_of(command: tuple[str, ...]) -> str:
     return printed.getvalue()
 
 
+def strings(path: Path) -> list[str]:
+    """The strings of a module, with … for what is filled in when it runs."""
+    found = []
+    for node in ast.walk(ast.parse(text_of(path))):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.sub("%[sd]", "…", node.value))
+    return found
+
+
+def test_messages_that_are_quoted_are_said():
+    page = text_of(ROOT / "docs" / "errors.md")
+    _, _, table = page.partition("| message says |")
+    messages = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
+    assert len(messages) >= 8
+    said = [text for path in (ROOT / "swiftkv_jax").rglob("*.py") for text in strings(path)]
+    missing = [quoted for quoted in messages if not any(quoted in text for text in said)]
+    assert not missing, missing
+
+
 def test_make_targets_that_are_named_exist():
     targets = set(re.findall(r"^([\w.$()/-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
     for page in PAGES:

@@ -173,12 +173,14 @@ def stacks(path: Path) -> None:
         drawing.box(500, y, 150, 26, "q [N, H, D]", color=RED, size=12)
         if index % 2:
             drawing.box(690, y, 180, 56, "k, v [K, H, D]", color=RED, size=12)
-    drawing.text(10, 306, "L", color=BLUE, bold=True)
-    drawing.text(10, 166, "U", color=BLUE, bold=True)
+    drawing.text(30, 248, "K lower layers", color=BLUE, bold=True)
+    drawing.text(30, 96, "U upper layers", color=BLUE, bold=True)
+    for start, end in ((360, 345), (258, 221), (104, 71)):  # the hidden state goes up
+        drawing.arrow((200, start), (200, end))
     drawing.box(690, 258, 180, 26, "norm [D]", color=RED, size=12)
     drawing.arrow((780, 258), (780, 221), color=RED)
-    drawing.arrow((431, 271), (689, 271))
-    drawing.text(560, 264, "input of layer K", size=12, anchor="middle", color=GREY)
+    drawing.arrow((200, 239), (670, 239), (670, 271), (689, 271))
+    drawing.text(560, 255, "input of layer K", size=12, anchor="middle", color=GREY)
     for index, line in enumerate(
         (
             "Teacher: embed, lower, upper with upper_qkv, head.",

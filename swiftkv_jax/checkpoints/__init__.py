@@ -1,8 +1,9 @@
-"""Checkpoints, in and out: Hugging Face directories (`hf`, `hf_export`), our own (`native`, Orbax),
-training runs (`run`, `states`).
+"""Checkpoints, in and out: Hugging Face directories (`hf_read`, `hf_write`), our own (`orbax_io`),
+training runs (`training_run`, `states`).
 
-Reading and writing go leaf by leaf (`source`), names come from one strict table (`names`), every
-weight has a digest, and a directory appears complete or not at all (`atomic`).
+Reading and writing go leaf by leaf (`source`), names are strict (`tensor_map`, from the table in
+`params`), every weight has a digest (`digest`), and a directory appears complete or not at all
+(`io.files`).
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ def load(
     config: Config | None = None,
     quantization: Quantization | None = None,
 ) -> Model:
-    """Load a directory of either kind. Arguments as in `hf.load_hf`. Raises `CheckpointError`."""
+    """Load a directory of either kind. Arguments as in `hf_read.load_hf`. Raises
+    `CheckpointError`."""
     return (load_orbax if is_orbax(path) else load_hf)(
         path, dtype=dtype, mesh=mesh, config=config, quantization=quantization
     )
 
 
 def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Open a directory of either kind for reading leaf by leaf. `config` as in `hf.load_hf`. Raises
-    `CheckpointError`."""
+    """Open a directory of either kind for reading leaf by leaf. `config` as in
+    `hf_read.load_hf`. Raises `CheckpointError`."""
     return (open_orbax if is_orbax(path) else open_hf)(path, config)
 
 

@@ -88,7 +88,7 @@ class Panel:
 _PANELS = (
     Panel("Loss", "loss", (("loss", "training"), ("eval_loss", "held-out"))),
     Panel(
-        "Its two parts",
+        "The two parts of the loss",
         "per token",
         (("logits_loss", "KL, nats"), ("hidden_loss", "hidden loss")),
         log=True,

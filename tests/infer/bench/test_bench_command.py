@@ -155,7 +155,6 @@ def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
 def test_plot(tmp_path, mode):
     figures = (
         "tokens_per_s",
-        "ttft",
         "seconds_per_output_token",
         "output_tokens_per_s",
         "ttft_p50",
@@ -172,3 +171,29 @@ def test_plot(tmp_path, mode):
     ]
     draw(mode, rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_prefill_shows_the_speed_up_over_the_length(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda picture, *_, **__: drawn.append(picture))
+    lengths, speed_ups = [16, 32, 48], [1.5, 1.75, 1.8]
+    rows = [
+        {"variant": name, "cell": {"prompts": 1, "input_len": length}, "tokens_per_s": 5.0}
+        | {"flops_share": 0.5}
+        | ({"speed_up": speed_up} if name == SWIFTKV else {})
+        for length, speed_up in zip(lengths, speed_ups, strict=True)
+        for name in (SWIFTKV, TEACHER)
+    ]
+    draw("prefill", rows, tmp_path / "a.png")
+    rates, ratios = drawn[0].axes
+    assert "tokens/s" in rates.get_title() and "Speed-up" in ratios.get_title()
+    line = ratios.get_lines()[0]
+    assert [*line.get_xdata()] == lengths and [*line.get_ydata()] == speed_ups
+    assert line.get_label() == "by the clock, 1 prompt"
+    assert [*ratios.get_xticks()] == lengths, "every measured length has a tick"
+
+    draw("prefill", [row for row in rows if row["variant"] == TEACHER], tmp_path / "a.png")
+    assert len(drawn[1].axes) == 1, "no speed-up without both variants"
