@@ -12,9 +12,10 @@ import jax
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
-# JAX has read it (see Makefile). Processes that tests start do without: some are killed, or find a
-# full disk, while they write what others would read.
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# The Makefile's cache of compiled programs is for the test processes themselves. JAX has read it;
+# processes that tests start do without: some are killed, or find a full disk, while they write.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 # Not the modules that define pytree dataclasses: the hook would also check what a transformation
 # puts into their fields.
