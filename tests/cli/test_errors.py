@@ -75,7 +75,7 @@ ENDS = [
     (DataError("row 3"), 1, "row 3"),
     (DivergenceError("step 5: loss is nan"), 1, "step 5: loss is nan"),
     (OutOfMemoryError("lower `max_model_len`"), 5, "lower --max-len"),
-    (FileNotFoundError(2, "No such file", "a.txt"), 1, "cannot use a.txt: no such file"),
+    (FileNotFoundError(2, "No such file", "a.txt"), 2, "cannot use a.txt: no such file"),
     (OSError(18, "Other device", "a", None, "b"), 1, "cannot use a or b: other device"),
     (OSError("checkpoint 7 could not be saved"), 1, "checkpoint 7 could not be saved"),
     (no_space(), 1, "cannot write out.json: no space left on device"),

@@ -153,7 +153,8 @@ def _checkpoint_params(model: Model) -> dict[str, Any]:
     try:
         SamplingParams(**found)
     except UsageError as error:
-        raise CheckpointError(f"{GENERATION_CONFIG}: {error}") from None
+        text = str(error).replace("`", "")  # a field of the file, not a flag
+        raise CheckpointError(f"{GENERATION_CONFIG}: {text}") from None
     logger.info(
         f"sampling as {GENERATION_CONFIG} says, where flags do not: "
         + ", ".join(f"{name} {value}" for name, value in found.items())

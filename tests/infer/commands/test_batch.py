@@ -105,7 +105,7 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         in errors["i"]
     )
     assert "id, or custom_id, must be a string or a whole number" in errors[15]
-    assert "`n`=3 samples do not fit into `max_num_seqs`=2" in errors["j"]
+    assert "n=3 samples do not fit into max_num_seqs=2" in errors["j"]
     captured = capsys.readouterr()
     assert (
         captured.out == ""
@@ -185,7 +185,7 @@ def test_lines_of_batch_files(tokenizer):
         (line | {"body": {"prompt": ["a", "b"]}}, "prompt is a list of 2 prompts: a row has one"),
         (line | {"body": {"prompt": [[5], [6]]}}, "prompt is a list of 2 prompts: a row has one"),
         (line | {"body": {"prompt": [5, 6.5]}}, "prompt must be a list of whole numbers"),
-        (line | {"body": {"prompt": "a", "best_of": 2}}, "best_of is not supported"),
+        (line | {"body": {"prompt": "a", "best_of": 2}}, "`best_of` is not supported"),
     ]
     for row, message in wrong:
         with pytest.raises(UsageError, match=message):
