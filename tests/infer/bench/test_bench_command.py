@@ -189,7 +189,7 @@ def test_plot_of_prefill_shows_the_speed_up_over_the_length(tmp_path, monkeypatc
     ]
     draw("prefill", rows, tmp_path / "a.png")
     rates, ratios = drawn[0].axes
-    assert "tokens/s" in rates.get_title() and "Speed-up" in ratios.get_title()
+    assert "tokens/s" in rates.get_title("left") and "Speed-up" in ratios.get_title("left")
     line = ratios.get_lines()[0]
     assert [*line.get_xdata()] == lengths and [*line.get_ydata()] == speed_ups
     assert line.get_label() == "by the clock, 1 prompt"
