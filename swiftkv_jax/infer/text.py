@@ -12,7 +12,7 @@ from .engine.requests import Request
 
 REPLACEMENT = "\ufffd"
 PROMPT_TOKENS = 6
-"""Last tokens of a prompt on which its continuation's text can depend."""
+"""Number of last tokens of a prompt on which its continuation's text can depend."""
 HELD_TOKENS = 8
 """Bytes that are no character yet are held back for so many tokens; after that, the last four."""
 
