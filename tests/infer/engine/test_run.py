@@ -111,7 +111,7 @@ def test_requests_that_can_never_run_are_handed_to_on_invalid(in_flight):
     invalid: dict[int, UsageError] = {}
     outputs = engine.run(requests, in_flight=in_flight, on_invalid=invalid.__setitem__)
     assert answers(outputs) == {1: expected(1), 3: expected(2)}
-    assert list(invalid) == [0, 2] and "start=5" in str(invalid[2])
+    assert list(invalid) == [0, 2] and "`start`=5" in str(invalid[2])
 
 
 def test_an_error_of_the_iterator_aborts_the_requests():
