@@ -144,7 +144,7 @@ def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
         and found[0] == found[2] == near(reference(tokens[-LONGEST:], LONGEST - after))[0]
     )
     assert caplog.messages == [
-        f"warning: 2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: "
+        f"2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: "
         f"raise `max_model_len`"
     ]
     model.loglikelihood(ask(("for", " word")))
@@ -226,7 +226,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(model, tokenizer, greedy,
     assert model.generate_until(ask((long, {"max_gen_toks": 8}))) == [
         tokenizer.decode(greedy(kept, 8))
     ]
-    assert caplog.messages[0].startswith("warning: 1 of 1 prompts do not fit")
+    assert caplog.messages[0].startswith("1 of 1 prompts do not fit")
     with pytest.raises(UsageError, match=f"max_gen_toks={LONGEST} leaves no room"):
         model.generate_until(ask((long, {"max_gen_toks": LONGEST})))
 

@@ -9,6 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.train.states import (
@@ -70,7 +71,10 @@ def test_a_save_that_failed_is_reported_by_the_next_one(tmp_path):
     checkpoints = open_run(tmp_path)
     checkpoints.restore(*shapes_and_shardings())
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = jax.config.read("jax_persistent_cache_min_compile_time_secs")
     try:
+        # A limit on files is one on the cache of compiled programs too: nothing goes there.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
         checkpoints.save(state_at(1))
         with pytest.raises(
@@ -79,6 +83,7 @@ def test_a_save_that_failed_is_reported_by_the_next_one(tmp_path):
             checkpoints.save(state_at(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", kept)
     checkpoints.close()
     assert restore(tmp_path) is None
     save_steps(tmp_path, 1)
