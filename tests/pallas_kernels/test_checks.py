@@ -1,7 +1,5 @@
 """The arguments that the two ops accept, and the errors for those that do not fit together."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,31 +11,26 @@ from swiftkv_jax.pallas_kernels import (
     decode_attention,
     prefill_attention,
 )
-
-B, T, N, K, S, H = 2, 6, 4, 2, 8, 64
-SCALE = jnp.ones((B, K, S))
-
-
-def zeros(*shape, dtype=jnp.bfloat16):
-    return jnp.zeros(shape, dtype)
+from tests.pallas_kernels.small_operands import (
+    SCALE,
+    B,
+    H,
+    K,
+    N,
+    S,
+    T,
+    decode_operands,
+    prefill_operands,
+    zeros,
+)
 
 
 def prefill(**changes):
-    arguments: dict[str, Any] = {
-        "q": zeros(B, T, N, H),
-        "k": zeros(B, K, S, H),
-        "v": zeros(B, K, S, H),
-    } | changes
-    return check_prefill(**arguments)
+    return check_prefill(**prefill_operands(**changes))
 
 
 def decode(**changes):
-    arguments: dict[str, Any] = {
-        "q": zeros(B, 1, N, H),
-        "k": zeros(B, K, S, H),
-        "v": zeros(B, K, S, H),
-    }
-    return check_decode(**{**arguments, "length": jnp.asarray([8, 3]), **changes})
+    return check_decode(**decode_operands(**changes))
 
 
 def both(**arrays):

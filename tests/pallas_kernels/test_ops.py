@@ -3,7 +3,6 @@ not."""
 
 import contextlib
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +12,26 @@ from swiftkv_jax.pallas_kernels import decode_attention, hopper, ops, prefill_at
 from swiftkv_jax.pallas_kernels.device import is_hopper
 from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit, unsupported_reason
 from tests.pallas_kernels.interpreted import under
-
-B, T, N, K, S, H = 2, 6, 4, 2, 8, 64
-SCALE = jnp.ones((B, K, S))
-
-
-def zeros(*shape, dtype=jnp.bfloat16):
-    return jnp.zeros(shape, dtype)
+from tests.pallas_kernels.small_operands import (
+    SCALE,
+    B,
+    H,
+    K,
+    N,
+    S,
+    T,
+    decode_operands,
+    prefill_operands,
+    zeros,
+)
 
 
 def prefill(**changes):
-    arguments: dict[str, Any] = {
-        "q": zeros(B, T, N, H),
-        "k": zeros(B, K, S, H),
-        "v": zeros(B, K, S, H),
-    } | changes
-    return prefill_attention(**arguments)
+    return prefill_attention(**prefill_operands(**changes))
 
 
 def decode(**changes):
-    arguments: dict[str, Any] = {
-        "q": zeros(B, 1, N, H),
-        "k": zeros(B, K, S, H),
-        "v": zeros(B, K, S, H),
-    }
-    return decode_attention(**{**arguments, "length": jnp.asarray([8, 3]), **changes})
+    return decode_attention(**decode_operands(**changes))
 
 
 INT8 = {"k": zeros(B, K, S, H, dtype=jnp.int8), "v": zeros(B, K, S, H, dtype=jnp.int8)}
