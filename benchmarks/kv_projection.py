@@ -86,24 +86,12 @@ def _main(args: argparse.Namespace) -> int:
     # Without a device the program is compiled for a described one.
     here = jax.default_backend() != "cpu" or args.shapes == "smoke"
     sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
-    document = {
-        "benchmark": "kv_projection",
-        **report.environment(seed),
-        "compiled_for": "this device" if here else TOPOLOGY,
-    }
+    document, path = report.begin(args, "kv_projection", seed, None if here else TOPOLOGY)
     document["assumed"] = {"matmul_flops": MATMUL, "copy_bytes": COPY, "kernel_seconds": KERNEL}
-    path = report.output_path(
-        args,
-        "kv-projection",
-        document["device"]["kind"],
-        document["date"],
-        compiled_for=None if here else TOPOLOGY,
-    )
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     roofline = report.roofline(args.shapes) if here else None
     if roofline is not None:
-        document["roofline"] = roofline.to_json()
-        print(f"roofline: {roofline}")
+        report.add_roofline(document, roofline)
     rows: list[dict[str, Any]] = []
     document["rows"] = rows
     for chunk in chunks:

@@ -117,32 +117,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
-    here = (
-        jax.default_backend() != "cpu" or args.shapes == "smoke"
-    )  # else the device is described, not there
-    document = {
-        "benchmark": "loss",
-        **report.environment(seed),
-        "compiled_for": "this device" if here else TOPOLOGY,
-    }
+    # Without a device the programs are compiled for a described one.
+    here = jax.default_backend() != "cpu" or args.shapes == "smoke"
+    document, path = report.begin(args, "loss", seed, None if here else TOPOLOGY)
     document |= {
         "tokens": size.tokens,
         "vocabulary": size.vocabulary,
         "width": size.width,
         "temperature": TEMPERATURE,
     }
-    path = report.output_path(
-        args,
-        "loss",
-        document["device"]["kind"],
-        document["date"],
-        compiled_for=None if here else TOPOLOGY,
-    )
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     roofline = report.roofline(args.shapes) if here else None
     if roofline is not None:
-        document["roofline"] = roofline.to_json()
-        print(f"roofline: {roofline}")
+        report.add_roofline(document, roofline)
     sharding = None if here else NamedSharding(topology_mesh(TOPOLOGY, (1, 1)), PartitionSpec())
     sets = [draw(size, jax.random.fold_in(key, number)) for number in range(2)] if here else []
     rows: list[dict[str, Any]] = []

@@ -78,6 +78,35 @@ def roofline(shapes: str) -> Roofline:
     return measure_roofline(jnp.bfloat16, 1, long=0.0 if shapes == "smoke" else LONG)
 
 
+def add_roofline(document: dict[str, Any], measured: Roofline) -> None:
+    """Note and print the roofline that a run's figures stand beside."""
+    document["roofline"] = measured.to_json()
+    print(f"roofline: {measured}", flush=True)
+
+
+def begin(
+    args: argparse.Namespace, benchmark: str, seed: int, compiled_for: str | None = None
+) -> tuple[dict[str, Any], Path | None]:
+    """The document of a run, and the file it goes to as `output_path` chooses it.
+
+    `compiled_for` names the described machine that programs are compiled for; None if they run on
+    this one.
+    """
+    document = {
+        "benchmark": benchmark,
+        **environment(seed),
+        "compiled_for": compiled_for or "this device",
+    }
+    path = output_path(
+        args,
+        benchmark.replace("_", "-"),
+        document["device"]["kind"],
+        document["date"],
+        compiled_for=compiled_for,
+    )
+    return document, path
+
+
 def environment(seed: int) -> dict[str, Any]:
     """Date, command, machine, versions and sources of a measurement."""
     return measured.provenance() | {"seed": seed, "sources_sha256": _sources()}

@@ -67,18 +67,7 @@ def _main(args: argparse.Namespace) -> int:
     start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
     device = jax.default_backend() != "cpu"
     here = device or args.shapes == "smoke"  # else the device is described, not there
-    document = {
-        "benchmark": "train_step",
-        **report.environment(seed),
-        "compiled_for": "this device" if here else TOPOLOGY,
-    }
-    path = report.output_path(
-        args,
-        "train-step",
-        document["device"]["kind"],
-        document["date"],
-        compiled_for=None if here else TOPOLOGY,
-    )
+    document, path = report.begin(args, "train_step", seed, None if here else TOPOLOGY)
     document |= {
         "length": size.length,
         "documents": documents(size.length),
@@ -93,8 +82,7 @@ def _main(args: argparse.Namespace) -> int:
             report.write_json(path, document)
     roofline = alone(report.roofline, args.shapes) if here else None
     if roofline is not None:
-        document["roofline"] = roofline.to_json()
-        print(f"roofline: {roofline}", flush=True)
+        report.add_roofline(document, roofline)
     for number, variant in enumerate(size.variants):
         row, spent = described(size, variant), time.monotonic() - start
         if spent > args.seconds:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import swiftkv_jax as skv
-from swiftkv_jax import demo
+from swiftkv_jax import cli, demo
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.cost import prefill_flops
@@ -149,7 +149,7 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def main() -> None:
+def main() -> int:
     started = time.time()
     emulate_cpu_devices(math.prod(MESH))
     parser = argparse.ArgumentParser(
@@ -181,7 +181,8 @@ def main() -> None:
         f"\n{table(columns, measured)}\n\n{time.time() - started:.0f} s in all; everything is in "
         f"{folder}"
     )
+    return cli.OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

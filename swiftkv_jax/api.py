@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from . import transformer
 from .attention import Attention
 from .config import Config
+from .errors import UsageError
 from .layers import unembed
 from .mesh import mesh_of
 from .model import Model
@@ -73,16 +75,31 @@ def save_hf(
 
 
 def logits(
-    model: Model, tokens: Int[Array, "B T"], *, swiftkv: bool | None = None
+    model: Model,
+    tokens: Int[ArrayLike, "B T"] | Sequence[Sequence[int]],
+    *,
+    swiftkv: bool | None = None,
 ) -> Float[Array, "B T V"]:
     """Logits of every position of whole rows, float32, all layers for all tokens.
 
     `swiftkv` False is the teacher, True the student, None the student if there is a delta. Raises
-    `ValueError` for the student of a model without a delta, and for the teacher of one whose upper
-    projections were dropped.
+    `ValueError` for the student of a model without a delta, for the teacher of one whose upper
+    projections were dropped, and if `tokens` are not rows of integers.
     """
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
-    return _logits(model.config, Attention(mesh_of(model.llama.embed)), model.llama, delta, tokens)
+    attention = Attention(mesh_of(model.llama.embed))
+    return _logits(model.config, attention, model.llama, delta, _rows(tokens))
+
+
+def _rows(tokens: Any) -> Int[Array, "B T"]:
+    """`tokens` as an array, also those that come as lists."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UsageError(
+            f"`tokens` must be rows of token ids (integers, batch x length), got {tokens.dtype} "
+            f"of shape {tokens.shape}"
+        )
+    return tokens
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -97,8 +114,8 @@ def _logits(config: Config, attention: Attention, llama: Llama, delta: SwiftKV |
 
 def distill_loss(
     model: Model,
-    tokens: Int[Array, "B T"],
-    loss_mask: Float[Array, "B T"],
+    tokens: Int[ArrayLike, "B T"] | Sequence[Sequence[int]],
+    loss_mask: Float[ArrayLike, "B T"],
     *,
     temperature: float = 2.0,
     hidden_weight: float = 1.0,
@@ -116,7 +133,8 @@ def distill_loss(
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")
-    batch = transformer.unpacked_batch(tokens, loss_mask)
+    tokens = _rows(tokens)
+    batch = transformer.unpacked_batch(tokens, jnp.asarray(loss_mask, jnp.float32))
     sums = _distill_sums(
         model.config,
         model.swiftkv,

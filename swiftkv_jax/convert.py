@@ -28,7 +28,7 @@ from .checkpoints.auxiliary import has_tokenizer
 from .checkpoints.hf_read import delta_config, open_delta, open_hf
 from .checkpoints.hf_write import write_hf
 from .checkpoints.source import Source
-from .checkpoints.tensor_map import Leaf
+from .checkpoints.tensor_map import MappedLeaf
 from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
 from .errors import CheckpointError, UsageError
 from .io.files import check_free
@@ -163,13 +163,13 @@ def _orbax2hf(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _bar(opened: Source) -> Iterator[Callable[[Leaf], None]]:
+def _bar(opened: Source) -> Iterator[Callable[[MappedLeaf], None]]:
     """A progress bar of bytes on stderr, advanced leaf by leaf; silent where stderr is no
     terminal."""
     total = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
     with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
 
-        def advance(leaf: Leaf) -> None:
+        def advance(leaf: MappedLeaf) -> None:
             bar.set_description(leaf.name, refresh=False)
             bar.update(_num_bytes(opened, leaf))
 
@@ -244,7 +244,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     return facts
 
 
-def _num_bytes(opened: Source, leaf: Leaf) -> int:
+def _num_bytes(opened: Source, leaf: MappedLeaf) -> int:
     return leaf.size * opened.dtypes[leaf.name].itemsize
 
 

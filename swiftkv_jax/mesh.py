@@ -86,9 +86,10 @@ def emulate_cpu_devices(count: int) -> bool:
     return count > 1 and jax.default_backend() == "cpu"
 
 
-def make_mesh(shape: MeshShape | tuple[int, int]) -> Mesh:
-    """A mesh over the first devices; a pair is (data, model). Raises `UsageError` if there are too
-    few."""
+def make_mesh(shape: str | MeshShape | tuple[int, int]) -> Mesh:
+    """A mesh over the first devices; a pair is (data, model), a text what `parse_mesh` takes.
+    Raises `UsageError` for a text that is no mesh, and if there are too few devices."""
+    shape = parse_mesh(shape) if isinstance(shape, str) else shape
     return mesh_over(jax.devices(), shape, "this process sees")
 
 

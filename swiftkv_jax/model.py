@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from .config import Config
-from .errors import ConfigError
+from .errors import ConfigError, UsageError
 from .params import Llama, SwiftKV, init_swiftkv, split_layers
 from .quantization import Scheme, refuse_quantized, scheme_of
 
@@ -70,6 +70,14 @@ class Model:
                 "SwiftKV checkpoint"
             )
         return self.swiftkv is not None if swiftkv is None else swiftkv
+
+
+def check_model(model: object) -> None:
+    """Raise `UsageError` unless `model` is a `Model`: paths and names have to be loaded first."""
+    if not isinstance(model, Model):
+        raise UsageError(
+            f"`model` must be a Model, as swiftkv_jax.load returns it, got {type(model).__name__}"
+        )
 
 
 def default_dtype() -> jnp.dtype:

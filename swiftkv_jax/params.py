@@ -199,7 +199,7 @@ def _rows(cls: type, stack: str = "?") -> dict[str, Any]:
     }
 
 
-LLAMA = Llama(
+LLAMA_PARAMS = Llama(
     lower=Block(**_rows(Block, "L")),
     lower_qkv=QKV(**_rows(QKV, "L")),
     upper=Block(**_rows(Block, "U")),
@@ -207,11 +207,11 @@ LLAMA = Llama(
     **_rows(Llama),
 )
 """The table of the frozen weights: a `Param` in the place of each leaf."""
-SWIFTKV = SwiftKV(**_rows(SwiftKV))
+SWIFTKV_PARAMS = SwiftKV(**_rows(SwiftKV))
 """The table of the delta."""
 _TABLES: dict[type, Any] = {
-    Llama: LLAMA,
-    SwiftKV: SWIFTKV,
+    Llama: LLAMA_PARAMS,
+    SwiftKV: SWIFTKV_PARAMS,
     Block: Block(**_rows(Block)),
     QKV: QKV(**_rows(QKV)),
 }
@@ -235,12 +235,12 @@ def map_params[Tree: Llama | SwiftKV | Block | QKV](
 
 def llama_params(config: Config) -> Llama:
     """The rows of the table that a model of this config has; None in the place of the others."""
-    return jax.tree.map(lambda row: row if row.when(config) else None, LLAMA)
+    return jax.tree.map(lambda row: row if row.when(config) else None, LLAMA_PARAMS)
 
 
 def swiftkv_params(config: Config) -> SwiftKV:
     """`llama_params` of the delta."""
-    return jax.tree.map(lambda row: row if row.when(config) else None, SWIFTKV)
+    return jax.tree.map(lambda row: row if row.when(config) else None, SWIFTKV_PARAMS)
 
 
 # Shapes and initial values ----------------------------------------------------

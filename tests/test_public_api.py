@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import demo
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
+from swiftkv_jax.infer import Engine
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("llama-init-4of8-group1", "llama-trained-4of8-group2-tied")
@@ -149,6 +150,38 @@ def test_a_teacher_needs_no_delta_and_a_student_does(recorded):
         skv.logits(plain, tokens_of(reference), swiftkv=True)
     with pytest.raises(ValueError, match="no delta"):
         skv.generate(plain, [[1, 2]], max_tokens=1, swiftkv=True)
+
+
+def test_tokens_may_be_lists(recorded):
+    model, reference = recorded
+    tokens, mask = reference["input_ids"], reference["labels"] != -100
+    np.testing.assert_array_equal(
+        skv.logits(model, tokens.tolist()), skv.logits(model, tokens_of(reference))
+    )
+    loss, _ = skv.distill_loss(model, tokens.tolist(), mask.tolist())
+    assert loss == skv.distill_loss(model, tokens_of(reference), jnp.asarray(mask))[0]
+
+
+def test_arguments_of_the_wrong_kind_are_refused(recorded):
+    model, _ = recorded
+    for tokens in ([1, 2], [[1.5]], 3):
+        with pytest.raises(skv.UsageError, match="`tokens` must be rows of token ids"):
+            skv.logits(model, tokens)
+    for call in (
+        lambda: skv.generate("a/path", "text", max_tokens=1),  # type: ignore[arg-type]
+        lambda: skv.chat("a/path", [], max_tokens=1),  # type: ignore[arg-type]
+        lambda: Engine.from_model("a/path"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(skv.UsageError, match="`model` must be a Model, as .*load.*got str"):
+            call()
+    with pytest.raises(skv.UsageError, match="expected DATAxMODEL"):
+        skv.make_mesh("two by one")
+
+
+def test_a_mesh_may_be_written_as_a_text():
+    mesh = skv.make_mesh("2x4")
+    assert mesh == skv.make_mesh((2, 4))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "model": 4}
 
 
 def test_everything_public_is_documented():

@@ -96,19 +96,14 @@ def _main(args: argparse.Namespace) -> int:
         if not args.implementation or name in args.implementation
     }
     seed = report.new_seed(args.seed)
-    document = {
-        "benchmark": "kernels",
-        **report.environment(seed),
-        "conventions": CONVENTIONS,
-        "shapes": args.shapes,
-    }
-    path = report.output_path(args, "kernels", document["device"]["kind"], document["date"])
+    document, path = report.begin(args, "kernels", seed)
+    document |= {"conventions": CONVENTIONS, "shapes": args.shapes}
     cli.log(f"{document['device']['kind']}, seed {seed}, writing {path or 'nothing'}")
 
     plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
     roofline = report.roofline(args.shapes)
-    document["roofline"] = roofline.to_json()
-    print(f"roofline: {roofline}; {CONVENTIONS}")
+    report.add_roofline(document, roofline)
+    print(CONVENTIONS)
     print(
         f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} {'of roof':>8} "
         f"{'of cuDNN':>8} {'error':>8}",

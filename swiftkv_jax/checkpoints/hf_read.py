@@ -28,7 +28,7 @@ from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
 from .safetensors_io import DTYPES, Stored, read_header, same_values
 from .source import Quantization, Source
-from .tensor_map import Leaf, by_name, check_no_problems, first_of, leaves, to_trees
+from .tensor_map import MappedLeaf, by_name, check_no_problems, first_of, leaves, to_trees
 from .tensor_reader import TensorReader
 
 __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
@@ -153,7 +153,7 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     return dataclasses.replace(opened, config=config, leaves=present, dtypes=dtypes)
 
 
-def _present(config: Config, stored: list[Stored], format: Format | None) -> tuple[Leaf, ...]:
+def _present(config: Config, stored: list[Stored], format: Format | None) -> tuple[MappedLeaf, ...]:
     """The leaves to expect: all of them, or without the teacher's upper q, k, v where the files
     hold none of those."""
     expected, found = leaves(config, quantization=format), {tensor.name for tensor in stored}
@@ -215,7 +215,7 @@ def _is_file(path: Path) -> bool:
 # Names ------------------------------------------------------------------------
 
 
-def _match(path: Path, expected: tuple[Leaf, ...], stored: list[Stored]) -> dict[str, Stored]:
+def _match(path: Path, expected: tuple[MappedLeaf, ...], stored: list[Stored]) -> dict[str, Stored]:
     """Name -> tensor, after checking that the files hold exactly what is expected. One error names
     every kind of difference."""
     shapes = {name: leaf.tensor_shape for leaf in expected for name in leaf.tensors}
@@ -276,7 +276,7 @@ def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Stored]) 
 
 
 def _stored_dtype(
-    leaf: Leaf, tensors: Mapping[str, Stored], quantization: Format | None
+    leaf: MappedLeaf, tensors: Mapping[str, Stored], quantization: Format | None
 ) -> np.dtype:
     """The narrowest dtype that holds each of a leaf's tensors exactly. An empty stack has the
     embedding's.

@@ -38,7 +38,7 @@ from .auxiliary import (
 from .digest import digest
 from .source import Quantization, Source
 from .states import quiet_orbax
-from .tensor_map import Leaf, check_no_problems, leaves
+from .tensor_map import MappedLeaf, check_no_problems, leaves
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
 VERSION = 1
@@ -66,7 +66,7 @@ def write_orbax(
     *,
     dtype: Any = None,
     mesh: Mesh | None = None,
-    progress: Callable[[Leaf], None] = lambda leaf: None,
+    progress: Callable[[MappedLeaf], None] = lambda leaf: None,
 ) -> None:
     """Write a source, leaf by leaf, read onto `mesh`; `progress` is called after each. `dtype` None
     keeps each leaf's own."""
@@ -138,7 +138,7 @@ class OrbaxReader:
     path: Path
     manifest: Mapping[str, Mapping[str, Any]]
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """One leaf, whose digest is checked in its stored dtype, before any cast."""
         entry = self.manifest[leaf.name]
         array = self._load(
@@ -151,7 +151,7 @@ class OrbaxReader:
             )
         return array.astype(dtype)
 
-    def _load(self, leaf: Leaf, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    def _load(self, leaf: MappedLeaf, stored: jax.ShapeDtypeStruct) -> jax.Array:
         if leaf.size == 0:
             return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
         from orbax.checkpoint import v1 as ocp
@@ -222,7 +222,7 @@ def _stored_format(manifest: dict[str, dict[str, Any]]) -> Format | None:
 
 def _match(
     path: Path, config: Config, manifest: dict[str, dict[str, Any]], quantization: Format | None
-) -> tuple[Leaf, ...]:
+) -> tuple[MappedLeaf, ...]:
     """The leaves present, after checking names, shapes and dtypes against the config. One error
     names every kind of difference."""
     has_delta = any(name.startswith("swiftkv.") for name in manifest)
@@ -260,7 +260,7 @@ def _match(
     return tuple(expected.values())
 
 
-def _collect(leaf: Leaf) -> None:
+def _collect(leaf: MappedLeaf) -> None:
     """Orbax leaves each array in reference cycles: let the large ones go before the next leaf needs
     room."""
     if leaf.size > 2**20:

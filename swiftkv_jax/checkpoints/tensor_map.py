@@ -32,7 +32,7 @@ from .compressed_tensors import SCALE_SUFFIX
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class MappedLeaf:
     """One array of our tree and the tensors of a Hugging Face checkpoint that it holds."""
 
     name: str
@@ -97,7 +97,7 @@ def leaves(
     teacher_qkv: bool = True,
     delta: bool = True,
     quantization: Format | None = None,
-) -> tuple[Leaf, ...]:
+) -> tuple[MappedLeaf, ...]:
     """Every leaf of a model with this cut, in tree order.
 
     `teacher_qkv` False leaves out the upper layers' own q, k, v; `delta` False leaves out the
@@ -113,7 +113,7 @@ def leaves(
         row = rows[name.removesuffix(f".{VALUES}").removesuffix(f".{SCALE}")]
         layers = row.layers(config) if row.stacked else None
         tensors = _tensor_names(row, layers, name.endswith(f".{SCALE}"))
-        found.append(Leaf(name, shape.shape, tensors, row))
+        found.append(MappedLeaf(name, shape.shape, tensors, row))
     return tuple(leaf for leaf in found if teacher_qkv or not leaf.is_teacher_qkv)
 
 
@@ -142,7 +142,7 @@ def to_trees(
     return llama, delta
 
 
-def repeat_groups(config: Config, leaf: Leaf) -> tuple[tuple[int, str], ...]:
+def repeat_groups(config: Config, leaf: MappedLeaf) -> tuple[tuple[int, str], ...]:
     """(index on the leading axis, tensor name) of every tensor, keys and values of a group once per
     layer of the group."""
     if leaf.param.axes[0] != "J":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SWIFTKV = {"auto": None, "on": True, "off": False}
+SWIFTKV_CHOICES = {"auto": None, "on": True, "off": False}
 """Values of --swiftkv, as the public functions take them."""
 NO_CACHE = "none"
 """The value of --compile-cache that turns it off."""
@@ -37,7 +37,7 @@ class ModelOptions:
     model: Path | None = None
     """Checkpoint directory; None is the demo model."""
     swiftkv: str = "auto"
-    """A key of `SWIFTKV`."""
+    """A key of `SWIFTKV_CHOICES`."""
     dtype: str | None = None
     quantization: Quantization | None = None
     mesh: MeshShape = MeshShape()
@@ -68,7 +68,7 @@ class ModelOptions:
     @property
     def uses_swiftkv(self) -> bool | None:
         """True runs the student, False the teacher, None the student if there is one."""
-        return SWIFTKV[self.swiftkv]
+        return SWIFTKV_CHOICES[self.swiftkv]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, demo: bool = True) -> None:
@@ -85,7 +85,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, demo: bool = True) -
     )
     add(
         "--swiftkv",
-        choices=SWIFTKV,
+        choices=SWIFTKV_CHOICES,
         default="auto",
         help="off runs the unmodified teacher (default: on if the checkpoint has it)",
     )

@@ -30,7 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import cli
-from ..cli.model_options import SWIFTKV, ModelOptions, add_model_arguments, load_model, read_model
+from ..cli.model_options import (
+    SWIFTKV_CHOICES,
+    ModelOptions,
+    add_model_arguments,
+    load_model,
+    read_model,
+)
 from ..distributed import is_main_process
 from ..errors import UsageError
 from ..infer.commands.engine_options import (
@@ -127,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_arguments(result)
     add(
         "--swiftkv",
-        choices=(*SWIFTKV, "both"),
+        choices=(*SWIFTKV_CHOICES, "both"),
         default="auto",
         help="off: the unmodified teacher; both: compared (default: on if there)",
     )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ..cache import KVCacheDtype
 from ..errors import DataError, UsageError
-from ..model import Model
+from ..model import Model, check_model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine
@@ -78,6 +78,7 @@ def generate(
     `ValueError`) if the logits are not finite, and the errors of `Engine.from_model`. Each call
     copies the layers into serving form and compiles the programs: for many calls keep an `Engine`.
     """
+    check_model(model)
     fields = {
         "temperature": temperature,
         "top_k": top_k,
@@ -137,6 +138,7 @@ def chat(
     `options` are those of `generate`. Raises its errors, and `UsageError` if the model has no chat
     template or the template fails on the messages.
     """
+    check_model(model)
     tokenizer = _tokenizer(model)
     prompt = encode_chat(tokenizer, messages)
     token_ids = generate(model, prompt, max_tokens=max_tokens, **options)

@@ -97,19 +97,27 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     """Token ids of a conversation up to the assistant's turn. The template writes every special
     token itself.
 
-    Raises `UsageError` if the tokenizer has no template, or if the template refuses the messages or
-    fails on them (`chat_template.render_chat`).
+    Raises `UsageError` if the tokenizer has no template, if the messages are not a list of objects
+    with a role, or if the template refuses them or fails on them (`chat_template.render_chat`).
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model's tokenizer has no chat template: use a chat model, or plain prompts"
         )
+    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        raise UsageError("messages must be a list of objects with role and content")
     try:
         text = render_chat(tokenizer, messages, add_generation_prompt=True)
     except DataError as error:
         raise UsageError(str(error)) from error
     check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_message(message: object) -> bool:
+    """Whether a message names its role. What else it holds is the template's concern: an answer
+    that only calls tools has no content."""
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
 class Detokenizer:

@@ -13,6 +13,7 @@ from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
 from tests.compile.compiled import compile_for
 
 N, K = 32, 8  # heads of Llama-3.1-8B
+TRAINED = 8192
 CACHE = {"bfloat16": jnp.bfloat16, "float8_e4m3fn": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
@@ -75,27 +76,28 @@ def test_prefill_of_chunks_in_a_pool(head_dim, page):
     assert memory is not None and memory.temp_size_in_bytes < operands[1].size * 2 / 8
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
-def test_training(head_dim, packed):
-    """Forward and backward, 8k tokens: three kernels, and nothing of the size of T x S around
-    them."""
-    length = 8192
-    q, kv, ids = (
-        shape(1, length, N, head_dim),
-        shape(1, K, length, head_dim),
-        shape(1, length, dtype=jnp.int32),
-    )
+def training(head_dim, packed, implementation):
+    """(gradient, shapes of its operands) of the attention of one row of `TRAINED` tokens."""
 
     def gradient(q, k, v, ids):
         op = functools.partial(
-            prefill_attention, segment_ids=ids if packed else None, implementation="hopper"
+            prefill_attention, segment_ids=ids if packed else None, implementation=implementation
         )
         return jax.grad(
             lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2)
         )(q, k, v)
 
-    compiled = check(gradient, q, kv, kv, ids, kernels=3)
+    kv = shape(1, K, TRAINED, head_dim)
+    return gradient, (shape(1, TRAINED, N, head_dim), kv, kv, shape(1, TRAINED, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+def test_training(head_dim, packed):
+    """Forward and backward, 8k tokens: three kernels, and nothing of the size of T x S around
+    them."""
+    gradient, (q, *others) = training(head_dim, packed, "hopper")
+    compiled = check(gradient, q, *others, kernels=3)
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 8 * q.size * 2
     assert f"{length},{length}" not in str(compiled.as_text())

@@ -2,13 +2,21 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
 from tests.compile.compiled import compile_for
-from tests.compile.test_hopper import DECODE, K, N, chunk_operands, decode_operands, shape
+from tests.compile.test_hopper import (
+    DECODE,
+    TRAINED,
+    K,
+    N,
+    chunk_operands,
+    decode_operands,
+    shape,
+    training,
+)
 
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
 
@@ -63,23 +71,9 @@ def test_prefill_of_chunks_in_a_pool(head_dim, page, topology):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
 def test_training(head_dim, packed, topology):
-    length = 8192
-    q, kv, ids = (
-        shape(1, length, N, head_dim),
-        shape(1, K, length, head_dim),
-        shape(1, length, dtype=jnp.int32),
-    )
-
-    def gradient(q, k, v, ids):
-        op = functools.partial(
-            prefill_attention, segment_ids=ids if packed else None, implementation="tpu"
-        )
-        return jax.grad(
-            lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2)
-        )(q, k, v)
-
-    compiled = check(topology, gradient, q, kv, kv, ids, kernels=3)
-    assert f"{length},{length}" not in str(compiled.as_text())
+    gradient, shapes = training(head_dim, packed, "tpu")
+    compiled = check(topology, gradient, *shapes, kernels=3)
+    assert f"{TRAINED},{TRAINED}" not in str(compiled.as_text())
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

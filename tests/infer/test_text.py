@@ -221,6 +221,17 @@ def test_the_first_special_token_is_never_doubled(tokenizer, monkeypatch):
     assert tokenizer.decode(ids) == "<s>[user]ab\n[assistant]"
 
 
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", {"role": "user"}, [{"content": "ab"}], ["ab"], [{"role": 1}], None],
+    ids=str,
+)
+def test_messages_that_are_none_are_refused(tokenizer, monkeypatch, messages):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
+    with pytest.raises(UsageError, match="messages must be a list of objects with role"):
+        encode_chat(tokenizer, messages)
+
+
 def test_chat_without_a_template_is_refused(tokenizer):
     with pytest.raises(UsageError, match="no chat template"):
         encode_chat(tokenizer, [{"role": "user", "content": "ab"}])

@@ -44,7 +44,7 @@ from ..runner.model_runner import ModelRunner
 from .cells import Cell, Mode, check_lengths
 from .options import BenchOptions, add_flags, plan
 from .plot import check_plot, draw
-from .summary import SWIFTKV, TEACHER, Variant, compare, derive, parameters, table, variant_of
+from .summary import STUDENT, TEACHER, Variant, compare, derive, parameters, table, variant_of
 from .timing import Raw, measure
 from .variants import Source, build, check_memory, fit_together, open_source
 
@@ -178,10 +178,10 @@ def _rows(
             for name, one in measured.items()
         }
         if len(of_cell) == 2:
-            student, teacher = (measured[name].raws[number] for name in (SWIFTKV, TEACHER))
-            of_cell[SWIFTKV] |= compare(mode, student, teacher)
-            of_cell[SWIFTKV]["teacher_flops_over_own"] = (
-                of_cell[TEACHER]["flops"] / of_cell[SWIFTKV]["flops"]
+            student, teacher = (measured[name].raws[number] for name in (STUDENT, TEACHER))
+            of_cell[STUDENT] |= compare(mode, student, teacher)
+            of_cell[STUDENT]["teacher_flops_over_own"] = (
+                of_cell[TEACHER]["flops"] / of_cell[STUDENT]["flops"]
             )
         for name, row in of_cell.items():
             head = {"label": str(cell), "variant": name, "cell": _plain(dataclasses.asdict(cell))}

@@ -13,9 +13,9 @@ from ...errors import UsageError
 from ..commands.engine_options import add_engine_arguments, given_engine_options, token_count
 from ..engine.options import EngineOptions
 from .cells import MODES, Cell, Mode, make_cells
-from .summary import SWIFTKV, TEACHER
+from .summary import STUDENT, TEACHER
 
-VARIANTS = {"on": SWIFTKV, "off": TEACHER}
+VARIANTS = {"on": STUDENT, "off": TEACHER}
 """Values of --swiftkv, and the variants that they measure."""
 
 
@@ -54,7 +54,7 @@ class BenchOptions:
         return cls(
             model=model,
             engine=given_engine_options(args),
-            variants=tuple(args.swiftkv or (SWIFTKV, TEACHER)),
+            variants=tuple(args.swiftkv or (STUDENT, TEACHER)),
             **{name: getattr(args, name) for name in names},
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import UsageError
 from ...io.plotting import COLORS, figure, matplotlib_missing
 from .cells import Mode
-from .summary import SWIFTKV, TEACHER
+from .summary import STUDENT, TEACHER
 
 # Panels of each mode: title, key, factor, and the share of the roofline that limits it, if one
 # does.
@@ -84,7 +84,7 @@ def _draw_variants(
     """A line for each variant and setting, and what all of the roofline would give if `share` names
     the share of it."""
     for setting, style, suffix in _settings(mode, rows):
-        for name, color in zip((SWIFTKV, TEACHER), COLORS, strict=False):
+        for name, color in zip((STUDENT, TEACHER), COLORS, strict=False):
             points = [row for row in setting if row["variant"] == name]
             if not points:
                 continue

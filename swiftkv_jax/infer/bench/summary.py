@@ -32,7 +32,7 @@ from .timing import Raw
 
 PERCENTILES = (50, 90, 99)
 TIMES = ("ttft", "tpot", "itl", "e2e")
-SWIFTKV, TEACHER = "swiftkv", "teacher"
+STUDENT, TEACHER = "swiftkv", "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def swiftkv(self) -> bool:
-        return self.name == SWIFTKV
+        return self.name == STUDENT
 
 
 def variant_of(name: str, config: Config, engine: Engine[ModelRunner]) -> Variant:

@@ -35,7 +35,7 @@ from ..runner.weights import num_bytes, served_config, weight_shapes
 from .cells import Cell, Mode, num_pages
 from .dummy import dummy_model
 from .options import BenchOptions
-from .summary import SWIFTKV, TEACHER
+from .summary import STUDENT, TEACHER
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _dummy_source(options: BenchOptions) -> Source:
         compile_cache=model.compile_cache,
     )
     config, name = _dummy_config(options)
-    if SWIFTKV in options.variants:
+    if STUDENT in options.variants:
         config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
     dtype, scheme = jnp.dtype(model.dtype or default_dtype()), None
     if model.quantization not in (None, "none"):
@@ -93,7 +93,7 @@ def _dummy_source(options: BenchOptions) -> Source:
             dtype,
             mesh=mesh,
             quantization=scheme,
-            student=SWIFTKV in names,
+            student=STUDENT in names,
             teacher=TEACHER in names,
         )
 
@@ -103,7 +103,7 @@ def _dummy_source(options: BenchOptions) -> Source:
 def _checkpoint_source(options: BenchOptions) -> Source:
     model, mesh = load_model(options.model)
     model = _with_cut(options, model)
-    if SWIFTKV in options.variants and model.swiftkv is None:
+    if STUDENT in options.variants and model.swiftkv is None:
         raise UsageError(
             f"`swiftkv`=on: {options.model.path} has no SwiftKV weights: give "
             f"`num_key_value_layers` to cut it for this measurement"
@@ -112,7 +112,7 @@ def _checkpoint_source(options: BenchOptions) -> Source:
 
     def read(names: Sequence[str]) -> Model:
         result = loaded.pop() if loaded else _with_cut(options, read_model(options.model, mesh))
-        return result if SWIFTKV in names else dataclasses.replace(result, swiftkv=None)
+        return result if STUDENT in names else dataclasses.replace(result, swiftkv=None)
 
     description = str(options.model.model or "the demo model")
     return Source(model.config, model.dtype, model.quantization, mesh, description, read)
@@ -163,7 +163,7 @@ def check_memory(
 
 def fit_together(source: Source, cells: Sequence[Cell], options: EngineOptions) -> bool:
     """Whether both engines fit beside each other and the weights they are made of."""
-    each = [_needed_memory(source, name, cells, options) for name in (SWIFTKV, TEACHER)]
+    each = [_needed_memory(source, name, cells, options) for name in (STUDENT, TEACHER)]
     total = sum(weights + cache for weights, cache in each) + max(weights for weights, _ in each)
     return total <= MAX_MEMORY_SHARE * _available_memory()
 
@@ -178,7 +178,7 @@ def _needed_memory(
 ) -> tuple[int, int]:
     """Bytes of weights and of cache on one device."""
     weights = num_bytes(
-        weight_shapes(source.config, name == SWIFTKV, source.dtype, source.quantization)
+        weight_shapes(source.config, name == STUDENT, source.dtype, source.quantization)
     )
     split = 1 if source.mesh is None else source.mesh.shape[MODEL]
     return weights // split, _cache_bytes(source, name, cells, options)
@@ -186,7 +186,7 @@ def _needed_memory(
 
 def _cache_bytes(source: Source, name: str, cells: Sequence[Cell], options: EngineOptions) -> int:
     """Bytes on one device of the cache that the largest cell fills."""
-    served = served_config(source.config, name == SWIFTKV)
+    served = served_config(source.config, name == STUDENT)
     rows = -(-options.max_num_seqs // dp_size(source.mesh))
     layout = Layout(served, cache_dtype(options.kv_cache_dtype, source.dtype), source.mesh)
     return num_pages(cells, rows, options.page_size) * layout.page_bytes(options.page_size)
@@ -215,7 +215,7 @@ def build(
     return Engine.from_model(
         model,
         options,
-        swiftkv=name == SWIFTKV,
+        swiftkv=name == STUDENT,
         mesh=source.mesh,
         attention=attention,
         donate=alone,

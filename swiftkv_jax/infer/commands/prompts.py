@@ -79,8 +79,6 @@ class PromptReader:
             if not isinstance(value, str):
                 raise UsageError("prompt must be a string")
             return self._encode(value)
-        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-            raise UsageError("messages must be a list of objects with role and content")
         return encode_chat(self._tokenizer, value)
 
     def _encode(self, text: str) -> list[int]:

@@ -36,6 +36,10 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
                 f"raise `max_model_len`"
             )
         return
+    if not isinstance(request, Request):
+        raise UsageError(
+            f"`request` must be a Request or a ScoreRequest, got {type(request).__name__}"
+        )
     params = request.params
     _check_ids("the prompt", request.prompt, config)
     if type(request.rng_stream) is not int or not 0 <= request.rng_stream < 2**32:

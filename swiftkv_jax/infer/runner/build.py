@@ -7,7 +7,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from ...attention import Attention
 from ...cache import cache_dtype
 from ...mesh import dp_size, mesh_of
-from ...model import Model
+from ...model import Model, check_model
 from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
 from .layout import Layout
@@ -28,6 +28,7 @@ def build_model_runner(
 ) -> ModelRunner:
     """The runner of an engine (arguments and errors as `Engine.from_model`). Nothing is compiled
     before `ModelRunner.prepare`."""
+    check_model(model)
     swiftkv = model.uses_swiftkv(swiftkv)
     served = served_config(model.config, swiftkv)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)

@@ -13,7 +13,7 @@ from swiftkv_jax.infer import bench
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.bench.cells import MODES, Cell, check_lengths, make_cells, num_pages
 from swiftkv_jax.infer.bench.plot import draw
-from swiftkv_jax.infer.bench.summary import SWIFTKV, TEACHER
+from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER
 from tests.infer.bench.conftest import CONFIG, ROOFLINE
 
 
@@ -135,7 +135,7 @@ def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
         len(re.findall(r"^\| 16 in, 4 out, 2 prompts \| (?:swiftkv|teacher) ", text.out, re.M)) == 2
     )
     order = re.findall(r"repetition \d: (\w+)", text.err)
-    assert order == [SWIFTKV, TEACHER, TEACHER, SWIFTKV], "they take turns in going first"
+    assert order == [STUDENT, TEACHER, TEACHER, STUDENT], "they take turns in going first"
     document = json.loads(path.read_text())
     student, teacher = document["rows"]
     assert student["cell"] == teacher["cell"] and [
@@ -144,7 +144,7 @@ def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
     assert [raw["seed"] for raw in teacher["repetitions"]] == [0, 1]
     assert student["speed_up"] > 0 and student["compilations"] == teacher["compilations"] == 0
     assert (
-        document["engines"][SWIFTKV]["plan"]["weights"]
+        document["engines"][STUDENT]["plan"]["weights"]
         != document["engines"][TEACHER]["plan"]["weights"]
     )
     assert document["config"]["num_key_value_layers"] == 1 and "jax" in document["versions"]
@@ -166,7 +166,7 @@ def test_plot(tmp_path, mode):
         {"variant": name, "cell": cell | {"input_len": length}}
         | shares
         | dict.fromkeys(figures, 5.0)
-        for name in (SWIFTKV, TEACHER)
+        for name in (STUDENT, TEACHER)
         for length in (16, 32)
     ]
     draw(mode, rows, tmp_path / "a.png")
@@ -183,9 +183,9 @@ def test_plot_of_prefill_shows_the_speed_up_over_the_length(tmp_path, monkeypatc
     rows = [
         {"variant": name, "cell": {"prompts": 1, "input_len": length}, "tokens_per_s": 5.0}
         | {"flops_share": 0.5}
-        | ({"speed_up": speed_up} if name == SWIFTKV else {})
+        | ({"speed_up": speed_up} if name == STUDENT else {})
         for length, speed_up in zip(lengths, speed_ups, strict=True)
-        for name in (SWIFTKV, TEACHER)
+        for name in (STUDENT, TEACHER)
     ]
     draw("prefill", rows, tmp_path / "a.png")
     rates, ratios = drawn[0].axes

@@ -13,7 +13,7 @@ from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.bench import summary
 from swiftkv_jax.infer.bench.cells import Cell
 from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
-from swiftkv_jax.infer.bench.summary import SWIFTKV, TEACHER, Variant
+from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, Variant
 from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.quantization import Scheme, dequantize
@@ -48,7 +48,7 @@ def test_flops_are_those_that_xla_counts(swiftkv):
 
 
 def test_prefill_figures():
-    variant = Variant(SWIFTKV, CONFIG, **BYTES, decode_steps=2)
+    variant = Variant(STUDENT, CONFIG, **BYTES, decode_steps=2)
     raws = [
         {"seconds": s, "cpu_seconds": s, "ttft": 3.0, "chunks": 3, "compilations": 0}
         for s in (4.0, 2.0, 8.0)
@@ -95,7 +95,7 @@ def test_decode_figures():
 
 
 def test_latency_figures():
-    variant = Variant(SWIFTKV, CONFIG, **BYTES, decode_steps=2)
+    variant = Variant(STUDENT, CONFIG, **BYTES, decode_steps=2)
     lists = {"ttft": [1.0, 3.0], "tpot": [0.5, None], "e2e": [2.0, 4.0], "itl": []}
     raws = [
         lists | {"seconds": 10.0, "host": 1.0, "chunks": 2, "decode_calls": 4, "compilations": 0}
@@ -118,7 +118,7 @@ def test_latency_figures():
 
 def test_weights_read_by_a_step(bench_engine):
     """Not the embedding, whose rows are looked up; and keys and values once for every layer."""
-    variant = summary.variant_of(SWIFTKV, CONFIG, bench_engine)
+    variant = summary.variant_of(STUDENT, CONFIG, bench_engine)
     student = sum(leaf.nbytes for leaf in jax.tree.leaves(bench_engine.model_runner.weights))
     assert variant.weight_bytes == student - 64 * 32 * 4
     assert variant.kv_bytes == 2 * 2 * 2 * 8 * 4
@@ -132,7 +132,7 @@ def test_bytes_of_prefill_are_what_its_program_takes(swiftkv):
         EngineOptions(max_model_len=32, max_num_seqs=1, chunks=(16,)),
         swiftkv=swiftkv,
     )
-    variant = summary.variant_of(SWIFTKV if swiftkv else TEACHER, CONFIG, engine)
+    variant = summary.variant_of(STUDENT if swiftkv else TEACHER, CONFIG, engine)
     program = engine.model_runner._compiled["prefill", 16, None].memory_analysis()
     cache = jax.tree.leaves(engine.model_runner._state.cache)
     rest = (

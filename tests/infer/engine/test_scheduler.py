@@ -241,6 +241,7 @@ def test_requests_that_can_never_run_are_refused():
         (ScoreRequest([1, 2], 0), "`start`=0 must be from 1 to 1"),
         (ScoreRequest([1, 2], 1, top_logprobs=21), "`top_logprobs`=21"),
         (ScoreRequest([1] * 65, 1), "65 tokens are above the limit of 64"),
+        ([1, 2], "`request` must be a Request or a ScoreRequest, got list"),
     ):
         with pytest.raises(UsageError, match=message):
             engine.add_request(request)
