@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from .config import Config
 from .mesh import FSDP, MODEL, row_axes
 from .params import (
-    LLAMA,
+    LLAMA_PARAMS,
     QKV,
     Block,
     Llama,
@@ -76,7 +76,7 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
 
 def all_gather_vocabulary(mesh: Mesh | None, matrix: jax.Array) -> jax.Array:
     """`all_gather_fsdp` for the embedding and the output matrix, V D."""
-    return matrix if mesh is None else _gather(mesh, LLAMA.embed.model_axes, matrix, 0)
+    return matrix if mesh is None else _gather(mesh, LLAMA_PARAMS.embed.model_axes, matrix, 0)
 
 
 def constrain_activations(mesh: Mesh | None, x: jax.Array, *, sequence: bool = False) -> jax.Array:

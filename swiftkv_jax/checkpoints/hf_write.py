@@ -28,7 +28,7 @@ from ..model import Model
 from .auxiliary import write_auxiliary_files
 from .safetensors_io import crc32, write_file
 from .source import Source, from_model, parse_dtype
-from .tensor_map import Leaf, repeat_groups
+from .tensor_map import MappedLeaf, repeat_groups
 
 Format = Literal["full", "delta", "expanded"]
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -41,7 +41,7 @@ SHARD_BYTES = 4_000_000_000
 class _Tensor:
     """A tensor to write: part `index` of a leaf's leading axis, or all of it."""
 
-    leaf: Leaf
+    leaf: MappedLeaf
     index: int | None
     name: str
     dtype: np.dtype
@@ -70,7 +70,7 @@ def write_hf(
     format: Format = "full",
     dtype: Any = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[Leaf], None] = lambda leaf: None,
+    progress: Callable[[MappedLeaf], None] = lambda leaf: None,
 ) -> None:
     """Write a source, leaf by leaf; `progress` is called after each. `dtype` None keeps each leaf's
     own.
@@ -206,7 +206,7 @@ def _values(
     source: Source,
     tensors: Sequence[_Tensor],
     dtype: np.dtype | None,
-    progress: Callable[[Leaf], None],
+    progress: Callable[[MappedLeaf], None],
 ) -> Iterator[np.ndarray]:
     """The values of the tensors on the host. Each leaf is read once and let go before the next."""
     where = source.shardings(None)

@@ -34,7 +34,7 @@ from ..quantization import (
     scheme_for,
 )
 from ..sharding import llama_shardings, swiftkv_shardings
-from .tensor_map import Leaf, by_name, leaves, to_trees
+from .tensor_map import MappedLeaf, by_name, leaves, to_trees
 
 Quantization = Literal["none", "fp8", "int8"]
 """What a caller may ask for, besides None: as stored."""
@@ -43,7 +43,7 @@ Quantization = Literal["none", "fp8", "int8"]
 class LeafReader(Protocol):
     """Where the arrays of a `Source` come from."""
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """One leaf in `dtype`, where `sharding` says. Raises `CheckpointError` for damage."""
         ...
 
@@ -53,7 +53,7 @@ class Source:
     """An unread model."""
 
     config: Config
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[MappedLeaf, ...]
     """Those present: without the delta for a plain Llama, without the teacher's upper q, k, v where
     they were dropped."""
     dtypes: Mapping[str, np.dtype]
@@ -77,7 +77,7 @@ class Source:
         """Whether the teacher can run: its upper q, k, v are there."""
         return any(leaf.is_teacher_qkv for leaf in self.leaves)
 
-    def read(self, leaf: Leaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:
         """One leaf where `sharding` says; `dtype` None is the stored one, and the two parts of a
         quantised matrix have no other. Raises `CheckpointError` for damage."""
         stored = self.dtypes[leaf.name]
@@ -197,7 +197,7 @@ class ArrayReader:
 
     arrays: Mapping[str, jax.Array]
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         array = self.arrays[leaf.name]
         return array if array.dtype == dtype else array.astype(dtype)
 
@@ -225,7 +225,7 @@ class DeltaOnBase:
     base: LeafReader
     delta: LeafReader
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         return (self.delta if leaf.is_delta else self.base).read(leaf, dtype, sharding)
 
 
@@ -251,7 +251,7 @@ class OtherSplit:
     stored: Source
     num_lower_layers: int
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         if not leaf.stacked:
             return self.stored.read(leaf, dtype, sharding)
         stacks = [self.stored.read(part, dtype, sharding) for part in self.parts(leaf)]
@@ -259,7 +259,7 @@ class OtherSplit:
         mine = layers[: self.num_lower_layers] if lower else layers[self.num_lower_layers :]
         return jax.device_put(mine, sharding)
 
-    def parts(self, leaf: Leaf) -> list[Leaf]:
+    def parts(self, leaf: MappedLeaf) -> list[MappedLeaf]:
         """The stored leaves that hold layers of `leaf`: those of the lower and the upper stack."""
         if not leaf.stacked:
             return [leaf]

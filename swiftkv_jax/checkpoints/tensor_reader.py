@@ -15,7 +15,7 @@ from ..errors import CheckpointError, OutOfMemoryError
 from ..hardware import GIB
 from ..quantization import SCALE
 from .safetensors_io import DTYPES, Stored, read_into, verify
-from .tensor_map import Leaf
+from .tensor_map import MappedLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TensorReader:
     tensors: Mapping[str, Stored]
     """By name."""
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """One leaf onto its devices. Equal slices (copies on several devices) are read once."""
         if leaf.size == 0:
             return jnp.zeros(leaf.shape, dtype, device=sharding)
@@ -44,7 +44,7 @@ class TensorReader:
         return jax.make_array_from_callback(leaf.shape, sharding, block)
 
     def _read_ranges(
-        self, leaf: Leaf, ranges: tuple[range, ...], dtype: np.dtype, verified: set[str]
+        self, leaf: MappedLeaf, ranges: tuple[range, ...], dtype: np.dtype, verified: set[str]
     ) -> np.ndarray:
         """The part of a leaf within `ranges`, one tensor after another. Of a tensor that is read in
         part the checksum is verified once."""
@@ -66,7 +66,7 @@ class TensorReader:
         return out
 
 
-def _check_values(leaf: Leaf, tensor: Stored, values: np.ndarray) -> None:
+def _check_values(leaf: MappedLeaf, tensor: Stored, values: np.ndarray) -> None:
     narrowed = values.dtype == np.float16 and DTYPES[tensor.code] != values.dtype
     if narrowed and not np.isfinite(values).all():
         raise CheckpointError(
@@ -80,7 +80,7 @@ def _check_values(leaf: Leaf, tensor: Stored, values: np.ndarray) -> None:
         )
 
 
-def _empty(leaf: Leaf, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _empty(leaf: MappedLeaf, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An array that a CPU device can take over without a copy: that needs an address divisible by
     64."""
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -95,7 +95,7 @@ def _empty(leaf: Leaf, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _merge_heads(leaf: Leaf, within: tuple[range, ...]) -> tuple[slice, ...]:
+def _merge_heads(leaf: MappedLeaf, within: tuple[range, ...]) -> tuple[slice, ...]:
     """Ranges of one layer's array as slices of its tensor. Heads are never split: their dimension
     is whole."""
     slices = [slice(part.start, part.stop) for part in within]
