@@ -22,7 +22,7 @@ from .auxiliary import read_json
 from .digest import digest_all
 from .source import Source, shardings, with_delta
 from .states import FOLDER, DamagedError, Metadata, list_steps, read_leaf, read_metadata
-from .tensor_map import Leaf, leaves
+from .tensor_map import MappedLeaf, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _newest_intact(path: Path, config: Config) -> int:
     raise CheckpointError(f"{path}: no checkpoint in {path / FOLDER} yet")
 
 
-def _delta(config: Config) -> tuple[Leaf, ...]:
+def _delta(config: Config) -> tuple[MappedLeaf, ...]:
     return tuple(leaf for leaf in leaves(config) if leaf.is_delta)
 
 
@@ -135,7 +135,7 @@ class DeltaReader:
     state: Path
     metadata: Metadata
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         name = f"delta.{leaf.name.removeprefix('swiftkv.')}"
         if name not in self.metadata.digests:
             raise CheckpointError(
@@ -155,7 +155,7 @@ class CheckedBase:
     run: Path
     checked: bool = False
 
-    def read(self, leaf: Leaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         if not self.checked:
             self._check()
             self.checked = True
