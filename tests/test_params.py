@@ -10,9 +10,9 @@ from swiftkv_jax import Config
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.tensor_map import leaves
 from swiftkv_jax.params import (
-    LLAMA,
+    LLAMA_PARAMS,
     QKV,
-    SWIFTKV,
+    SWIFTKV_PARAMS,
     Block,
     Llama,
     Param,
@@ -40,7 +40,7 @@ CONFIG = Config(
 )
 
 
-@pytest.mark.parametrize("table", [LLAMA, SWIFTKV], ids=["llama", "swiftkv"])
+@pytest.mark.parametrize("table", [LLAMA_PARAMS, SWIFTKV_PARAMS], ids=["llama", "swiftkv"])
 def test_every_field_has_a_row(table):
     def rows(tree):
         for field in dataclasses.fields(tree):
@@ -56,12 +56,12 @@ def test_every_field_has_a_row(table):
 
 
 def test_what_follows_from_the_letters():
-    o, k = LLAMA.upper.o, SWIFTKV.k
+    o, k = LLAMA_PARAMS.upper.o, SWIFTKV_PARAMS.k
     assert (o.dims, o.shape(CONFIG), o.stacked) == ("U D N H", (4, 32, 4, 8), True)
     assert o.model_axes == (None, None, "model", None) and (o.head_axis, o.in_axes) == (1, 2)
     assert (k.shape(CONFIG), list(k.layers(CONFIG)), k.head_axis) == ((2, 2, 8, 32), [2, 4], 0)
-    assert LLAMA.embed.shape(CONFIG) == (61, 32) and not LLAMA.embed.stacked
-    assert LLAMA.lower.attn_norm.head_axis is LLAMA.lower.attn_norm.in_axes is None
+    assert LLAMA_PARAMS.embed.shape(CONFIG) == (61, 32) and not LLAMA_PARAMS.embed.stacked
+    assert LLAMA_PARAMS.lower.attn_norm.head_axis is LLAMA_PARAMS.lower.attn_norm.in_axes is None
     per_head = Param("L H", "self_attn.q_norm.weight", init="ones")
     assert per_head.head_axis is None and per_head.shape(CONFIG) == (2, 8)
     assert matrix("L F D", "x", split="F").model_axes == (None, "model", None)
@@ -71,7 +71,7 @@ def test_rows_that_a_model_lacks():
     assert llama_params(CONFIG).lower.o_bias is None and llama_params(CONFIG).lm_head is not None
     with_biases = dataclasses.replace(CONFIG, attention_bias=True, tie_word_embeddings=True)
     rows = llama_params(with_biases)
-    assert rows.lm_head is None and rows.lower_qkv.k_bias is LLAMA.lower_qkv.k_bias
+    assert rows.lm_head is None and rows.lower_qkv.k_bias is LLAMA_PARAMS.lower_qkv.k_bias
     assert len(jax.tree.leaves(swiftkv_shapes(with_biases))) == 7
 
 

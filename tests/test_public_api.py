@@ -166,7 +166,7 @@ def test_arguments_of_the_wrong_kind_are_refused(recorded):
     model, _ = recorded
     for tokens in ([1, 2], [[1.5]], 3):
         with pytest.raises(skv.UsageError, match="`tokens` must be rows of token ids"):
-            skv.logits(model, tokens)
+            skv.logits(model, tokens)  # pyright: ignore[reportArgumentType]
     for call in (
         lambda: skv.generate("a/path", "text", max_tokens=1),  # type: ignore[arg-type]
         lambda: skv.chat("a/path", [], max_tokens=1),  # type: ignore[arg-type]

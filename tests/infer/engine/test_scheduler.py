@@ -244,7 +244,7 @@ def test_requests_that_can_never_run_are_refused():
         ([1, 2], "`request` must be a Request or a ScoreRequest, got list"),
     ):
         with pytest.raises(UsageError, match=message):
-            engine.add_request(request)
+            engine.add_request(request)  # pyright: ignore[reportArgumentType]
     assert not engine.has_work
     small, _ = mock_engine(num_pages=16)
     with pytest.raises(
