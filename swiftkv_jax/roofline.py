@@ -4,6 +4,7 @@ copies. Speeds are reported as shares of them."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,12 @@ def matmul_rates(dtype, *, long: float = LONG) -> dict[int, float]:
     """FLOP/s of products of square matrices on one device, by their size, up to the first that
     takes `long` seconds."""
     return _best(_product, MATRICES, lambda size: 2 * size**3, dtype, long)
+
+
+@functools.cache
+def matmul_rate(dtype) -> float:
+    """FLOP/s of a large product on one device, measured once a process."""
+    return max(matmul_rates(dtype).values())
 
 
 def _best(

@@ -9,7 +9,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 jax.config.update("jax_num_cpu_devices", 8)
 # The Makefile's cache of compiled programs is for the test processes themselves. JAX has read it;
@@ -35,3 +38,24 @@ install_import_hook(FUNCTION_MODULES, "beartype.beartype")
 # the tests' time.
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
+
+TEXT = """def main(argv):
+    for word in argv: print(word, "naïve café, 東京 and 🙂🙃")
+"""
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """320 tokens: <s> is put before every text, </s> ends one."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([TEXT] * 3, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")

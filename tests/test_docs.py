@@ -5,10 +5,8 @@ import ast
 import contextlib
 import importlib.util
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+import swiftkv_jax as skv
 from benchmarks import measurements
 from benchmarks.markdown import anchor
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import COMMANDS
+from tests import tiny
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -62,35 +62,34 @@ def entry_point() -> tuple[str, str]:
     return module, function
 
 
-def run(*argv: str, cwd: Path = ROOT) -> str:
-    """Standard output of an interpreter with these arguments."""
-    done = subprocess.run(
-        [sys.executable, *argv],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def swiftkv(*arguments: str, cwd: Path = ROOT) -> str:
-    """The console script, whether it is installed or not."""
-    module, function = entry_point()
-    code = f"import sys; from {module} import {function} as main; sys.exit(main())"
-    return run("-c", code, *arguments, cwd=cwd)
+def run(code: str) -> str:
+    """What a program prints. It runs in this process, which has compiled some of its programs."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "<printed code>", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
 
 
 # What is printed runs ----------------------------------------------------------
 
 
-def test_the_python_of_the_readme_runs(tmp_path):
-    """All of it in one interpreter, as printed."""
+@pytest.fixture(scope="module")
+def model_folder(tokenizer, tmp_path_factory) -> Path:
+    """A model of two layers, whose programs compile in a fraction of the demo model's time."""
+    sizes = {"vocab_size": 320, "num_hidden_layers": 2, "num_key_value_layers": 1}
+    hf = tiny.hf_config(**sizes, max_position_embeddings=1024)
+    path = tmp_path_factory.mktemp("checkpoint") / "model"
+    skv.save_hf(tiny.model_of(hf, tiny.tensors_for(hf)), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """All of it in one namespace, as printed."""
+    monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(README, "python"))
     assert "skv.generate" in code and "engine.run" in code
-    output = run("-c", code.replace(f'"{REAL_MODEL}"', repr(str(demo.LLAMA))), cwd=tmp_path)
+    output = run(code.replace(f'"{REAL_MODEL}"', repr(str(demo.LLAMA))))
     assert "length" in output or "stop" in output
 
 
@@ -100,29 +99,36 @@ def test_python_of_the_pages_is_python(page):
         ast.parse(code)
 
 
-def test_the_python_of_the_page_on_serving_runs(tmp_path):
-    load = f"import swiftkv_jax as skv\nmodel = skv.load({str(demo.SWIFTKV)!r})\n"
+def test_the_python_of_the_page_on_serving_runs(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load = f"import swiftkv_jax as skv\nmodel = skv.load({str(model_folder)!r})\n"
     code = load + "\n".join(blocks(ROOT / "docs" / "serving.md", "python"))
-    assert run("-c", code, cwd=tmp_path).count("length") >= 2
+    assert run(code).count("length") >= 2
 
 
-def test_the_python_of_the_page_on_checkpoints_runs(tmp_path):
+def test_the_python_of_the_page_on_checkpoints_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (code,) = blocks(ROOT / "docs" / "checkpoints.md", "python")
     code = code.replace(f'"{REAL_MODEL}"', repr(str(demo.LLAMA)))
     code = code.replace("num_key_value_layers=16", "num_key_value_layers=4")
-    run("-c", "import swiftkv_jax as skv\n" + code, cwd=tmp_path)
+    run("import swiftkv_jax as skv\n" + code)
     assert (tmp_path / "hf" / "config.json").exists() and (tmp_path / "orbax").is_dir()
 
 
-def test_the_first_command_of_the_readme_runs(tmp_path):
+def test_the_first_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     line = next(words for words in commands(README) if words[:2] == ["swiftkv", "infer"])
     assert line[2:] == ["-p", "def read_lines(path):"]
-    assert swiftkv(*line[1:], "--compile-cache", "none", cwd=tmp_path).strip()
+    module, function = entry_point()
+    monkeypatch.setattr(sys, "argv", [*line, "--compile-cache", "none"])
+    assert getattr(importlib.import_module(module), function)() == 0
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name):
-    assert run(str(ROOT / "examples" / f"{name}.py")).strip()
+def test_examples_run(name, model_folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, str(model_folder)])
+    assert run(text_of(ROOT / "examples" / f"{name}.py")).strip()
 
 
 # What is named exists ----------------------------------------------------------

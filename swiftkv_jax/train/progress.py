@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..distributed import is_main_process
 from ..hardware import hardware_of
-from ..roofline import matmul_rates
+from ..roofline import matmul_rate
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def peak_flops(mesh: Mesh, dtype: jnp.dtype) -> PeakFlops:
     """
     device = mesh.devices.flat[0]
     count = 1 if device.platform == "cpu" else mesh.size  # emulated devices share their cores
-    measured = max(matmul_rates(dtype).values())
+    measured = matmul_rate(dtype)
     hardware = hardware_of(device.device_kind)
     product = f"a large {jnp.dtype(dtype)} matrix product reaches {measured / 1e12:.4g} TFLOP/s"
     if hardware is None:

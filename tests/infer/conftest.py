@@ -8,8 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 import swiftkv_jax as skv
 from swiftkv_jax.infer.__main__ import main
@@ -18,29 +16,9 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.runner.build import build_model_runner
 from tests.tiny import hf_config, model_of, tensors_for
 
-TEXT = """def main(argv):
-    for word in argv: print(word, "naïve café, 東京 and 🙂🙃")
-"""
 CHAT_TEMPLATE = (
     "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}[assistant]"
 )
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """320 tokens: <s> is put before every text, </s> ends one."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([TEXT] * 3, trainer)
-    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture

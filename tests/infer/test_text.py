@@ -16,7 +16,8 @@ from swiftkv_jax.infer.text import (
     encode,
     encode_chat,
 )
-from tests.infer.conftest import CHAT_TEMPLATE, TEXT
+from tests.conftest import TEXT
+from tests.infer.conftest import CHAT_TEMPLATE
 
 # Byte -> how ByteLevel writes it: printable ones as themselves, the others from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -66,7 +66,7 @@ def test_gradient_agrees_with_finite_differences_and_reaches_only_the_delta():
     def loss(delta, llama):
         return distill_loss(dataclasses.replace(model, swiftkv=delta, llama=llama), tokens, mask)[0]
 
-    of_delta, of_llama = jax.grad(loss, argnums=(0, 1))(model.swiftkv, model.llama)
+    of_delta, of_llama = jax.jit(jax.grad(loss, argnums=(0, 1)))(model.swiftkv, model.llama)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(of_delta))
     assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(of_llama))
     direction = jax.tree.map(
@@ -90,9 +90,10 @@ def test_recomputation_changes_nothing(remat):
     batch = unpacked_batch(make_tokens())
 
     def gradient(remat):
-        return jax.grad(
-            lambda delta: distill.mean_loss(model.config, delta, model.llama, batch, remat=remat)[0]
-        )(model.swiftkv)
+        def loss(delta):
+            return distill.mean_loss(model.config, delta, model.llama, batch, remat=remat)[0]
+
+        return jax.jit(jax.grad(loss))(model.swiftkv)
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
@@ -113,7 +114,8 @@ def test_an_average_over_positions_is_the_public_loss():
 
     def trained(average):
         objective = distill.Objective(average=average)
-        return distill.mean_loss(model.config, delta, model.llama, batch, objective=objective)
+        mean_loss = jax.jit(distill.mean_loss, static_argnums=0, static_argnames="objective")
+        return mean_loss(model.config, delta, model.llama, batch, objective=objective)
 
     by_positions, positions = trained("positions")
     _, targets = trained("targets")
@@ -131,7 +133,8 @@ def test_chunks_change_nothing(chunk):
     assert delta is not None
 
     def sums(chunk):
-        return distill.distill_sums(model.config, delta, model.llama, batch, chunk=chunk)
+        distill_sums = jax.jit(distill.distill_sums, static_argnums=0, static_argnames="chunk")
+        return distill_sums(model.config, delta, model.llama, batch, chunk=chunk)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums(chunk), sums(None))
 
@@ -154,10 +157,9 @@ def test_packed_documents_weigh_as_they_would_alone():
         unpacked_batch(a, packed.loss_mask[:, :5]),
         unpacked_batch(b, packed.loss_mask[:, 5:11]),
     ]
-    assert model.swiftkv is not None
+    distill_sums = jax.jit(distill.distill_sums, static_argnums=0)
     sums = [
-        distill.distill_sums(model.config, model.swiftkv, model.llama, batch)
-        for batch in (packed, *alone)
+        distill_sums(model.config, model.swiftkv, model.llama, batch) for batch in (packed, *alone)
     ]
     expected = jax.tree.map(lambda x, y: x + y, sums[1], sums[2])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), sums[0], expected)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from swiftkv_jax import roofline
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.hardware import Hardware
 from swiftkv_jax.mesh import make_mesh
@@ -251,8 +252,13 @@ def test_no_speed_before_the_clock_has_run(log):
     assert log.messages == ["step 1/10  loss 1.0000"]
 
 
+def test_the_measured_rate_is_that_of_the_best_size(monkeypatch):
+    monkeypatch.setattr(roofline, "matmul_rates", lambda dtype: {512: 1e12, 1024: 5e12, 2048: 4e12})
+    assert roofline.matmul_rate.__wrapped__(jnp.float32) == 5e12
+
+
 def test_the_peak_is_the_published_one_where_it_is_known(monkeypatch):
-    monkeypatch.setattr(progress, "matmul_rates", lambda dtype: {512: 1e12, 1024: 5e12})
+    monkeypatch.setattr(progress, "matmul_rate", lambda dtype: 5e12)
     mesh = make_mesh((2, 1))
     unknown = peak_flops(mesh, jnp.float32)
     assert unknown.flops == 5e12, "emulated devices share their cores"

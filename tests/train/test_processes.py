@@ -107,6 +107,7 @@ def two_processes(folder: Path, run: str, mesh: str) -> Iterator[Pair]:
         "--process-id",
     ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}  # for the next pair
     files = [folder / f"{run}-{index}.log" for index in (0, 1)]
     with contextlib.ExitStack() as stack:
         processes = []

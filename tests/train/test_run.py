@@ -130,12 +130,11 @@ def test_a_killed_run_ends_like_one_never_killed(data, uninterrupted, tmp_path):
 def run_until(data: Path, output: Path, ready=lambda: False, number: int = 0) -> tuple[int, str]:
     """Run the command in a process of its own, and signal it once `ready()`: (exit code, log)."""
     command = [sys.executable, "-m", "swiftkv_jax.train", *arguments(data, output)]
-    log = output.parent / "log"
+    log, compiled = output.parent / "log", output.parent / "compiled"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     with (
         log.open("w") as stderr,
-        subprocess.Popen(
-            command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=stderr
-        ) as process,
+        subprocess.Popen(command, env=environment, stderr=stderr) as process,
     ):
         while process.poll() is None:
             if ready():

@@ -54,6 +54,8 @@ class ModelRunner:
 
     _state: Any = None
     """Decode state; None before `prepare`."""
+    _last_result: SamplerOutput | None = None
+    """Of the last call that has one, on its way to the host."""
 
     def __init__(
         self,
@@ -122,10 +124,11 @@ class ModelRunner:
         self._warm_up()
 
     def wait(self) -> None:
-        """Wait for all calls in flight; their errors are dropped."""
+        """Wait for all calls in flight and for copies to the host; their errors are dropped."""
         leaves = [leaf for leaf in jax.tree.leaves(self._state) if not leaf.is_deleted()]
         with contextlib.suppress(RuntimeError):
             jax.block_until_ready(leaves)
+            jax.device_get(self._last_result)
 
     def __del__(self) -> None:
         # XLA aborts the process if its client is destroyed while a call is in flight. At exit
@@ -251,7 +254,7 @@ class ModelRunner:
         else:
             scored = pack_scored(shards, scored=key[2], tiles=shapes.tiles(key[2]), **common)
             cache, result = self._compiled[key](self.weights, chunk, scored, self._state.cache)
-            output = AsyncOutput(_to_host(result), scored_index(shards))
+            output = AsyncOutput(self._to_host(result), scored_index(shards))
         self._state = dataclasses.replace(self._state, cache=cache)
         return output
 
@@ -261,7 +264,14 @@ class ModelRunner:
         for row, shard in zip(padded, slots, strict=True):
             row[: len(shard)] = shard
         self._state, sampled = self._compiled[key](self.weights, padded.reshape(-1), self._state)
-        return _to_host(sampled)
+        return self._to_host(sampled)
+
+    def _to_host(self, result: SamplerOutput) -> SamplerOutput:
+        """Start copying a result to the host, before `read` asks for it."""
+        for leaf in jax.tree.leaves(result):
+            leaf.copy_to_host_async()
+        self._last_result = result
+        return result
 
     def _copy(self, copies: list[list[tuple[int, int]]], least: int = 0) -> None:
         """Copy pages (source, target) of each shard, in at least `least` calls."""
@@ -300,13 +310,6 @@ class ModelRunner:
             eos_token_ids=self.eos_token_ids,
             prompt_length=len(request.prompt),
         )
-
-
-def _to_host(result: SamplerOutput) -> SamplerOutput:
-    """Start copying a result to the host, before `read` asks for it."""
-    for leaf in jax.tree.leaves(result):
-        leaf.copy_to_host_async()
-    return result
 
 
 @functools.cache
