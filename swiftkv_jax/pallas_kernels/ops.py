@@ -98,7 +98,9 @@ def prefill_attention(
         tuning=tuning,
         backward_tuning=backward_tuning,
     )
-    offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
+    offset = None  # 0; the device kernels then read none
+    if name == "xla" or not starts_at_zero:
+        offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
@@ -112,7 +114,6 @@ def prefill_attention(
         f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
         (q, k, v),
     )
-    lengths = jnp.full((batch,), queries, jnp.int32) if lengths is None else lengths
     return _forward(name, tuning, q, k, v, offset, lengths, segment_ids, page_table)[0]
 
 
@@ -300,18 +301,13 @@ def _forward(
     )
 
 
-def _all_queries(q):
-    """(offset, lengths) of whole rows."""
-    return jnp.zeros(q.shape[:1], jnp.int32), jnp.full(q.shape[:1], q.shape[1], jnp.int32)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _whole_rows(name: str, tuning, backward_tuning, q, k, v, segment_ids):
-    return _forward(name, tuning, q, k, v, *_all_queries(q), segment_ids)[0]
+    return _forward(name, tuning, q, k, v, None, None, segment_ids)[0]
 
 
 def _whole_rows_forward(name, tuning, backward_tuning, q, k, v, segment_ids):
-    out, lse = _forward(name, tuning, q, k, v, *_all_queries(q), segment_ids, save_lse=True)
+    out, lse = _forward(name, tuning, q, k, v, None, None, segment_ids, save_lse=True)
     q, out, lse = checkpoint_names(q, out, lse)
     return out, (q, k, v, segment_ids, out, lse)
 

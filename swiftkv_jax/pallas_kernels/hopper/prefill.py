@@ -100,8 +100,8 @@ def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"] | Float[Array, "X K page H"],
     v: Float[Array, "B K S H"] | Float[Array, "X K page H"],
-    offset: Int[Array, "B"],
-    lengths: Int[Array, "B"],
+    offset: Int[Array, "B"] | None,
+    lengths: Int[Array, "B"] | None,
     segment_ids: Int[Array, "B T"] | None,
     page_table: Int[Array, "B P"] | None = None,
     *,
@@ -109,7 +109,8 @@ def attention(
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
     """Attention of query t of row b to the keys s <= offset[b] + t, if t < lengths[b]; otherwise
-    zeros.
+    zeros. Without `offset` that is 0, without `lengths` all queries are real: a block then starts
+    its loads without reading either first.
 
     With `segment_ids` (then S = T and offset = 0) only to those of its own document. `offset[b] + T
     <= S`; keys and values that no query sees may be anything finite. With `save_lse` also returns
@@ -148,12 +149,14 @@ def attention(
     ready, free = (plgpu.Barrier(num_barriers=stages, num_arrivals=n) for n in (1, _CONSUMERS))
     # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
     lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
+    inputs = (q, k, v, offset, lengths, first_visible, first_full, ids, page_table)
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, tuning=tuning),
+        functools.partial(_kernel, tuning=tuning, queries=queries),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse_type],
         scratch_types=[qo, ring, ring, lse, own, ready, ready, free, free, own],
-        grid=(heads, tiles, batch),
-        grid_names=("head", "tile", "batch"),
+        # The last axis runs fastest: all heads of the longest tiles start first.
+        grid=(tiles, batch, heads),
+        grid_names=("tile", "batch", "head"),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="hopper_prefill",
@@ -164,17 +167,7 @@ def attention(
             reduction_scratch_bytes=0,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-    )(
-        q,
-        k,
-        v,
-        offset.astype(jnp.int32),
-        lengths.astype(jnp.int32),
-        first_visible,
-        first_full,
-        ids,
-        page_table,
-    )
+    )(*inputs)
     return out[:, :queries], None if lse is None else lse[:, :, :queries]
 
 
@@ -189,8 +182,8 @@ def _kernel(
     q_gmem,  # B T N H
     k_gmem,  # B K S H, or X K page H
     v_gmem,  # as k_gmem
-    offset_gmem,  # B
-    lengths_gmem,  # B
+    offset_gmem,  # B, or None
+    lengths_gmem,  # B, or None
     first_visible_gmem,  # B tiles, or None without segment_ids
     first_full_gmem,  # B 2*tiles, or None
     ids_gmem,  # B T, or None
@@ -211,6 +204,7 @@ def _kernel(
     turn,  # 2: whose turn it is to issue matrix products
     *,
     tuning: Tuning,
+    queries: int,
 ):
     block_q, block_kv = tuning.block_q, tuning.block_kv
     head_dim = q_gmem.shape[3]
@@ -218,7 +212,8 @@ def _kernel(
     head, batch, warpgroup = (lax.axis_index(name) for name in ("head", "batch", "warpgroup"))
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     tile_start = tile * (_CONSUMERS * block_q)
-    offset, length = offset_gmem[batch], lengths_gmem[batch]
+    offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
+    length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
     # Key blocks [first, end) are visible to the tile. They are counted backwards: step i works on
     # block end - 1 - i.
     end = pl.cdiv(offset + lax.min(tile_start + _CONSUMERS * block_q, length), jnp.int32(block_kv))
@@ -293,7 +288,7 @@ def _kernel(
             store(out, qo, out_gmem.at[batch, rows, head])
             if lse_gmem is not None:
                 store(lse, lse_smem.at[warpgroup], lse_gmem.at[batch, head, rows])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written, the next kernel sees
 
         pl.when(steps == 0)(
             lambda: finish(full((block_q, head_dim), 0.0, _TILE), full((block_q,), jnp.inf, _ROWS))
@@ -389,8 +384,11 @@ def _kernel(
             acc = product(acc, p, v_smem.at[last])
             plgpu.barrier_arrive(v_free.at[last])
             total = total.sum(axis=1)
-            # Offset and length are read again: registers are short.
-            valid = position < offset_gmem[batch] + lengths_gmem[batch]
-            out = jnp.where(spread(valid, head_dim), acc * spread(1.0 / total, head_dim), 0.0)
-            finish(out, jnp.where(valid, m * (1 / _LOG2E) + jnp.log(total), jnp.inf))
+            out, lse = acc * spread(1.0 / total, head_dim), m * (1 / _LOG2E) + jnp.log(total)
+            if lengths_gmem is not None:  # read again: registers are short
+                start_of_row = 0 if offset_gmem is None else offset_gmem[batch]
+                valid = position < start_of_row + lengths_gmem[batch]
+                out = jnp.where(spread(valid, head_dim), out, 0.0)
+                lse = jnp.where(valid, lse, jnp.inf)
+            finish(out, lse)
             pl.when(tuning.ping_pong and warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))

@@ -118,8 +118,8 @@ def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"] | Float[Array, "X K page H"],
     v: Float[Array, "B K S H"] | Float[Array, "X K page H"],
-    offset: Int[Array, "B"],
-    lengths: Int[Array, "B"],
+    offset: Int[Array, "B"] | None,
+    lengths: Int[Array, "B"] | None,
     segment_ids: Int[Array, "B T"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
     *,
@@ -131,6 +131,7 @@ def attention(
 
     Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T,
     offset 0) those of its own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
+    Without `offset` that is 0, without `lengths` no query is padding.
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
     page` of page `page_table[b, s // page]`.
     """
@@ -138,6 +139,8 @@ def attention(
     if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"attention on TPUs {reason}")
     batch, queries, num_heads, head_dim = q.shape
+    offset = jnp.zeros(batch, jnp.int32) if offset is None else offset
+    lengths = jnp.full(batch, queries, jnp.int32) if lengths is None else lengths
     kv_heads, keys = k.shape[1:3]
     positions_minor = page_table is not None and head_dim % LANES != 0
     if page_table is not None:
