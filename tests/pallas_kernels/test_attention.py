@@ -16,13 +16,14 @@ from tests.pallas_kernels.operands import (
     check,
     chunk_inputs,
     decode_inputs,
+    decode_mask,
     hide,
     inputs,
     prefill_mask,
     run,
     segments,
 )
-from tests.pallas_kernels.shapes import CHUNKS, DECODE, PREFILL, SEGMENTS, Prefill
+from tests.pallas_kernels.shapes import CHUNKS, DECODE, PREFILL, SEGMENTS, Decode, Prefill
 
 RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
 # Absolute, and half of it relative: bfloat16 keeps 8 bits.
@@ -219,6 +220,32 @@ def test_decode(implementation, cache_format, name):
     operands, options, expected = decode_inputs(DECODE[name], cache_format, dtype)
     op = functools.partial(decode_attention, implementation=implementation)
     check(run(implementation, op, *operands, **options), *expected)
+
+
+@parametrize("implementation", ["xla", "hopper", "tpu"])
+def test_decode_where_float16_ends(implementation):
+    """The value of FP8 keys does not depend on magnitudes that bfloat16 holds and float16 does
+    not: queries beyond 65504, next to small ones; values far below and above 1, by turns too."""
+    shape = Decode(3, 1, 4, 2, 150, 64, (150, 131, 97))
+    q, k, v = (x.astype(jnp.float32) for x in inputs(shape, "bfloat16"))
+    q = (q * jnp.asarray([1e6, 1e-3, 1e8, 1.0])[:, None]).astype("bfloat16")
+    k = k * jnp.asarray([1e-6, 1e-8])[:, None, None]
+    unit = jnp.asarray([1e-8, 1e8, 1e4])
+    by_turns = jnp.where(jnp.arange(shape.keys) % 3 == 0, 1.0, 1e-8)
+    v = (
+        v
+        * unit[:, None, None, None]
+        * jnp.stack([by_turns**0, by_turns**0, by_turns])[:, None, :, None]
+    )
+    mask = decode_mask(shape)
+    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(x, "float8_e4m3fn") for x in (k, v))
+    op = functools.partial(decode_attention, implementation=implementation)
+    out = run(
+        implementation, op, q, k, v, jnp.asarray(shape.lengths), k_scale=k_scale, v_scale=v_scale
+    )
+    expected = reference.attention(q, k_values, v_values, jnp.asarray(mask))
+    unit = unit[:, None, None, None]
+    np.testing.assert_allclose(np.float32(out) / unit, expected / unit, atol=TOLERANCE["bfloat16"])
 
 
 @parametrize("cache_format", ["float8_e4m3fn", "int8"])

@@ -17,9 +17,13 @@ costs C FLOPs, 34 TFLOP/s at 4.3 TB/s and C=8; queries padded to 64 rows would a
 accumulator, an exchange between the warps per tile; the sums stay apart until the end.
 
 8-bit keys are widened in registers and multiplied from there. wgmma transposes only 16-bit operands
-in shared memory, so 8-bit values are widened into a tile there. In all that is 480 (FP8) or 545
-(int8) instructions per warp and 64 positions of H=128, which arrive in 900 cycles: long tiles and a
-second block on the SM are to hide the latency of the rest.
+in shared memory, so 8-bit values are widened into a tile there. int8 becomes the dtype of q. FP8 is
+multiplied in float16, the only type that Hopper converts it to, two at a time: with bfloat16 by way
+of float32 the kernel has 60 % more instructions. float16 holds every e4m3 number, but has a narrow
+range, so the two other operands are brought into it, each by factors that leave out nothing:
+- queries by a power of two each, chosen by the largest of its H numbers and undone in the scores;
+- weights times the scales of the values by a running maximum of that product, which takes the place
+  of the maximum of the scores: it shifts the exponentials just as well.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from .decode_tuning import Tuning, choose_splits, fit, unsupported_reason
 from .padding import pad
 
 _UNSEEN = -1e30  # finite: the difference of two of them is 0, not NaN
+_LEAST = 2.0**-100  # numbers below it count as it where their inverse must be finite
 _LAYOUT = plgpu.Layout.WGMMA
 _Accumulator = plgpu.WGMMAAccumulatorRef
 
@@ -72,6 +77,7 @@ def attention(
         S *= page_table.shape[1]
     elif S % 8:
         k, v, k_scale, v_scale = jax.tree.map(lambda x: pad(x, 2, 8), (k, v, k_scale, v_scale))
+    product = jnp.float16 if k.dtype == jnp.float8_e4m3fn else q.dtype
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
     rows = pad(rows, 2, 8)
     splits = tuning.splits or choose_splits(
@@ -87,10 +93,11 @@ def attention(
     )
     scratch: Any = dict(
         q_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile),
+        half_smem=plgpu.SMEM((C, H), product, transforms=tile) if product != q.dtype else None,
         ring_smem=plgpu.SMEM((slots, block_kv, H), k.dtype, transforms=_tile(H, k.dtype.itemsize)),
         scale_smem=plgpu.SMEM((slots, block_kv), jnp.float32) if wide else None,
-        wide_smem=plgpu.SMEM((block_kv, H), q.dtype, transforms=tile) if wide else None,
-        p_smem=plgpu.SMEM((C, block_kv), q.dtype, transforms=tile),
+        wide_smem=plgpu.SMEM((block_kv, H), product, transforms=tile) if wide else None,
+        p_smem=plgpu.SMEM((C, block_kv), product, transforms=tile),
         o_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile) if splits == 1 else None,
         q_full=plgpu.Barrier(num_arrivals=1, num_barriers=1),
         full=plgpu.Barrier(num_arrivals=2 if wide else 1, num_barriers=slots),
@@ -144,6 +151,7 @@ def _kernel(
     lse_gmem,  # None, or B K J C
     # Scratch
     q_smem,  # C H
+    half_smem,  # None, or C H: the queries in float16
     ring_smem,  # 2 * stages, block_kv, H: K and V by turns
     scale_smem,  # None, or 2 * stages, block_kv
     wide_smem,  # None, or block_kv H
@@ -206,21 +214,34 @@ def _kernel(
             plgpu.broadcasted_iota(jnp.int32, (64, C), dimension, layout=_LAYOUT)
             for dimension in (0, 1)
         )
+        # float16 loses bits below 2**-14: weights, which are at most 1, are moved up.
+        weight_scale = 2.0**15 if p_smem.dtype == jnp.float16 else 1.0
+        by_values = wide_smem is not None and p_smem.dtype == jnp.float16
         visible_end = (
             length
             if queries == 1
             else length - (queries - 1) + lax.div(query, jnp.int32(group_size))
         )
 
+        queries_smem, undo = q_smem, None
+        if half_smem is not None:
+            q = [q_smem.at[:, part].T[...].astype(jnp.float32) for part in parts]
+            largest = functools.reduce(jnp.maximum, [jnp.abs(x).max(axis=0) for x in q])
+            up, undo = _to_float16_range(largest)
+            for x, part in zip(q, parts, strict=True):
+                half_smem.at[:, part].T[...] = (x * _to_columns(up, x.shape[0])).astype(jnp.float16)
+            plgpu.commit_smem()
+            queries_smem = half_smem
+
         def scores(slot, rows, acc):
             if wide_smem is None:
-                plgpu.wgmma(acc, ring_smem.at[slot, rows], q_smem.T)
+                plgpu.wgmma(acc, ring_smem.at[slot, rows], queries_smem.T)
             else:
                 for chunk in chunks:
                     plgpu.wgmma(
                         acc,
-                        _widen(ring_smem[slot, rows, chunk], q_smem.dtype),
-                        q_smem.at[:, chunk].T,
+                        ring_smem[slot, rows, chunk].astype(queries_smem.dtype),
+                        queries_smem.at[:, chunk].T,
                     )
                     # Frees the chunk's registers: with over 128 a thread, no second block fits.
                     plgpu.wgmma_wait(0)
@@ -242,29 +263,40 @@ def _kernel(
                 _scale_rows(x, scale_smem, (k_slot, rows), H**-0.5 * math.log2(math.e))
                 for x, rows in zip(s, keys, strict=True)
             ]
+            if undo is not None:
+                s = [x * _to_columns(undo, 64) for x in s]
             s = [
                 jnp.where(key + (i * block_kv + rows.start) < visible_end, x, -jnp.inf)
                 for x, rows in zip(s, keys, strict=True)
             ]
 
             # 2. P^T, and what the new maximum makes of the old sums
-            m_new = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(axis=0))
+            weighed = s
+            if by_values:
+                plgpu.barrier_wait(full.at[v_slot])
+                weighed = [
+                    x + _to_rows(jnp.log2(_scales(scale_smem, (v_slot, rows), _LEAST)), C)
+                    for x, rows in zip(s, keys, strict=True)
+                ]
+            m_new = jnp.maximum(m, functools.reduce(jnp.maximum, weighed).max(axis=0))
             p = [jnp.exp2(x - _to_columns(m_new, 64)) for x in s]
             correction = jnp.exp2(m - m_new)
             total = total * _to_columns(correction, 64) + sum(p)
 
             # 3. P and, if need be, V in 16 bits to shared memory
-            plgpu.barrier_wait(full.at[v_slot])
+            if not by_values:
+                plgpu.barrier_wait(full.at[v_slot])
             for x, rows in zip(p, keys, strict=True):
-                p_smem.at[:, rows].T[...] = _scale_rows(x, scale_smem, (v_slot, rows)).astype(
-                    p_smem.dtype
-                )
+                weights = _scale_rows(x, scale_smem, (v_slot, rows), weight_scale)
+                p_smem.at[:, rows].T[...] = weights.astype(p_smem.dtype)
             if wide_smem is not None:
                 for rows, chunk in itertools.product(keys, chunks):
-                    wide_smem[rows, chunk] = _widen(ring_smem[v_slot, rows, chunk], wide_smem.dtype)
+                    wide_smem[rows, chunk] = ring_smem[v_slot, rows, chunk].astype(wide_smem.dtype)
             # for wgmma; it also keeps the next TMA write behind our own reads of the slots
             plgpu.commit_smem()
             plgpu.barrier_arrive(free.at[k_slot])
+            if wide_smem is not None:  # V has been copied
+                plgpu.barrier_arrive(free.at[v_slot])
 
             # 4. O^T += V^T P^T
             def accumulate(accumulators):
@@ -275,7 +307,8 @@ def _kernel(
             o = pl.run_state(accumulate)(
                 [_Accumulator.init(x * _to_columns(correction, x.shape[0])) for x in o]
             )
-            plgpu.barrier_arrive(free.at[v_slot])
+            if wide_smem is None:
+                plgpu.barrier_arrive(free.at[v_slot])
             return o, m_new, total
 
         o = [plgpu.layout_cast(jnp.zeros((part.size, C), jnp.float32), _LAYOUT) for part in parts]
@@ -286,14 +319,14 @@ def _kernel(
 
         # 5. Normalise and store. A split that saw nothing stores zeros and the weight of nothing.
         total = total.sum(axis=0)
-        inverse = jnp.where(total > 0, 1 / total, 0.0)
+        inverse = jnp.where(total > 0, (1 / weight_scale) / total, 0.0)
         o = [(x * _to_columns(inverse, x.shape[0])).astype(o_gmem.dtype) for x in o]
         if splits == 1:
             for x, part in zip(o, parts, strict=True):
                 o_smem.at[:, part].T[...] = x
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[row, head, pl.ds(0, C)])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         else:
             for x, part in zip(o, parts, strict=True):
                 o_gmem[row, head, split, part] = x
@@ -302,20 +335,31 @@ def _kernel(
             )
 
 
-def _widen(x, dtype):
-    """int8 or float8_e4m3fn in 16 bits, exactly. Hopper converts FP8 only to float16, so bfloat16
-    goes by way of float32."""
-    return (
-        x.astype(jnp.float32) if x.dtype == jnp.float8_e4m3fn and dtype != jnp.float16 else x
-    ).astype(dtype)
+def _to_float16_range(largest):
+    """(the powers of two that bring numbers of up to `largest` to less than 2**15, their inverses).
+
+    What was between 2**-31 of the largest and it is then above 2**-17, where float16 holds the 8
+    bits of a bfloat16. With infinity or NaN among the numbers those become NaN.
+    """
+    bits = lax.bitcast_convert_type(jnp.maximum(largest, _LEAST), jnp.int32)
+    power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    return 2.0**14 / power, power * 2.0**-14
+
+
+def _scales(scales, index, least=None):
+    """Scales of 64 rows of a tile, in the layout of its rows; those below `least` are that."""
+    x = plgpu.layout_cast(scales[index], _LAYOUT.reduce(1))
+    return x if least is None else jnp.maximum(x, least)
 
 
 def _scale_rows(x, scales, index, factor=1.0):
     if scales is None:
         return x * factor
-    return x * lax.broadcast_in_dim(
-        plgpu.layout_cast(scales[index], _LAYOUT.reduce(1)) * factor, x.shape, [0]
-    )
+    return x * _to_rows(_scales(scales, index) * factor, x.shape[1])
+
+
+def _to_rows(x, columns):
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
 def _to_columns(x, rows):

@@ -82,7 +82,8 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     if page is not None and page % block_kv:
         longest, block_kv = block_kv, max(b for b in range(64, block_kv, 64) if page % b == 0)
         stages *= longest // block_kv
-    fixed = columns * (4 * head_dim + 2 * block_kv + 128) + eight_bit * 2 * block_kv * head_dim
+    fixed = columns * ((4 + 2 * eight_bit) * head_dim + 2 * block_kv + 128)
+    fixed += eight_bit * 2 * block_kv * head_dim
     fixed += 1024  # for barriers
     stage = 2 * block_kv * (head_dim * itemsize + 4 * eight_bit)
     stages = min(stages, (_MAX_SHARED_BYTES - fixed) // stage)
