@@ -334,7 +334,7 @@ def test_the_table(tmp_path):
         "basis": "draft",
     }
     old = [entry | {"device": device} for device in ("any", "X")]
-    new = old[1] | {"tuning": {"block_kv": 64, "splits": None}, "basis": "measured"}
+    new = old[1] | {"tuning": {"block_kv": 64, "stages": 3}, "basis": "measured"}
     table = tune.with_entry(old, new)
     text = tune.table_text(table)
     assert table == [new, old[0]] == json.loads(text) and len(text.splitlines()) == len(table) + 2

@@ -37,10 +37,7 @@ SWEEPS: dict[str, tuple[Values, ...]] = {
         {"dq_block_kv": (64, 96, 128), "dq_stages": (2, 3, 4), "dq_warpgroups": (2, 3)},
         {"dkv_block_q": (64, 96, 128), "dkv_stages": (2, 3), "dkv_warpgroups": (2, 3)},
     ),
-    "hopper.decode": (
-        {"block_kv": (64, 128, 256), "stages": (2, 3, 4, 5, 6)},
-        {"splits": (None, 1, 2, 4, 8)},
-    ),
+    "hopper.decode": ({"block_kv": (64, 128, 256), "stages": (2, 3, 4, 5, 6)},),
     "tpu.prefill": _TPU_BLOCKS,
     "tpu.prefill.packed": _TPU_BLOCKS,
     "tpu.backward": _TPU_BLOCKS,

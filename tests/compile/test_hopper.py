@@ -28,8 +28,9 @@ def check(function, *shapes, kernels: int):
     for kernel in found:
         assert kernel.target == "sm_90a"
         assert kernel.spilled == 0
-        assert kernel.wgmma > 0
-        assert kernel.tma > 0
+        if "combine" not in kernel.name:  # that one multiplies nothing, and copies plain rows
+            assert kernel.wgmma > 0
+            assert kernel.tma > 0
         assert not kernel.warned
     return compiled
 
@@ -129,7 +130,7 @@ def test_decode(head_dim, cache_format, slots, length, paged):
     op = functools.partial(decode_attention, implementation="hopper")
     operands = decode_operands(head_dim, cache_format, slots, length, paged)
     memory = check(
-        lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=1
+        lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=2
     ).memory_analysis()
     assert (
         memory is not None

@@ -29,7 +29,7 @@ STATEMENTS = ("plgpu.barrier_wait(", "plgpu.commit_smem(", ".wait()")
 soon."""
 
 SHORT = {
-    "hopper": {"block_kv": 64, "stages": 2, "splits": 1},
+    "hopper": {"block_kv": 64, "stages": 2},
     "tpu": {"block_bytes": 2**15, "buffers": 2},
 }
 

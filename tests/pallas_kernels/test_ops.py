@@ -254,7 +254,7 @@ def traced(implementation: str, call, **options) -> str:
     ("implementation", "call", "tuning"),
     [
         ("hopper", prefill, hopper.prefill.Tuning(block_kv=64)),
-        ("hopper", decode, hopper.decode.Tuning(splits=2)),
+        ("hopper", decode, hopper.decode.Tuning(stages=2)),
         ("tpu", prefill, tpu.prefill.Tuning(block_kv=256, block_kv_compute=256)),
         ("tpu", decode, tpu.decode.Tuning(buffers=2)),
     ],

@@ -4,11 +4,12 @@ The floor is one read of the cache: 4 H bytes per position and head in bf16, 2 H
 B=64, K=8, S=2048, H=128 is 0.54 GB, 125 us at the 4.3 TB/s an H200 copies with. Little's law asks
 for 4.3 TB/s x 1 us / 132 SMs = 33 kB in flight on each SM; the rings hold about 200 kB.
 
-A block has one row, one key/value head and one share of the sequence (a split). The T * G queries
-that read the head form one tile, so each byte is read once, and no tile beyond `length` is. One
-warpgroup keeps a ring of TMA loads full, the other multiplies. Where registers and shared memory
-allow, two blocks share an SM: one fills its ring while the other finishes. With several splits a
-second, small computation in XLA weighs their results.
+A block has one entry of the work list (`decode_plan`), a piece of a row, and one key/value head.
+The heads of an entry run next to each other: a page is read as a whole. The T * G queries that read
+the head form one tile, so each byte is read once, and no tile beyond `length` is. One warpgroup
+keeps a ring of TMA loads full, the other multiplies. Where registers and shared memory allow, two
+blocks share an SM: one fills its ring while the other finishes. Each writes 4 (H + 1) C bytes, C
+being T * G in whole eights, and a second kernel (`decode_combine`) weighs and sums those of a row.
 
 wgmma always multiplies 64 rows, so the operands are swapped: S^T = K Q^T and O^T = V^T P^T have
 keys and head dims on the rows and only C = 8, 16 .. 64 columns of queries. A byte of bf16 then
@@ -40,10 +41,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
-from .decode_tuning import Tuning, choose_splits, fit, unsupported_reason
+from ..decode_plan import DecodePlan, make_plan
+from .decode_combine import UNSEEN, combine, head_dim_parts, to_columns
+from .decode_tuning import LEAST_TILES, Tuning, fit, pieces, unsupported_reason
 from .padding import pad
 
-_UNSEEN = -1e30  # finite: the difference of two of them is 0, not NaN
 _LEAST = 2.0**-100  # numbers below it count as it where their inverse must be finite
 _LAYOUT = plgpu.Layout.WGMMA
 _Accumulator = plgpu.WGMMAAccumulatorRef
@@ -57,6 +59,7 @@ def attention(
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    plan: DecodePlan | None = None,
     *,
     tuning: Tuning,
 ) -> Float[Array, "B T N H"]:
@@ -66,30 +69,33 @@ def attention(
     With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale.
     With `page_table` it is a pool: position s of row b is position `s % page` of page
     `page_table[b, s // page]`. Positions from `length` on may hold any finite values. Without a
-    page table, an S that is no multiple of 8 costs a padded copy of the cache.
+    page table, an S that is no multiple of 8 costs a padded copy of the cache. `plan` is that of
+    `make_plan_for` these operands.
     """
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
     if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on Hopper {reason}")
     tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
-    if page_table is not None:
-        S *= page_table.shape[1]
-    elif S % 8:
+    if plan is None:
+        plan = make_plan_for(q, k, length, page_table, tuning=tuning)
+    if plan.tile != tuning.block_kv or plan.row_entries.shape[0] != B:
+        raise ValueError(
+            f"plan is for {plan.row_entries.shape[0]} rows in tiles of {plan.tile} positions, this "
+            f"call has {B} rows in tiles of {tuning.block_kv}: make it with plan_decode from "
+            f"operands of the same shapes"
+        )
+    if page_table is None and S % 8:
         k, v, k_scale, v_scale = jax.tree.map(lambda x: pad(x, 2, 8), (k, v, k_scale, v_scale))
     product = jnp.float16 if k.dtype == jnp.float8_e4m3fn else q.dtype
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
     rows = pad(rows, 2, 8)
-    splits = tuning.splits or choose_splits(
-        B * K, pl.cdiv(S, tuning.block_kv), resident=1 if k_scale is None else 2
-    )
 
-    R, C, wide = rows.shape[2], pl.cdiv(T * G, 8) * 8, k_scale is not None
+    W, C, wide = plan.entries.shape[0], rows.shape[2], k_scale is not None
     block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, _tile(H, 2)
-    whole = (jax.ShapeDtypeStruct((B, K, R, H), q.dtype), None)
     partial = (
-        jax.ShapeDtypeStruct((B, K, splits, H, C), jnp.float32),
-        jax.ShapeDtypeStruct((B, K, splits, C), jnp.float32),
+        jax.ShapeDtypeStruct((W, K, H, C), jnp.float32),
+        jax.ShapeDtypeStruct((W, K, C), jnp.float32),
     )
     scratch: Any = dict(
         q_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile),
@@ -98,7 +104,6 @@ def attention(
         scale_smem=plgpu.SMEM((slots, block_kv), jnp.float32) if wide else None,
         wide_smem=plgpu.SMEM((block_kv, H), product, transforms=tile) if wide else None,
         p_smem=plgpu.SMEM((C, block_kv), product, transforms=tile),
-        o_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile) if splits == 1 else None,
         q_full=plgpu.Barrier(num_arrivals=1, num_barriers=1),
         full=plgpu.Barrier(num_arrivals=2 if wide else 1, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
@@ -110,20 +115,35 @@ def attention(
         reduction_scratch_bytes=128 * C,
     )
     o, lse = plgpu.kernel(
-        functools.partial(_kernel, queries=T, group_size=G, splits=splits),
-        out_type=whole if splits == 1 else partial,
+        functools.partial(_kernel, queries=T, group_size=G),
+        out_type=partial,
         scratch_types=scratch,
-        grid=(splits, K, B),
-        grid_names=("split", "head", "row"),
+        # The last axis runs fastest.
+        grid=(W, K),
+        grid_names=("entry", "head"),
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="hopper_decode",
         compiler_params=params,
-    )(rows, k, v, length, k_scale, v_scale, page_table)
+    )(rows, k, v, length, plan.entries, k_scale, v_scale, page_table)
+    out = combine(o, lse, plan.row_entries, queries=T * G, dtype=q.dtype)
+    return out.reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
 
-    if splits > 1:
-        o = jnp.einsum("BKJC,BKJHC->BKCH", jax.nn.softmax(lse, axis=2), o).astype(q.dtype)
-    return o[:, :, : T * G].reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
+
+def make_plan_for(
+    q,
+    k,
+    length: Int[Array, " B"],
+    page_table: Int[Array, "B P"] | None = None,
+    *,
+    tuning: Tuning,
+) -> DecodePlan:
+    """The work list of `attention` of these operands. Of q and k only shapes and dtypes count."""
+    (_, T, N, H), (K, S) = q.shape, k.shape[1:3]
+    page = None if page_table is None else S
+    tile = fit(tuning, H, T * (N // K), k.dtype.itemsize, page).block_kv
+    room = pl.cdiv(S if page_table is None else S * page_table.shape[1], tile)
+    return make_plan(length, tile=tile, room=room, pieces=pieces(K), least=LEAST_TILES)
 
 
 def _tile(head_dim, itemsize):
@@ -139,16 +159,17 @@ def _tile(head_dim, itemsize):
 
 def _kernel(
     # Inputs
-    q_gmem,  # B K R H
+    q_gmem,  # B K C H
     k_gmem,  # B K S H, or X K page H
     v_gmem,  # as k_gmem
     length_gmem,  # B
+    entries_gmem,  # W 3: row, first tile, end
     k_scale_gmem,  # None, or B K S, or X K page
     v_scale_gmem,  # as k_scale_gmem
     table_gmem,  # None, or B P
-    # Outputs; C is R rounded up to 8
-    o_gmem,  # B K R H, or B K J H C
-    lse_gmem,  # None, or B K J C
+    # Outputs
+    o_gmem,  # W K H C
+    lse_gmem,  # W K C
     # Scratch
     q_smem,  # C H
     half_smem,  # None, or C H: the queries in float16
@@ -156,23 +177,18 @@ def _kernel(
     scale_smem,  # None, or 2 * stages, block_kv
     wide_smem,  # None, or block_kv H
     p_smem,  # C block_kv
-    o_smem,  # C H, or None
     q_full,  # 1
     full,  # 2 * stages
     free,  # 2 * stages
     *,
     queries: int,
     group_size: int,
-    splits: int,
 ):
     (slots, block_kv, H), C = ring_smem.shape, q_smem.shape[0]
     stages = jnp.int32(slots // 2)
-    row, head, split, warpgroup = (
-        lax.axis_index(name) for name in ("row", "head", "split", "warpgroup")
-    )
+    entry, head, warpgroup = (lax.axis_index(name) for name in ("entry", "head", "warpgroup"))
+    row, first, end = (entries_gmem[entry, i] for i in range(3))
     length = length_gmem[row]
-    tiles = lax.div(length + (block_kv - 1), jnp.int32(block_kv))
-    first, end = (lax.div(j * tiles, jnp.int32(splits)) for j in (split, split + 1))
 
     def slots_of(i):
         slot = 2 * lax.rem(i - first, stages)
@@ -201,14 +217,12 @@ def _kernel(
             for slot in slots_of(i):
                 plgpu.barrier_wait(free.at[slot])
 
-    @pl.when(warpgroup == 0)
+    @pl.when((warpgroup == 0) & (first < end))
     def _multiply():
         plgpu.copy_gmem_to_smem(q_gmem.at[row, head, pl.ds(0, C)], q_smem, q_full.at[0])
         plgpu.barrier_wait(q_full.at[0])
-        # wgmma takes 64 rows at a time, keys or head dims; where H is no multiple of 64 its last 64
-        # overlap the first.
-        keys = [pl.ds(start, 64) for start in range(0, block_kv, 64)]
-        parts = [pl.ds(0, H)] if H % 64 == 0 else [pl.ds(0, 64), pl.ds(H - 64, 64)]
+        # wgmma takes 64 rows at a time, keys or head dims.
+        keys, parts = [pl.ds(start, 64) for start in range(0, block_kv, 64)], head_dim_parts(H)
         chunks = [pl.ds(start, math.gcd(H, 64)) for start in range(0, H, math.gcd(H, 64))]
         key, query = (
             plgpu.broadcasted_iota(jnp.int32, (64, C), dimension, layout=_LAYOUT)
@@ -229,7 +243,7 @@ def _kernel(
             largest = functools.reduce(jnp.maximum, [jnp.abs(x).max(axis=0) for x in q])
             up, undo = _to_float16_range(largest)
             for x, part in zip(q, parts, strict=True):
-                half_smem.at[:, part].T[...] = (x * _to_columns(up, x.shape[0])).astype(jnp.float16)
+                half_smem.at[:, part].T[...] = (x * to_columns(up, x.shape[0])).astype(jnp.float16)
             plgpu.commit_smem()
             queries_smem = half_smem
 
@@ -264,7 +278,7 @@ def _kernel(
                 for x, rows in zip(s, keys, strict=True)
             ]
             if undo is not None:
-                s = [x * _to_columns(undo, 64) for x in s]
+                s = [x * to_columns(undo, 64) for x in s]
             s = [
                 jnp.where(key + (i * block_kv + rows.start) < visible_end, x, -jnp.inf)
                 for x, rows in zip(s, keys, strict=True)
@@ -279,9 +293,9 @@ def _kernel(
                     for x, rows in zip(s, keys, strict=True)
                 ]
             m_new = jnp.maximum(m, functools.reduce(jnp.maximum, weighed).max(axis=0))
-            p = [jnp.exp2(x - _to_columns(m_new, 64)) for x in s]
+            p = [jnp.exp2(x - to_columns(m_new, 64)) for x in s]
             correction = jnp.exp2(m - m_new)
-            total = total * _to_columns(correction, 64) + sum(p)
+            total = total * to_columns(correction, 64) + sum(p)
 
             # 3. P and, if need be, V in 16 bits to shared memory
             if not by_values:
@@ -305,34 +319,25 @@ def _kernel(
                     plgpu.wgmma(acc, values.at[:, part].T, p_smem.T)
 
             o = pl.run_state(accumulate)(
-                [_Accumulator.init(x * _to_columns(correction, x.shape[0])) for x in o]
+                [_Accumulator.init(x * to_columns(correction, x.shape[0])) for x in o]
             )
             if wide_smem is None:
                 plgpu.barrier_arrive(free.at[v_slot])
             return o, m_new, total
 
         o = [plgpu.layout_cast(jnp.zeros((part.size, C), jnp.float32), _LAYOUT) for part in parts]
-        m = plgpu.layout_cast(jnp.full((C,), _UNSEEN, jnp.float32), _LAYOUT.reduce(0))
+        m = plgpu.layout_cast(jnp.full((C,), UNSEEN, jnp.float32), _LAYOUT.reduce(0))
         # Summed over its rows at the end.
         total = plgpu.layout_cast(jnp.zeros((64, C), jnp.float32), _LAYOUT)
         o, m, total = lax.fori_loop(first, end, step, (o, m, total))
 
-        # 5. Normalise and store. A split that saw nothing stores zeros and the weight of nothing.
+        # 5. Normalise and store. What saw nothing stores zeros and the weight of nothing.
         total = total.sum(axis=0)
         inverse = jnp.where(total > 0, (1 / weight_scale) / total, 0.0)
-        o = [(x * _to_columns(inverse, x.shape[0])).astype(o_gmem.dtype) for x in o]
-        if splits == 1:
-            for x, part in zip(o, parts, strict=True):
-                o_smem.at[:, part].T[...] = x
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[row, head, pl.ds(0, C)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        else:
-            for x, part in zip(o, parts, strict=True):
-                o_gmem[row, head, split, part] = x
-            lse_gmem[row, head, split] = jnp.where(
-                total > 0, m * math.log(2) + jnp.log(total), _UNSEEN
-            )
+        for x, part in zip(o, parts, strict=True):
+            o_gmem[entry, head, part] = x * to_columns(inverse, x.shape[0])
+        lse = jnp.where(total > 0, m * math.log(2) + jnp.log(total), UNSEEN)
+        lse_gmem[entry, head] = lse
 
 
 def _to_float16_range(largest):
@@ -360,7 +365,3 @@ def _scale_rows(x, scales, index, factor=1.0):
 
 def _to_rows(x, columns):
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
-
-
-def _to_columns(x, rows):
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])

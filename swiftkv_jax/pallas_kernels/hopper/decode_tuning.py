@@ -1,4 +1,4 @@
-"""Sizes of the decode kernel: tiles, stages of the ring, splits of the sequence; and the operands
+"""Sizes of the decode kernel: tiles, stages of the ring, pieces of the work list; and the operands
 that it does not take."""
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from ..device import HEAD_DIMS
 _SMS = 132
 _MAX_SHARED_BYTES = 227 * 1024
 _ROWS = 64  # queries per key/value head: the columns of a tile
-# what the second computation costs, in tiles an SM could have read meanwhile (about 1 us each)
-_COMBINE_TILES = 4
+LEAST_TILES = 4
+"""Tiles of a piece of a row, at least. With 64 positions in bfloat16 these are 128 KiB, which an SM
+reads in 4 us; the result of the piece has 4 KiB."""
+# Two at a time on each SM, twice: the last to end is then short beside the whole.
+_BLOCKS = 4 * _SMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Tile sizes and splits. More than 16 queries per key/value head leave room only for shorter
+    """Tile sizes. More than 16 queries per key/value head leave room only for shorter
     tiles and fewer stages."""
 
     block_kv: int = 64  # positions per tile
     stages: int = 3  # tiles of K, and as many of V, in the ring
-    splits: int | None = None  # shares of the sequence; None: as many as keep every SM busy
 
     def __post_init__(self):
         if self.block_kv <= 0 or self.block_kv % 64:
@@ -33,8 +35,6 @@ class Tuning:
             raise ValueError(
                 f"{self.stages=} must be at least 2, or loads and products cannot overlap"
             )
-        if self.splits is not None and self.splits < 1:
-            raise ValueError(f"{self.splits=} must be at least 1")
         if 2 * self.stages * self.block_kv * 64 > _MAX_SHARED_BYTES:
             raise ValueError(
                 f"{self.stages=} of {self.block_kv=} do not fit {_MAX_SHARED_BYTES} bytes of "
@@ -82,7 +82,7 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     if page is not None and page % block_kv:
         longest, block_kv = block_kv, max(b for b in range(64, block_kv, 64) if page % b == 0)
         stages *= longest // block_kv
-    fixed = columns * ((4 + 2 * eight_bit) * head_dim + 2 * block_kv + 128)
+    fixed = columns * ((2 + 2 * eight_bit) * head_dim + 2 * block_kv + 128)
     fixed += eight_bit * 2 * block_kv * head_dim
     fixed += 1024  # for barriers
     stage = 2 * block_kv * (head_dim * itemsize + 4 * eight_bit)
@@ -95,11 +95,6 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     return dataclasses.replace(tuning, block_kv=block_kv, stages=stages)
 
 
-def choose_splits(items: int, tiles: int, resident: int) -> int:
-    """The number of splits with which the busiest SM finishes first; with fewer than `resident`
-    thread blocks an SM is slower than the memory."""
-    cost = {
-        j: max(pl.cdiv(items * j, _SMS), resident) * pl.cdiv(tiles, j) + (j > 1) * _COMBINE_TILES
-        for j in range(1, tiles + 1)
-    }
-    return min(cost, key=cost.__getitem__)
+def pieces(kv_heads: int) -> int:
+    """Pieces of rows that keep every SM busy; each is a thread block for every head."""
+    return pl.cdiv(_BLOCKS, kv_heads)

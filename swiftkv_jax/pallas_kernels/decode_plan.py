@@ -1,0 +1,66 @@
+"""The work list of decode attention: pieces of rows of about equal length, whatever the rows'.
+
+A thread block that reads a long row alone would still read when all others have ended, and a cut of
+every row into as many pieces as the page table has room for would be mostly of empty ones. So the
+cut follows the lengths. They change each step and are the same for all layers: a plan is made once
+a step, by a few small fusions over B^2 + B W numbers.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Int
+
+
+@struct.dataclass
+class DecodePlan:
+    """What `plan_decode` makes for `decode_attention` from the lengths of B rows.
+
+    An entry is a piece of a row, for all heads. The entries of a row follow one another, in the
+    order of rows and of positions. W, their largest number, depends on shapes alone; entries past
+    the last piece are empty, with equal tiles.
+    """
+
+    entries: Int[Array, "W 3"]
+    """Row, first tile, and one past the last tile."""
+    row_entries: Int[Array, "B 2"]
+    """The first entry of each row, and one past its last: equal for a row of length 0."""
+    tile: int = struct.field(pytree_node=False)
+    """Positions of a tile."""
+
+
+def make_plan(
+    length: Int[Array, " B"], *, tile: int, room: int, pieces: int, least: int
+) -> DecodePlan:
+    """Rows of `length` positions, at most `room` tiles each, cut into chunks of equally many tiles;
+    only the last of a row may be shorter.
+
+    A chunk has at least `least` tiles, and as many more as make it about `pieces` chunks in all: at
+    most B + `pieces`, as each row may end in a part of one.
+    """
+    rows = length.shape[0]
+    tiles = _ceil(length, jnp.int32(tile))
+    chunk = jnp.maximum(least, _ceil(tiles.sum(dtype=jnp.int32), jnp.int32(pieces)))
+    counts = _ceil(tiles, chunk)
+    # Sums over masks are fusions of the GPU compiler; cumsum and searchsorted are loops of kernels.
+    before = jnp.arange(rows)[:, None] > jnp.arange(rows)
+    first = jnp.where(before, counts, 0).sum(axis=1, dtype=jnp.int32)
+    end = first + counts
+    entry = jnp.arange(max_entries(rows, room, pieces, least), dtype=jnp.int32)
+    row = (end <= entry[:, None]).sum(axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, rows - 1)
+    start = jnp.minimum((entry - first[row]) * chunk, tiles[row])
+    entries = jnp.stack([row, start, jnp.minimum(start + chunk, tiles[row])], axis=1)
+    return DecodePlan(entries, jnp.stack([first, end], axis=1), tile)
+
+
+def max_entries(rows: int, room: int, pieces: int, least: int) -> int:
+    """W of a plan: no more than its cut can give, and than rows have room for."""
+    return min(rows + pieces, rows * -(-room // least))
+
+
+def _ceil(x, divisor):
+    """The quotient of integers that are not negative, rounded up."""
+    return lax.div(x + (divisor - 1), jnp.broadcast_to(divisor, x.shape))

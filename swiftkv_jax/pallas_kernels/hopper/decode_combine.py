@@ -1,0 +1,133 @@
+"""The second kernel of decode attention: the results of the pieces of each row, weighed and summed.
+
+A thread block has one row and one key/value head. It reads 4 (H + 1) C bytes a piece, just written
+and so in the L2, in groups large enough to hide the latency; a batch whose rows are one piece each
+costs little more than the launch. It writes the queries' own rows and no padding.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+UNSEEN = -1e30
+"""Logarithm of the sum of no exponentials. Finite: the difference of two of them is 0, not NaN."""
+_LAYOUT = plgpu.Layout.WGMMA
+_HELD = 8192  # numbers that a thread block reads at once: 64 registers a thread
+
+
+def combine(
+    o: Float[Array, "W K H C"],
+    lse: Float[Array, "W K C"],
+    row_entries: Int[Array, "B 2"],
+    *,
+    queries: int,
+    dtype: Any,
+) -> Float[Array, "B K Q H"]:
+    """The attention of the first Q = `queries` columns: of each row the mean of its entries `o`,
+    weighed by exp(`lse`). Zeros for a row without entries."""
+    (_, K, H, C), B = o.shape, row_entries.shape[0]
+    return plgpu.kernel(
+        functools.partial(_kernel, queries=queries),
+        out_type=jax.ShapeDtypeStruct((B, K, queries, H), dtype),
+        scratch_types=[plgpu.SMEM((C, H), dtype)],
+        grid=(B, K),
+        grid_names=("row", "head"),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="hopper_decode_combine",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )(o, lse, row_entries)
+
+
+def _kernel(
+    # Inputs
+    o_gmem,  # W K H C
+    lse_gmem,  # W K C
+    row_entries_gmem,  # B 2
+    # Outputs
+    out_gmem,  # B K Q H
+    # Scratch
+    out_smem,  # C H
+    *,
+    queries: int,
+):
+    C, H = out_smem.shape
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    first, end = row_entries_gmem[row, 0], row_entries_gmem[row, 1]
+
+    for parts in parts_together(H, C):
+        group = max(1, min(8, _HELD // (sum(part.size for part in parts) * C)))
+
+        def step(i, carry, parts=parts, group=group):
+            o, m, total = carry
+            indices = [first + i * group + j for j in range(group)]
+            # Past the end the last entry is read again, with the weight 0.
+            lse = [
+                _load(lse_gmem, (lax.min(index, end - 1), head), _LAYOUT.reduce(0))
+                + jnp.where(index < end, 0.0, UNSEEN)
+                for index in indices
+            ]
+            m_new = functools.reduce(jnp.maximum, lse, m)
+            weights = [jnp.exp(x - m_new) for x in lse]
+            correction = jnp.exp(m - m_new)
+            o = [x * to_columns(correction, x.shape[0]) for x in o]
+            for index, weight in zip(indices, weights, strict=True):
+                at = lax.min(index, end - 1), head
+                o = [
+                    x + _load(o_gmem, (*at, part), _LAYOUT) * to_columns(weight, part.size)
+                    for x, part in zip(o, parts, strict=True)
+                ]
+            return o, m_new, sum(weights, start=total * correction)
+
+        o = [plgpu.layout_cast(jnp.zeros((part.size, C), jnp.float32), _LAYOUT) for part in parts]
+        m, total = (
+            plgpu.layout_cast(jnp.full((C,), value, jnp.float32), _LAYOUT.reduce(0))
+            for value in (UNSEEN, 0.0)
+        )
+        steps = lax.div(end - first + (group - 1), jnp.int32(group))
+        o, _, total = lax.fori_loop(0, steps, step, (o, m, total))
+        inverse = jnp.where(total > 0, 1 / total, 0.0)
+        for x, part in zip(o, parts, strict=True):
+            x = x * to_columns(inverse, part.size)
+            out_smem.at[:, part].T[...] = x.astype(out_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, queries)], out_gmem.at[row, head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def head_dim_parts(head_dim: int) -> list[Any]:
+    """All head dims, as wgmma has them on the rows of a product, 64 at a time. Where they are no
+    multiple of 64 the last 64 overlap the first."""
+    if head_dim % 64 == 0:
+        return [pl.ds(0, head_dim)]
+    return [pl.ds(0, 64), pl.ds(head_dim - 64, 64)]
+
+
+def parts_together(head_dim: int, columns: int) -> list[list[Any]]:
+    """Parts of 64 head dims, those together whose sums a thread block can hold and still read
+    others."""
+    parts = head_dim_parts(head_dim)
+    if head_dim * columns * 2 <= _HELD:
+        return [parts]
+    if head_dim % 64 == 0:
+        parts = [pl.ds(start, 64) for start in range(0, head_dim, 64)]
+    return [[part] for part in parts]
+
+
+def _load(ref, index, layout):
+    return plgpu.layout_cast(plgpu.load(ref.at[index], optimized=False), layout)
+
+
+def to_columns(x, rows: int):
+    """x[C] as rows x C."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
