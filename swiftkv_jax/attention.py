@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from . import pallas_kernels
 from .mesh import MODEL, dp_size, row_axes
-from .pallas_kernels import ATTENTION_OUTPUT, Implementation
+from .pallas_kernels import ATTENTION_OUTPUT, DecodePlan, Implementation
 
 __all__ = ["ATTENTION_OUTPUT", "Attention"]
 
@@ -87,58 +87,129 @@ class Attention:
         k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         page_table: Int[Array, "B P"] | None = None,
+        plan: DecodePlan | None = None,
     ) -> Float[Array, "B T N H"]:
-        """`pallas_kernels.decode_attention` on this mesh.
+        """`pallas_kernels.decode_attention` on this mesh; `plan` is the result of `plan_decode`.
 
         With a `page_table` the pool is split like the rows, over the D data-parallel shards: rows
         from `d * B / D` on use pages from `d * X / D` on, and an entry counts from the first page
         of its row's shard. Raises `ValueError` if B or X is not a multiple of D.
         """
         op = functools.partial(pallas_kernels.decode_attention, implementation=self.implementation)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
         if self.mesh is None:
-            return op(q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table)
+            return op(q, k, v, length, **scales, page_table=page_table, plan=plan)
         q, k, v, length, k_scale, v_scale, page_table = pallas_kernels.check_decode(
-            q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
+            q, k, v, length, **scales, page_table=page_table
         )
         kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        rows = {"length": length, "page_table": page_table}
+        rows = {"length": length, "page_table": page_table, "plan": plan}
         return self._per_device(self.mesh, op, q, kv, rows)
+
+    def plan_decode(
+        self,
+        q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+        k: Num[Array, "_ K S H"] | jax.ShapeDtypeStruct,
+        length: Int[Array, " B"],
+        *,
+        page_table: Int[Array, "B P"] | None = None,
+    ) -> DecodePlan | None:
+        """`pallas_kernels.plan_decode` on this mesh: make it once a step and give it to `decode` in
+        all layers. Of `q` and `k` only shapes and dtypes count.
+
+        Each data-parallel shard plans its own rows, for the heads that one of its devices has: the
+        plans of the shards follow one another, and an entry counts from its shard's first row.
+        """
+        implementation = self.implementation
+        if self.mesh is None:
+            return pallas_kernels.plan_decode(
+                q, k, length, page_table=page_table, implementation=implementation
+            )
+        split = _Split.of(self.mesh, q, k, page_table)
+        (queries, heads, head_dim), (pages, _, page, _) = q.shape[1:], k.shape
+        if split.rows is not None:
+            pages //= dp_size(self.mesh)
+        q_shape = queries, heads // split.head_shards, head_dim
+        k_shape = pages, split.local_kv_heads, page, head_dim
+
+        def local(length, page_table):
+            return pallas_kernels.plan_decode(
+                jax.ShapeDtypeStruct((*length.shape, *q_shape), q.dtype),
+                jax.ShapeDtypeStruct(k_shape, k.dtype),
+                length,
+                page_table=page_table,
+                implementation=implementation,
+            )
+
+        spec = P(split.rows)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
+        )(length, page_table)
 
     @staticmethod
     def _per_device(mesh, op, q, kv, per_row):
         """`op` on each device's shard. Arrays of `kv` are B K ..., or X K ... for a pool; those of
-        `per_row` are B ... or scalars."""
+        `per_row` are trees of B ... or scalars."""
         kv, per_row = (
             {name: value for name, value in arrays.items() if value is not None}
             for arrays in (kv, per_row)
         )
-        shards, batch, pages = dp_size(mesh), q.shape[0], kv["k"].shape[0]
-        if "page_table" in per_row and (batch % shards or pages % shards):
+        split = _Split.of(mesh, q, kv["k"], per_row.get("page_table"))
+
+        def local(q, kv, per_row):
+            # A kernel takes whole arrays: each call copies the one head's keys and values.
+            if split.share_kv:
+                head = jax.lax.axis_index(MODEL) // (split.head_shards // split.kv_heads)
+                kv = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1), kv)
+            return op(q, **kv, **per_row)
+
+        q_spec = P(split.rows, None, MODEL if split.split_kv or split.share_kv else None)
+        kv_spec = P(split.rows, MODEL if split.split_kv else None)
+        row_specs = jax.tree.map(lambda leaf: P(split.rows) if leaf.ndim else P(), per_row)
+        # The kernels do not declare over which axes their results vary: there is nothing to check.
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(q_spec, kv_spec, row_specs),
+            out_specs=q_spec,
+            check_vma=False,
+        )(q, kv, per_row)
+
+
+class _Split(NamedTuple):
+    """How a mesh divides rows and heads."""
+
+    rows: tuple[str, ...] | None
+    """Axes that rows are split over; None where the shards do not divide them."""
+    split_kv: bool
+    """Whether each device has some of the key/value heads."""
+    share_kv: bool
+    """Whether several devices share each key/value head."""
+    head_shards: int
+    """Parts of the query heads; 1 where each device has all."""
+    kv_heads: int
+
+    @property
+    def local_kv_heads(self) -> int:
+        return 1 if self.share_kv else self.kv_heads // self.head_shards
+
+    @staticmethod
+    def of(mesh: Mesh, q, k, page_table) -> _Split:
+        """The split of `q` B T N H and `k`. Raises `ValueError` if shards do not divide a pool and
+        its rows."""
+        shards, batch, pages = dp_size(mesh), q.shape[0], k.shape[0]
+        if page_table is not None and (batch % shards or pages % shards):
             raise ValueError(
                 f"with a page_table, rows and pages must be multiples of the mesh's {shards} "
                 f"data-parallel shards, got {batch} and {pages}"
             )
-        rows = row_axes(mesh) if batch % shards == 0 else None
-        devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], kv["k"].shape[1]
+        devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], k.shape[1]
         split_kv = kv_heads % devices == 0
-        # Several devices to a key/value head.
         share_kv = not split_kv and devices % kv_heads == 0 and heads % devices == 0
-
-        def local(q, kv, per_row):
-            # A kernel takes whole arrays: each call copies the one head's keys and values.
-            if share_kv:
-                head = jax.lax.axis_index(MODEL) // (devices // kv_heads)
-                kv = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=1), kv)
-            return op(q, **kv, **per_row)
-
-        q_spec = P(rows, None, MODEL if split_kv or share_kv else None)
-        kv_spec = P(rows, MODEL if split_kv else None)
-        specs = (
-            q_spec,
-            kv_spec,
-            {name: P(rows) if value.ndim else P() for name, value in per_row.items()},
-        )
-        # The kernels do not declare over which axes their results vary: there is nothing to check.
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(
-            q, kv, per_row
+        return _Split(
+            rows=row_axes(mesh) if batch % shards == 0 else None,
+            split_kv=split_kv,
+            share_kv=share_kv,
+            head_shards=devices if split_kv or share_kv else 1,
+            kv_heads=kv_heads,
         )

@@ -9,7 +9,8 @@ to compare with.
 from typing import get_args
 
 from .checks import check_decode, check_prefill
-from .ops import Implementation, decode_attention, prefill_attention
+from .decode_plan import DecodePlan
+from .ops import Implementation, decode_attention, plan_decode, prefill_attention
 from .remat import ATTENTION_OUTPUT
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -17,9 +18,11 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 __all__ = [
     "IMPLEMENTATIONS",
     "ATTENTION_OUTPUT",
+    "DecodePlan",
     "Implementation",
     "check_decode",
     "check_prefill",
     "decode_attention",
+    "plan_decode",
     "prefill_attention",
 ]

@@ -8,6 +8,8 @@ a step, by a few small fusions over B^2 + B W numbers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -23,9 +25,9 @@ class DecodePlan:
     the last piece are empty, with equal tiles.
     """
 
-    entries: Int[Array, "W 3"]
+    entries: Any  # i32[W, 3]
     """Row, first tile, and one past the last tile."""
-    row_entries: Int[Array, "B 2"]
+    row_entries: Any  # i32[B, 2]
     """The first entry of each row, and one past its last: equal for a row of length 0."""
     tile: int = struct.field(pytree_node=False)
     """Positions of a tile."""

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from . import cudnn, xla
 from .checks import check_decode, check_prefill
+from .decode_plan import DecodePlan
 from .device import HEAD_DIMS, current_device, is_hopper
 from .remat import checkpoint_names
 from .tuning import tuning_for
@@ -126,6 +127,7 @@ def decode_attention(
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    plan: DecodePlan | None = None,
     implementation: Implementation | None = None,
     tuning: Any = None,
 ) -> Float[Array, "B T N H"]:
@@ -140,6 +142,11 @@ def decode_attention(
     With `page_table`, `k` and `v` are a pool of X pages: position s of row b is position `s % page`
     of page `page_table[b, s // page]`. Entries for the pages that `length` reaches must lie in the
     pool, which is not checked; the others may be anything.
+
+    `plan` is the result of `plan_decode` with these operands and options, made once for all layers
+    of a step; that it fits `length` is not checked. Without it the kernel makes its own. A plan
+    decides where the sum over a row is cut, and depends on all rows' lengths: a row's result does
+    not depend on the other rows but for rounding.
 
     `tuning` is the kernel's `Tuning`, instead of the table's entry; it needs a named device kernel.
 
@@ -167,7 +174,36 @@ def decode_attention(
     )
     kernel = _kernels(name).decode
     tuning = find_tuning(name, "decode", q, k.dtype) if tuning is None else tuning
-    return _jitted(kernel.attention, tuning)(q, k, v, length, k_scale, v_scale, page_table)
+    operands = q, k, v, length, k_scale, v_scale, page_table
+    if name == "hopper":
+        operands += (plan,)
+    return _jitted(kernel.attention, tuning)(*operands)
+
+
+def plan_decode(
+    q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+    k: Num[Array, "_ K S H"] | jax.ShapeDtypeStruct,
+    length: Int[Array, " B"],
+    *,
+    page_table: Int[Array, "B P"] | None = None,
+    implementation: Implementation | None = None,
+    tuning: Any = None,
+) -> DecodePlan | None:
+    """The `plan` of `decode_attention` with these operands and options: which thread block reads
+    which piece of which row. Of `q`, `k` and `page_table` only shapes and dtypes count.
+
+    None where the implementation that runs has no use for one: only 'hopper' has. Costs a few
+    operations on B^2 + B W small integers, W being about B + 528 / K. Raises as `decode_attention`
+    does.
+    """
+    name = choose_implementation(
+        "decode", implementation, q, k, page_table=page_table, tuning=tuning
+    )
+    if name != "hopper":
+        return None
+    tuning = find_tuning(name, "decode", q, k.dtype) if tuning is None else tuning
+    length = jnp.asarray(length, jnp.int32)
+    return _kernels(name).decode.plan(q, k, length, page_table, tuning=tuning)
 
 
 # Choosing ---------------------------------------------------------------------

@@ -136,3 +136,17 @@ def test_decode(head_dim, cache_format, slots, length, paged):
         memory is not None
         and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8
     )
+
+
+@pytest.mark.parametrize("cache_format", CACHE)
+def test_decode_in_long_tables(cache_format):
+    """Results of pieces of rows take memory by their number, not by the room of the table."""
+    op = functools.partial(decode_attention, implementation="hopper")
+    q, k, v, length, options = decode_operands(128, cache_format, 64, 2048, True)
+    options["page_table"] = shape(64, 131_072 // 256, dtype=jnp.int32)
+    memory = check(
+        lambda q, k, v, length, options: op(q, k, v, length, **options),
+        *(q, k, v, length, options),
+        kernels=2,
+    ).memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 8 * 2**20

@@ -235,6 +235,14 @@ def decode_logits(
     page = jnp.take_along_axis(batch.page_table, (length // page_size)[:, None], axis=1)[:, 0]
     page, offset = jnp.where(active, page, INVALID_PAGE), length % page_size
     lengths = jnp.where(active, length + 1, 0)
+    plan = attention.plan_decode(  # the same for all layers
+        jax.ShapeDtypeStruct(
+            (length.shape[0], 1, config.num_heads, config.head_dim), weights.embed.dtype
+        ),
+        cache.k[0].values,
+        lengths,
+        page_table=batch.page_table,
+    )
 
     def read(q, k: Pool, v: Pool):
         return attention.decode(
@@ -245,6 +253,7 @@ def decode_logits(
             k_scale=k.scale,
             v_scale=v.scale,
             page_table=batch.page_table,
+            plan=plan,
         )
 
     def write(pool: Pool, new):

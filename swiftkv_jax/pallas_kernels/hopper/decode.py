@@ -59,7 +59,7 @@ def attention(
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
-    plan: DecodePlan | None = None,
+    work: DecodePlan | None = None,
     *,
     tuning: Tuning,
 ) -> Float[Array, "B T N H"]:
@@ -69,19 +69,19 @@ def attention(
     With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale.
     With `page_table` it is a pool: position s of row b is position `s % page` of page
     `page_table[b, s // page]`. Positions from `length` on may hold any finite values. Without a
-    page table, an S that is no multiple of 8 costs a padded copy of the cache. `plan` is that of
-    `make_plan_for` these operands.
+    page table, an S that is no multiple of 8 costs a padded copy of the cache. `work` is the
+    `plan` of these operands.
     """
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
     if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on Hopper {reason}")
     tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
-    if plan is None:
-        plan = make_plan_for(q, k, length, page_table, tuning=tuning)
-    if plan.tile != tuning.block_kv or plan.row_entries.shape[0] != B:
+    if work is None:
+        work = plan(q, k, length, page_table, tuning=tuning)
+    if work.tile != tuning.block_kv or work.row_entries.shape[0] != B:
         raise ValueError(
-            f"plan is for {plan.row_entries.shape[0]} rows in tiles of {plan.tile} positions, this "
+            f"plan is for {work.row_entries.shape[0]} rows in tiles of {work.tile} positions, this "
             f"call has {B} rows in tiles of {tuning.block_kv}: make it with plan_decode from "
             f"operands of the same shapes"
         )
@@ -91,7 +91,7 @@ def attention(
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
     rows = pad(rows, 2, 8)
 
-    W, C, wide = plan.entries.shape[0], rows.shape[2], k_scale is not None
+    W, C, wide = work.entries.shape[0], rows.shape[2], k_scale is not None
     block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, _tile(H, 2)
     partial = (
         jax.ShapeDtypeStruct((W, K, H, C), jnp.float32),
@@ -125,12 +125,12 @@ def attention(
         thread_name="warpgroup",
         kernel_name="hopper_decode",
         compiler_params=params,
-    )(rows, k, v, length, plan.entries, k_scale, v_scale, page_table)
-    out = combine(o, lse, plan.row_entries, queries=T * G, dtype=q.dtype)
+    )(rows, k, v, length, work.entries, k_scale, v_scale, page_table)
+    out = combine(o, lse, work.row_entries, queries=T * G, dtype=q.dtype)
     return out.reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
 
 
-def make_plan_for(
+def plan(
     q,
     k,
     length: Int[Array, " B"],
