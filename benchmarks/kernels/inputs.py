@@ -58,7 +58,9 @@ def _decode(shape: Decode, key) -> Set:
         table = table.astype(jnp.int32)
         for name in {"k", "v", "k_scale", "v_scale"} & arrays.keys():
             arrays[name] = _pool(arrays[name], pages, shape.page, table)
-        arrays["page_table"] = table.reshape(shape.batch, pages)
+        table = table.reshape(shape.batch, pages)
+        unused = (shape.table or shape.keys) // shape.page - pages
+        arrays["page_table"] = jnp.pad(table, ((0, 0), (0, unused)))
     return arrays
 
 

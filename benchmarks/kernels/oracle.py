@@ -169,7 +169,9 @@ def _gradient(shape: Prefill, arrays: Set):
 def _decode(shape: Decode, arrays: Set):
     def row(b):
         one = {name: x for name, x in arrays.items() if name in ("k", "v", "k_scale", "v_scale")}
-        pages = arrays["page_table"][b] if "page_table" in arrays else b[None]
+        pages = b[None]
+        if shape.page is not None:
+            pages = arrays["page_table"][b, : shape.keys // shape.page]
         one = {name: x[pages] for name, x in one.items()}  # P K page ..., or 1 K S ...
         k, v = (jnp.moveaxis(dequantised(one, name), 0, 1) for name in ("k", "v"))
         k, v = (x.reshape(1, shape.kv_heads, shape.keys, shape.head_dim) for x in (k, v))

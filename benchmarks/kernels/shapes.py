@@ -85,6 +85,8 @@ class Decode:
     keys: int  # S
     cache: str = "bfloat16"
     page: int | None = None
+    table: int | None = None
+    """Positions that a row's page table has room for; None: `keys`."""
     ragged: bool = False
     """Slots of all lengths instead of full ones."""
     heads: int = 32
@@ -149,6 +151,8 @@ FULL: tuple[Shape, ...] = (
     Decode("decode 1x32k fp8", 1, 32768, _FP8),
     _causal("prefill 8B 4k", 4096, 4),
     _causal("prefill 8B 2k", 2048, 8),
+    _causal("prefill 8B 4k, B=1", 4096, 1),
+    _causal("prefill 8 heads 4k, B=1", 4096, 1, heads=8, kv_heads=1),
     _causal("train 8B 8k", 8192, 2, gradient=True),
     Prefill("chunk 8B 2k at 6k", 8, 2048, 8192, offset=6144),
     _causal("packed 8B 8k", 8192, 2, packed=True),
@@ -157,6 +161,7 @@ FULL: tuple[Shape, ...] = (
     _causal("train 8B 8k packed", 8192, 2, packed=True, gradient=True),
     _causal("prefill 70B 8k", 8192, 1, heads=64),
     Decode("decode 64x2k paged", 64, 2048, page=256),
+    Decode("decode 64x2k in a table of 128k", 64, 2048, page=256, table=131_072),
     Decode("decode 64x2k int8", 64, 2048, _INT8),
     Decode("decode 16x8k bf16", 16, 8192),
     Decode("decode 256x1k bf16", 256, 1024),
@@ -189,6 +194,7 @@ SMOKE: tuple[Shape, ...] = (
         for cache in ("bfloat16", _FP8, _INT8)
     ),
     Decode("decode paged", 2, 512, page=256, heads=4, kv_heads=2, head_dim=64),
+    Decode("decode wide table", 2, 256, page=128, table=1024, heads=4, kv_heads=2, head_dim=64),
     Decode("decode ragged", 3, 256, ragged=True, heads=4, kv_heads=2, head_dim=64),
 )
 

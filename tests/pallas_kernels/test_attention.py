@@ -47,6 +47,7 @@ SHORT = {
         "pages of 256",
     ),
     *("8 queries a head", "wide", "idle rows", "page table, several tokens", "odd head dim", None),
+    *("one long row, many short", "page table, most of it unused"),
 }
 
 
