@@ -1,12 +1,14 @@
-"""Run one kernel in the interpreter with one statement of it left out: what the race detector and
-the oracle are worth.
+"""Run one kernel in the interpreter with one statement of it left out, or with a wrong work list:
+what the race detector and the oracle are worth.
 
     python -m tests.pallas_kernels.planted hopper.prefill 'plgpu.barrier_wait(k_ready.at[0])'
+    python -m tests.pallas_kernels.planted hopper.decode 'an entry starts a tile late'
 
 Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and
 leaves the interpreter unusable.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -27,6 +29,14 @@ from tests.pallas_kernels.shapes import Decode, Prefill
 STATEMENTS = ("plgpu.barrier_wait(", "plgpu.commit_smem(", ".wait()")
 """Waits for data or for room, and fences. Leaving one out lets a kernel read too early or write too
 soon."""
+
+PLANS = {
+    "an entry starts a tile late": ("entries", (1, 1), 1),
+    "an entry ends a tile early": ("entries", (0, 2), -1),
+    "an entry reads another row": ("entries", (2, 0), -1),
+    "the last piece of a row is forgotten": ("row_entries", (0, 1), -1),
+}
+"""Mistakes in a plan of decode attention: an array of it, an index, and what is added there."""
 
 SHORT = {
     "hopper": {"block_kv": 64, "stages": 2},
@@ -76,19 +86,28 @@ def leave_out(line: int):
     pltpu.make_async_copy = copy_without_wait
 
 
-def run(kernel: str):
-    """The kernel on a shape with several blocks of everything, against the oracle."""
+def run(kernel: str, mistake: str = ""):
+    """The kernel on a shape with several blocks of everything, against the oracle. `mistake` is one
+    of `PLANS`."""
     implementation: Any
     implementation, op = kernel.split(".")
     op = op.split("_")[0]  # the backward has a module for each of its kernels
     with device_of(implementation):
         if op == "decode":
             # Called as the op would, but with rings that are shorter than the row.
-            kernel_module = importlib.import_module(f"swiftkv_jax.pallas_kernels.{kernel}")
+            kernel_module = importlib.import_module(
+                f"swiftkv_jax.pallas_kernels.{implementation}.{op}"
+            )
             tuning = kernel_module.Tuning(**SHORT[implementation])
             operands, options, expected = decode_inputs(
                 Decode(2, 1, 8, 2, 500, 64, (500, 300)), "bfloat16"
             )
+            if mistake:
+                name, index, added = PLANS[mistake]
+                q, k, _, length = operands
+                plan = kernel_module.plan(q, k, length, tuning=tuning)
+                wrong = getattr(plan, name).at[index].add(added)
+                options["work"] = dataclasses.replace(plan, **{name: wrong})
             check(
                 jax.jit(functools.partial(kernel_module.attention, **options, tuning=tuning))(
                     *operands
@@ -114,6 +133,6 @@ def run(kernel: str):
 
 if __name__ == "__main__":
     kernel, statement = sys.argv[1:]
-    if statement:
+    if statement and statement not in PLANS:
         leave_out(statements(kernel)[statement])
-    run(kernel)
+    run(kernel, statement if statement in PLANS else "")

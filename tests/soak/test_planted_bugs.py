@@ -1,8 +1,8 @@
 """The interpreter is worth something: with one wait or fence left out, a kernel races, stops or
-goes wrong, and it is noticed.
+goes wrong, and with a wrong work list it goes wrong; and it is noticed.
 
 That is a property of the kernels and of JAX's interpreters, to be looked at again when either
-changes: two minutes.
+changes: three minutes.
 """
 
 import subprocess
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.pallas_kernels.planted import statements
+from tests.pallas_kernels.planted import PLANS, statements
 
 PLANTED = {
     "hopper.prefill": [
@@ -22,8 +22,8 @@ PLANTED = {
     "hopper.decode": [
         "plgpu.barrier_wait(full.at[k_slot])",
         "plgpu.barrier_wait(free.at[slot])",
-        "plgpu.commit_smem() #2",
     ],
+    "hopper.decode_combine": ["plgpu.commit_smem()"],
     "hopper.backward_dq": ["plgpu.barrier_wait(kv_full.at[k_stage])"],
     "hopper.backward_dkv": ["plgpu.barrier_wait(do_full.at[stage])"],
     "tpu.decode": ["copy.wait()", "copy.wait() #2"],
@@ -44,6 +44,11 @@ def run(kernel: str, statement: str) -> int:
 def test_it_is_noticed(kernel, statement):
     assert statement in statements(kernel)
     assert run(kernel, statement) != 0
+
+
+@pytest.mark.parametrize("mistake", PLANS)
+def test_a_wrong_plan_is_noticed(mistake):
+    assert run("hopper.decode", mistake) == 1
 
 
 @pytest.mark.parametrize("kernel", PLANTED)
