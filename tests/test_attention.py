@@ -9,6 +9,7 @@ import pytest
 
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.pallas_kernels.decode_plan import make_plan
 
 B, T, N, S, H = 4, 6, 16, 24, 8
 
@@ -175,6 +176,55 @@ def test_each_device_has_its_part_of_the_pool(monkeypatch):
     q, kv = jnp.zeros((B, T, N, H)), jnp.zeros((12, 8, 16, H))
     Attention(make_mesh((2, 4))).prefill(q, kv, kv, page_table=jnp.zeros((B, 3), int))
     assert seen == [((2, T, 4, H), (6, 2, 16, H), (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "rows", "heads", "keys"),
+    [((4, 2), 8, 1, 8, 4), ((2, 4), 2, 2, 4, 1), ((1, 8), 16, 4, 2, 2), ((8, 1), 4, 4, 16, 4)],
+)
+def test_each_shard_plans_its_own_rows(shape, kv_heads, rows, heads, keys, monkeypatch):
+    """From the shapes that its devices have; and each device decodes with its shard's plan."""
+    lengths, planned, decoded = jnp.asarray([9, 24, 0, 1]), [], []
+
+    def plan_of(length):
+        return make_plan(length, tile=8, room=3, pieces=4, least=1)
+
+    def plan_decode(q, k, length, **_):
+        planned.append((q.shape, k.shape, length.shape))
+        return plan_of(length)
+
+    def decode(q, k, v, length, *, plan, **_):
+        decoded.append((plan.entries.shape, plan.row_entries.shape))
+        return q
+
+    monkeypatch.setattr("swiftkv_jax.pallas_kernels.plan_decode", plan_decode)
+    monkeypatch.setattr("swiftkv_jax.pallas_kernels.decode_attention", decode)
+    q, k, v = operands(kv_heads)
+    attention = Attention(make_mesh(shape))
+    plan = attention.plan_decode(q, k, lengths)
+    assert planned == [((rows, T, heads, H), (rows, keys, S, H), (rows,))]
+
+    of_shards = [plan_of(lengths[i : i + rows]) for i in range(0, B, rows)]
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *of_shards)
+    jax.tree.map(np.testing.assert_array_equal, plan, whole)
+    attention.decode(q, k, v, lengths, plan=plan)
+    assert decoded == [(of_shards[0].entries.shape, (rows, 2))]
+
+
+def test_a_plan_of_a_pool_on_a_mesh(monkeypatch):
+    """Pages are divided too; and where no kernel wants one, there is no plan."""
+    seen, attention = [], Attention(make_mesh((2, 4)))
+    q, kv = jnp.zeros((B, T, N, H)), jnp.zeros((12, 8, 16, H))
+    call = functools.partial(
+        attention.plan_decode, q, kv, jnp.full(B, 9), page_table=jnp.zeros((B, 3), int)
+    )
+    assert call() is None
+    monkeypatch.setattr(
+        "swiftkv_jax.pallas_kernels.plan_decode",
+        lambda q, k, length, *, page_table, **_: seen.append((k.shape, page_table.shape)),
+    )
+    assert call() is None
+    assert seen == [((6, 2, 16, H), (2, 3))]
 
 
 @pytest.mark.parametrize(("rows", "pages"), [(3, 12), (4, 11)])
