@@ -99,9 +99,7 @@ def prefill_attention(
         tuning=tuning,
         backward_tuning=backward_tuning,
     )
-    offset = None  # 0; the device kernels then read none
-    if name == "xla" or not starts_at_zero:
-        offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
+    offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
@@ -115,6 +113,8 @@ def prefill_attention(
         f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
         (q, k, v),
     )
+    # The device kernels read no offsets that are known.
+    offset = None if starts_at_zero else offset
     return _forward(name, tuning, q, k, v, offset, lengths, segment_ids, page_table)[0]
 
 

@@ -76,7 +76,7 @@ def test_decode_in_long_tables():
     )
     compiled, kernels = with_kernels(lowered)
     assert len(kernels) == 2
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     print(f"{name}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
     assert memory.temp_size_in_bytes <= 7 * rows * config.vocab_size * 4
 

@@ -18,12 +18,12 @@ TILE = 64
 def random_case(seed: int):
     """(lengths of rows, what `make_plan` takes): empty, full, short and long rows."""
     rng = np.random.default_rng(seed)
-    rows, room = rng.integers(1, 40), rng.integers(1, 60)
-    longest = rng.choice([room * TILE, min(room, 3) * TILE])
+    rows, room = int(rng.integers(1, 40)), int(rng.integers(1, 60))
+    longest = rng.choice([room, min(room, 3)]) * TILE
     lengths = rng.integers(0, longest, rows, endpoint=True)
     lengths[rng.random(rows) < 0.2] = rng.choice([0, room * TILE])
     options = {
-        "room": int(room),
+        "room": room,
         "pieces": int(rng.integers(1, 80)),
         "least": int(rng.integers(1, 5)),
     }
