@@ -96,7 +96,7 @@ class Attention:
         of its row's shard. Raises `ValueError` if B or X is not a multiple of D.
         """
         op = functools.partial(pallas_kernels.decode_attention, implementation=self.implementation)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         if self.mesh is None:
             return op(q, k, v, length, **scales, page_table=page_table, plan=plan)
         q, k, v, length, k_scale, v_scale, page_table = pallas_kernels.check_decode(

@@ -18,13 +18,14 @@ costs C FLOPs, 34 TFLOP/s at 4.3 TB/s and C=8; queries padded to 64 rows would a
 accumulator, an exchange between the warps per tile; the sums stay apart until the end.
 
 8-bit keys are widened in registers and multiplied from there. wgmma transposes only 16-bit operands
-in shared memory, so 8-bit values are widened into a tile there. int8 becomes the dtype of q. FP8 is
-multiplied in float16, the only type that Hopper converts it to, two at a time: with bfloat16 by way
-of float32 the kernel has 60 % more instructions. float16 holds every e4m3 number, but has a narrow
-range, so the two other operands are brought into it, each by factors that leave out nothing:
-- queries by a power of two each, chosen by the largest of its H numbers and undone in the scores;
-- weights times the scales of the values by a running maximum of that product, which takes the place
-  of the maximum of the scores: it shifts the exponentials just as well.
+in shared memory, so 8-bit values are widened into a tile there. int8 becomes the dtype of q: Pallas
+has a short sequence of instructions for bfloat16, and none for float16. FP8 always becomes float16,
+and is multiplied in it: Hopper converts a pair to that in one instruction, to bfloat16 in four, by
+way of float32. float16 holds every e4m3 number, but has a narrow range. The other two operands are
+brought into it without loss, whatever their magnitudes:
+- each query by a power of two, chosen by the largest of its H numbers and undone in the scores;
+- weights times the scales of the values by the running maximum of that product, which is subtracted
+  from the scores in place of their own: as a shift of the exponentials it serves as well.
 """
 
 from __future__ import annotations
