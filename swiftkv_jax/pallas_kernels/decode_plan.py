@@ -36,8 +36,8 @@ class DecodePlan:
 def make_plan(
     length: Int[Array, " B"], *, tile: int, room: int, pieces: int, least: int
 ) -> DecodePlan:
-    """Rows of `length` positions, at most `room` tiles each, cut into chunks of equally many tiles;
-    only the last of a row may be shorter.
+    """Rows of `length` positions, at most `room` tiles each, cut into pieces of at most one chunk.
+    Those of a row have equally many tiles, but that the last may have fewer.
 
     A chunk has at least `least` tiles, and as many more as make it about `pieces` chunks in all: at
     most B + `pieces`, as each row may end in a part of one.
@@ -46,6 +46,7 @@ def make_plan(
     tiles = _ceil(length, jnp.int32(tile))
     chunk = jnp.maximum(least, _ceil(tiles.sum(dtype=jnp.int32), jnp.int32(pieces)))
     counts = _ceil(tiles, chunk)
+    size = _ceil(tiles, jnp.maximum(counts, 1))
     # Sums over masks are fusions of the GPU compiler; cumsum and searchsorted are loops of kernels.
     before = jnp.arange(rows)[:, None] > jnp.arange(rows)
     first = jnp.where(before, counts, 0).sum(axis=1, dtype=jnp.int32)
@@ -53,8 +54,8 @@ def make_plan(
     entry = jnp.arange(max_entries(rows, room, pieces, least), dtype=jnp.int32)
     row = (end <= entry[:, None]).sum(axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, rows - 1)
-    start = jnp.minimum((entry - first[row]) * chunk, tiles[row])
-    entries = jnp.stack([row, start, jnp.minimum(start + chunk, tiles[row])], axis=1)
+    start = jnp.minimum((entry - first[row]) * size[row], tiles[row])
+    entries = jnp.stack([row, start, jnp.minimum(start + size[row], tiles[row])], axis=1)
     return DecodePlan(entries, jnp.stack([first, end], axis=1), tile)
 
 

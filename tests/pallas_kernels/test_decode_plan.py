@@ -48,7 +48,9 @@ def test_every_tile_once(seed):
     for row, (first, end) in enumerate(of_row):
         assert (entries[first:end, 0] == row).all()
         sizes = entries[first:end, 2] - entries[first:end, 1]
-        assert (sizes[:-1] == chunk).all() and (sizes[-1:] <= chunk).all()
+        assert end - first == -(-tiles[row] // chunk)
+        assert (sizes[:-1] == sizes[:1]).all() and (0 < sizes).all()
+        assert (sizes[-1:] <= sizes[:1]).all() and (sizes <= chunk).all()
 
 
 def test_the_number_of_entries_does_not_grow_with_the_room():

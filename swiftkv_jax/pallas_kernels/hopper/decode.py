@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from ..decode_plan import DecodePlan, make_plan
-from .decode_combine import UNSEEN, combine, head_dim_parts, to_columns
+from .decode_combine import UNSEEN, combine, head_dim_parts, tile_transforms, to_columns
 from .decode_tuning import LEAST_TILES, Tuning, fit, pieces, unsupported_reason
 from .padding import pad
 
@@ -93,7 +93,7 @@ def attention(
     rows = pad(rows, 2, 8)
 
     W, C, wide = work.entries.shape[0], rows.shape[2], k_scale is not None
-    block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, _tile(H, 2)
+    block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, tile_transforms(H, 2)
     partial = (
         jax.ShapeDtypeStruct((W, K, H, C), jnp.float32),
         jax.ShapeDtypeStruct((W, K, C), jnp.float32),
@@ -101,7 +101,9 @@ def attention(
     scratch: Any = dict(
         q_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile),
         half_smem=plgpu.SMEM((C, H), product, transforms=tile) if product != q.dtype else None,
-        ring_smem=plgpu.SMEM((slots, block_kv, H), k.dtype, transforms=_tile(H, k.dtype.itemsize)),
+        ring_smem=plgpu.SMEM(
+            (slots, block_kv, H), k.dtype, transforms=tile_transforms(H, k.dtype.itemsize)
+        ),
         scale_smem=plgpu.SMEM((slots, block_kv), jnp.float32) if wide else None,
         wide_smem=plgpu.SMEM((block_kv, H), product, transforms=tile) if wide else None,
         p_smem=plgpu.SMEM((C, block_kv), product, transforms=tile),
@@ -145,17 +147,6 @@ def plan(
     tile = fit(tuning, H, T * (N // K), k.dtype.itemsize, page).block_kv
     room = pl.cdiv(S if page_table is None else S * page_table.shape[1], tile)
     return make_plan(length, tile=tile, room=room, pieces=pieces(K), least=LEAST_TILES)
-
-
-def _tile(head_dim, itemsize):
-    """How a tile lies in shared memory. 8-bit rows of 16 are too narrow to swizzle; wgmma does not
-    read those itself."""
-    width = math.gcd(head_dim, 64)
-    if width * itemsize == 16:
-        return ()
-    tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(width * itemsize)  # pyright: ignore[reportAbstractUsage]
-    return tiling, swizzle
 
 
 def _kernel(

@@ -2,12 +2,13 @@
 
 A thread block has one row and one key/value head. It reads 4 (H + 1) C bytes a piece, just written
 and so in the L2, in groups large enough to hide the latency; a batch whose rows are one piece each
-costs little more than the launch. It writes the queries' own rows and no padding.
+costs little more than the launch.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -34,10 +35,13 @@ def combine(
     """The attention of the first Q = `queries` columns: of each row the mean of its entries `o`,
     weighed by exp(`lse`). Zeros for a row without entries."""
     (_, K, H, C), B = o.shape, row_entries.shape[0]
-    return plgpu.kernel(
-        functools.partial(_kernel, queries=queries),
-        out_type=jax.ShapeDtypeStruct((B, K, queries, H), dtype),
-        scratch_types=[plgpu.SMEM((C, H), dtype)],
+    # Pallas stores 64 head dims at a time transposed into plain rows, of which any number can be
+    # copied. Other head dims need rows in tiles of 8: then padding is written too.
+    rows, transforms = (queries, ()) if H % 64 == 0 else (C, tile_transforms(H, 2))
+    out = plgpu.kernel(
+        _kernel,
+        out_type=jax.ShapeDtypeStruct((B, K, rows, H), dtype),
+        scratch_types=[plgpu.SMEM((C, H), dtype, transforms=transforms)],
         grid=(B, K),
         grid_names=("row", "head"),
         num_threads=1,
@@ -47,6 +51,7 @@ def combine(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(o, lse, row_entries)
+    return out[:, :, :queries]
 
 
 def _kernel(
@@ -55,11 +60,9 @@ def _kernel(
     lse_gmem,  # W K C
     row_entries_gmem,  # B 2
     # Outputs
-    out_gmem,  # B K Q H
+    out_gmem,  # B K Q H, or B K C H
     # Scratch
     out_smem,  # C H
-    *,
-    queries: int,
 ):
     C, H = out_smem.shape
     row, head = lax.axis_index("row"), lax.axis_index("head")
@@ -101,7 +104,7 @@ def _kernel(
             x = x * to_columns(inverse, part.size)
             out_smem.at[:, part].T[...] = x.astype(out_smem.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, queries)], out_gmem.at[row, head])
+    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_gmem.shape[2])], out_gmem.at[row, head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -122,6 +125,17 @@ def parts_together(head_dim: int, columns: int) -> list[list[Any]]:
     if head_dim % 64 == 0:
         parts = [pl.ds(start, 64) for start in range(0, head_dim, 64)]
     return [[part] for part in parts]
+
+
+def tile_transforms(head_dim: int, itemsize: int):
+    """How a tile lies in shared memory. 8-bit rows of 16 are too narrow to swizzle; wgmma does not
+    read those itself."""
+    width = math.gcd(head_dim, 64)
+    if width * itemsize == 16:
+        return ()
+    tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(width * itemsize)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle
 
 
 def _load(ref, index, layout):
