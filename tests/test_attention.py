@@ -187,7 +187,7 @@ def test_each_shard_plans_its_own_rows(shape, kv_heads, rows, heads, keys, monke
     lengths, planned, decoded = jnp.asarray([9, 24, 0, 1]), [], []
 
     def plan_of(length):
-        return make_plan(length, tile=8, room=3, pieces=4, least=1)
+        return make_plan(length, tile=8, room=3, splits=4, least=1)
 
     def plan_decode(q, k, length, **_):
         planned.append((q.shape, k.shape, length.shape))

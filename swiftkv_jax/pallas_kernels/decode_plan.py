@@ -1,7 +1,7 @@
-"""The work list of decode attention: pieces of rows of about equal length, whatever the rows'.
+"""The work list of decode attention: splits of rows of about equal length, whatever the rows'.
 
 A thread block that reads a long row alone would still read when all others have ended, and a cut of
-every row into as many pieces as the page table has room for would be mostly of empty ones. So the
+every row into as many splits as the page table has room for would be mostly of empty ones. So the
 cut follows the lengths. They change each step and are the same for all layers: a plan is made once
 a step, by a few small fusions over B^2 + B W numbers.
 """
@@ -20,9 +20,9 @@ from jaxtyping import Array, Int
 class DecodePlan:
     """What `plan_decode` makes for `decode_attention` from the lengths of B rows.
 
-    An entry is a piece of a row, for all heads. The entries of a row follow one another, in the
+    An entry is a split of a row, for all heads. The entries of a row follow one another, in the
     order of rows and of positions. W, their largest number, depends on shapes alone; entries past
-    the last piece are empty, with equal tiles.
+    the last split are empty, with equal tiles.
     """
 
     entries: Any  # i32[W, 3]
@@ -34,24 +34,24 @@ class DecodePlan:
 
 
 def make_plan(
-    length: Int[Array, " B"], *, tile: int, room: int, pieces: int, least: int
+    length: Int[Array, " B"], *, tile: int, room: int, splits: int, least: int
 ) -> DecodePlan:
-    """Rows of `length` positions, at most `room` tiles each, cut into pieces of at most one chunk.
+    """Rows of `length` positions, at most `room` tiles each, cut into splits of at most one chunk.
     Those of a row have equally many tiles, but that the last may have fewer.
 
-    A chunk has at least `least` tiles, and as many more as make it about `pieces` chunks in all: at
-    most B + `pieces`, as each row may end in a part of one.
+    A chunk has at least `least` tiles, and as many more as make it about `splits` chunks in all: at
+    most B + `splits`, as each row may end in a part of one.
     """
     rows = length.shape[0]
     tiles = _ceil(length, jnp.int32(tile))
-    chunk = jnp.maximum(least, _ceil(tiles.sum(dtype=jnp.int32), jnp.int32(pieces)))
+    chunk = jnp.maximum(least, _ceil(tiles.sum(dtype=jnp.int32), jnp.int32(splits)))
     counts = _ceil(tiles, chunk)
     size = _ceil(tiles, jnp.maximum(counts, 1))
     # Sums over masks are fusions of the GPU compiler; cumsum and searchsorted are loops of kernels.
     before = jnp.arange(rows)[:, None] > jnp.arange(rows)
     first = jnp.where(before, counts, 0).sum(axis=1, dtype=jnp.int32)
     end = first + counts
-    entry = jnp.arange(max_entries(rows, room, pieces, least), dtype=jnp.int32)
+    entry = jnp.arange(max_entries(rows, room, splits, least), dtype=jnp.int32)
     row = (end <= entry[:, None]).sum(axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, rows - 1)
     start = jnp.minimum((entry - first[row]) * size[row], tiles[row])
@@ -59,9 +59,9 @@ def make_plan(
     return DecodePlan(entries, jnp.stack([first, end], axis=1), tile)
 
 
-def max_entries(rows: int, room: int, pieces: int, least: int) -> int:
+def max_entries(rows: int, room: int, splits: int, least: int) -> int:
     """W of a plan: no more than its cut can give, and than rows have room for."""
-    return min(rows + pieces, rows * -(-room // least))
+    return min(rows + splits, rows * -(-room // least))
 
 
 def _ceil(x, divisor):

@@ -190,7 +190,7 @@ def plan_decode(
     tuning: Any = None,
 ) -> DecodePlan | None:
     """The `plan` of `decode_attention` with these operands and options: which thread block reads
-    which piece of which row. Of `q`, `k` and `page_table` only shapes and dtypes count.
+    which split of which row. Of `q`, `k` and `page_table` only shapes and dtypes count.
 
     None where the implementation that runs has no use for one: only 'hopper' has. Costs a few
     operations on B^2 + B W small integers, W being about B + 528 / K. Raises as `decode_attention`

@@ -140,7 +140,7 @@ def test_decode(head_dim, cache_format, slots, length, paged):
 
 @pytest.mark.parametrize("cache_format", CACHE)
 def test_decode_in_long_tables(cache_format):
-    """Results of pieces of rows take memory by their number, not by the room of the table."""
+    """Results of splits of rows take memory by their number, not by the room of the table."""
     op = functools.partial(decode_attention, implementation="hopper")
     q, k, v, length, options = decode_operands(128, cache_format, 64, 2048, True)
     options["page_table"] = shape(64, 131_072 // 256, dtype=jnp.int32)

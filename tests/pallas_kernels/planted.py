@@ -34,7 +34,7 @@ PLANS = {
     "an entry starts a tile late": ("entries", (1, 1), 1),
     "an entry ends a tile early": ("entries", (0, 2), -1),
     "an entry reads another row": ("entries", (2, 0), -1),
-    "the last piece of a row is forgotten": ("row_entries", (0, 1), -1),
+    "the last split of a row is forgotten": ("row_entries", (0, 1), -1),
 }
 """Mistakes in a plan of decode attention: an array of it, an index, and what is added there."""
 

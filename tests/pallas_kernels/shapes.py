@@ -91,7 +91,7 @@ DECODE = {
     "several tokens": Decode(3, 4, 8, 2, 129, 128, (4, 129, 63)),
     "several tokens, one key/value head": Decode(1, 7, 4, 1, 145, 256, (131,)),
     "one long row, many short": Decode(7, 1, 8, 2, 1300, 128, (3, 1290, 70, 0, 129, 64, 256)),
-    "more pieces than are combined at once": Decode(2, 1, 4, 2, 1300, 256, (1300, 200)),
+    "more splits than are combined at once": Decode(2, 1, 4, 2, 1300, 256, (1300, 200)),
     "page table, most of it unused": Decode(3, 1, 4, 2, 4096, 64, (700, 0, 90), page=128),
     "page table": Decode(3, 1, 8, 2, 384, 128, (300, 1, 128), page=128),
     "page table, several tokens": Decode(2, 2, 4, 2, 512, 64, (512, 131), page=256),

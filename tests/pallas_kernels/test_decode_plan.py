@@ -24,7 +24,7 @@ def random_case(seed: int):
     lengths[rng.random(rows) < 0.2] = rng.choice([0, room * TILE])
     options = {
         "room": room,
-        "pieces": int(rng.integers(1, 80)),
+        "splits": int(rng.integers(1, 80)),
         "least": int(rng.integers(1, 5)),
     }
     return lengths, options
@@ -42,9 +42,9 @@ def test_every_tile_once(seed):
     assert used <= len(entries)
     read = [(row, tile) for row, first, end in entries for tile in range(first, end)]
     assert read == [(row, tile) for row, count in enumerate(tiles) for tile in range(count)]
-    assert (entries[used:, 1] == entries[used:, 2]).all()  # past the last piece: empty
+    assert (entries[used:, 1] == entries[used:, 2]).all()  # past the last split: empty
     assert of_row[0, 0] == 0 and (of_row[1:, 0] == of_row[:-1, 1]).all()
-    chunk = max(options["least"], -(-tiles.sum() // options["pieces"]))
+    chunk = max(options["least"], -(-tiles.sum() // options["splits"]))
     for row, (first, end) in enumerate(of_row):
         assert (entries[first:end, 0] == row).all()
         sizes = entries[first:end, 2] - entries[first:end, 1]
@@ -54,15 +54,15 @@ def test_every_tile_once(seed):
 
 
 def test_the_number_of_entries_does_not_grow_with_the_room():
-    assert max_entries(64, room=2048, pieces=66, least=4) == 130
-    assert max_entries(64, room=10**6, pieces=66, least=4) == 130
-    assert max_entries(2, room=8, pieces=66, least=4) == 4
+    assert max_entries(64, room=2048, splits=66, least=4) == 130
+    assert max_entries(64, room=10**6, splits=66, least=4) == 130
+    assert max_entries(2, room=8, splits=66, least=4) == 4
 
 
 def test_one_long_row_keeps_all_multiprocessors_busy():
-    """And a batch of rows of the same length is one piece a row."""
-    pieces = decode_tuning.pieces(kv_heads=8)
-    options = {"tile": TILE, "room": 2048, "pieces": pieces, "least": decode_tuning.LEAST_TILES}
+    """And a batch of rows of the same length is one split a row."""
+    splits = decode_tuning.splits(kv_heads=8)
+    options = {"tile": TILE, "room": 2048, "splits": splits, "least": decode_tuning.LEAST_TILES}
     alone = make_plan(jnp.asarray([32768]), **options)
     assert alone.row_entries[0, 1] * 8 >= 2 * 132
     ragged = make_plan(jnp.asarray([131_072] + 63 * [64]), **options)
@@ -78,7 +78,7 @@ def test_one_long_row_keeps_all_multiprocessors_busy():
     ("head_dim", "columns", "queries"), [(128, 8, 4), (80, 8, 8), (256, 24, 20)]
 )
 def test_combine(head_dim, columns, queries):
-    """Rows of many pieces, none, one, and some of which a query sees nothing."""
+    """Rows of many splits, none, one, and some of which a query sees nothing."""
     rng = np.random.default_rng(0)
     o = rng.normal(size=(16, 2, head_dim, columns)).astype(np.float32)
     lse = 5 * rng.normal(size=(16, 2, columns)).astype(np.float32)

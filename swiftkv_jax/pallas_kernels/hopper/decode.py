@@ -4,7 +4,7 @@ The floor is one read of the cache: 4 H bytes per position and head in bf16, 2 H
 B=64, K=8, S=2048, H=128 is 0.54 GB, 125 us at the 4.3 TB/s an H200 copies with. Little's law asks
 for 4.3 TB/s x 1 us / 132 SMs = 33 kB in flight on each SM; the rings hold about 200 kB.
 
-A block has one entry of the work list (`decode_plan`), a piece of a row, and one key/value head.
+A block has one entry of the work list (`decode_plan`), a split of a row, and one key/value head.
 The heads of an entry run next to each other: a page is read as a whole. The T * G queries that read
 the head form one tile, so each byte is read once, and no tile beyond `length` is. One warpgroup
 keeps a ring of TMA loads full, the other multiplies. Where registers and shared memory allow, two
@@ -44,7 +44,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from ..decode_plan import DecodePlan, make_plan
 from .decode_combine import UNSEEN, combine, head_dim_parts, tile_transforms, to_columns
-from .decode_tuning import LEAST_TILES, Tuning, fit, pieces, unsupported_reason
+from .decode_tuning import LEAST_TILES, Tuning, fit, splits, unsupported_reason
 from .padding import pad
 
 _LEAST = 2.0**-100  # numbers below it count as it where their inverse must be finite
@@ -146,7 +146,7 @@ def plan(
     page = None if page_table is None else S
     tile = fit(tuning, H, T * (N // K), k.dtype.itemsize, page).block_kv
     room = pl.cdiv(S if page_table is None else S * page_table.shape[1], tile)
-    return make_plan(length, tile=tile, room=room, pieces=pieces(K), least=LEAST_TILES)
+    return make_plan(length, tile=tile, room=room, splits=splits(K), least=LEAST_TILES)
 
 
 def _kernel(

@@ -1,7 +1,7 @@
-"""The second kernel of decode attention: the results of the pieces of each row, weighed and summed.
+"""The second kernel of decode attention: the results of the splits of each row, weighed and summed.
 
-A thread block has one row and one key/value head. It reads 4 (H + 1) C bytes a piece, just written
-and so in the L2, in groups large enough to hide the latency; a batch whose rows are one piece each
+A thread block has one row and one key/value head. It reads 4 (H + 1) C bytes a split, just written
+and so in the L2, in groups large enough to hide the latency; a batch whose rows are one split each
 costs little more than the launch.
 """
 

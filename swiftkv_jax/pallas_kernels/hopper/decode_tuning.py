@@ -1,4 +1,4 @@
-"""Sizes of the decode kernel: tiles, stages of the ring, pieces of the work list; and the operands
+"""Sizes of the decode kernel: tiles, stages of the ring, splits of the work list; and the operands
 that it does not take."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _SMS = 132
 _MAX_SHARED_BYTES = 227 * 1024
 _ROWS = 64  # queries per key/value head: the columns of a tile
 LEAST_TILES = 4
-"""Tiles of a piece of a row, at least. With 64 positions in bfloat16 these are 128 KiB, which an SM
-reads in 4 us; the result of the piece has 4 KiB."""
+"""Tiles of a split of a row, at least. With 64 positions in bfloat16 these are 128 KiB, which an SM
+reads in 4 us; the result of the split has 4 KiB."""
 # Two at a time on each SM, twice: the last to end is then short beside the whole.
 _BLOCKS = 4 * _SMS
 
@@ -95,6 +95,6 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     return dataclasses.replace(tuning, block_kv=block_kv, stages=stages)
 
 
-def pieces(kv_heads: int) -> int:
-    """Pieces of rows that keep every SM busy; each is a thread block for every head."""
+def splits(kv_heads: int) -> int:
+    """Splits of rows that keep every SM busy; each is a thread block for every head."""
     return pl.cdiv(_BLOCKS, kv_heads)
