@@ -24,11 +24,7 @@ from tests.infer import conftest
 # The engine is shared: one process makes it.
 pytestmark = pytest.mark.xdist_group("eval")
 
-tokenizer, checkpoint, greedy = (
-    conftest.tokenizer,
-    conftest.checkpoint,
-    conftest.greedy,
-)  # the fixtures of inference
+checkpoint, greedy = conftest.checkpoint, conftest.greedy  # the fixtures of inference
 
 LONGEST = 48
 TEXT = "for word in argv: print(word"

@@ -15,7 +15,7 @@ from tests import test_eval
 from tests.infer import conftest
 from tests.test_eval import ask, ids
 
-tokenizer, checkpoint, greedy = conftest.tokenizer, conftest.checkpoint, conftest.greedy
+checkpoint, greedy = conftest.checkpoint, conftest.greedy
 engine, model, reference = test_eval.engine, test_eval.model, test_eval.reference
 
 
