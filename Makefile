@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test lint test-compile test-newest test-kernels test-soak test-eval test-gpu test-tpu lock clean
+.PHONY: demo test lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -38,12 +38,14 @@ $(VENV)/installed: requirements.lock pyproject.toml
 # The same code on the newest releases that install: results, not every corner; of the interpreted kernels, the smallest case.
 NEWEST_TESTS := tests/test_public_api.py tests/test_rope.py tests/pallas_kernels/test_attention.py
 NEWEST_CASES := not test_attention or picture
-test-newest:
+test-newest: newest
+	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
+	$(QUICKLY) .venv-newest/bin/python $(PYTEST) $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
+
+newest: $(VENV)/installed  # after it: both write the package's metadata
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report]'
-	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(QUICKLY) .venv-newest/bin/python $(PYTEST) $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
 
 # What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
 test-eval:
@@ -71,6 +73,7 @@ test-compile: $(VENV)/compilers
 
 # In the versions that go with the JAX of requirements.lock.
 COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 libtpu==0.0.48.1
+compilers: $(VENV)/compilers
 $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 	rm -rf $@
 	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --target $@ -r requirements-compile.lock
