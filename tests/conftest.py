@@ -59,3 +59,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.train_from_iterator([TEXT] * 3, trainer)
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups, each of which one process runs, come first: begun last, a long one would leave the
+    other processes idle."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
