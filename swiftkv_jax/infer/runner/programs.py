@@ -286,8 +286,7 @@ def decode(
     def step(carry, _):
         cache, batch, token_counts = carry
         logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
-        counts = token_counts.at[slots].get(mode="clip")
-        sampled = sample(logits, batch.sampling, counts, batch.length)
+        sampled = sample(logits, batch.sampling, token_counts, slots, batch.length)
         active = batch.remaining > 0
         carry = (
             _keep_cache_sharding(config, cache, attention),

@@ -18,11 +18,12 @@ _DIGIT = 4  # bits found by one pass over the vocabulary
 def sample(
     logits: Float[Array, "B V"],
     sampling: SamplingMetadata,
-    token_counts: UInt16[Array, "B V"],
+    token_counts: UInt16[Array, "_ V"],
+    slots: Int[Array, " B"],
     position: Int[Array, " B"],
 ) -> SamplerOutput:
-    """The token that follows the one at `position` of each row. `token_counts` are read only for
-    rows with penalties.
+    """The token that follows the one at `position` of each row. `token_counts` have a row for each
+    slot, and are read only for rows with penalties.
 
     The randomness of a draw is fold_in of the row's stream and `position` into key(seed): the same
     for every batch, slot, chunk size and number of steps per call. What no row asks for is not
@@ -36,12 +37,12 @@ def sample(
         greedy = _greedy(logits)
         return _mark_non_finite(greedy, greedy, logits), *empty_logprobs(len(position))
 
+    def penalized():
+        counts = token_counts.at[slots].get(mode="clip")
+        return apply_penalties(logits, sampling, counts, position)
+
     def full():
-        changed = jax.lax.cond(
-            changes,
-            lambda: apply_penalties(logits, sampling, token_counts, position),
-            lambda: logits,
-        )
+        changed = jax.lax.cond(changes, penalized, lambda: logits)
         greedy = _greedy(changed)
         drawn = jax.lax.cond(draws, lambda: _draw(changed, sampling, position), lambda: greedy)
         token = jnp.where(sampling.temperature > 0, drawn, greedy)

@@ -110,8 +110,9 @@ def test_frequencies_of_draws(fields):
         rng_stream=np.stack([np.arange(DRAWS), np.zeros(DRAWS)], axis=1).astype(np.uint32)
     )
     logits = np.broadcast_to(np.float32(LOGITS), (DRAWS, V))
+    slots = np.zeros(DRAWS, np.int32)
     token = jitted_sample(
-        logits, batch, np.broadcast_to(SEEN, (DRAWS, V)), np.full(DRAWS, PROMPT_LENGTH, np.int32)
+        logits, batch, SEEN[None], slots, np.full(DRAWS, PROMPT_LENGTH, np.int32)
     ).token
     expected = in_numpy(LOGITS, SEEN, params, () if params.ignore_eos else (3, 0), new_tokens=1)
     check_frequencies(np.bincount(np.asarray(token), minlength=V), expected)

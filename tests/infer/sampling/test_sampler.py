@@ -20,7 +20,14 @@ from swiftkv_jax.infer.sampling.sampler import filtered, gumbel_noise, sample
 V = 16
 PROMPT_LENGTH = 3
 
-jitted_sample = jax.jit(sample)
+
+@jax.jit
+def jitted_sample(logits, sampling, token_counts, position):
+    """`sample` of rows in slots of their own, in order."""
+    slots = jnp.arange(len(position), dtype=jnp.int32)
+    return sample(logits, sampling, token_counts, slots, position)
+
+
 jitted_filter = jax.jit(filtered)
 jitted_penalties = jax.jit(apply_penalties)
 
