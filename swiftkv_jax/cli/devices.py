@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -16,6 +14,7 @@ from jax.sharding import Mesh
 from .. import mesh as meshes
 from ..distributed import check_all_take_part, join_processes
 from ..errors import UsageError
+from ..io.files import private_directory
 from ..mesh import MeshShape
 
 GPU_MEMORY_FRACTION = 0.95
@@ -88,19 +87,7 @@ def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:
     A compiled program is code: who can write the folder can run code in this process. So it is made
     for its owner alone, and one that others own or can write is refused with `UsageError`.
     """
-    folder = Path(folder).expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if hasattr(os, "getuid") and status.st_uid != os.getuid():
-        raise UsageError(
-            f"`compile_cache`={folder}: belongs to another user, who could put code there; choose "
-            f"another folder"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UsageError(
-            f"`compile_cache`={folder}: others can write there, and so run code here; chmod 700 "
-            f"it, or choose another folder"
-        )
+    folder = private_directory("compile_cache", folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

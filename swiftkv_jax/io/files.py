@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,29 @@ def check_free(path: str | os.PathLike[str]) -> None:
         raise UsageError(
             f"{path}: exists already; nothing is overwritten, so remove it or choose another path"
         )
+
+
+def private_directory(option: str, folder: str | os.PathLike[str]) -> Path:
+    """`folder`, the value of `option`, made for its owner alone if it is absent; `~` is the home
+    directory.
+
+    For what this process later trusts. Raises `UsageError` if others own it or can write it, and
+    `OSError` if it cannot be made.
+    """
+    path = Path(folder).expanduser()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise UsageError(
+            f"`{option}`={path}: belongs to another user, who could put code there; choose "
+            f"another folder"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UsageError(
+            f"`{option}`={path}: others can write there, and so run code here; chmod 700 "
+            f"it, or choose another folder"
+        )
+    return path
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""The device that the code being traced will run on."""
+"""The device that the code being traced will run on, and the compiler of its kernels."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -29,3 +30,33 @@ def current_device() -> tuple[str, str]:
 def is_hopper(platform: str, kind: str) -> bool:
     """Whether the device has compute capability 9.0, by its product name."""
     return platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", kind) is not None
+
+
+def device_kernels(platform: str, kind: str) -> str | None:
+    """The implementation with kernels for this device, 'hopper' or 'tpu'; None if there is none."""
+    if is_hopper(platform, kind):
+        return "hopper"
+    return "tpu" if platform == "tpu" else None
+
+
+@functools.cache
+def cuda_runtime_version() -> int | None:
+    """CUDA's version as JAX has it, 1000 x major + 10 x minor + patch; None without CUDA."""
+    try:
+        from jax._src.lib import cuda_versions
+    except ImportError:
+        return None
+    return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+
+
+def cuda_unsupported_reason(version: int | None) -> str | None:
+    """Why this version of CUDA cannot compile the Hopper kernels; None if it can, and without CUDA.
+
+    From 12.8.0 to before 12.9.1 ptxas miscompiles causal masking. Source: JAX's own kernel, which
+    refuses the same versions (jax/experimental/pallas/ops/gpu/attention_mgpu.py,
+    `_attention_forward`).
+    """
+    if version is None or not 12080 <= version < 12091:
+        return None
+    found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
+    return f"needs CUDA before 12.8.0 or from 12.9.1 on: others miscompile it, this is {found}"

@@ -19,7 +19,13 @@ from jaxtyping import Array, Float, Int, Num
 from . import cudnn, xla
 from .checks import check_decode, check_prefill
 from .decode_plan import DecodePlan
-from .device import HEAD_DIMS, current_device, is_hopper
+from .device import (
+    HEAD_DIMS,
+    cuda_runtime_version,
+    cuda_unsupported_reason,
+    current_device,
+    device_kernels,
+)
 from .remat import checkpoint_names
 from .tuning import tuning_for
 
@@ -276,9 +282,11 @@ def _unsupported_reason(
     platform, kind = current_device()
     if name in ("hopper", "tpu"):
         dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
-        if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
+        if device_kernels(platform, kind) != name:
             needed = "Hopper GPU" if name == "hopper" else "TPU"
             return f"needs a {needed}, this is {platform} ({kind})"
+        if name == "hopper" and (reason := cuda_unsupported_reason(cuda_runtime_version())):
+            return reason
         if q.shape[3] not in HEAD_DIMS:
             return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
         if q.dtype not in dtypes:

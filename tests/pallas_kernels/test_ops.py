@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, hopper, ops, prefill_attention, tpu
-from swiftkv_jax.pallas_kernels.device import is_hopper
+from swiftkv_jax.pallas_kernels.device import cuda_unsupported_reason, is_hopper
 from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit, unsupported_reason
 from tests.pallas_kernels.interpreted import under
 from tests.pallas_kernels.small_operands import (
@@ -366,3 +366,20 @@ def test_no_gradient_of_scaled_or_paged_keys(device, call, arguments):
             ),
             zeros(B, 1, N, H),
         )
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [(None, True), (12060, True), (12080, False), (12090, False), (12091, True), (13000, True)],
+)
+def test_versions_of_cuda_that_miscompile_causal_masks_are_refused(version, supported, monkeypatch):
+    assert (cuda_unsupported_reason(version) is None) == supported
+    monkeypatch.setattr(ops, "cuda_runtime_version", lambda: version)
+    q, k = zeros(B, T, N, 128), zeros(B, K, S, 128)
+    with under("H100"):
+        assert ops.choose_implementation("prefill", None, q, k) == (
+            "hopper" if supported else "xla"
+        )
+        if not supported:
+            with pytest.raises(NotImplementedError, match="others miscompile it, this is 12"):
+                ops.choose_implementation("prefill", "hopper", q, k)
