@@ -16,6 +16,7 @@ from . import transformer
 from .attention import Attention
 from .config import Config
 from .errors import UsageError
+from .kernel_check import checked_implementation, forward_configs, training_configs
 from .layers import unembed
 from .mesh import mesh_of
 from .model import Model
@@ -87,8 +88,15 @@ def logits(
     projections were dropped, and if `tokens` are not rows of integers.
     """
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
-    attention = Attention(mesh_of(model.llama.embed))
+    attention = _attention(model, gradient=False)
     return _logits(model.config, attention, model.llama, delta, _rows(tokens))
+
+
+def _attention(model: Model, *, gradient: bool) -> Attention:
+    """Attention for whole rows on the devices of the model, by kernels that have been checked."""
+    mesh, embed = mesh_of(model.llama.embed), model.llama.embed
+    configs = (training_configs if gradient else forward_configs)(model.config, embed.dtype, mesh)
+    return Attention(mesh, checked_implementation(None, configs, jax.local_devices()[0]))
 
 
 def _rows(tokens: Any) -> Int[Array, "B T"]:
@@ -141,7 +149,7 @@ def distill_loss(
         model.llama,
         batch,
         objective=Objective(temperature=temperature, hidden_layer=hidden_layer),
-        attention=Attention(mesh_of(model.llama.embed)),
+        attention=_attention(model, gradient=True),
     )
     metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
     return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics

@@ -136,11 +136,12 @@ def _remove_abandoned(path: Path) -> None:
     for left in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         number = left.name.rpartition("-")[2]
         # In a container this process and the one that was killed may both have the number 1.
-        if number.isdigit() and (int(number) == os.getpid() or not _is_running(int(number))):
+        if number.isdigit() and (int(number) == os.getpid() or not is_running(int(number))):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _is_running(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """Whether there is a process of this number on this host."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -31,6 +31,7 @@ from ..distributed import check_all_take_part, is_main_process
 from ..errors import DataError, UsageError
 from ..io.files import write_json
 from ..io.plotting import matplotlib_missing
+from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
 from ..transformer import Batch
@@ -155,6 +156,8 @@ def analyze(options: AnalyzeOptions) -> int:
     model = load(settings.model, dtype=options.dtype, mesh=mesh, config=config)
     rows = read_rows(settings.data, model.tokenizer, options.rows, options.max_length)
 
+    configs = forward_configs(config, model.dtype, mesh)
+    attention = checked_implementation(None, configs, mesh.local_devices[0])
     bytes_per_row = (
         (config.num_layers + 1) * options.max_length * config.embed_dim * model.dtype.itemsize
     )
@@ -167,7 +170,7 @@ def analyze(options: AnalyzeOptions) -> int:
         tqdm(on_mesh, desc="analysing", unit="batch", leave=False, disable=None),
         settings.cuts,
         prompt_length=settings.prompt_length,
-        attention=Attention(mesh),
+        attention=Attention(mesh, attention),
     )
     if is_main_process():
         print(table(analysis, config.num_layers))

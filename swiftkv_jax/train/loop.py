@@ -18,6 +18,7 @@ from ..config import Config
 from ..cost import train_flops_per_token
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
+from ..kernel_check import checked_implementation, training_configs
 from ..mesh import MeshShape, make_mesh
 from ..params import Llama, cast
 from ..sharding import batch_sharding
@@ -77,6 +78,9 @@ def run(recipe: Recipe) -> int:
     model = load_model(recipe, config, mesh)
     export_dtype = source_dtype(model)
     logger.info("%s", describe_run(recipe, model, mesh))
+    configs = training_configs(config, model.dtype, mesh)
+    attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
+    recipe = dataclasses.replace(recipe, attention=attention)
     optimizer = make_optimizer(recipe, steps)
     shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
     checkpoints = RunCheckpoints(

@@ -6,6 +6,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...attention import Attention
 from ...cache import cache_dtype
+from ...kernel_check import KernelCheck, checked_implementation, serving_configs
 from ...mesh import dp_size, mesh_of
 from ...model import Model, check_model
 from ...pallas_kernels import Implementation
@@ -25,9 +26,11 @@ def build_model_runner(
     mesh: Mesh | None = None,
     attention: Implementation | None = None,
     donate: bool = False,
+    kernel_check: KernelCheck | None = None,
 ) -> ModelRunner:
     """The runner of an engine (arguments and errors as `Engine.from_model`). Nothing is compiled
-    before `ModelRunner.prepare`."""
+    before `ModelRunner.prepare`. `kernel_check` says how kernels are checked where `attention` is
+    None."""
     check_model(model)
     swiftkv = model.uses_swiftkv(swiftkv)
     served = served_config(model.config, swiftkv)
@@ -41,6 +44,8 @@ def build_model_runner(
         device = mesh.local_devices[0]
         model = shard_model(model, mesh)
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
+    configs = serving_configs(served, model.dtype, dtype, options.page_size, mesh)
+    attention = checked_implementation(attention, configs, device, kernel_check)
     delta = model.swiftkv if swiftkv else None
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
         weights = serving_weights(model.llama, delta, donate=donate)

@@ -1,0 +1,129 @@
+"""Checks the device kernels of attention before their first use on a kind of device.
+
+`checked_implementation` is called where an implementation is chosen. Where the device has kernels
+of its own, each configuration that the model needs runs once, in a child process, against the
+reference; the verdict is kept. A kernel that is wrong, crashes or hangs is not used: XLA's form is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..distributed import any_process
+from ..pallas_kernels import Implementation
+from ..pallas_kernels.device import device_kernels
+from .configurations import KernelConfig, forward_configs, serving_configs, training_configs
+from .processes import CHILD, TIMEOUT, after_the_end, check_in_children, check_in_process
+from .verdicts import DEFAULT_FOLDER, DeviceVersion, Verdict, VerdictFile
+
+__all__ = [
+    "KernelCheck",
+    "KernelConfig",
+    "checked_implementation",
+    "forward_configs",
+    "serving_configs",
+    "training_configs",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCheck:
+    """How kernels are checked."""
+
+    folder: str | Path = DEFAULT_FOLDER
+    """Where verdicts are kept; made for its owner alone."""
+    timeout: float = TIMEOUT
+    """Seconds for one configuration."""
+    command: Sequence[str] = CHILD
+    """The child process."""
+    device: Any = None
+    """Stands for the device at hand; None is that one."""
+
+
+def checked_implementation(
+    implementation: Implementation | None,
+    configs: Sequence[KernelConfig],
+    device: Any,
+    check: KernelCheck | None = None,
+) -> Implementation | None:
+    """The implementation to use for these configurations on `device`, a `jax.Device` of this
+    process: a named one as it is; else None, which chooses for the device, or 'xla' if a kernel
+    that would be chosen has not been found right.
+
+    Does nothing where the device has no kernels. Otherwise configurations without a verdict run
+    first, some seconds each; one warning says what is not used and why. With several processes, all
+    of them call this, and one answer holds for all. Raises `TimeoutError` if a kernel hangs on a
+    TPU, which runs it in this process.
+    """
+    check = check or KernelCheck()
+    device = check.device or device
+    kernels = device_kernels(device.platform, device.device_kind)
+    if implementation is not None or kernels is None:
+        return implementation
+    failed = _first_failed(kernels, configs, device, check)
+    if failed is not None:
+        _warn(
+            f"attention runs through XLA, more slowly, and not through the {kernels} kernels: on "
+            f"{device.device_kind}, {failed[0]} is {failed[1]}. `swiftkv check-kernels` checks all "
+            f"of them again, its --json FILE is what to send with a report; `attention`={kernels} "
+            f"uses the kernels all the same"
+        )
+    if any_process(failed is not None):
+        if failed is None:
+            _warn(
+                f"attention runs through XLA, more slowly, and not through the {kernels} kernels: "
+                f"another process has not found them right"
+            )
+        return "xla"
+    return None
+
+
+def _first_failed(
+    kernels: str, configs: Sequence[KernelConfig], device: Any, check: KernelCheck
+) -> tuple[KernelConfig, Verdict] | None:
+    """The first configuration that cannot be used, and its verdict."""
+    version, start = DeviceVersion.of(device), time.monotonic()
+    file = VerdictFile(check.folder, version, kernels)
+    kept = {config: after_the_end(verdict) for config, verdict in file.read().items()}
+    missing = []
+    for config in configs:
+        verdict = kept.get(config)
+        if verdict is None:
+            missing.append(config)
+        elif not verdict.usable:
+            return config, verdict
+    if not missing:
+        return None
+    # One process alone can hold a TPU, and this one does.
+    if device.platform == "tpu":
+        verdicts = check_in_process(missing, kernels, device, file, timeout=check.timeout)
+    else:
+        verdicts = check_in_children(
+            missing, kernels, version, command=check.command, timeout=check.timeout
+        )
+    for config, verdict in verdicts:
+        file.add({config: verdict})
+        if not verdict.usable:
+            return config, verdict
+    logger.info(
+        "the %s kernels agree with the reference on %s (%d configurations, %.0f s)",
+        kernels,
+        device.device_kind,
+        len(missing),
+        time.monotonic() - start,
+    )
+    return None
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Log a warning once."""
+    logger.warning("%s", message)

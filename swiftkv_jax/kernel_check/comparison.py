@@ -1,0 +1,264 @@
+"""One configuration of a kernel on small operands against the reference in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .. import pallas_kernels
+from ..pallas_kernels import reference
+from .configurations import KernelConfig
+from .verdicts import Verdict
+
+POSITIONS = 1100
+"""Positions of a row: several blocks of every kernel, the last of them cut."""
+RUNS = 3
+"""Times that a kernel runs: one that reads too early may be right once."""
+KV_HEADS = 2
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2, "float16": 1.5e-2}
+"""Largest difference from the reference, to which half of it times the value is added."""
+GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 3e-2}
+"""Largest difference of a gradient, as a share of its largest value."""
+HIDDEN = 100.0
+"""What stands at positions that no query sees: read by mistake, it changes the result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How far a kernel is from the reference. NaN for results that are not finite."""
+
+    difference: float
+    """Largest difference of an element, over all runs."""
+    error: float
+    """The same in units of what is tolerated there: right up to 1."""
+
+    @property
+    def right(self) -> bool:
+        return self.error <= 1
+
+
+class _Case(NamedTuple):
+    call: Callable[..., Any]
+    operands: tuple[Any, ...]
+    expected: list[Float[Array, "..."]]
+    tolerated: list[Float[Array, "..."]]
+
+
+def compare(
+    config: KernelConfig,
+    implementation: str,
+    *,
+    ops: Any = pallas_kernels,
+    positions: int = POSITIONS,
+    runs: int = RUNS,
+) -> Comparison:
+    """Run `implementation` on operands drawn for `config`, on the default device, and compare.
+
+    `ops` has the two attention ops and `plan_decode`. Needs some hundred MB of device memory.
+    Raises `NotImplementedError` for what the implementation cannot do.
+    """
+    make = {"decode": _decode, "gradient": _gradient}.get(
+        config.op, _whole_rows if config.page_size is None else _chunk
+    )
+    case = make(config, implementation, ops, positions)
+    call = jax.jit(case.call)
+    differences, errors = [], []
+    for _ in range(runs):
+        for actual, expected, tolerated in zip(
+            jax.tree.leaves(call(*case.operands)), case.expected, case.tolerated, strict=True
+        ):
+            difference = np.abs(np.float32(actual) - np.float32(expected))
+            differences.append(difference.max())
+            errors.append((difference / np.float32(tolerated)).max())
+    return Comparison(float(np.max(differences)), float(np.max(errors)))
+
+
+def verdict_on(config: KernelConfig, implementation: str, **options: Any) -> Verdict:
+    """The verdict of `compare`, with `options` for it. Errors
+    become verdicts too."""
+    start = time.monotonic()
+    try:
+        found = compare(config, implementation, **options)
+    except Exception as error:
+        seconds, reason = time.monotonic() - start, _first_line(error)
+        # The ops refuse so; a compiler that lacks something does not.
+        if isinstance(error, NotImplementedError) and reason.startswith("implementation="):
+            return Verdict("unsupported", reason, seconds)
+        no_memory = "RESOURCE_EXHAUSTED" in reason or "Out of memory" in reason
+        detail = f"{type(error).__name__}: {reason}"
+        return Verdict("unchecked" if no_memory else "failed", detail, seconds)
+    seconds = time.monotonic() - start
+    if not math.isfinite(found.difference):
+        return Verdict("wrong", "results are not finite", seconds)
+    if found.right:
+        return Verdict("right", "", seconds, found.difference)
+    detail = f"by up to {found.difference:.3g}, {found.error:.3g} times what is tolerated"
+    return Verdict("wrong", detail, seconds, found.difference)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]
+
+
+def _whole_rows(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
+    rng = np.random.default_rng(0)
+    q, k, v, segment_ids, mask = _row(config, positions, rng)
+    call = functools.partial(ops.prefill_attention, implementation=implementation)
+    options = {} if segment_ids is None else {"segment_ids": segment_ids}
+    expected = reference.attention(q, k, v, mask)
+    return _forward(config, lambda *operands: call(*operands, **options), (q, k, v), expected)
+
+
+def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
+    rng = np.random.default_rng(0)
+    q, k, v, segment_ids, mask = _row(config, positions, rng)
+    q = q / 4
+    d_out = jnp.asarray(rng.normal(size=q.shape), q.dtype)
+    attend = functools.partial(
+        ops.prefill_attention, segment_ids=segment_ids, implementation=implementation
+    )
+    wide = tuple(x.astype(jnp.float32) for x in (q, k, v))
+    _, vjp = jax.vjp(functools.partial(reference.attention, mask=mask), *wide)
+    expected = vjp(d_out.astype(jnp.float32))
+    tolerance = GRADIENT_TOLERANCE[config.dtype]
+    return _Case(
+        lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out),
+        (q, k, v, d_out),
+        list(expected),
+        [tolerance * jnp.full_like(one, jnp.abs(one).max()) for one in expected],
+    )
+
+
+def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
+    """A chunk of prefill as the engine packs it: each row the tokens of a page, here of two
+    prompts, and an idle row."""
+    page, pages = _pages(config, positions)
+    prompts = np.array([0, 0, 0, 1, 1])
+    starts = np.array([0, pages - 2, pages - 1, 0, 0]) * page
+    lengths = np.array([page, page, page // 2 + 3, 1, 0])
+    query, key = np.arange(page)[:, None], np.arange(pages * page)
+    mask = (key <= starts[:, None, None] + query) & (query < lengths[:, None, None])  # B T S
+    pool = _pool(config, [mask[prompts == prompt].any((0, 1)) for prompt in (0, 1)], page)
+    # Entries of pages that no query sees may be anything.
+    hidden = np.arange(pages) * page >= np.where(lengths, starts + lengths, 0)[:, None]
+    options = {
+        **pool.options,
+        "q_offset": jnp.asarray(starts, jnp.int32),
+        "lengths": jnp.asarray(lengths, jnp.int32),
+        "page_table": jnp.asarray(np.where(hidden, 10**9, pool.table[prompts]), jnp.int32),
+    }
+    q = _queries(config, (len(prompts), page))
+    expected = reference.attention(q, pool.k_values[prompts], pool.v_values[prompts], mask)
+    call = functools.partial(ops.prefill_attention, implementation=implementation)
+    return _forward(
+        config, lambda q, k, v, options: call(q, k, v, **options), (q, *pool.kv, options), expected
+    )
+
+
+def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
+    """A decode step as the engine runs it, with an idle row."""
+    page, pages = _pages(config, positions)
+    lengths = np.array([pages * page, 0, 1, page + 5, pages * page // 2 + 1])
+    seen = np.arange(pages * page) < lengths[:, None]
+    pool = _pool(config, list(seen), page)
+    q, length = _queries(config, (len(lengths), 1)), jnp.asarray(lengths, jnp.int32)
+
+    def call(q, k, v, length, table, options):
+        plan = ops.plan_decode(q, k, length, page_table=table, implementation=implementation)
+        return ops.decode_attention(
+            q, k, v, length, **options, page_table=table, plan=plan, implementation=implementation
+        )
+
+    operands = q, *pool.kv, length, jnp.asarray(pool.table, jnp.int32), pool.options
+    expected = reference.attention(q, pool.k_values, pool.v_values, jnp.asarray(seen[:, None]))
+    return _forward(config, call, operands, expected)
+
+
+def _forward(config: KernelConfig, call, operands, expected) -> _Case:
+    tolerance = TOLERANCE[config.dtype]
+    return _Case(call, operands, [expected], [tolerance + tolerance / 2 * jnp.abs(expected)])
+
+
+# Operands ---------------------------------------------------------------------
+
+
+class _Pool(NamedTuple):
+    kv: tuple[Array, Array]
+    """Keys and values, X K page H, as they are stored."""
+    options: dict[str, Array]
+    """Their scales, X K page, if they have any."""
+    table: np.ndarray
+    """R P: each page of each row another one of the pool, which has twice as many."""
+    k_values: Float[Array, "R K S H"]
+    v_values: Float[Array, "R K S H"]
+
+
+def _queries(config: KernelConfig, rows: tuple[int, int]) -> Float[Array, "B T N H"]:
+    """Large ones, so that scores rounded to 16 bits would show."""
+    shape = (*rows, KV_HEADS * config.queries_per_kv_head, config.head_dim)
+    return jnp.asarray(4 * np.random.default_rng(1).normal(size=shape), config.dtype)
+
+
+def _row(config: KernelConfig, positions: int, rng: np.random.Generator):
+    """(q, k, v, segment_ids or None, mask) of one row; packed, of three documents and padding."""
+    shape = 1, KV_HEADS, positions, config.head_dim
+    k, v = (jnp.asarray(rng.normal(size=shape), config.dtype) for _ in range(2))
+    mask, segment_ids = np.tri(positions, dtype=bool)[None], None
+    if config.packed:
+        ends = [1, 1 + positions // 3, positions - positions // 16]
+        ids = np.searchsorted(ends, np.arange(positions), side="right") + 1
+        ids[ends[-1] :] = 0
+        segment_ids = jnp.asarray(ids[None], jnp.int32)
+        mask = mask & (ids[:, None] == ids)
+    return _queries(config, (1, positions)), k, v, segment_ids, jnp.asarray(mask)
+
+
+def _pages(config: KernelConfig, positions: int) -> tuple[int, int]:
+    """(page size, pages of a row)."""
+    if config.page_size is None:
+        raise ValueError(f"{config}: only a cache of pages is checked")
+    return config.page_size, max(3, -(-positions // config.page_size))
+
+
+def _pool(config: KernelConfig, seen: list[np.ndarray], page: int) -> _Pool:
+    """Keys and values of rows of which the positions in `seen`, bool[S] each, are visible."""
+    rng, rows, keys = np.random.default_rng(2), len(seen), len(seen[0])
+    table = rng.permutation(2 * rows * keys // page)[: rows * keys // page].reshape(rows, -1)
+    stored, values, options = [], [], {}
+    for name in ("k_scale", "v_scale"):
+        drawn = rng.normal(size=(rows, KV_HEADS, keys, config.head_dim))
+        drawn = np.where(np.stack(seen)[:, None, :, None], drawn, HIDDEN)
+        content, scale, value = _as_format(jnp.asarray(drawn, config.dtype), config)
+        stored.append(_scatter(content, table, page))
+        values.append(value)
+        if scale is not None:
+            options[name] = _scatter(scale, table, page)
+    return _Pool((stored[0], stored[1]), options, table, values[0], values[1])
+
+
+def _as_format(x: Float[Array, "..."], config: KernelConfig):
+    """(x as it is stored, its scales or None, the values that it then stands for)."""
+    if config.cache_dtype == config.dtype:
+        return x, None, x
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(axis=-1) / (127 if config.cache_dtype == "int8" else 448)
+    content = x / scale[..., None]
+    content = (jnp.round(content) if config.cache_dtype == "int8" else content).astype(
+        config.cache_dtype
+    )
+    return content, scale, content.astype(jnp.float32) * scale[..., None]
+
+
+def _scatter(x, table: np.ndarray, page: int):
+    """x[R, K, S, ...] as a pool X K page ..., each page of each row where the table says."""
+    split = jnp.moveaxis(x.reshape(*x.shape[:2], table.shape[1], page, *x.shape[3:]), 2, 1)
+    return jnp.full((2 * table.size, *split.shape[2:]), HIDDEN, x.dtype).at[table].set(split)

@@ -1,0 +1,109 @@
+"""The configurations of attention kernels: those that a model needs, and a standard set."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ..config import Config
+from ..mesh import MODEL
+from ..pallas_kernels.device import HEAD_DIMS
+
+PAGE_SIZE = 128
+"""Page size of the standard set, the engine's default."""
+DTYPES = {"hopper": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}
+"""Dtypes of queries that each implementation takes, the usual one first."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class KernelConfig:
+    """What a kernel is compiled for, but for the sizes of the batch."""
+
+    op: Literal["prefill", "decode", "gradient"]
+    head_dim: int
+    queries_per_kv_head: int
+    dtype: str
+    """Dtype of the queries."""
+    cache_dtype: str
+    """Dtype of the keys and values as they are stored."""
+    page_size: int | None = None
+    """Positions of a page; None for keys and values row by row."""
+    packed: bool = False
+    """Whether rows hold several documents (`segment_ids`)."""
+
+    def __str__(self) -> str:
+        parts = [f"head dim {self.head_dim}", f"{self.queries_per_kv_head} queries a head"]
+        parts.append(self.dtype)
+        if self.cache_dtype != self.dtype:
+            parts.append(f"{self.cache_dtype} cache")
+        if self.page_size is not None:
+            parts.append(f"pages of {self.page_size}")
+        if self.packed:
+            parts.append("packed")
+        return f"{self.op}: {', '.join(parts)}"
+
+
+def serving_configs(
+    config: Config, dtype: Any, cache_dtype: Any, page_size: int, mesh: Mesh | None = None
+) -> list[KernelConfig]:
+    """What an engine needs for a model with weights of `dtype`."""
+    return [_of(op, config, dtype, cache_dtype, mesh, page_size) for op in ("prefill", "decode")]
+
+
+def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
+    """What distillation on packed rows needs."""
+    return [_of(op, config, dtype, dtype, mesh, packed=True) for op in ("prefill", "gradient")]
+
+
+def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
+    """What a pass over whole rows without a gradient needs."""
+    return [_of("prefill", config, dtype, dtype, mesh, packed=True)]
+
+
+def standard_configs(implementation: str) -> list[KernelConfig]:
+    """Every head dim with every cache format, one and several queries per key/value head, whole
+    rows with and without documents, and their gradients."""
+    dtype, other = DTYPES[implementation]
+    formats = (dtype, "float8_e4m3fn", "int8")
+    serving = [
+        KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE)
+        for head_dim, cache, op in itertools.product(HEAD_DIMS, formats, ("prefill", "decode"))
+        for queries in ((1, 4, 8) if cache == dtype and head_dim == 128 else (4,))
+    ]
+    rows = [
+        KernelConfig(op, head_dim, 4, dtype, dtype, packed=packed)
+        for head_dim, op, packed in itertools.product(
+            HEAD_DIMS, ("prefill", "gradient"), (False, True)
+        )
+    ]
+    second = [
+        KernelConfig("prefill", 128, 4, other, other, PAGE_SIZE),
+        KernelConfig("decode", 128, 4, other, other, PAGE_SIZE),
+        KernelConfig("gradient", 128, 4, other, other, packed=True),
+    ]
+    return serving + rows + second
+
+
+def _of(op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=False) -> KernelConfig:
+    return KernelConfig(
+        op=op,
+        head_dim=config.head_dim,
+        queries_per_kv_head=_queries_per_kv_head(config, mesh),
+        dtype=jnp.dtype(dtype).name,
+        cache_dtype=jnp.dtype(cache_dtype).name,
+        page_size=page_size,
+        packed=packed,
+    )
+
+
+def _queries_per_kv_head(config: Config, mesh: Mesh | None) -> int:
+    """Query heads for each key/value head on one device: fewer where several devices share one."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    devices = 1 if mesh is None else mesh.shape[MODEL]
+    if devices > kv_heads and devices % kv_heads == 0 and heads % devices == 0:
+        return heads // devices
+    return heads // kv_heads
