@@ -12,6 +12,7 @@ COMMANDS = {  # the first argument -> module with `main`, and what it is for
     "train": ("train.__main__", "distil a SwiftKV delta from a Llama model"),
     "convert": ("convert", "convert checkpoints, and say what is in them"),
     "eval": ("eval.__main__", "accuracy on benchmark tasks"),
+    "check-kernels": ("check_kernels", "compare the device's attention kernels with the reference"),
 }
 
 
@@ -19,7 +20,7 @@ def overview() -> str:
     """What `--help` says."""
     from . import cli
 
-    commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
+    commands = "\n".join(f"    {name:15}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return (
         f"usage: {cli.prog()} COMMAND ...\n\nSwiftKV for JAX {__version__}. The commands, each "
         f"with its own --help:\n{commands}\n\n--version prints the version."

@@ -92,7 +92,7 @@ def prog(command: str | None = None) -> str:
     name = Path(sys.argv[0]).stem if sys.argv else ""
     main = getattr(sys.modules["__main__"], "__spec__", None)
     if name != SCRIPT and command is not None and getattr(main, "name", "") != OVERALL:
-        return f"python -m swiftkv_jax.{command}"
+        return f"python -m swiftkv_jax.{command.replace('-', '_')}"
     called = SCRIPT if name == SCRIPT else "python -m swiftkv_jax"
     return called if command is None else f"{called} {command}"
 

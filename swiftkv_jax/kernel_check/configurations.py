@@ -15,6 +15,7 @@ from ..pallas_kernels.device import HEAD_DIMS
 
 PAGE_SIZE = 128
 """Page size of the standard set, the engine's default."""
+EIGHT_BITS = ("float8_e4m3fn", "int8")
 DTYPES = {"hopper": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}
 """Dtypes of queries that each implementation takes, the usual one first."""
 
@@ -35,7 +36,9 @@ class KernelConfig:
     packed: bool = False
     """Whether rows hold several documents (`segment_ids`)."""
 
-    def __str__(self) -> str:
+    @property
+    def description(self) -> str:
+        """All but the op, for people."""
         parts = [f"head dim {self.head_dim}", f"{self.queries_per_kv_head} queries a head"]
         parts.append(self.dtype)
         if self.cache_dtype != self.dtype:
@@ -44,7 +47,10 @@ class KernelConfig:
             parts.append(f"pages of {self.page_size}")
         if self.packed:
             parts.append("packed")
-        return f"{self.op}: {', '.join(parts)}"
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        return f"{self.op} ({self.description})"
 
 
 def serving_configs(
@@ -52,6 +58,17 @@ def serving_configs(
 ) -> list[KernelConfig]:
     """What an engine needs for a model with weights of `dtype`."""
     return [_of(op, config, dtype, cache_dtype, mesh, page_size) for op in ("prefill", "decode")]
+
+
+def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
+    """What a model needs on one device: serving with every cache format, and training."""
+    dtype = DTYPES[implementation][0]
+    serving = [
+        one
+        for cache_dtype in (dtype, *EIGHT_BITS)
+        for one in serving_configs(config, dtype, cache_dtype, PAGE_SIZE)
+    ]
+    return serving + training_configs(config, dtype)
 
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
@@ -68,10 +85,11 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
     """Every head dim with every cache format, one and several queries per key/value head, whole
     rows with and without documents, and their gradients."""
     dtype, other = DTYPES[implementation]
-    formats = (dtype, "float8_e4m3fn", "int8")
     serving = [
         KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE)
-        for head_dim, cache, op in itertools.product(HEAD_DIMS, formats, ("prefill", "decode"))
+        for head_dim, cache, op in itertools.product(
+            HEAD_DIMS, (dtype, *EIGHT_BITS), ("prefill", "decode")
+        )
         for queries in ((1, 4, 8) if cache == dtype and head_dim == 128 else (4,))
     ]
     rows = [

@@ -30,8 +30,11 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["serfe"], "'serfe' is no command: choose from infer, train, convert, eval"),
-        ([], "a command is missing: choose from infer, train, convert, eval"),
+        (
+            ["serfe"],
+            "'serfe' is no command: choose from infer, train, convert, eval, check-kernels",
+        ),
+        ([], "a command is missing: choose from infer, train, convert, eval, check-kernels"),
     ],
 )
 def test_without_a_command_they_are_listed(argv, line, capsys):

@@ -1,0 +1,378 @@
+"""Kernels are checked before their first use: right ones are used, others are not, in child
+processes that stand in for a device's."""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax import check_kernels, kernel_check
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
+from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.kernel_check import (
+    KernelCheck,
+    KernelConfig,
+    checked_implementation,
+    processes,
+    serving_configs,
+    training_configs,
+)
+from swiftkv_jax.kernel_check.comparison import compare
+from swiftkv_jax.kernel_check.configurations import standard_configs
+from swiftkv_jax.kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
+from swiftkv_jax.mesh import make_mesh
+from tests import tiny
+from tests.kernel_check.stand_in import Kernels, gpu, tpu
+
+PREFILL = KernelConfig("prefill", 64, 2, "bfloat16", "bfloat16", 64)
+DECODE = dataclasses.replace(PREFILL, op="decode")
+
+
+@pytest.fixture
+def warnings(caplog):
+    """The warnings of the package since the test began."""
+    kernel_check._warn.cache_clear()
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    return lambda: [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+
+
+def stand_in(mode: str, folder: Path, **options: Any) -> KernelCheck:
+    command = (sys.executable, "-m", "tests.kernel_check.stand_in", mode, str(folder / "starts"))
+    options = {"device": gpu()} | options
+    return KernelCheck(folder=folder / "verdicts", command=command, **options)
+
+
+def starts(folder: Path) -> int:
+    """Child processes that have started."""
+    path = folder / "starts"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def kept(folder: Path) -> dict[str, str]:
+    (path,) = (folder / "verdicts").glob("*.json")
+    entries = json.loads(path.read_text())["verdicts"]
+    return {entry["configuration"]["op"]: entry["verdict"]["outcome"] for entry in entries}
+
+
+# Verdicts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["is right", "interpreted"])
+def test_right_kernels_are_used_and_checked_once(mode, tmp_path, warnings, caplog):
+    check = stand_in(mode, tmp_path)
+    for _ in range(2):
+        assert checked_implementation(None, [PREFILL, DECODE], None, check) is None
+    assert starts(tmp_path) == 1
+    assert kept(tmp_path) == {"prefill": "right", "decode": "right"}
+    assert not warnings()
+    assert len([one for one in caplog.messages if "agree with the reference" in one]) == 1
+    (path,) = (tmp_path / "verdicts").glob("*.json")
+    assert path.parent.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome", "said"),
+    [
+        ("is wrong", "wrong", "is wrong, by up to "),
+        ("is not finite", "wrong", "is wrong, results are not finite"),
+        ("crashes", "crashed", "is crashed, with SIGABRT"),
+        ("hangs", "hung", "is hung, no result after 5 s"),
+        ("raises", "failed", "is failed, RuntimeError: ptxas exited with 255."),
+    ],
+)
+def test_kernels_that_are_not_right_are_not_used(mode, outcome, said, tmp_path, warnings):
+    # Before a hang is one, the reference is computed, on a machine that may be busy.
+    check = stand_in(mode, tmp_path, timeout=5.0 if mode == "hangs" else 120.0)
+    for _ in range(2):
+        assert checked_implementation(None, [DECODE, PREFILL], None, check) == "xla"
+    assert starts(tmp_path) == 1
+    assert kept(tmp_path) == {"decode": outcome}
+    (warning,) = warnings()
+    assert said in warning
+    assert "NVIDIA H100 80GB HBM3, decode (head dim 64, 2 queries a head, bfloat16, " in warning
+    assert "swiftkv check-kernels" in warning and "`attention`=hopper" in warning
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert f"{tmp_path}/starts" not in left
+
+
+def test_what_a_kernel_refuses_is_left_to_the_choice_of_the_ops(tmp_path, warnings):
+    assert checked_implementation(None, [DECODE], None, stand_in("refuses", tmp_path)) is None
+    assert kept(tmp_path) == {"decode": "unsupported"} and not warnings()
+
+
+def test_what_could_not_be_checked_is_not_used_and_not_kept(tmp_path, warnings):
+    check = stand_in("does not start", tmp_path)
+    for _ in range(2):
+        assert checked_implementation(None, [DECODE], None, check) == "xla"
+    assert starts(tmp_path) == 2 and kept(tmp_path) == {}
+    (warning,) = warnings()
+    assert "does not start: with exit code 3: no device left" in warning
+
+
+def test_a_child_process_on_another_device_says_nothing(tmp_path, warnings):
+    check = stand_in("is right", tmp_path, device=gpu("cuda 13010"))
+    assert checked_implementation(None, [DECODE], None, check) == "xla"
+    assert "is unchecked, a child process finds" in warnings()[0]
+
+
+def test_a_name_is_obeyed_unchecked(tmp_path):
+    check = stand_in("is wrong", tmp_path)
+    assert checked_implementation("hopper", [DECODE], None, check) == "hopper"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA A100-SXM4-80GB"])
+def test_nothing_happens_without_device_kernels(kind, tmp_path):
+    device = SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind)
+    check = stand_in("is wrong", tmp_path, device=device)
+    assert checked_implementation(None, [DECODE], None, check) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_processes_do_as_the_one_that_found_a_mistake(tmp_path, warnings, monkeypatch):
+    write([DECODE], tmp_path)
+    monkeypatch.setattr(kernel_check, "any_process", lambda flag: True)
+    assert checked_implementation(None, [DECODE], None, stand_in("-", tmp_path)) == "xla"
+    assert "another process has not found them right" in warnings()[0]
+
+
+# The file of verdicts -------------------------------------------------------------
+
+
+def write(configs, folder, outcome="right", device=None, **fields) -> VerdictFile:
+    """Keep these verdicts as of an earlier run."""
+    device = device or gpu()
+    name = "tpu" if device.platform == "tpu" else "hopper"
+    file = VerdictFile(folder / "verdicts", DeviceVersion.of(device), name)
+    file.add({config: Verdict(outcome, **fields) for config in configs})
+    return file
+
+
+@pytest.mark.parametrize(
+    "field", ["device_kind", "platform_version", "driver", "jax", "jaxlib", "kernels"]
+)
+def test_another_version_of_anything_is_checked_again(field, tmp_path):
+    version = DeviceVersion.of(gpu())
+    VerdictFile(tmp_path, version, "hopper").add({DECODE: Verdict("wrong")})
+    assert VerdictFile(tmp_path, version, "hopper").read() == {DECODE: Verdict("wrong")}
+    other = dataclasses.replace(version, **{field: "another"})
+    assert VerdictFile(tmp_path, other, "hopper").read() == {}
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b'{"device": 1}', b"\xff", b'{"verdicts": []}'], ids=repr
+)
+def test_a_damaged_file_is_written_anew(damage, tmp_path):
+    file = write([DECODE], tmp_path)
+    assert file.path is not None
+    for content in (damage, file.path.read_bytes().replace(b'"right"', b'"fine"')):
+        file.path.write_bytes(content)
+        assert file.read() == {}
+        file.add({PREFILL: Verdict("right")})
+        assert file.read() == {PREFILL: Verdict("right")}
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    folder = tmp_path / "verdicts"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert write([DECODE], tmp_path).read() == {}
+    assert "verdicts on kernels are not kept" in caplog.text and not list(folder.iterdir())
+
+
+def test_verdicts_are_added_and_replaced(tmp_path):
+    file = write([PREFILL, DECODE], tmp_path)
+    file.add({DECODE: Verdict("wrong", "by up to 3", 1.5, 3.0)})
+    assert file.read() == {
+        PREFILL: Verdict("right"),
+        DECODE: Verdict("wrong", "by up to 3", 1.5, 3.0),
+    }
+    file.add({DECODE: Verdict("unchecked")})
+    assert file.read() == {PREFILL: Verdict("right")}
+
+
+# In this process, as on a TPU -----------------------------------------------------
+
+
+def in_process(folder, mode, timeout=120.0):
+    file = VerdictFile(folder / "verdicts", DeviceVersion.of(tpu()), "tpu")
+    options = {"ops": Kernels(mode), "positions": 150, "runs": 1}
+    found = processes.check_in_process(
+        [DECODE], "tpu", jax.local_devices()[1], file, timeout=timeout, **options
+    )
+    return file, found
+
+
+def test_a_tpu_is_checked_in_this_process(tmp_path):
+    for mode in ("is right", "is wrong"):
+        file, found = in_process(tmp_path, mode)
+        ((config, verdict),) = found
+        assert (config, verdict.outcome) == (DECODE, mode.removeprefix("is "))
+        assert file.read()[DECODE].outcome == "begun"  # the caller keeps the verdict
+
+
+def test_a_kernel_that_hangs_in_this_process_is_known_to_the_next(tmp_path, monkeypatch, warnings):
+    ended = threading.Event()
+    monkeypatch.setattr(processes, "verdict_on", lambda *_, **__: ended.wait())
+    file, found = in_process(tmp_path, "-", timeout=0.1)
+    with pytest.raises(TimeoutError, match="the tpu kernel hangs .*; start again: attention will"):
+        next(found)
+    ended.set()
+    assert file.read()[DECODE].outcome == "hung"
+    check = stand_in("-", tmp_path, device=tpu())
+    assert checked_implementation(None, [DECODE], None, check) == "xla"
+    assert "is hung, no result after 0.1 s" in warnings()[0]
+
+
+def test_a_process_that_a_kernel_has_ended_is_noticed(tmp_path, warnings):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
+    process = os.uname().nodename, int(ended.stdout)
+    write([DECODE], tmp_path, "begun", tpu(), process=process)
+    check = stand_in("-", tmp_path, device=tpu())
+    assert checked_implementation(None, [DECODE], None, check) == "xla"
+    assert "is crashed, an earlier process has ended while it ran" in warnings()[0]
+
+
+def test_another_process_that_runs_a_kernel_has_no_verdict_yet():
+    for process in (("another host", 1), (os.uname().nodename, os.getppid())):
+        assert processes.after_the_end(Verdict("begun", process=process)) is None
+
+
+def test_an_interrupt_says_nothing_about_a_kernel(tmp_path, monkeypatch):
+    file, found = in_process(tmp_path, "is right")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes.threading.Thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
+    assert file.read() == {}
+
+
+# Configurations -------------------------------------------------------------------
+
+
+def test_what_a_model_needs():
+    config = tiny.model_of(*small()).config  # 4 query heads, 2 key/value heads of 8
+    two = KernelConfig("prefill", 8, 2, "bfloat16", "int8", 128)
+    serving = serving_configs(config, jnp.bfloat16, "int8", 128)
+    assert serving == [two, dataclasses.replace(two, op="decode")]
+    (one, _) = serving_configs(config, jnp.bfloat16, "int8", 128, make_mesh((1, 4)))
+    assert one.queries_per_kv_head == 1  # two devices share a key/value head
+    packed = KernelConfig("prefill", 8, 2, "float32", "float32", packed=True)
+    training = training_configs(config, jnp.float32)
+    assert training == [packed, dataclasses.replace(packed, op="gradient")]
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "tpu"])
+def test_the_standard_set_is_right_by_xla(implementation):
+    """One of each op, format and dtype: the operands and the reference fit together, at the sizes
+    that a device runs."""
+    configs = standard_configs(implementation)
+    assert len(set(configs)) == len(configs) > 50
+    different = {(c.op, c.dtype, c.cache_dtype, c.packed): c for c in configs if c.head_dim < 100}
+    for config in different.values():
+        assert compare(config, "xla", positions=150, runs=1).error < 0.7, config
+
+
+def test_a_mistake_in_a_gradient_or_a_mask_is_noticed():
+    packed = KernelConfig("gradient", 64, 2, "bfloat16", "bfloat16", packed=True)
+    for config in (packed, dataclasses.replace(packed, op="prefill")):
+        one_document = SimpleNamespace(
+            prefill_attention=lambda *operands, segment_ids=None, **options: (
+                skv.pallas_kernels.prefill_attention(*operands, **options)
+            )
+        )
+        assert compare(config, "xla", positions=70, runs=1).right
+        assert compare(config, "xla", ops=one_document, positions=70, runs=1).error > 3
+
+
+# The engine -----------------------------------------------------------------------
+
+
+def small():
+    hf = tiny.hf_config(num_hidden_layers=2, num_key_value_layers=1)
+    return hf, tiny.tensors_for(hf)
+
+
+@functools.cache
+def model() -> skv.Model:
+    return tiny.model_of(*small())
+
+
+def test_the_engine_goes_on_with_xla(tmp_path, warnings):
+    options = EngineOptions(max_num_seqs=2, page_size=16, max_model_len=32, one_size=True)
+    requests = [Request([5, 7, 11], SamplingParams(max_tokens=6))]
+    check = stand_in("is wrong", tmp_path)
+    runner = build_model_runner(model(), options, kernel_check=check)
+    assert runner._attention.implementation == "xla"
+    assert len(warnings()) == 1 and starts(tmp_path) == 1
+    engine = Engine(
+        runner, config=runner.config, eos_token_ids=model().eos_token_ids, options=options
+    )
+    baseline = Engine.from_model(model(), options, attention="xla")
+    found, expected = (
+        [token for _, output in one.run(requests) for token in output.token_ids]
+        for one in (engine, baseline)
+    )
+    assert found == expected and len(found) == 6
+
+
+# The command ----------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, monkeypatch):
+    configs = [DECODE, PREFILL, dataclasses.replace(DECODE, cache_dtype="int8")]
+    monkeypatch.setattr(check_kernels, "standard_configs", lambda implementation: configs)
+    write([DECODE], tmp_path, "right")  # checked all the same
+    path = tmp_path / "out.json"
+    assert check_kernels.main(["--json", str(path)], stand_in("crashes", tmp_path)) == 1
+    title, header, *rows, summary = capsys.readouterr().out.splitlines()
+    assert title == "hopper kernels on NVIDIA H100 80GB HBM3 (gpu)" and "verdict" in header
+    assert [row.split(" (")[0] for row in rows] == [f"hopper.{one.op}" for one in configs]
+    assert "crashed, with SIGABRT" in rows[0] and "right, within 0.0" in rows[1]
+    assert summary == "1 of 3 can be used"
+    assert starts(tmp_path) == 2  # a new one after the first crash
+    document = json.loads(path.read_text())
+    assert [one["verdict"]["outcome"] for one in document["checks"]] == [
+        "crashed",
+        "right",
+        "crashed",
+    ]
+    assert document["device"]["device_kind"].startswith("NVIDIA H100")
+    assert check_kernels.main(["--json", str(path)]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
+    skv.save_hf(model(), tmp_path / "model")
+    seen: list[KernelConfig] = []
+    monkeypatch.setattr(
+        check_kernels,
+        "check_in_children",
+        lambda configs, *_, **__: [
+            seen.append(one) or (one, Verdict("right", difference=0.0)) for one in configs
+        ],
+    )
+    assert check_kernels.main(["-m", str(tmp_path / "model")], stand_in("-", tmp_path)) == 0
+    assert {one.head_dim for one in seen} == {8} and len(seen) == 8
+    assert "8 of 8 can be used" in capsys.readouterr().out
+
+
+def test_the_command_without_device_kernels(capsys):
+    assert check_kernels.main([]) == 0
+    assert capsys.readouterr().out == "no device kernels for cpu: attention runs through XLA\n"
