@@ -46,6 +46,11 @@ class Comparison:
         return self.error <= 1
 
 
+ALIGNMENT = 3.0
+"""Length of what is added to some keys, along the queries that must see them: the last that a query
+sees, and in decoding the first and last of each page. A mask that is wrong by one then shows."""
+
+
 class _Case(NamedTuple):
     call: Callable[..., Any]
     operands: tuple[Any, ...]
@@ -147,7 +152,12 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
     lengths = np.array([page, page, page // 2 + 3, 1, 0])
     query, key = np.arange(page)[:, None], np.arange(pages * page)
     mask = (key <= starts[:, None, None] + query) & (query < lengths[:, None, None])  # B T S
-    pool = _pool(config, [mask[prompts == prompt].any((0, 1)) for prompt in (0, 1)], page)
+    q = _queries(config, (len(prompts), page))
+    seen = np.stack([mask[prompts == prompt].any((0, 1)) for prompt in (0, 1)])
+    added = np.zeros((*seen.shape, KV_HEADS, config.head_dim))
+    for prompt, start, length, row in zip(prompts, starts, lengths, _directions(q), strict=True):
+        added[prompt, start : start + length] = row[:length]
+    pool = _pool(config, seen, added, page)
     # Entries of pages that no query sees may be anything.
     hidden = np.arange(pages) * page >= np.where(lengths, starts + lengths, 0)[:, None]
     options = {
@@ -156,8 +166,9 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
         "lengths": jnp.asarray(lengths, jnp.int32),
         "page_table": jnp.asarray(np.where(hidden, 10**9, pool.table[prompts]), jnp.int32),
     }
-    q = _queries(config, (len(prompts), page))
-    expected = reference.attention(q, pool.k_values[prompts], pool.v_values[prompts], mask)
+    expected = reference.attention(
+        q, pool.k_values[prompts], pool.v_values[prompts], jnp.asarray(mask)
+    )
     call = functools.partial(ops.prefill_attention, implementation=implementation)
     return _forward(
         config, lambda q, k, v, options: call(q, k, v, **options), (q, *pool.kv, options), expected
@@ -167,10 +178,13 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
 def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     """A decode step as the engine runs it, with an idle row."""
     page, pages = _pages(config, positions)
-    lengths = np.array([pages * page, 0, 1, page + 5, pages * page // 2 + 1])
-    seen = np.arange(pages * page) < lengths[:, None]
-    pool = _pool(config, list(seen), page)
+    keys = pages * page
+    lengths = np.array([keys, 0, 1, page + 5, page, keys // 2 + 1, page + 1, keys - 1])
+    position = np.arange(keys)
+    seen = position < lengths[:, None]
+    marked = np.isin(position % page, (0, page - 1)) | (position == lengths[:, None] - 1)
     q, length = _queries(config, (len(lengths), 1)), jnp.asarray(lengths, jnp.int32)
+    pool = _pool(config, seen, marked[..., None, None] * _directions(q), page)
 
     def call(q, k, v, length, table, options):
         plan = ops.plan_decode(q, k, length, page_table=table, implementation=implementation)
@@ -208,10 +222,17 @@ def _queries(config: KernelConfig, rows: tuple[int, int]) -> Float[Array, "B T N
     return jnp.asarray(4 * np.random.default_rng(1).normal(size=shape), config.dtype)
 
 
+def _directions(q: Float[Array, "B T N H"]) -> np.ndarray:
+    """f64[B, T, K, H]: what is added to a key so that all queries of its head see it."""
+    heads = np.asarray(q, np.float64).reshape(*q.shape[:2], KV_HEADS, -1, q.shape[3])
+    return ALIGNMENT * (heads / np.linalg.norm(heads, axis=-1, keepdims=True)).sum(axis=3)
+
+
 def _row(config: KernelConfig, positions: int, rng: np.random.Generator):
     """(q, k, v, segment_ids or None, mask) of one row; packed, of three documents and padding."""
-    shape = 1, KV_HEADS, positions, config.head_dim
-    k, v = (jnp.asarray(rng.normal(size=shape), config.dtype) for _ in range(2))
+    shape, q = (1, KV_HEADS, positions, config.head_dim), _queries(config, (1, positions))
+    k, v = rng.normal(size=shape) + _directions(q).swapaxes(1, 2), rng.normal(size=shape)
+    k, v = (jnp.asarray(x, config.dtype) for x in (k, v))
     mask, segment_ids = np.tri(positions, dtype=bool)[None], None
     if config.packed:
         ends = [1, 1 + positions // 3, positions - positions // 16]
@@ -219,7 +240,7 @@ def _row(config: KernelConfig, positions: int, rng: np.random.Generator):
         ids[ends[-1] :] = 0
         segment_ids = jnp.asarray(ids[None], jnp.int32)
         mask = mask & (ids[:, None] == ids)
-    return _queries(config, (1, positions)), k, v, segment_ids, jnp.asarray(mask)
+    return q, k, v, segment_ids, jnp.asarray(mask)
 
 
 def _pages(config: KernelConfig, positions: int) -> tuple[int, int]:
@@ -229,14 +250,16 @@ def _pages(config: KernelConfig, positions: int) -> tuple[int, int]:
     return config.page_size, max(3, -(-positions // config.page_size))
 
 
-def _pool(config: KernelConfig, seen: list[np.ndarray], page: int) -> _Pool:
-    """Keys and values of rows of which the positions in `seen`, bool[S] each, are visible."""
-    rng, rows, keys = np.random.default_rng(2), len(seen), len(seen[0])
+def _pool(config: KernelConfig, seen: np.ndarray, added: np.ndarray, page: int) -> _Pool:
+    """Keys and values of rows of which the positions in `seen`, bool[R, S], are visible; `added`,
+    R S K H, to the keys."""
+    rng, (rows, keys) = np.random.default_rng(2), seen.shape
     table = rng.permutation(2 * rows * keys // page)[: rows * keys // page].reshape(rows, -1)
     stored, values, options = [], [], {}
     for name in ("k_scale", "v_scale"):
         drawn = rng.normal(size=(rows, KV_HEADS, keys, config.head_dim))
-        drawn = np.where(np.stack(seen)[:, None, :, None], drawn, HIDDEN)
+        drawn += added.swapaxes(1, 2) if name == "k_scale" else 0
+        drawn = np.where(seen[:, None, :, None], drawn, HIDDEN)
         content, scale, value = _as_format(jnp.asarray(drawn, config.dtype), config)
         stored.append(_scatter(content, table, page))
         values.append(value)
