@@ -260,7 +260,7 @@ def _pool(config: KernelConfig, seen: np.ndarray, added: np.ndarray, page: int) 
         drawn = rng.normal(size=(rows, KV_HEADS, keys, config.head_dim))
         drawn += added.swapaxes(1, 2) if name == "k_scale" else 0
         drawn = np.where(seen[:, None, :, None], drawn, HIDDEN)
-        content, scale, value = _as_format(jnp.asarray(drawn, config.dtype), config)
+        content, scale, value = _as_format(jnp.asarray(drawn, config.dtype), config, rng)
         stored.append(_scatter(content, table, page))
         values.append(value)
         if scale is not None:
@@ -268,17 +268,21 @@ def _pool(config: KernelConfig, seen: np.ndarray, added: np.ndarray, page: int) 
     return _Pool((stored[0], stored[1]), options, table, values[0], values[1])
 
 
-def _as_format(x: Float[Array, "..."], config: KernelConfig):
-    """(x as it is stored, its scales or None, the values that it then stands for)."""
+def _as_format(x: Float[Array, "R K S H"], config: KernelConfig, rng: np.random.Generator):
+    """(x as it is stored, its scales or None, the values that it then stands for).
+
+    Scales are powers of two, so 16 bits hold the values exactly: where a kernel widens them does
+    not matter.
+    """
     if config.cache_dtype == config.dtype:
         return x, None, x
-    x = x.astype(jnp.float32)
-    scale = jnp.abs(x).max(axis=-1) / (127 if config.cache_dtype == "int8" else 448)
-    content = x / scale[..., None]
-    content = (jnp.round(content) if config.cache_dtype == "int8" else content).astype(
-        config.cache_dtype
-    )
-    return content, scale, content.astype(jnp.float32) * scale[..., None]
+    values, limit = np.float32(x), 127 if config.cache_dtype == "int8" else 448
+    exponents = np.ceil(np.log2(np.abs(values).max(axis=-1) / limit))
+    scale = np.exp2(exponents + rng.integers(0, 2, exponents.shape)).astype(np.float32)
+    content = values / scale[..., None]
+    content = jnp.asarray(np.round(content) if config.cache_dtype == "int8" else content)
+    content = content.astype(config.cache_dtype)
+    return content, jnp.asarray(scale), content.astype(jnp.float32) * scale[..., None]
 
 
 def _scatter(x, table: np.ndarray, page: int):
