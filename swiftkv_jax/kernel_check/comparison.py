@@ -24,9 +24,9 @@ POSITIONS = 1100
 RUNS = 3
 """Times that a kernel runs: one that reads too early may be right once."""
 KV_HEADS = 2
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2, "float16": 1.5e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2, "float16": 5e-3}
 """Largest difference from the reference, to which half of it times the value is added."""
-GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 3e-2}
+GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 """Largest difference of a gradient, as a share of its largest value."""
 HIDDEN = 100.0
 """What stands at positions that no query sees: read by mistake, it changes the result."""

@@ -72,10 +72,11 @@ def kept(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("mode", ["is right", "interpreted"])
 def test_right_kernels_are_used_and_checked_once(mode, tmp_path, warnings, caplog):
     check = stand_in(mode, tmp_path)
+    configs = [DECODE] if mode == "interpreted" else [PREFILL, DECODE]
     for _ in range(2):
-        assert checked_implementation(None, [PREFILL, DECODE], None, check) is None
+        assert checked_implementation(None, configs, None, check) is None
     assert starts(tmp_path) == 1
-    assert kept(tmp_path) == {"prefill": "right", "decode": "right"}
+    assert kept(tmp_path) == {config.op: "right" for config in configs}
     assert not warnings()
     assert len([one for one in caplog.messages if "agree with the reference" in one]) == 1
     (path,) = (tmp_path / "verdicts").glob("*.json")
@@ -88,13 +89,12 @@ def test_right_kernels_are_used_and_checked_once(mode, tmp_path, warnings, caplo
         ("is wrong", "wrong", "is wrong, by up to "),
         ("is not finite", "wrong", "is wrong, results are not finite"),
         ("crashes", "crashed", "is crashed, with SIGABRT"),
-        ("hangs", "hung", "is hung, no result after 5 s"),
+        ("hangs", "hung", "is hung, no result after 1 s"),
         ("raises", "failed", "is failed, RuntimeError: ptxas exited with 255."),
     ],
 )
 def test_kernels_that_are_not_right_are_not_used(mode, outcome, said, tmp_path, warnings):
-    # Before a hang is one, the reference is computed, on a machine that may be busy.
-    check = stand_in(mode, tmp_path, timeout=5.0 if mode == "hangs" else 120.0)
+    check = stand_in(mode, tmp_path, timeout=1.0 if mode == "hangs" else 120.0)
     for _ in range(2):
         assert checked_implementation(None, [DECODE, PREFILL], None, check) == "xla"
     assert starts(tmp_path) == 1
@@ -278,13 +278,14 @@ def test_what_a_model_needs():
     assert training == [packed, dataclasses.replace(packed, op="gradient")]
 
 
-@pytest.mark.parametrize("implementation", ["hopper", "tpu"])
-def test_the_standard_set_is_right_by_xla(implementation):
-    """One of each op, format and dtype: the operands and the reference fit together, at the sizes
-    that a device runs."""
-    configs = standard_configs(implementation)
-    assert len(set(configs)) == len(configs) > 50
-    different = {(c.op, c.dtype, c.cache_dtype, c.packed): c for c in configs if c.head_dim < 100}
+def test_the_standard_set_is_right_by_xla():
+    """One of each op, format and dtype: the operands and the reference fit together."""
+    different = {}
+    for implementation in ("hopper", "tpu"):
+        configs = standard_configs(implementation)
+        assert len(set(configs)) == len(configs) > 50
+        different |= {(c.op, c.dtype, c.cache_dtype, c.page_size): c for c in reversed(configs)}
+    assert len(different) > 12
     for config in different.values():
         assert compare(config, "xla", positions=150, runs=1).error < 0.7, config
 
@@ -315,7 +316,7 @@ def model() -> skv.Model:
 
 
 def test_the_engine_goes_on_with_xla(tmp_path, warnings):
-    options = EngineOptions(max_num_seqs=2, page_size=16, max_model_len=32, one_size=True)
+    options = EngineOptions(max_num_seqs=1, page_size=16, max_model_len=16, one_size=True)
     requests = [Request([5, 7, 11], SamplingParams(max_tokens=6))]
     check = stand_in("is wrong", tmp_path)
     runner = build_model_runner(model(), options, kernel_check=check)
