@@ -26,7 +26,6 @@ from .kernel_check import KernelCheck, KernelConfig
 from .kernel_check.configurations import model_configs, standard_configs
 from .kernel_check.processes import check_in_children, describe_device
 from .kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
-from .pallas_kernels.device import device_kernels
 
 
 def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
@@ -58,14 +57,16 @@ def _run(args: argparse.Namespace, check: KernelCheck) -> int:
 
         config = open_any(args.model).config
     device = _device(check)
-    kernels = device_kernels(device.platform, device.device_kind)
+    kernels = device.implementation
     found: dict[KernelConfig, Verdict] = {}
     if kernels is None:
         print(f"no device kernels for {_name(device)}: attention runs through XLA")
     else:
         print(f"{kernels} kernels on {_name(device)}\n{_row('kernel', 'seconds', 'verdict')}")
-        standard = config is None
-        configs = standard_configs(kernels) if standard else model_configs(config, kernels)
+        if config is None:
+            configs = standard_configs(kernels)
+        else:
+            configs = model_configs(config, kernels)
         file = VerdictFile(check.folder, device, kernels)
         for one, verdict in check_in_children(
             configs, kernels, device, command=check.command, timeout=check.timeout

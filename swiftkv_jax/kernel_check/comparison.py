@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from .. import pallas_kernels
 from ..pallas_kernels import reference
@@ -54,8 +53,8 @@ sees, and in decoding the first and last of each page. A mask that is wrong by o
 class _Case(NamedTuple):
     call: Callable[..., Any]
     operands: tuple[Any, ...]
-    expected: list[Float[Array, "..."]]
-    tolerated: list[Float[Array, "..."]]
+    expected: list[np.ndarray]
+    tolerated: list[np.ndarray]
 
 
 def compare(
@@ -81,15 +80,14 @@ def compare(
         for actual, expected, tolerated in zip(
             jax.tree.leaves(call(*case.operands)), case.expected, case.tolerated, strict=True
         ):
-            difference = np.abs(np.float32(actual) - np.float32(expected))
+            difference = np.abs(np.float32(actual) - expected)
             differences.append(difference.max())
-            errors.append((difference / np.float32(tolerated)).max())
+            errors.append((difference / tolerated).max())
     return Comparison(float(np.max(differences)), float(np.max(errors)))
 
 
 def verdict_on(config: KernelConfig, implementation: str, **options: Any) -> Verdict:
-    """The verdict of `compare`, with `options` for it. Errors
-    become verdicts too."""
+    """The verdict of `compare`, with `options` for it. Errors become verdicts too."""
     start = time.monotonic()
     try:
         found = compare(config, implementation, **options)
@@ -116,31 +114,25 @@ def _first_line(error: Exception) -> str:
 
 def _whole_rows(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     rng = np.random.default_rng(0)
-    q, k, v, segment_ids, mask = _row(config, positions, rng)
-    call = functools.partial(ops.prefill_attention, implementation=implementation)
-    options = {} if segment_ids is None else {"segment_ids": segment_ids}
-    expected = reference.attention(q, k, v, mask)
-    return _forward(config, lambda *operands: call(*operands, **options), (q, k, v), expected)
+    q, k, v, options, mask = _row(config, positions, rng)
+    return _prefill(config, implementation, ops, (q, k, v, options), _reference(q, k, v, mask))
 
 
 def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     rng = np.random.default_rng(0)
-    q, k, v, segment_ids, mask = _row(config, positions, rng)
-    q = q / 4
-    d_out = jnp.asarray(rng.normal(size=q.shape), q.dtype)
-    attend = functools.partial(
-        ops.prefill_attention, segment_ids=segment_ids, implementation=implementation
-    )
-    wide = tuple(x.astype(jnp.float32) for x in (q, k, v))
-    _, vjp = jax.vjp(functools.partial(reference.attention, mask=mask), *wide)
-    expected = vjp(d_out.astype(jnp.float32))
+    q, k, v, options, mask = _row(config, positions, rng)
+    q = (np.float32(q) / 4).astype(q.dtype)
+    d_out = rng.normal(size=q.shape).astype(q.dtype)
+
+    def call(q, k, v, d_out, options):
+        attend = functools.partial(ops.prefill_attention, **options, implementation=implementation)
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
     tolerance = GRADIENT_TOLERANCE[config.dtype]
-    return _Case(
-        lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out),
-        (q, k, v, d_out),
-        list(expected),
-        [tolerance * jnp.full_like(one, jnp.abs(one).max()) for one in expected],
-    )
+    wide = (x.astype(np.float32) for x in (q, k, v, d_out))
+    expected = [np.asarray(one) for one in _reference_gradient(mask, *wide)]
+    tolerated = [np.full_like(one, tolerance * np.abs(one).max()) for one in expected]
+    return _Case(call, (q, k, v, d_out, options), expected, tolerated)
 
 
 def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
@@ -162,17 +154,12 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
     hidden = np.arange(pages) * page >= np.where(lengths, starts + lengths, 0)[:, None]
     options = {
         **pool.options,
-        "q_offset": jnp.asarray(starts, jnp.int32),
-        "lengths": jnp.asarray(lengths, jnp.int32),
-        "page_table": jnp.asarray(np.where(hidden, 10**9, pool.table[prompts]), jnp.int32),
+        "q_offset": np.int32(starts),
+        "lengths": np.int32(lengths),
+        "page_table": np.int32(np.where(hidden, 10**9, pool.table[prompts])),
     }
-    expected = reference.attention(
-        q, pool.k_values[prompts], pool.v_values[prompts], jnp.asarray(mask)
-    )
-    call = functools.partial(ops.prefill_attention, implementation=implementation)
-    return _forward(
-        config, lambda q, k, v, options: call(q, k, v, **options), (q, *pool.kv, options), expected
-    )
+    expected = _reference(q, pool.k_values[prompts], pool.v_values[prompts], mask)
+    return _prefill(config, implementation, ops, (q, *pool.kv, options), expected)
 
 
 def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
@@ -183,7 +170,7 @@ def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int)
     position = np.arange(keys)
     seen = position < lengths[:, None]
     marked = np.isin(position % page, (0, page - 1)) | (position == lengths[:, None] - 1)
-    q, length = _queries(config, (len(lengths), 1)), jnp.asarray(lengths, jnp.int32)
+    q = _queries(config, (len(lengths), 1))
     pool = _pool(config, seen, marked[..., None, None] * _directions(q), page)
 
     def call(q, k, v, length, table, options):
@@ -192,55 +179,72 @@ def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int)
             q, k, v, length, **options, page_table=table, plan=plan, implementation=implementation
         )
 
-    operands = q, *pool.kv, length, jnp.asarray(pool.table, jnp.int32), pool.options
-    expected = reference.attention(q, pool.k_values, pool.v_values, jnp.asarray(seen[:, None]))
+    operands = q, *pool.kv, np.int32(lengths), np.int32(pool.table), pool.options
+    expected = _reference(q, pool.k_values, pool.v_values, seen[:, None])
+    return _forward(config, call, operands, expected)
+
+
+def _prefill(config: KernelConfig, implementation: str, ops: Any, operands, expected) -> _Case:
+    def call(q, k, v, options):
+        return ops.prefill_attention(q, k, v, **options, implementation=implementation)
+
     return _forward(config, call, operands, expected)
 
 
 def _forward(config: KernelConfig, call, operands, expected) -> _Case:
-    tolerance = TOLERANCE[config.dtype]
-    return _Case(call, operands, [expected], [tolerance + tolerance / 2 * jnp.abs(expected)])
+    tolerance, expected = TOLERANCE[config.dtype], np.asarray(expected)
+    return _Case(call, operands, [expected], [tolerance + tolerance / 2 * np.abs(expected)])
+
+
+_reference = jax.jit(reference.attention)
+
+
+@jax.jit
+def _reference_gradient(mask, q, k, v, d_out):
+    return jax.vjp(functools.partial(reference.attention, mask=mask), q, k, v)[1](d_out)
 
 
 # Operands ---------------------------------------------------------------------
 
 
 class _Pool(NamedTuple):
-    kv: tuple[Array, Array]
+    kv: tuple[np.ndarray, np.ndarray]
     """Keys and values, X K page H, as they are stored."""
-    options: dict[str, Array]
+    options: dict[str, np.ndarray]
     """Their scales, X K page, if they have any."""
     table: np.ndarray
     """R P: each page of each row another one of the pool, which has twice as many."""
-    k_values: Float[Array, "R K S H"]
-    v_values: Float[Array, "R K S H"]
+    k_values: np.ndarray
+    """R K S H, as `v_values`."""
+    v_values: np.ndarray
 
 
-def _queries(config: KernelConfig, rows: tuple[int, int]) -> Float[Array, "B T N H"]:
-    """Large ones, so that scores rounded to 16 bits would show."""
+def _queries(config: KernelConfig, rows: tuple[int, int]) -> np.ndarray:
+    """B T N H: large ones, so that scores rounded to 16 bits would show."""
     shape = (*rows, KV_HEADS * config.queries_per_kv_head, config.head_dim)
-    return jnp.asarray(4 * np.random.default_rng(1).normal(size=shape), config.dtype)
+    drawn = 4 * np.random.default_rng(1).normal(size=shape)
+    return drawn.astype(jnp.dtype(config.dtype))
 
 
-def _directions(q: Float[Array, "B T N H"]) -> np.ndarray:
+def _directions(q: np.ndarray) -> np.ndarray:
     """f64[B, T, K, H]: what is added to a key so that all queries of its head see it."""
     heads = np.asarray(q, np.float64).reshape(*q.shape[:2], KV_HEADS, -1, q.shape[3])
     return ALIGNMENT * (heads / np.linalg.norm(heads, axis=-1, keepdims=True)).sum(axis=3)
 
 
 def _row(config: KernelConfig, positions: int, rng: np.random.Generator):
-    """(q, k, v, segment_ids or None, mask) of one row; packed, of three documents and padding."""
+    """(q, k, v, options of the op, mask) of one row; packed, of three documents and padding."""
     shape, q = (1, KV_HEADS, positions, config.head_dim), _queries(config, (1, positions))
     k, v = rng.normal(size=shape) + _directions(q).swapaxes(1, 2), rng.normal(size=shape)
-    k, v = (jnp.asarray(x, config.dtype) for x in (k, v))
-    mask, segment_ids = np.tri(positions, dtype=bool)[None], None
+    k, v = (x.astype(q.dtype) for x in (k, v))
+    mask, options = np.tri(positions, dtype=bool)[None], {}
     if config.packed:
         ends = [1, 1 + positions // 3, positions - positions // 16]
         ids = np.searchsorted(ends, np.arange(positions), side="right") + 1
         ids[ends[-1] :] = 0
-        segment_ids = jnp.asarray(ids[None], jnp.int32)
+        options["segment_ids"] = np.int32(ids[None])
         mask = mask & (ids[:, None] == ids)
-    return q, k, v, segment_ids, jnp.asarray(mask)
+    return q, k, v, options, mask
 
 
 def _pages(config: KernelConfig, positions: int) -> tuple[int, int]:
@@ -260,7 +264,7 @@ def _pool(config: KernelConfig, seen: np.ndarray, added: np.ndarray, page: int) 
         drawn = rng.normal(size=(rows, KV_HEADS, keys, config.head_dim))
         drawn += added.swapaxes(1, 2) if name == "k_scale" else 0
         drawn = np.where(seen[:, None, :, None], drawn, HIDDEN)
-        content, scale, value = _as_format(jnp.asarray(drawn, config.dtype), config, rng)
+        content, scale, value = _as_format(drawn.astype(jnp.dtype(config.dtype)), config, rng)
         stored.append(_scatter(content, table, page))
         values.append(value)
         if scale is not None:
@@ -268,8 +272,8 @@ def _pool(config: KernelConfig, seen: np.ndarray, added: np.ndarray, page: int) 
     return _Pool((stored[0], stored[1]), options, table, values[0], values[1])
 
 
-def _as_format(x: Float[Array, "R K S H"], config: KernelConfig, rng: np.random.Generator):
-    """(x as it is stored, its scales or None, the values that it then stands for).
+def _as_format(x: np.ndarray, config: KernelConfig, rng: np.random.Generator):
+    """(x, R K S H, as it is stored, its scales or None, the values that it then stands for).
 
     Scales are powers of two, so 16 bits hold the values exactly: where a kernel widens them does
     not matter.
@@ -280,12 +284,14 @@ def _as_format(x: Float[Array, "R K S H"], config: KernelConfig, rng: np.random.
     exponents = np.ceil(np.log2(np.abs(values).max(axis=-1) / limit))
     scale = np.exp2(exponents + rng.integers(0, 2, exponents.shape)).astype(np.float32)
     content = values / scale[..., None]
-    content = jnp.asarray(np.round(content) if config.cache_dtype == "int8" else content)
-    content = content.astype(config.cache_dtype)
-    return content, jnp.asarray(scale), content.astype(jnp.float32) * scale[..., None]
+    content = np.round(content) if config.cache_dtype == "int8" else content
+    content = content.astype(jnp.dtype(config.cache_dtype))
+    return content, scale, np.float32(content) * scale[..., None]
 
 
-def _scatter(x, table: np.ndarray, page: int):
+def _scatter(x: np.ndarray, table: np.ndarray, page: int) -> np.ndarray:
     """x[R, K, S, ...] as a pool X K page ..., each page of each row where the table says."""
-    split = jnp.moveaxis(x.reshape(*x.shape[:2], table.shape[1], page, *x.shape[3:]), 2, 1)
-    return jnp.full((2 * table.size, *split.shape[2:]), HIDDEN, x.dtype).at[table].set(split)
+    split = np.moveaxis(x.reshape(*x.shape[:2], table.shape[1], page, *x.shape[3:]), 2, 1)
+    pool = np.full((2 * table.size, *split.shape[2:]), HIDDEN, x.dtype)
+    pool[table] = split
+    return pool

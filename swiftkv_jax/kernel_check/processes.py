@@ -35,13 +35,13 @@ _GOES_ON = ("right", "wrong", "unsupported")
 type Verdicts = dict[KernelConfig, Verdict]
 
 
-def describe_device(command: Sequence[str] = CHILD, timeout: float = TIMEOUT) -> DeviceVersion:
+def describe_device(command: Sequence[str] = CHILD) -> DeviceVersion:
     """The default device as a child process finds it: this process touches none.
 
     Raises `RuntimeError` if the child process does not start.
     """
     with _Child(command, {"implementation": "", "configurations": []}) as child:
-        found = child.start(timeout)
+        found = child.start()
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
@@ -71,7 +71,7 @@ def _one_child(
     configs = list(configs)
     fields = [dataclasses.asdict(config) for config in configs]
     with _Child(command, {"implementation": implementation, "configurations": fields}) as child:
-        found = child.start(timeout)
+        found = child.start()
         if found != device:
             reason = found if isinstance(found, str) else f"a child process finds {found}"
             for config in configs:
@@ -119,12 +119,12 @@ class _Child:
             self._process.stdin.close()
         self._errors.close()
 
-    def start(self, timeout: float) -> DeviceVersion | str:
+    def start(self) -> DeviceVersion | str:
         """The device that the child process finds, or why it does not run."""
         try:
-            message = self._messages.get(timeout=timeout)
+            message = self._messages.get(timeout=TIMEOUT)
         except queue.Empty:
-            return f"a child process does not start within {timeout:g} s"
+            return f"a child process does not start within {TIMEOUT:g} s"
         if message is None:
             return f"a child process does not start: {self._end()}"
         return DeviceVersion(**message["device"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from ..errors import UsageError
 from ..io.files import private_directory, write_json
+from ..pallas_kernels.device import device_kernels
 from .configurations import KernelConfig
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,15 @@ class DeviceVersion:
     kernels: str
     """Digest of the sources of `pallas_kernels`, tuning table included, and of this package."""
 
+    @property
+    def implementation(self) -> str | None:
+        """The name of its kernels; None if there are none for it."""
+        return device_kernels(self.platform, self.device_kind)
+
     @classmethod
     def of(cls, device: Any) -> Self:
         """That of a `jax.Device`."""
         import jax
-        import jaxlib
 
         return cls(
             platform=device.platform,
@@ -50,7 +56,7 @@ class DeviceVersion:
             platform_version=" ".join(device.client.platform_version.split()),
             driver=_nvidia_driver() if device.platform in ("gpu", "cuda") else "",
             jax=jax.__version__,
-            jaxlib=jaxlib.__version__,
+            jaxlib=importlib.metadata.version("jaxlib"),
             kernels=kernels_digest(),
         )
 
@@ -136,8 +142,10 @@ def _verdict(fields: dict[str, Any]) -> Verdict:
     """Raises `ValueError` or `TypeError` for what is none."""
     if fields["outcome"] not in get_args(Outcome):
         raise ValueError(f"outcome {fields['outcome']!r}")
-    process = fields["process"]
-    return Verdict(**(fields | {"process": None if process is None else tuple(process)}))
+    if (process := fields["process"]) is not None:
+        host, number = process
+        fields = fields | {"process": (host, number)}
+    return Verdict(**fields)
 
 
 @functools.cache

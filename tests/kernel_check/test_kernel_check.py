@@ -151,7 +151,7 @@ def test_all_processes_do_as_the_one_that_found_a_mistake(tmp_path, warnings, mo
 # The file of verdicts -------------------------------------------------------------
 
 
-def write(configs, folder, outcome="right", device=None, **fields) -> VerdictFile:
+def write(configs, folder, outcome: Any = "right", device=None, **fields) -> VerdictFile:
     """Keep these verdicts as of an earlier run."""
     device = device or gpu()
     name = "tpu" if device.platform == "tpu" else "hopper"
@@ -279,15 +279,16 @@ def test_what_a_model_needs():
 
 
 def test_the_standard_set_is_right_by_xla():
-    """One of each op, format and dtype: the operands and the reference fit together."""
-    different = {}
-    for implementation in ("hopper", "tpu"):
+    """One of each op and format, with smaller pages: the operands and the reference fit
+    together."""
+    for implementation in ("tpu", "hopper"):
         configs = standard_configs(implementation)
         assert len(set(configs)) == len(configs) > 50
-        different |= {(c.op, c.dtype, c.cache_dtype, c.page_size): c for c in reversed(configs)}
-    assert len(different) > 12
+    different = {(c.op, c.cache_dtype): c for c in configs if c.dtype == "bfloat16"}
+    assert len(different) == 7
     for config in different.values():
-        assert compare(config, "xla", positions=150, runs=1).error < 0.7, config
+        small = dataclasses.replace(config, head_dim=64, page_size=config.page_size and 32)
+        assert compare(small, "xla", positions=70, runs=1).error < 0.7, config
 
 
 def test_a_mistake_in_a_gradient_or_a_mask_is_noticed():
