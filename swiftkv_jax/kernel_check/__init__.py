@@ -72,7 +72,7 @@ def checked_implementation(
     if failed is not None:
         _warn(
             f"attention runs through XLA, more slowly, and not through the {kernels} kernels: on "
-            f"{device.device_kind}, {failed[0]} is {failed[1]}. `swiftkv check-kernels` checks all "
+            f"{device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks all "
             f"of them again, its --json FILE is what to send with a report; `attention`={kernels} "
             f"uses the kernels all the same"
         )

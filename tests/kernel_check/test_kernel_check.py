@@ -86,11 +86,11 @@ def test_right_kernels_are_used_and_checked_once(mode, tmp_path, warnings, caplo
 @pytest.mark.parametrize(
     ("mode", "outcome", "said"),
     [
-        ("is wrong", "wrong", "is wrong, by up to "),
-        ("is not finite", "wrong", "is wrong, results are not finite"),
-        ("crashes", "crashed", "is crashed, with SIGABRT"),
-        ("hangs", "hung", "is hung, no result after 1 s"),
-        ("raises", "failed", "is failed, RuntimeError: ptxas exited with 255."),
+        ("is wrong", "wrong", ": wrong, by up to "),
+        ("is not finite", "wrong", ": wrong, results are not finite"),
+        ("crashes", "crashed", ": crashed, with SIGABRT"),
+        ("hangs", "hung", ": hung, no result after 1 s"),
+        ("raises", "failed", ": failed, RuntimeError: ptxas exited with 255."),
     ],
 )
 def test_kernels_that_are_not_right_are_not_used(mode, outcome, said, tmp_path, warnings):
@@ -124,7 +124,7 @@ def test_what_could_not_be_checked_is_not_used_and_not_kept(tmp_path, warnings):
 def test_a_child_process_on_another_device_says_nothing(tmp_path, warnings):
     check = stand_in("is right", tmp_path, device=gpu("cuda 13010"))
     assert checked_implementation(None, [DECODE], None, check) == "xla"
-    assert "is unchecked, a child process finds" in warnings()[0]
+    assert ": unchecked, a child process finds" in warnings()[0]
 
 
 def test_a_name_is_obeyed_unchecked(tmp_path):
@@ -234,7 +234,7 @@ def test_a_kernel_that_hangs_in_this_process_is_known_to_the_next(tmp_path, monk
     assert file.read()[DECODE].outcome == "hung"
     check = stand_in("-", tmp_path, device=tpu())
     assert checked_implementation(None, [DECODE], None, check) == "xla"
-    assert "is hung, no result after 0.1 s" in warnings()[0]
+    assert ": hung, no result after 0.1 s" in warnings()[0]
 
 
 def test_a_process_that_a_kernel_has_ended_is_noticed(tmp_path, warnings):
@@ -243,7 +243,7 @@ def test_a_process_that_a_kernel_has_ended_is_noticed(tmp_path, warnings):
     write([DECODE], tmp_path, "begun", tpu(), process=process)
     check = stand_in("-", tmp_path, device=tpu())
     assert checked_implementation(None, [DECODE], None, check) == "xla"
-    assert "is crashed, an earlier process has ended while it ran" in warnings()[0]
+    assert ": crashed, an earlier process has ended while it ran" in warnings()[0]
 
 
 def test_another_process_that_runs_a_kernel_has_no_verdict_yet():
