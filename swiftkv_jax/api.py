@@ -19,7 +19,7 @@ from .errors import UsageError
 from .kernel_check import checked_implementation, forward_configs, training_configs
 from .layers import unembed
 from .mesh import mesh_of
-from .model import Model
+from .model import Model, check_model
 from .params import Llama, SwiftKV
 from .quantization import refuse_quantized
 from .train.distill import Objective, distill_sums
@@ -87,6 +87,7 @@ def logits(
     `ValueError` for the student of a model without a delta, for the teacher of one whose upper
     projections were dropped, and if `tokens` are not rows of integers.
     """
+    check_model(model)
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
     attention = _attention(model, gradient=False)
     return _logits(model.config, attention, model.llama, delta, _rows(tokens))
@@ -138,6 +139,7 @@ def distill_loss(
     prediction made at position t. Differentiable in `model.swiftkv`; the frozen weights get no
     gradient.
     """
+    check_model(model)
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")

@@ -88,7 +88,7 @@ def emulate_cpu_devices(count: int) -> bool:
 
 def make_mesh(shape: str | MeshShape | tuple[int, int]) -> Mesh:
     """A mesh over the first devices; a pair is (data, model), a text what `parse_mesh` takes.
-    Raises `UsageError` for a text that is no mesh, and if there are too few devices."""
+    Raises `UsageError` for what is no mesh, and if there are too few devices."""
     shape = parse_mesh(shape) if isinstance(shape, str) else shape
     return mesh_over(jax.devices(), shape, "this process sees")
 
@@ -96,7 +96,7 @@ def make_mesh(shape: str | MeshShape | tuple[int, int]) -> Mesh:
 def mesh_over(devices: list, shape: MeshShape | tuple[int, int], owner: str) -> Mesh:
     """`make_mesh` over these devices, in the order in which their interconnect serves `model` best;
     `owner` is for the error."""
-    shape = shape if isinstance(shape, MeshShape) else MeshShape(data=shape[0], model=shape[1])
+    shape = _checked(shape)
     known = math.prod(size for size in shape if size != -1)
     if -1 in shape:
         shape = MeshShape(
@@ -112,6 +112,32 @@ def mesh_over(devices: list, shape: MeshShape | tuple[int, int], owner: str) -> 
     if needed == len(devices) and devices[0].platform == "tpu":
         return jax.make_mesh(shape, MeshShape._fields, axis_types=types, devices=devices)
     return Mesh(np.array(devices[:needed]).reshape(shape), MeshShape._fields, axis_types=types)
+
+
+def _checked(shape: object) -> MeshShape:
+    """A `MeshShape`, or a pair as one. Raises `UsageError` for anything else."""
+    given = shape
+    if not isinstance(shape, MeshShape) and isinstance(shape, tuple | list) and len(shape) == 2:
+        shape = MeshShape(data=shape[0], model=shape[1])
+    if (
+        not isinstance(shape, MeshShape)
+        or any(isinstance(size, bool) or not isinstance(size, int | np.integer) for size in shape)
+        or any(size < 1 and size != -1 for size in shape)
+        or shape.count(-1) > 1
+    ):
+        raise UsageError(
+            f"`mesh`={given!r}: expected a text, for example '4x1', or a pair (data, model) of "
+            f"whole numbers from 1, of which one may be -1, the rest of the devices"
+        )
+    return shape
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise `UsageError` unless `mesh` is a `Mesh` or None."""
+    if not isinstance(mesh, Mesh | None):
+        raise UsageError(
+            f"`mesh` must be a Mesh, as make_mesh returns it, got {type(mesh).__name__}"
+        )
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:

@@ -91,8 +91,15 @@ def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: i
 
     The first `num_key_value_layers` layers keep their keys and values; the others share one
     projection per `key_value_group_size` layers. Any delta the model has is left behind. Raises
-    `ConfigError` if the cut does not fit and `UsageError` if the model is quantised.
+    `ConfigError` if the cut does not fit and `UsageError` if the model is quantised, or none.
     """
+    check_model(model)
+    for name, value in (
+        ("num_key_value_layers", num_key_value_layers),
+        ("key_value_group_size", key_value_group_size),
+    ):
+        if not isinstance(value, int):
+            raise UsageError(f"`{name}`={value!r} must be a whole number")
     refuse_quantized(model.llama, "add_swiftkv")
     if num_key_value_layers < 1:  # 0 means "all" in a configuration file; here it would be a slip
         raise ConfigError(

@@ -15,6 +15,7 @@ import swiftkv_jax as skv
 from swiftkv_jax import demo
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
 from swiftkv_jax.infer import Engine
+from swiftkv_jax.mesh import MeshShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("llama-init-4of8-group1", "llama-trained-4of8-group2-tied")
@@ -162,7 +163,7 @@ def test_tokens_may_be_lists(recorded):
     assert loss == skv.distill_loss(model, tokens_of(reference), jnp.asarray(mask))[0]
 
 
-def test_arguments_of_the_wrong_kind_are_refused(recorded):
+def test_arguments_of_the_wrong_kind_are_refused(recorded, tmp_path):
     model, _ = recorded
     for tokens in ([1, 2], [[1.5]], 3):
         with pytest.raises(skv.UsageError, match="`tokens` must be rows of token ids"):
@@ -170,12 +171,37 @@ def test_arguments_of_the_wrong_kind_are_refused(recorded):
     for call in (
         lambda: skv.generate("a/path", "text", max_tokens=1),  # type: ignore[arg-type]
         lambda: skv.chat("a/path", [], max_tokens=1),  # type: ignore[arg-type]
+        lambda: skv.logits("a/path", [[1]]),  # type: ignore[arg-type]
+        lambda: skv.distill_loss("a/path", [[1]], [[1]]),  # type: ignore[arg-type]
+        lambda: skv.save("a/path", tmp_path / "a"),  # type: ignore[arg-type]
+        lambda: skv.save_hf("a/path", tmp_path / "a"),  # type: ignore[arg-type]
+        lambda: skv.add_swiftkv("a/path", 4),  # type: ignore[arg-type]
         lambda: Engine.from_model("a/path"),  # type: ignore[arg-type]
     ):
         with pytest.raises(skv.UsageError, match="`model` must be a Model, as .*load.*got str"):
             call()
+    for options in ({}, {"max_model_len": 8}):
+        with pytest.raises(skv.UsageError, match="`options` must be EngineOptions, got dict"):
+            Engine.from_model(model, options)  # type: ignore[arg-type]
+    with pytest.raises(skv.UsageError, match="`num_key_value_layers`='4' must be a whole number"):
+        skv.add_swiftkv(model, "4")  # type: ignore[arg-type]
+    for call in (
+        lambda: skv.load(demo.LLAMA, mesh="1x1"),  # type: ignore[arg-type]
+        lambda: skv.generate(model, [1], max_tokens=1, mesh="1x1"),  # type: ignore[arg-type]
+        lambda: Engine.from_model(model, mesh="1x1"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(skv.UsageError, match="`mesh` must be a Mesh, as make_mesh .*got str"):
+            call()
+
+
+def test_what_is_no_mesh_is_refused():
     with pytest.raises(skv.UsageError, match="expected DATAxMODEL"):
         skv.make_mesh("two by one")
+    shapes = [(0, 1), (-2, 1), (-1, -1), (1, 1, 5), (1,), 2, None, (1.0, 1), (True, 1)]
+    for shape in [*shapes, MeshShape(fsdp=0), MeshShape(-1, -1)]:
+        with pytest.raises(skv.UsageError, match="`mesh`=.*expected a text.*or a pair"):
+            skv.make_mesh(shape)  # type: ignore[arg-type]
+    assert skv.make_mesh((-1, 8)).size == 8
 
 
 def test_a_mesh_may_be_written_as_a_text():

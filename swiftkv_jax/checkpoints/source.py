@@ -21,7 +21,8 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from ..config import Config
 from ..errors import CheckpointError, UsageError
-from ..model import AuxiliaryFiles, Model, default_dtype
+from ..mesh import check_mesh
+from ..model import AuxiliaryFiles, Model, check_model, default_dtype
 from ..quantization import (
     FORMATS,
     SCALE,
@@ -112,6 +113,7 @@ def load(
     fp8 and int8 quantise each as soon as it is read. Raises `UsageError` for another format than
     the one they are stored in.
     """
+    check_mesh(mesh)
     dtype = default_dtype() if dtype is None else parse_dtype(dtype)
     format = _wanted_format(source, quantization)
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
@@ -204,6 +206,7 @@ class ArrayReader:
 
 def from_model(model: Model) -> Source:
     """A model in memory; its leaves may be gradients. They are given out where they are."""
+    check_model(model)
     arrays = by_name(model.llama) | ({} if model.swiftkv is None else by_name(model.swiftkv))
     format = model.quantization and model.quantization.format
     present = (leaf for leaf in leaves(model.config, quantization=format) if leaf.name in arrays)

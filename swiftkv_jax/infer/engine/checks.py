@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from ...config import Config
 from ...errors import UsageError
 from .options import EngineOptions
 from .requests import Request, ScoreRequest
-from .sampling_params import MAX_LOGPROBS
+from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 def check_request(request: Request | ScoreRequest, config: Config, options: EngineOptions) -> None:
@@ -41,6 +41,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             f"`request` must be a Request or a ScoreRequest, got {type(request).__name__}"
         )
     params = request.params
+    if not isinstance(params, SamplingParams):
+        raise UsageError(f"`params` must be SamplingParams, got {type(params).__name__}")
     _check_ids("the prompt", request.prompt, config)
     if type(request.rng_stream) is not int or not 0 <= request.rng_stream < 2**32:
         raise UsageError(f"`rng_stream`={request.rng_stream!r} must be a whole number below 2**32")
@@ -55,6 +57,15 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         raise UsageError(
             f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}"
         )
+
+
+def iterate[T](requests: Iterable[T]) -> Iterator[T]:
+    """`iter`, which raises `UsageError` for what is not iterable."""
+    if not isinstance(requests, Iterable):
+        raise UsageError(
+            f"`requests` must be an iterable of requests, got {type(requests).__name__}"
+        )
+    return iter(requests)
 
 
 def _check_ids(what: str, tokens: Sequence[int], config: Config) -> None:

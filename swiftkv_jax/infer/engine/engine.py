@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ...config import Config
 from ...errors import UsageError
-from .checks import check_request
+from .checks import check_request, iterate
 from .model_runner_base import NON_FINITE, AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
 from .page_pool import PagePool, PrefixStats
@@ -124,7 +124,7 @@ class Engine[R: ModelRunnerBase]:
         """
         from ..runner.build import build_model_runner
 
-        options = options or EngineOptions()
+        options = EngineOptions() if options is None else options
         runner = build_model_runner(
             model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, donate=donate
         )
@@ -218,7 +218,7 @@ class Engine[R: ModelRunnerBase]:
         if in_flight is not None and in_flight < 1:
             raise UsageError(f"`in_flight`={in_flight} must be at least 1")
         unfinished: dict[int, tuple[int, RequestState]] = {}
-        source, count, exhausted = iter(requests), itertools.count(), False
+        source, count, exhausted = iterate(requests), itertools.count(), False
         at_once = in_flight is None and isinstance(requests, abc.Sequence)
         try:
             while unfinished or not exhausted:

@@ -6,8 +6,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...attention import Attention
 from ...cache import cache_dtype
+from ...errors import UsageError
 from ...kernel_check import KernelCheck, checked_implementation, serving_configs
-from ...mesh import dp_size, mesh_of
+from ...mesh import check_mesh, dp_size, mesh_of
 from ...model import Model, check_model
 from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
@@ -32,6 +33,9 @@ def build_model_runner(
     before `ModelRunner.prepare`. `kernel_check` says how kernels are checked where `attention` is
     None."""
     check_model(model)
+    check_mesh(mesh)
+    if not isinstance(options, EngineOptions):
+        raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
     served = served_config(model.config, swiftkv)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)

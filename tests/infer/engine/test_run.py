@@ -37,6 +37,14 @@ def test_no_requests_give_no_outputs():
     assert list(engine.run([])) == list(engine.run(iter(()))) == []
 
 
+def test_what_is_no_request_is_refused():
+    engine, _ = mock_engine()
+    with pytest.raises(UsageError, match="`requests` must be an iterable of requests, got Request"):
+        list(engine.run(ask(1)))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="request 0: `params` must be SamplingParams, got dict"):
+        list(engine.run([Request([1], {"max_tokens": 3})]))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("in_flight", [None, 1, 3, 100])
 def test_requests_are_numbered_from_zero_in_their_order(in_flight):
     engine, _ = mock_engine()
