@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -85,12 +87,13 @@ def logits(
 
     `swiftkv` False is the teacher, True the student, None the student if there is a delta. Raises
     `ValueError` for the student of a model without a delta, for the teacher of one whose upper
-    projections were dropped, and if `tokens` are not rows of integers.
+    projections were dropped, and if `tokens` are not rows of token ids that the model can take.
     """
     check_model(model)
+    config = model.config
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
     attention = _attention(model, gradient=False)
-    return _logits(model.config, attention, model.llama, delta, _rows(tokens))
+    return _logits(config, attention, model.llama, delta, _rows(config, tokens))
 
 
 def _attention(model: Model, *, gradient: bool) -> Attention:
@@ -100,15 +103,45 @@ def _attention(model: Model, *, gradient: bool) -> Attention:
     return Attention(mesh, checked_implementation(None, configs, jax.local_devices()[0]))
 
 
-def _rows(tokens: Any) -> Int[Array, "B T"]:
-    """`tokens` as an array, also those that come as lists."""
-    tokens = jnp.asarray(tokens)
+def _rows(config: Config, tokens: Any) -> Int[Array, "B T"]:
+    """`tokens` as an array, also those that come as lists. Ids are checked where they are known:
+    not while they are traced, nor where other processes hold some of them."""
+    try:
+        tokens = jnp.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            "`tokens` must be rows of token ids, whole numbers, all rows of one length"
+        ) from error
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UsageError(
             f"`tokens` must be rows of token ids (integers, batch x length), got {tokens.dtype} "
             f"of shape {tokens.shape}"
         )
+    if tokens.shape[1] > config.max_position_embeddings:
+        raise UsageError(
+            f"`tokens` has rows of {tokens.shape[1]} tokens; the model has "
+            f"{config.max_position_embeddings} positions: shorten the rows"
+        )
+    if not isinstance(tokens, Tracer) and tokens.is_fully_addressable:
+        ids = np.asarray(tokens)
+        if (outside := ids[(ids < 0) | (ids >= config.vocab_size)]).size:
+            raise UsageError(
+                f"`tokens`: token id {outside[0]} is outside the vocabulary of {config.vocab_size}"
+            )
     return tokens
+
+
+def _weights(tokens: Int[Array, "B T"], loss_mask: Any) -> Float[Array, "B T"]:
+    """`loss_mask` as an array."""
+    try:
+        mask = jnp.asarray(loss_mask, jnp.float32)
+    except (TypeError, ValueError) as error:
+        raise UsageError("`loss_mask` must be rows of numbers, as those of `tokens`") from error
+    if mask.shape != tokens.shape:
+        raise UsageError(
+            f"`loss_mask` must have the shape of `tokens`, {tokens.shape}, got {mask.shape}"
+        )
+    return mask
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -137,14 +170,14 @@ def distill_loss(
     student), hidden_loss the mean squared difference of `hidden_states[hidden_layer]` over all
     positions and dimensions, loss their sum with `hidden_weight`. `loss_mask[b, t]` weighs the
     prediction made at position t. Differentiable in `model.swiftkv`; the frozen weights get no
-    gradient.
+    gradient. Raises `ValueError` for a model without a delta, and for tokens as `logits` does.
     """
     check_model(model)
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")
-    tokens = _rows(tokens)
-    batch = transformer.unpacked_batch(tokens, jnp.asarray(loss_mask, jnp.float32))
+    tokens = _rows(model.config, tokens)
+    batch = transformer.unpacked_batch(tokens, _weights(tokens, loss_mask))
     sums = _distill_sums(
         model.config,
         model.swiftkv,

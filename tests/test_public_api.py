@@ -194,6 +194,33 @@ def test_arguments_of_the_wrong_kind_are_refused(recorded, tmp_path):
             call()
 
 
+def test_tokens_that_the_model_cannot_take_are_refused(recorded):
+    model, _ = recorded
+    vocab_size, positions = model.config.vocab_size, model.config.max_position_embeddings
+    for tokens, message in (
+        ([[1, vocab_size]], f"`tokens`: token id {vocab_size} is outside the vocabulary"),
+        (np.asarray([[-1]]), "`tokens`: token id -1 is outside"),
+        ([[1] * (positions + 1)], f"rows of {positions + 1} tokens; the model has {positions} pos"),
+        ([[1, 2], [3]], "`tokens` must be rows of token ids, .*all rows of one length"),
+        ("text", "`tokens` must be rows of token ids"),
+        ([["text"]], "`tokens` must be rows of token ids"),
+        ([[2**40]], "`tokens`"),
+    ):
+        with pytest.raises(skv.UsageError, match=message):
+            skv.logits(model, tokens)
+        with pytest.raises(skv.UsageError, match=message):
+            skv.distill_loss(model, tokens, [[1.0]])
+    for mask, message in (
+        ([[1.0]], r"shape of `tokens`, \(1, 2\), got \(1, 1\)"),
+        (1.0, r"got \(\)"),
+        ([[1.0], [1.0, 1.0]], "`loss_mask` must be rows of numbers"),
+    ):
+        with pytest.raises(skv.UsageError, match=message):
+            skv.distill_loss(model, [[1, 2]], mask)
+    traced = jax.jit(lambda tokens: skv.logits(model, tokens))(jnp.asarray([[1, 2]]))
+    np.testing.assert_allclose(traced, skv.logits(model, [[1, 2]]), atol=1e-5)
+
+
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(skv.UsageError, match="expected DATAxMODEL"):
         skv.make_mesh("two by one")
