@@ -50,7 +50,12 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
     is neither."""
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or directory")
+        hint = (
+            ""
+            if path.is_absolute()
+            else (": models are local folders; `hf download NAME --local-dir DIR` gets one")
+        )
+        raise CheckpointError(f"{path}: no such file or directory{hint}")
     if not path.is_dir():
         raise CheckpointError(f"{path}: a checkpoint is a directory")
     if (path / MANIFEST).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
@@ -68,11 +69,11 @@ def generate(
     Texts need `model.tokenizer`; they get its special tokens, unless they begin with the first of
     them, and the answer ends before a stop string. An answer in token ids ends before the end
     token, or with the token that completes a stop string. The defaults are greedy. Sampling
-    parameters are those of `SamplingParams`; `sampling` takes the others, and the names that vLLM
-    and Transformers use. The number of a prompt is its random stream, so equal prompts draw
-    differently. `swiftkv` False runs the unmodified teacher, True the student, None the student if
-    there is a delta; `mesh` and `attention` are as in `Engine.from_model`, the rest as in
-    `EngineOptions`.
+    parameters are those of `SamplingParams`; `sampling` takes the others, and neutral values of
+    what vLLM and Transformers have besides. The number of a prompt is its random stream, so equal
+    prompts draw differently. `swiftkv` False runs the unmodified teacher, True the student, None
+    the student if there is a delta; `mesh` and `attention` are as in `Engine.from_model`, the rest
+    as in `EngineOptions`.
 
     Raises `UsageError` (a `ValueError`) that names the prompt or the parameter, `DataError` (a
     `ValueError`) if the logits are not finite, and the errors of `Engine.from_model`. Each call
@@ -80,6 +81,7 @@ def generate(
     """
     check_model(model)
     fields = {
+        "max_tokens": max_tokens,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -106,6 +108,12 @@ def generate(
     text = any(isinstance(prompt, str) for prompt in many)
     if text and not all(isinstance(prompt, str) for prompt in many):
         raise UsageError("`prompts` must be all texts or all token ids, got both")
+    for number, prompt in enumerate(many):
+        if isinstance(prompt, numbers.Number):
+            raise UsageError(
+                f"`prompts`: entry {number} is {prompt!r}: expected token ids, all whole numbers, "
+                f"or a list of prompts"
+            )
     tokenizer = _tokenizer(model) if text or params.stop else None
     lengths, requests = [1], []
     for number, prompt in enumerate(many):
@@ -114,8 +122,10 @@ def generate(
             requests.append(Request(token_ids, params, rng_stream=number))
             lengths.append(len(token_ids) if isinstance(token_ids, Sized) else 1)
     positions = model.config.max_position_embeddings
+    if max_model_len is None:
+        max_model_len = min(max(lengths) + max_tokens, positions)
     options = EngineOptions(
-        max_model_len=max_model_len or min(max(lengths) + max_tokens, positions),
+        max_model_len=max_model_len,
         max_num_seqs=min(max_num_seqs, max(len(many), 1)),
         decode_steps=decode_steps,
         kv_cache_dtype=kv_cache_dtype,

@@ -100,12 +100,15 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     Raises `UsageError` if the tokenizer has no template, if the messages are not a list of objects
     with a role, or if the template refuses them or fails on them (`chat_template.render_chat`).
     """
+    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
+        raise UsageError(
+            "messages must be a list of objects with role and content (a text or a list), or "
+            "tool_calls"
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model's tokenizer has no chat template: use a chat model, or plain prompts"
         )
-    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
-        raise UsageError("messages must be a list of objects with role and content")
     try:
         text = render_chat(tokenizer, messages, add_generation_prompt=True)
     except DataError as error:
@@ -115,9 +118,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
 
 
 def _is_message(message: object) -> bool:
-    """Whether a message names its role. What else it holds is the template's concern: an answer
-    that only calls tools has no content."""
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+    """Whether a message names its role and has content; an answer that only calls tools has
+    none."""
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str | list) or bool(message.get("tool_calls")))
+    )
 
 
 class Detokenizer:

@@ -146,7 +146,10 @@ def test_layers_can_be_split_elsewhere_while_loading(saved, cut):
 
 
 def test_paths_that_are_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'none'}: no such file or directory"):
+    hint = "no such file or directory: models are local folders; `hf download NAME"
+    with pytest.raises(CheckpointError, match=hint):
+        load("meta-llama/Llama-3.1-8B")
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'none'}: no such file or directory$"):
         load(tmp_path / "none")
     with pytest.raises(CheckpointError, match="looked for manifest.json .* and config.json"):
         load(tmp_path)

@@ -224,11 +224,19 @@ def test_the_first_special_token_is_never_doubled(tokenizer, monkeypatch):
 
 @pytest.mark.parametrize(
     "messages",
-    ["hello", {"role": "user"}, [{"content": "ab"}], ["ab"], [{"role": 1}], None],
+    [
+        "hello",
+        {"role": "user"},
+        [{"content": "ab"}],
+        ["ab"],
+        [{"role": 1, "content": "ab"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        None,
+    ],
     ids=str,
 )
-def test_messages_that_are_none_are_refused(tokenizer, monkeypatch, messages):
-    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
+def test_messages_that_are_none_are_refused(tokenizer, messages):
     with pytest.raises(UsageError, match="messages must be a list of objects with role"):
         encode_chat(tokenizer, messages)
 
