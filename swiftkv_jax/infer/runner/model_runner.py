@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ...attention import Attention
 from ...cache import bytes_per_token
-from ...errors import OutOfMemoryError
+from ...errors import OutOfMemoryError, UsageError
 from ..engine.model_runner_base import AsyncOutput, SamplerOutput
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
@@ -141,7 +141,13 @@ class ModelRunner:
         return CompileCounter.read()
 
     def _compile(self) -> MemoryPlan:
-        lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
+        try:
+            lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
+        except NotImplementedError as error:  # the attention ops call the option `implementation`
+            if not str(error).startswith("implementation="):
+                raise
+            message = str(error).replace("implementation=", "`attention`=", 1)
+            raise UsageError(message) from error
         with tqdm(
             total=len(lowered), desc="compiling", unit="program", disable=None, leave=False
         ) as progress:
