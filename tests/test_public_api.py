@@ -207,16 +207,16 @@ def test_tokens_that_the_model_cannot_take_are_refused(recorded):
         ([[2**40]], "`tokens`"),
     ):
         with pytest.raises(skv.UsageError, match=message):
-            skv.logits(model, tokens)
+            skv.logits(model, tokens)  # type: ignore[arg-type]
         with pytest.raises(skv.UsageError, match=message):
-            skv.distill_loss(model, tokens, [[1.0]])
+            skv.distill_loss(model, tokens, [[1.0]])  # type: ignore[arg-type]
     for mask, message in (
         ([[1.0]], r"shape of `tokens`, \(1, 2\), got \(1, 1\)"),
         (1.0, r"got \(\)"),
         ([[1.0], [1.0, 1.0]], "`loss_mask` must be rows of numbers"),
     ):
         with pytest.raises(skv.UsageError, match=message):
-            skv.distill_loss(model, [[1, 2]], mask)
+            skv.distill_loss(model, [[1, 2]], mask)  # type: ignore[arg-type]
     traced = jax.jit(lambda tokens: skv.logits(model, tokens))(jnp.asarray([[1, 2]]))
     np.testing.assert_allclose(traced, skv.logits(model, [[1, 2]]), atol=1e-5)
 
