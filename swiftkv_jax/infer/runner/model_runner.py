@@ -143,15 +143,15 @@ class ModelRunner:
     def _compile(self) -> MemoryPlan:
         try:
             lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
+            with tqdm(
+                total=len(lowered), desc="compiling", unit="program", disable=None, leave=False
+            ) as progress:
+                self._compiled = compile_all(lowered, progress.update)
         except NotImplementedError as error:  # the attention ops call the option `implementation`
             if not str(error).startswith("implementation="):
                 raise
             message = str(error).replace("implementation=", "`attention`=", 1)
             raise UsageError(message) from error
-        with tqdm(
-            total=len(lowered), desc="compiling", unit="program", disable=None, leave=False
-        ) as progress:
-            self._compiled = compile_all(lowered, progress.update)
         state, limit = self.layout.state(self.shapes), self._memory_limit
         if limit is None and self._device.platform == "cpu":
             mesh = self.layout.mesh
