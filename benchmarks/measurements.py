@@ -1,4 +1,4 @@
-"""Write `docs/measurements.md` from the committed results, so that no figure is typed by hand.
+"""Write `docs/measurements.md` from the committed results, so that its figures follow them.
 
     python -m benchmarks.measurements             write the page
     python -m benchmarks.measurements --check     exit 1 if the page is out of date
@@ -264,15 +264,7 @@ def quality() -> str:
                 f"{agreement['mean']:.1%} ± {agreement['std']:.1%}",
             )
         )
-    header = (
-        "K of layers",
-        "g",
-        "perplexity before",
-        "after",
-        "above the teacher",
-        "agreement before",
-        "after",
-    )
+    header = "K of layers, g, perplexity before, after, above the teacher, agreement before, after"
     return section(
         "What each cut costs in quality",
         f"The demo model ({result['layers']} layers, perplexity {teacher:.3f} on held-out "
@@ -280,7 +272,7 @@ def quality() -> str:
         "tokens) of distillation. K layers keep their keys and values, g upper layers share a "
         f"cache. Mean and standard deviation of {_words(len(cells[0]['runs']))} seeds of the data "
         "order; `python -m benchmarks.quality`.",
-        table(header, rows),
+        table(header.split(", "), rows),
         "Sharing caches costs this eight-layer model far more than the 1.2 points of average score "
         "that the paper reports for 4-way sharing in Llama-3.1-8B.",
     )
@@ -321,7 +313,8 @@ def sources() -> str:
 def asserted() -> str:
     return section(
         "Asserted by tests",
-        "These figures are in no result file: the test named fails where they do not hold.",
+        "These figures are in no result file. The test named fails where they do not hold, to the "
+        "digits given; where it allows more than was measured, its bound is in brackets.",
         table(("what", "result", "asserted by"), ASSERTED),
     )
 
