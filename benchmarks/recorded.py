@@ -38,8 +38,8 @@ ASSERTED = (
         "`make test-soak`",
     ),
 )
-"""(what, result, the test that asserts it). Where the test allows more than was measured, the result
-names both."""
+"""(what, result, the test that asserts it). Where the test allows more than was measured, the
+result names both."""
 
 SHIPPED = (
     ("held-out perplexity", "13.58, teacher 13.51; 13.95 before training"),

@@ -191,7 +191,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[str, Source]:
-    """What kind of thing SRC is, and it."""
+    """The kind of model that SRC holds, and the model unread."""
     if is_run(args.src):
         return RUN, open_run(args.src, args.step, args.base)
     if args.step is not None or args.base is not None:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # `typing` takes longer than all of the above
     from typing import Any
 
 GRACE_SECONDS = 5.0
-"""From the interrupt until the process ends, whatever is still running."""
+"""Seconds from the interrupt until the process ends, whatever is still running."""
 _CODE = 130
 
 
 class _State:
-    """What became of the interrupt; of the process, as signal handlers are."""
+    """State of the interrupt, one for the whole process, as signal handlers are."""
 
     raised = False
     """The interrupt has come while the command ran."""

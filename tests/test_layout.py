@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,9 @@ def test_the_version_is_that_of_the_package():
     code = "import swiftkv_jax as skv; print(skv.__version__)"
     assert python(code).strip() == importlib.metadata.version("swiftkv-jax")
     assert not any("__version__ =" in path.read_text() for path in FILES)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version {version}." in (ROOT / "README.md").read_text()
 
 
 def test_importing_touches_no_device():

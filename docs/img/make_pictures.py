@@ -300,7 +300,9 @@ def run(path: Path) -> None:
     from swiftkv_jax.train.metrics import read_metrics
     from swiftkv_jax.train.plots import draw_run
 
-    path.write_text(draw_run(read_metrics(DATA / "metrics.jsonl")), encoding="utf-8")
+    picture = draw_run(read_metrics(DATA / "metrics.jsonl"))
+    in_pixels = picture.replace('pt"', 'px"', 2)  # its width and height, which come first
+    path.write_text(in_pixels, encoding="utf-8")
 
 
 PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {

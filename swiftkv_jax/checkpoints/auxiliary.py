@@ -147,8 +147,8 @@ def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _quiet_transformers():
-    """No remarks: on models that are missing without PyTorch, on what is unusual in a config.json
-    that we read ourselves.
+    """A context in which transformers logs no remarks: on models that are missing without PyTorch,
+    on what is unusual in a config.json that we read ourselves.
 
     transformers sets its logger's level when it is first imported, so the import comes first.
     """

@@ -55,8 +55,8 @@ class Source:
 
     config: Config
     leaves: tuple[MappedLeaf, ...]
-    """Those present: without the delta for a plain Llama, without the teacher's upper q, k, v where
-    they were dropped."""
+    """Leaves that are present: without the delta for a plain Llama, without the teacher's upper
+    q, k, v where they were dropped."""
     dtypes: Mapping[str, np.dtype]
     """Leaf name -> dtype as stored."""
     reader: LeafReader

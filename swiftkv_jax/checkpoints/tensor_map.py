@@ -42,7 +42,7 @@ class MappedLeaf:
     tensors: tuple[str, ...]
     """Checkpoint names along the leading axis; a single one if the leaf is not stacked."""
     param: Param
-    """Its row of the table."""
+    """The leaf's row in the table of `params`."""
 
     @property
     def is_delta(self) -> bool:

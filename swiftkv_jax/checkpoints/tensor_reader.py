@@ -23,7 +23,7 @@ class TensorReader:
     """Reads from the tensors of a Hugging Face checkpoint."""
 
     tensors: Mapping[str, Stored]
-    """By name."""
+    """Tensor name -> tensor as stored."""
 
     def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """One leaf onto its devices. Equal slices (copies on several devices) are read once."""

@@ -268,7 +268,7 @@ class TextStream:
 
     @property
     def stop_reason(self) -> str | None:
-        """That stop string."""
+        """The stop string that has appeared, or None."""
         return self._stops.hit
 
     def push(self, tokens: Iterable[int]) -> str:

@@ -110,7 +110,7 @@ class ScheduledTokens:
 
     @property
     def scored(self) -> range:
-        """Those of the positions whose predictions are scored."""
+        """Positions of this chunk whose predictions are scored."""
         scored = self.request_state.scored
         start = max(self.start, scored.start)
         return range(start, max(start, min(self.stop, scored.stop)))

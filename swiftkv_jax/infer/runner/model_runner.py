@@ -55,7 +55,7 @@ class ModelRunner:
     _state: Any = None
     """Decode state; None before `prepare`."""
     _last_result: SamplerOutput | None = None
-    """Of the last call that has one, on its way to the host."""
+    """Result of the last call that has one, being copied to the host."""
 
     def __init__(
         self,
