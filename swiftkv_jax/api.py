@@ -18,10 +18,16 @@ from . import transformer
 from .attention import Attention
 from .config import Config
 from .errors import UsageError
-from .kernel_check import checked_implementation, forward_configs, training_configs
+from .kernel_check import (
+    KernelConfig,
+    checked_implementation,
+    forward_configs,
+    training_configs,
+)
 from .layers import unembed
 from .mesh import mesh_of
 from .model import Model, check_model
+from .pallas_kernels import Implementation
 from .params import Llama, SwiftKV
 from .quantization import refuse_quantized
 from .train.distill import Objective, distill_sums
@@ -100,7 +106,13 @@ def _attention(model: Model, *, gradient: bool) -> Attention:
     """Attention for whole rows on the devices of the model, by kernels that have been checked."""
     mesh, embed = mesh_of(model.llama.embed), model.llama.embed
     configs = (training_configs if gradient else forward_configs)(model.config, embed.dtype, mesh)
-    return Attention(mesh, checked_implementation(None, configs, jax.local_devices()[0]))
+    return Attention(mesh, _checked(tuple(configs), jax.local_devices()[0]))
+
+
+@functools.cache
+def _checked(configs: tuple[KernelConfig, ...], device: Any) -> Implementation | None:
+    """`checked_implementation`, whose verdicts are read once a process, not at every call."""
+    return checked_implementation(None, configs, device)
 
 
 def _rows(config: Config, tokens: Any) -> Int[Array, "B T"]:

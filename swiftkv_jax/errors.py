@@ -3,6 +3,8 @@ what to do. Options are in backticks, which the commands replace by their flags.
 
 from __future__ import annotations
 
+import re
+
 
 class UsageError(ValueError):
     """An option or argument that cannot be honoured. Exit code 2."""
@@ -27,3 +29,9 @@ class ConfigError(CheckpointError):
 class OutOfMemoryError(RuntimeError):
     """What was asked for does not fit the memory of the device, by the compiler's figures, or of
     the host. Exit code 5."""
+
+
+def name_attention(refusal: NotImplementedError) -> str:
+    """Message of a refusal by the attention ops, whose argument `implementation` is the option
+    `attention` of everything above them."""
+    return re.sub("^implementation=", "`attention`=", str(refusal))

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
 
 from .. import interrupts
-from ..errors import CheckpointError, DataError, DivergenceError, OutOfMemoryError, UsageError
+from ..errors import (
+    CheckpointError,
+    DataError,
+    DivergenceError,
+    OutOfMemoryError,
+    UsageError,
+    name_attention,
+)
 from . import messages, streams
 from .messages import log as log
 
@@ -71,8 +77,7 @@ def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
         case UsageError():
             return fail(error, USAGE, parser)
         case NotImplementedError():
-            # The argument `implementation` of the attention ops is the commands' `attention`.
-            return fail(re.sub("^implementation=", "`attention`=", text), USAGE, parser)
+            return fail(name_attention(error), USAGE, parser)
         case CheckpointError():
             return fail(error, BAD_CHECKPOINT, parser)
         case DataError() | DivergenceError():

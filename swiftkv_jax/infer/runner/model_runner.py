@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ...attention import Attention
 from ...cache import bytes_per_token
-from ...errors import OutOfMemoryError, UsageError
+from ...errors import OutOfMemoryError, UsageError, name_attention
 from ..engine.model_runner_base import AsyncOutput, SamplerOutput
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
@@ -147,10 +147,10 @@ class ModelRunner:
                 total=len(lowered), desc="compiling", unit="program", disable=None, leave=False
             ) as progress:
                 self._compiled = compile_all(lowered, progress.update)
-        except NotImplementedError as error:  # the attention ops call the option `implementation`
-            if not str(error).startswith("implementation="):
+        except NotImplementedError as error:
+            message = name_attention(error)
+            if message == str(error):  # not a refusal by the attention ops
                 raise
-            message = str(error).replace("implementation=", "`attention`=", 1)
             raise UsageError(message) from error
         state, limit = self.layout.state(self.shapes), self._memory_limit
         if limit is None and self._device.platform == "cpu":
