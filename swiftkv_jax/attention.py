@@ -176,6 +176,14 @@ class Attention:
         )(q, kv, per_row)
 
 
+def split_heads(mesh: Mesh, heads: int, kv_heads: int) -> tuple[bool, bool]:
+    """(whether each device has some of the key/value heads, whether several devices share each).
+    If neither, each device has all query heads and all key/value heads."""
+    devices = mesh.shape[MODEL]
+    split_kv = kv_heads % devices == 0
+    return split_kv, not split_kv and devices % kv_heads == 0 and heads % devices == 0
+
+
 class _Split(NamedTuple):
     """How a mesh divides rows and heads."""
 
@@ -203,13 +211,11 @@ class _Split(NamedTuple):
                 f"with a page_table, rows and pages must be multiples of the mesh's {shards} "
                 f"data-parallel shards, got {batch} and {pages}"
             )
-        devices, heads, kv_heads = mesh.shape[MODEL], q.shape[2], k.shape[1]
-        split_kv = kv_heads % devices == 0
-        share_kv = not split_kv and devices % kv_heads == 0 and heads % devices == 0
+        split_kv, share_kv = split_heads(mesh, q.shape[2], k.shape[1])
         return _Split(
             rows=row_axes(mesh) if batch % shards == 0 else None,
             split_kv=split_kv,
             share_kv=share_kv,
-            head_shards=devices if split_kv or share_kv else 1,
-            kv_heads=kv_heads,
+            head_shards=mesh.shape[MODEL] if split_kv or share_kv else 1,
+            kv_heads=k.shape[1],
         )

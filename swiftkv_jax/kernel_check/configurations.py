@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..attention import split_heads
 from ..config import Config
 from ..mesh import MODEL
 from ..pallas_kernels.device import HEAD_DIMS
@@ -121,7 +122,6 @@ def _of(op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=Fal
 def _queries_per_kv_head(config: Config, mesh: Mesh | None) -> int:
     """Query heads for each key/value head on one device: fewer where several devices share one."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    devices = 1 if mesh is None else mesh.shape[MODEL]
-    if devices > kv_heads and devices % kv_heads == 0 and heads % devices == 0:
-        return heads // devices
+    if mesh is not None and split_heads(mesh, heads, kv_heads)[1]:
+        return heads // mesh.shape[MODEL]
     return heads // kv_heads
