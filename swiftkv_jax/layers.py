@@ -104,9 +104,16 @@ def output_and_mlp(
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
         h = rms_norm(x, block.mlp_norm, config.norm_eps)
-        gate = product("BTD,FD->BTF", h, block.gate)
-        up = product("BTD,FD->BTF", h, block.up)
-        return x + product("BTF,DF->BTD", _gated(gate, up), block.down)
+        return x + product("BTF,DF->BTD", _gated(*_gate_and_up(block, h)), block.down)
+
+
+def _gate_and_up(
+    block: Block, h: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    if block.up is None:  # serving keeps both in `gate`: one product
+        both = product("BTD,PFD->BTPF", h, block.gate)
+        return both[:, :, 0], both[:, :, 1]
+    return product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)
 
 
 @_rematerialized

@@ -35,7 +35,7 @@ def counted_flops(compiled) -> float:
 
 @pytest.mark.parametrize("swiftkv", [False, True])
 def test_prefill(swiftkv):
-    key = "prefill", LENGTH, None
+    key = "prefill", LENGTH, 1, None
     lowered = lower_program(
         CONFIG,
         key,

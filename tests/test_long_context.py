@@ -42,7 +42,11 @@ def test_the_check_finds_one():
 def test_prefill(chunk):
     config = config_from_hf(tiny.hf_config(max_position_embeddings=LENGTH))
     lowered = lower_program(
-        config, ("prefill", chunk, None), batch=1, max_model_len=LENGTH, dtype=jnp.float32
+        config,
+        ("prefill", chunk, chunk // 128, None),
+        batch=1,
+        max_model_len=LENGTH,
+        dtype=jnp.float32,
     )
     assert not quadratic(lowered, present="[64,2,128,8]")  # the pool: 64 pages of 128 positions
 

@@ -85,7 +85,7 @@ def test_decode_in_long_tables():
 def test_prefill(name):
     config, topology, mesh, _ = MACHINES[name]
     lowered = lower_program(
-        config, ("prefill", CHUNK, None), **SHAPE, mesh=topology_mesh(topology, mesh)
+        config, ("prefill", CHUNK, CHUNK // 128, None), **SHAPE, mesh=topology_mesh(topology, mesh)
     )
     memory = check(name, lowered, config, True)
     assert memory.temp_size_in_bytes < 2 * GIB

@@ -183,8 +183,9 @@ def mock_engine(
         slots=slots,
         decode_rows=(slots,),
         decode_steps=steps,
+        greedy_programs=False,
         chunks=(chunk,),
-        spare_tiles=3,
+        spare_tiles=(3,),
         contexts=(context,),
         scoring=True,
     )

@@ -145,6 +145,12 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # the class is frozen
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """Whether each token is the likeliest one of the model, and nothing else is asked."""
+        changes = self.has_penalty or self.logit_bias or self.min_tokens
+        return self.temperature == 0 and not changes and self.logprobs is None
+
+    @property
     def has_penalty(self) -> bool:
         """Whether token counts are needed."""
         return (

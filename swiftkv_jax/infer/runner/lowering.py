@@ -27,9 +27,15 @@ INSERT_SEQUENCES = 8
 COPY_PAGES = 16
 """Pages copied in one call, on each data-parallel shard."""
 
+GREEDY = "decode greedy"
+DECODE = "decode", GREEDY
+"""Names of the programs that decode; the first for all sequences, the second for those whose
+`SamplingParams.is_plain_greedy`."""
+
 Key = tuple[Any, ...]
-"""Name of a program: ("prefill", tokens, context pages), ("score", tokens, scored tokens, context
-pages), ("decode", rows), ("insert",), ("token_counts",) or ("copy",)."""
+"""Name of a program: ("prefill", tokens, query tiles, context pages), ("score", tokens, scored
+tokens, context pages), ("decode", rows), ("decode greedy", rows), ("insert",), ("token_counts",) or
+("copy",)."""
 
 
 def lower_all(
@@ -52,9 +58,11 @@ def lower_all(
 
     for tokens in shapes.chunks:
         for context in shapes.contexts:
-            chunk = _chunk(layout, shapes, tokens, context)
-            operands = served, weights, chunk, state.cache
-            add(("prefill", tokens, context), prefill_chunk, *operands, attention=attention)
+            for tiles in shapes.tiles(tokens):
+                operands = served, weights, _chunk(layout, shapes, tokens, tiles, context)
+                key = "prefill", tokens, tiles, context
+                add(key, prefill_chunk, *operands, state.cache, attention=attention)
+            chunk = _chunk(layout, shapes, tokens, shapes.tiles(tokens)[-1], context)
             for scored in shapes.scored(tokens):
                 operands = served, weights, chunk, _scored(layout, shapes, scored), state.cache
                 add(("score", tokens, scored, context), score_chunk, *operands, attention=attention)
@@ -62,6 +70,8 @@ def lower_all(
         operands = served, weights, ints(shapes.dp_size * rows), state
         static = {"steps": shapes.decode_steps, "attention": attention}
         add(("decode", rows), decode, *operands, **static)
+        if shapes.greedy_programs:
+            add((GREEDY, rows), decode, *operands, **static, greedy=True)
     new = layout.batch(INSERT_SEQUENCES, shapes.table_pages)
     add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     counts = layout.array((served.vocab_size,), jnp.uint16)
@@ -77,19 +87,21 @@ def _lower(program, *operands, **static) -> jax.stages.Lowered:
         return program.lower(*operands, **static)
 
 
-def _chunk(layout: Layout, shapes: Shapes, tokens: int, context: int | None) -> PrefillChunk:
+def _chunk(
+    layout: Layout, shapes: Shapes, tokens: int, tiles: int, context: int | None
+) -> PrefillChunk:
     ids = layout.rows(shapes.dp_size, tokens)
     pages = None if context is None else layout.rows(shapes.dp_size * context)
-    return PrefillChunk(ids, ids, _tiles(layout, shapes, tokens), pages)
+    return PrefillChunk(ids, ids, _tiles(layout, shapes, tokens, tiles), pages)
 
 
 def _scored(layout: Layout, shapes: Shapes, scored: int) -> ScoredTokens:
     ids = layout.rows(shapes.dp_size, scored)
-    return ScoredTokens(ids, ids, ids, _tiles(layout, shapes, scored))
+    return ScoredTokens(ids, ids, ids, _tiles(layout, shapes, scored, shapes.tiles(scored)[-1]))
 
 
-def _tiles(layout: Layout, shapes: Shapes, tokens: int) -> QueryTiles:
-    count = shapes.dp_size * shapes.tiles(tokens)
+def _tiles(layout: Layout, shapes: Shapes, tokens: int, tiles: int) -> QueryTiles:
+    count = shapes.dp_size * tiles
     each = layout.rows(count)
     return QueryTiles(
         page=each,
@@ -133,10 +145,11 @@ def lower_program(
         num_pages=batch * table_pages // shards,
         table_pages=table_pages,
         slots=batch // shards,
-        decode_rows=key[1:] if key[0] == "decode" else (batch // shards,),
+        decode_rows=key[1:] if key[0] in DECODE else (batch // shards,),
         decode_steps=steps,
+        greedy_programs=key[0] == GREEDY,
         chunks=key[1:2] if chunked else (page_size,),
-        spare_tiles=0,
+        spare_tiles=(key[2] - -(-key[1] // page_size) if key[0] == "prefill" else 0,),
         contexts=key[-1:] if chunked else (None,),
         scoring=key[0] == "score",
     )

@@ -30,7 +30,7 @@ from ..sampling.penalties import prompt_token_counts
 from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, empty_batch, make_batch
 from .layout import Layout
-from .lowering import COPY_PAGES, INSERT_SEQUENCES, Key, lower_all
+from .lowering import COPY_PAGES, DECODE, GREEDY, INSERT_SEQUENCES, Key, lower_all
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import (
     INVALID_PAGE,
@@ -81,7 +81,7 @@ class ModelRunner:
         self.limits = Limits(
             max_num_seqs=shapes.slots,
             chunk_tokens=shapes.chunks[-1],
-            max_tiles=shapes.tiles(shapes.chunks[-1]),
+            max_tiles=shapes.tiles(shapes.chunks[-1])[-1],
             context_pages=shapes.contexts[-1],
             scored_tokens=shapes.chunks[-1] if shapes.scoring else 0,
         )
@@ -167,7 +167,7 @@ class ModelRunner:
             for key in self._compiled:
                 if key[0] in ("prefill", "score"):
                     self._prefill(key, empty)
-                elif key[0] == "decode":
+                elif key[0] in DECODE:
                     self._decode(key, [[] for _ in empty])
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
@@ -214,12 +214,13 @@ class ModelRunner:
         shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
 
         def fits(size: int, tokens: int, tiles: int) -> bool:
-            return size >= tokens and shapes.tiles(size) >= tiles
+            return size >= tokens and shapes.tiles(size)[-1] >= tiles
 
         size = next(n for n in shapes.chunks if fits(n, needs.tokens, needs.tiles))
         context = next(n for n in shapes.contexts if n is None or n >= needs.context_pages)
         if not needs.scored_tokens:
-            return "prefill", size, context
+            tiles = next(n for n in shapes.tiles(size) if n >= needs.tiles)
+            return "prefill", size, tiles, context
         scored = next(
             n for n in shapes.scored(size) if fits(n, needs.scored_tokens, needs.scored_tiles)
         )
@@ -234,7 +235,9 @@ class ModelRunner:
             rows.append((dp_rank, len(slots[dp_rank])))
             slots[dp_rank].append(sequence.slot)
         size = next(size for size in self.shapes.decode_rows if size >= max(map(len, slots)))
-        result = self._decode(("decode", size), slots)
+        plain = all(sequence.params.is_plain_greedy for sequence in sequences)
+        kind = GREEDY if plain and self.shapes.greedy_programs else "decode"
+        result = self._decode((kind, size), slots)
         return AsyncOutput(result, np.array([dp_rank * size + row for dp_rank, row in rows]))
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
@@ -248,17 +251,19 @@ class ModelRunner:
 
     def _prefill(self, key: Key, shards: ScheduledShards) -> AsyncOutput:
         shapes, (tokens, context) = self.shapes, (key[1], key[-1])
+        tiles = key[2] if key[0] == "prefill" else shapes.tiles(tokens)[-1]
         common = {
             "page_size": shapes.page_size,
             "table_pages": shapes.table_pages,
             "context_pages": context,
         }
-        chunk = pack_chunk(shards, tokens=tokens, tiles=shapes.tiles(tokens), **common)
+        chunk = pack_chunk(shards, tokens=tokens, tiles=tiles, **common)
         if key[0] == "prefill":
             cache, done = self._compiled[key](self.weights, chunk, self._state.cache)
             output = AsyncOutput(done)
         else:
-            scored = pack_scored(shards, scored=key[2], tiles=shapes.tiles(key[2]), **common)
+            tiles = shapes.tiles(key[2])[-1]
+            scored = pack_scored(shards, scored=key[2], tiles=tiles, **common)
             cache, result = self._compiled[key](self.weights, chunk, scored, self._state.cache)
             output = AsyncOutput(self._to_host(result), scored_index(shards))
         self._state = dataclasses.replace(self._state, cache=cache)

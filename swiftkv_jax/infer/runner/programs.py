@@ -34,7 +34,7 @@ from ...transformer import DEFAULT, cross_layer, head_major, project_fused_kv, s
 from ..engine.model_runner_base import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from ..sampling.penalties import update_token_counts
-from ..sampling.sampler import sample
+from ..sampling.sampler import sample, sample_greedy
 from .decode_state import DecodeBatch, DecodeState
 from .prefill_chunk import INVALID_PAGE, PrefillChunk, QueryTiles, ScoredTokens, pack, unpack
 from .weights import Weights
@@ -266,7 +266,7 @@ def decode_logits(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "steps", "attention"), donate_argnames="state"
+    jax.jit, static_argnames=("config", "steps", "attention", "greedy"), donate_argnames="state"
 )
 def decode(
     config: Config,
@@ -276,23 +276,27 @@ def decode(
     *,
     steps: int,
     attention: Attention = DEFAULT,
+    greedy: bool = False,
 ) -> tuple[DecodeState, SamplerOutput]:
     """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
     where a sequence has ended.
 
-    An end token is emitted and ends its sequence. A slot past the last is empty.
+    An end token is emitted and ends its sequence. A slot past the last is empty. `greedy` is for
+    sequences that all ask for the likeliest token and nothing else (`is_plain_greedy`): without the
+    branches of the sampler, at which the host waits for a GPU, and without counts of tokens.
     """
 
     def step(carry, _):
         cache, batch, token_counts = carry
         logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
-        sampled = sample(logits, batch.sampling, token_counts, slots, batch.length)
         active = batch.remaining > 0
-        carry = (
-            _keep_cache_sharding(config, cache, attention),
-            batch.advance(sampled.token),
-            update_token_counts(token_counts, slots, sampled.token, active),
-        )
+        if greedy:
+            sampled = sample_greedy(logits)
+        else:
+            sampled = sample(logits, batch.sampling, token_counts, slots, batch.length)
+            token_counts = update_token_counts(token_counts, slots, sampled.token, active)
+        cache = _keep_cache_sharding(config, cache, attention)
+        carry = cache, batch.advance(sampled.token), token_counts
         return carry, sampled._replace(token=jnp.where(active, sampled.token, -1))
 
     batch = _split_rows(state.batch.gather(slots), attention)

@@ -13,6 +13,9 @@ from .memory import host_memory
 CPU_CACHE_SHARE = 0.25
 """Share of the machine's memory for the KV cache where the device does not report its memory."""
 
+FEW_TILES = 4
+"""Spare query tiles of a chunk of few requests, which long prompts are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -30,18 +33,22 @@ class Shapes:
     decode_rows: tuple[int, ...]
     """Sizes of a decode call, ascending; the last is `slots`."""
     decode_steps: int
+    greedy_programs: bool
+    """Whether calls of sequences that are all plain greedy have decode programs of their own."""
     chunks: tuple[int, ...]
     """Sizes of a prefill chunk in tokens, ascending."""
-    spare_tiles: int
-    """Query tiles of a chunk beyond those of one long prompt: how many short ones can share it."""
+    spare_tiles: tuple[int, ...]
+    """Query tiles of a chunk beyond those of one long prompt, ascending: how many short ones can
+    share it. An unused tile costs attention a block of padding."""
     contexts: tuple[int | None, ...]
     """Numbers of pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
 
-    def tiles(self, tokens: int) -> int:
-        """Query tiles of a chunk of `tokens`."""
-        return -(-tokens // self.page_size) + self.spare_tiles
+    def tiles(self, tokens: int) -> tuple[int, ...]:
+        """Numbers of query tiles that a chunk of `tokens` can have, ascending. One that scores has
+        the last."""
+        return tuple(-(-tokens // self.page_size) + spare for spare in self.spare_tiles)
 
     def scored(self, tokens: int) -> tuple[int, ...]:
         """Numbers of tokens that can be scored in a chunk of `tokens`, ascending; the last is all.
@@ -95,10 +102,14 @@ def choose_shapes(
     count = 1 if options.one_size else 2
     longest = max(16, 1 << (length - 1).bit_length())
     chunks = options.chunks or buckets(min(tokens, longest), smallest=16, count=count)
-    spare = 4 if platform == "cpu" else 32
+    # A request has at most one tile more than its tokens fill.
+    most = 4 if platform == "cpu" else 32
+    spare = (most if options.scoring else min(most, slots + 1),)
+    if spare[0] > FEW_TILES and not options.one_size:
+        spare = FEW_TILES, *spare
     contexts: tuple[int | None, ...] = (None,)
     if quantized:
-        tiles = -(-chunks[-1] // size) + spare
+        tiles = -(-chunks[-1] // size) + spare[-1]
         contexts = buckets(max(table_pages, tiles), smallest=tiles, count=3)
     decode_rows = options.decode_rows or buckets(slots, smallest=1, count=count**2)
     if decode_rows[-1] != slots or any(
@@ -134,6 +145,9 @@ def choose_shapes(
             slots=slots,
             decode_rows=decode_rows,
             decode_steps=options.decode_steps,
+            # Command buffers of XLA's GPU backend hold no loop, and so no sampler: at its branch
+            # the host waits for the device, once a step.
+            greedy_programs=platform == "gpu" and not options.one_size,
             chunks=chunks,
             spare_tiles=spare,
             contexts=contexts,

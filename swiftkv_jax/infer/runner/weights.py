@@ -31,7 +31,8 @@ from ...sharding import llama_shardings, swiftkv_shardings
 @struct.dataclass
 class Weights:
     """Weights of a student, or of a teacher, which is served as a model without upper layers.
-    Matrices may be `Quantized`."""
+    Matrices may be `Quantized`. A `Block` has `o` as a matrix D x N H, and both `gate` and `up`
+    (None) in `gate`, 2 F D."""
 
     embed: Leaf  # V D
     lower: tuple[Block, ...]
@@ -74,7 +75,7 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
         lower=lower,
         lower_qkv=lower_qkv,
         norm_swiftkv=delta.norm,
-        kv=jax.tree.map(lambda *kv: jnp.stack(kv), delta.k, delta.v),
+        kv=_joined(delta.k, delta.v),
         kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
         upper=upper,
         upper_q=unstack(delta.q, donate=donate),
@@ -105,14 +106,22 @@ def _teacher(llama: Llama, layers: tuple[Block, ...], qkv: tuple[QKV, ...]) -> W
 
 
 def _blocks(stack: Block, donate: bool) -> tuple[Block, ...]:
-    """The layers of a stack, with the output projection as a matrix D x N H.
+    """The layers of a stack, with the output projection as a matrix D x N H, and gate and up as
+    one, 2 F D.
 
     A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every
-    decode step.
+    decode step. Gate and up joined are one product instead of two.
     """
-    return tuple(
-        dataclasses.replace(block, o=as_matrix(block.o)) for block in unstack(stack, donate=donate)
-    )
+    blocks = list(unstack(stack, donate=donate))
+    for i, block in enumerate(blocks):  # one by one: a layer's separate matrices are then freed
+        gate = _joined(block.gate, block.up)
+        blocks[i] = dataclasses.replace(block, o=as_matrix(block.o), gate=gate, up=None)
+    return tuple(blocks)
+
+
+def _joined(*parts):
+    """Matrices of one shape, plain or quantised, as one with a leading axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
 
 def weight_shapes(
@@ -139,6 +148,16 @@ def weight_shardings(
         swiftkv_shardings(config, mesh, quantization),
     )
 
+    def joined(tree) -> Any:
+        """Shardings of `_joined` leaves."""
+        return jax.tree.map(lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), tree)
+
+    def blocks(stacked: Block, count: int) -> tuple[Block, ...]:
+        return tuple(
+            dataclasses.replace(block, gate=joined(block.gate), up=None)
+            for block in layers(stacked, count)
+        )
+
     def layers(stacked, count: int) -> tuple:
         """Shardings of the layers of one stack: without the leading axis."""
         return (
@@ -146,23 +165,20 @@ def weight_shardings(
         ) * count
 
     lower, upper = (
-        layers(llama.lower, config.num_lower_layers),
-        layers(llama.upper, config.num_upper_layers),
+        blocks(llama.lower, config.num_lower_layers),
+        blocks(llama.upper, config.num_upper_layers),
     )
     lower_qkv = layers(llama.lower_qkv, config.num_lower_layers)
     if not swiftkv:
         lower_qkv += layers(llama.upper_qkv, config.num_upper_layers)
         return _teacher(llama, lower + upper, lower_qkv)
-    joined: Any = jax.tree.map(
-        lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), (delta.k, delta.k_bias)
-    )
     return Weights(
         embed=llama.embed,
         lower=lower,
         lower_qkv=lower_qkv,
         norm_swiftkv=delta.norm,
-        kv=joined[0],
-        kv_bias=joined[1],
+        kv=joined(delta.k),
+        kv_bias=joined(delta.k_bias),
         upper=upper,
         upper_q=layers(delta.q, config.num_upper_layers),
         upper_q_bias=layers(delta.q_bias, config.num_upper_layers),

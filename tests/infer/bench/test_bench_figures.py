@@ -133,7 +133,7 @@ def test_bytes_of_prefill_are_what_its_program_takes(swiftkv):
         swiftkv=swiftkv,
     )
     variant = summary.variant_of(STUDENT if swiftkv else TEACHER, CONFIG, engine)
-    program = engine.model_runner._compiled["prefill", 16, None].memory_analysis()
+    program = engine.model_runner._compiled["prefill", 16, 3, None].memory_analysis()
     cache = jax.tree.leaves(engine.model_runner._state.cache)
     rest = (
         program.argument_size_in_bytes - sum(leaf.nbytes for leaf in cache) - variant.prefill_bytes

@@ -17,6 +17,8 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.infer.runner.lowering import DECODE
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
@@ -52,8 +54,27 @@ def small(**fields: Any) -> EngineOptions:
 
 @functools.cache
 def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
-    """The engine under test, shared by the tests."""
-    return Engine.from_model(model(), options(kv_cache_dtype=format), swiftkv=swiftkv)
+    """The engine under test, shared by the tests; with int8, that of a GPU, which has more
+    programs."""
+    chosen = options(kv_cache_dtype=format)
+    runner = build_model_runner(model(), chosen, swiftkv=swiftkv)
+    if format == "int8":
+        runner.shapes = dataclasses.replace(
+            runner.shapes, greedy_programs=True, spare_tiles=(1, *runner.shapes.spare_tiles)
+        )
+    return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)
+
+
+class Used(dict):
+    """The keys that were looked up."""
+
+    def __init__(self, entries):
+        super().__init__(entries)
+        self.keys_used = set()
+
+    def __getitem__(self, key):
+        self.keys_used.add(key)
+        return super().__getitem__(key)
 
 
 @functools.cache
@@ -109,6 +130,7 @@ def test_soak(format, swiftkv, compilations):
     nothing is compiled, no page leaks."""
     engine, rng = engine_of(format, swiftkv), random.Random(f"{format} {swiftkv}")
     compilations.clear()
+    programs = engine.model_runner._compiled = Used(engine.model_runner._compiled)
     live: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
     outputs: dict[tuple[int, int], list[int]] = {}
     finished = []
@@ -136,6 +158,8 @@ def test_soak(format, swiftkv, compilations):
     assert compilations == [] and engine.stats.compilations == 0
     assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
     assert len(finished) > 50
+    kinds = {key[:3] for key in programs if key[0] in (*DECODE, "prefill")}
+    assert kinds <= {key[:3] for key in programs.keys_used}
     for id, sample in finished:
         if id not in live:
             continue  # aborted after it had ended
