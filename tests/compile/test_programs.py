@@ -1,14 +1,16 @@
 """The whole prefill and decode programs of Llama-3.1-8B and 70B, for machines that are not here:
 kernels, and memory."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import hlo
 from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.lowering import GREEDY, lower_program
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import with_kernels
@@ -64,21 +66,43 @@ def test_decode(name):
     assert memory.temp_size_in_bytes <= bound * MIB
 
 
-def test_decode_in_long_tables():
-    """Rows have room for 131,072 positions, as with the default options of an engine, and no
-    temporary array has room for them: the sampler's, a number for each row and token of the
-    vocabulary, are the largest."""
-    name, rows = "8B on an H200", 64
+def decode_step(name: str, program: str, num_layers: int | None = None, **static):
+    """A decode program with the default options of an engine: 64 rows with room for 131,072
+    positions, in a pool of 2,048 for each."""
     config, topology, mesh, _ = MACHINES[name]
-    shape: dict[str, Any] = {"batch": rows, "max_model_len": 131_072}
-    lowered = lower_program(
-        config, ("decode", rows), **shape, steps=8, mesh=topology_mesh(topology, mesh)
-    )
-    compiled, kernels = with_kernels(lowered)
+    if num_layers is not None:
+        config = dataclasses.replace(
+            config, num_layers=num_layers, num_key_value_layers=num_layers // 2
+        )
+    shape: dict[str, Any] = {"batch": 64, "max_model_len": 131_072, "num_pages": 64 * 16}
+    mesh = topology_mesh(topology, mesh)
+    return with_kernels(lower_program(config, (program, 64), **shape, mesh=mesh, **static))
+
+
+@pytest.mark.parametrize(("program", "bound"), [(GREEDY, 33), ("decode", 160)])
+def test_decode_in_long_tables(program, bound):
+    """No temporary array has room for all positions. A greedy step has the logits, of 31.3 MiB;
+    the sampler five arrays of a number for each row and token of the vocabulary."""
+    name = "8B on an H200"
+    compiled, kernels = decode_step(name, program, steps=8)
     assert len(kernels) == 2
     memory: Any = compiled.memory_analysis()
-    print(f"{name}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
-    assert memory.temp_size_in_bytes <= 7 * rows * config.vocab_size * 4
+    print(f"{name}, {program}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
+    assert memory.temp_size_in_bytes <= bound * MIB
+
+
+def test_kernels_of_a_decode_step():
+    """A greedy step has no branch, at which a host waits, and 15 kernels for a lower and 13 for an
+    upper layer."""
+    counts = []
+    for num_layers in (2, 4):
+        compiled, _ = decode_step("8B on an H200", GREEDY, num_layers=num_layers, steps=1)
+        found = hlo.kernels(str(compiled.as_text()))
+        assert not {"conditional", "while"} & {kernel.op for kernel in found}
+        counts.append(len(found))
+    print(f"kernels of a step with 2 and with 4 layers: {counts}")
+    assert counts[1] - counts[0] <= 30
+    assert counts[0] <= 57
 
 
 @pytest.mark.parametrize("name", MACHINES)

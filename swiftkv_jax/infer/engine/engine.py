@@ -1,9 +1,11 @@
 """The engine: requests in, outputs out, by continuous batching over static buffers. It handles
 token ids only, and imports no JAX.
 
-Each `step` sends the device at most one chunk of prefill and one call of decoding, then reads the
-results of the step before: the host is one step behind, so the device always has work. Sequences
-are added and removed between steps. All programs are compiled before the first step, none after.
+Each `step` sends the device chunks of prefill, at most as many as a sequence decodes tokens in a
+call, and one call of decoding: more would let running sequences wait, fewer leave slots empty. Then
+it reads the results of the step before: the host is one step behind, so the device always has work.
+Sequences are added and removed between steps. All programs are compiled before the first step, none
+after.
 
 An engine is not thread-safe: one thread makes all calls. With several processes over one mesh, each
 process has an engine and makes the same calls in the same order; each gets all outputs.
@@ -64,8 +66,8 @@ class Stats:
 class _Sent:
     """Calls that one step has sent to the device."""
 
-    chunk: Chunk | None = None
-    scores: AsyncOutput | None = None
+    chunks: list[tuple[Chunk, AsyncOutput | None]] = dataclasses.field(default_factory=list)
+    """Chunks with their scores."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     tokens: AsyncOutput | None = None
 
@@ -277,15 +279,17 @@ class Engine[R: ModelRunnerBase]:
             runner.remove_sequences(scheduler.pending_removals)
             scheduler.pending_removals.clear()
         sent = _Sent()
-        if (chunk := scheduler.schedule_prefill()) is not None:
-            sent.chunk, sent.scores = chunk, runner.run_chunk(chunk)
+        for _ in range(runner.shapes.decode_steps):
+            if (chunk := scheduler.schedule_prefill()) is None:
+                break
+            sent.chunks.append((chunk, runner.run_chunk(chunk)))
             runner.add_sequences(chunk.finished_prefill)
             self._count(chunk)
         sequences = scheduler.schedule_decode(runner.shapes.decode_steps) if decode else []
         if sequences:
             sent.sequences, sent.tokens = sequences, runner.run_decode(sequences)
             self.stats.decode_calls += 1
-        return sent if sent.chunk or sent.sequences else None
+        return sent if sent.chunks or sent.sequences else None
 
     def _count(self, chunk: Chunk) -> None:
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
@@ -301,10 +305,9 @@ class Engine[R: ModelRunnerBase]:
 
     def _receive(self, sent: _Sent) -> list[RequestOutput]:
         outputs = []
-        if sent.chunk is not None and sent.scores is not None:
-            scores = self._read(sent.scores)
-            if scores is not None:
-                outputs += self._score_outputs(sent.chunk, scores)
+        for chunk, output in sent.chunks:
+            if output is not None and (scores := self._read(output)) is not None:
+                outputs += self._score_outputs(chunk, scores)
         if sent.tokens is not None:
             sampled = self._read(sent.tokens)
             assert sampled is not None

@@ -124,6 +124,7 @@ def lower_program(
     batch: int,
     max_model_len: int,
     page_size: int = 128,
+    num_pages: int | None = None,
     steps: int = 1,
     swiftkv: bool = True,
     dtype=jnp.bfloat16,
@@ -132,9 +133,11 @@ def lower_program(
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
 ) -> jax.stages.Lowered:
-    """One program for `batch` sequences of `max_model_len` in all, lowered without a checkpoint.
+    """One program for `batch` sequences of at most `max_model_len` tokens, lowered without a
+    checkpoint.
 
-    `key` is one of `Key`. The devices of `mesh` need not exist (`topology.topology_mesh`).
+    `key` is one of `Key`; `num_pages` are those of the KV cache, None as many as all sequences can
+    fill. The devices of `mesh` need not exist (`topology.topology_mesh`).
     """
     shards = dp_size(mesh)
     table_pages = -(-max_model_len // page_size)
@@ -142,7 +145,7 @@ def lower_program(
     shapes = Shapes(
         dp_size=shards,
         page_size=page_size,
-        num_pages=batch * table_pages // shards,
+        num_pages=(num_pages or batch * table_pages) // shards,
         table_pages=table_pages,
         slots=batch // shards,
         decode_rows=key[1:] if key[0] in DECODE else (batch // shards,),

@@ -3,13 +3,9 @@ in one program."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt16, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
 
 from ..engine.model_runner_base import NON_FINITE, SamplerOutput
 from .logprobs import empty_logprobs, gather_logprobs
@@ -54,7 +50,7 @@ def sample(
         )
         return SamplerOutput(token, *logprobs)
 
-    # One branch around all: a GPU's host may wait for the predicate of each.
+    # One branch around all: on a GPU the host waits for the predicate of each.
     return jax.lax.cond(changes | draws | reports, full, lambda: sample_greedy(logits))
 
 
@@ -84,7 +80,10 @@ def _draw(
 
     https://arxiv.org/abs/1411.0030
     """
-    return _greedy(filtered(logits, sampling) + gumbel_noise(sampling, position, logits.shape[-1]))
+    # Relative to the largest logit, so that no small temperature gives infinity minus infinity.
+    temperature = jnp.maximum(sampling.temperature, 1e-6)[:, None]
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    return _greedy(filtered(scaled, sampling) + gumbel_noise(sampling, position, logits.shape[-1]))
 
 
 def gumbel_noise(
@@ -110,129 +109,68 @@ def gumbel_noise(
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
 
-def filtered(logits: Float[Array, "B V"], sampling: SamplingMetadata) -> Float[Array, "B V"]:
-    """Log-probabilities up to a constant of each row, at its temperature: 0 for the likeliest
-    token, minus infinity for those that min-p, then top-k, then top-p of the rest, leave out.
+def filtered(scaled: Float[Array, "B V"], sampling: SamplingMetadata) -> Float[Array, "B V"]:
+    """`scaled` with minus infinity for the tokens that min-p, then top-k, then top-p of the rest,
+    leave out. `scaled` is 0 at the largest of each row.
 
     The tokens that stay are those that a stable sort would rank first: of equals the lower ids.
     """
-    # Relative to the largest logit, so that no small temperature gives infinity minus infinity.
-    largest = logits.max(axis=-1, keepdims=True)
-    temperature = jnp.maximum(sampling.temperature, 1e-6)[:, None]
-    least = jnp.log(sampling.min_p)[:, None]  # minus infinity for rows without min-p
-
-    # Every pass over the vocabulary computes this again from the logits. A filter adds one number
-    # or two for each row, no array of B V.
-    def values(logits):
-        scaled = (logits - largest) / temperature
-        return jnp.where(scaled >= least, scaled, -jnp.inf)
-
-    draws, everything = sampling.temperature > 0, _everything(logits)
-    for asks, find_last in (
-        (draws & (sampling.top_k > 0), _last_of_top_k),
-        (draws & (sampling.top_p < 1), _last_of_top_p),
+    # The logarithm for rows without min-p is minus infinity.
+    scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+    draws = sampling.temperature > 0
+    for asks, keeps in (
+        (draws & (sampling.top_k > 0), _top_k),
+        (draws & (sampling.top_p < 1), _top_p),
     ):
-        last = jax.lax.cond(
-            jnp.any(asks),
-            lambda values=values, find_last=find_last: find_last(logits, values, sampling),
-            lambda: everything,
-        )
-        last = jax.tree.map(functools.partial(jnp.where, asks), last, everything)
-        values = functools.partial(_up_to, last, values)
-    return values(logits)
+
+        def keep(scaled, asks=asks, keeps=keeps):
+            return jnp.where(keeps(scaled, sampling) | ~asks[:, None], scaled, -jnp.inf)
+
+        scaled = jax.lax.cond(jnp.any(asks), keep, lambda scaled: scaled, scaled)
+    return scaled
 
 
-class _Last(NamedTuple):
-    """The last token of each row that stays, in the order of a stable sort."""
-
-    rank: UInt32[Array, " B"]  # of its value
-    id: UInt32[Array, " B"]  # of tokens with this rank
-
-
-Values = Callable[[Float[Array, "B V"]], Float[Array, "B V"]]
-"""From logits to what `filtered` returns, or would after fewer filters."""
+def _top_k(scaled: Float[Array, "B V"], sampling: SamplingMetadata) -> Bool[Array, "B V"]:
+    return _first(
+        scaled, jnp.ones(scaled.shape, jnp.int32), jnp.clip(sampling.top_k, 1, scaled.shape[-1])
+    )
 
 
-def _everything(logits: Float[Array, "B V"]) -> _Last:
-    none = jnp.full(logits.shape[0], jnp.iinfo(jnp.uint32).max, jnp.uint32)
-    return _Last(none, none)
-
-
-def _up_to(last: _Last, values: Values, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    found = values(logits)
-    rank, last_rank = _rank(found), last.rank[:, None]
-    stays = (rank < last_rank) | (rank == last_rank) & (_ids(logits) <= last.id[:, None])
-    return jnp.where(stays, found, -jnp.inf)
-
-
-def _rank(values: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Numbers in the order of the values, the largest first. No value is above 0."""
-    # The bits of floats that are not negative are, as integers, in the order of the floats.
-    return jax.lax.bitcast_convert_type(jnp.abs(values), jnp.uint32)
-
-
-def _ids(logits: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    return jax.lax.broadcasted_iota(jnp.uint32, logits.shape, 1)
-
-
-def _last_of_top_k(
-    logits: Float[Array, "B V"], values: Values, sampling: SamplingMetadata
-) -> _Last:
-    def weigh(logits):
-        found = values(logits)
-        return _rank(found), jnp.ones_like(found, jnp.int32)
-
-    return _find_last(logits, weigh, jnp.clip(sampling.top_k, 1, logits.shape[-1]))
-
-
-def _last_of_top_p(
-    logits: Float[Array, "B V"], values: Values, sampling: SamplingMetadata
-) -> _Last:
+def _top_p(scaled: Float[Array, "B V"], sampling: SamplingMetadata) -> Bool[Array, "B V"]:
     # Integers, whose sum is the same in any order: so the tokens are those that a sort would find,
     # on any mesh. A unit is 2**-30 of the row, whose sum therefore fits whatever the vocabulary.
-    share = jax.nn.softmax(values(logits), axis=-1)
-    mass = jnp.round(share * 2.0**30).astype(jnp.int32)
+    mass = jnp.round(jax.nn.softmax(scaled, axis=-1) * 2.0**30).astype(jnp.int32)
     total = mass.sum(axis=-1)
     enough = jnp.ceil(sampling.top_p * total.astype(jnp.float32)).astype(jnp.int32)
-
-    def weigh(logits):
-        return _rank(values(logits)), mass
-
-    return _find_last(logits, weigh, jnp.clip(enough, 1, total))
+    return _first(scaled, mass, jnp.clip(enough, 1, total))
 
 
-Weigh = Callable[[Float[Array, "B V"]], tuple[UInt32[Array, "B V"], Int[Array, "B V"]]]
-"""From logits to a key and a weight of each token."""
+def _first(
+    scaled: Float[Array, "B V"], weight: Int[Array, "B V"], enough: Int[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The fewest tokens, the likeliest first and of equals the lowest id, whose weights are
+    `enough` together.
 
-
-def _find_last(logits: Float[Array, "B V"], weigh: Weigh, enough: Int[Array, " B"]) -> _Last:
-    """The last of the fewest tokens, in the order of a stable sort by the keys of `weigh`, whose
-    weights are `enough` together.
-
-    Without a sort: the key of the last one is found from its bits, and only where tokens with
-    that key are too many, its id.
+    Without a sort: the value of the last of them is found from its bits, and only where its equals
+    are too many, the id of the last.
     """
-    rank = _reach(logits, weigh, enough, bits=32)
-    keys, weights = weigh(logits)
-    before = jnp.where(keys < rank[:, None], weights, 0).sum(axis=-1)
-    equal = jnp.where(keys == rank[:, None], weights, 0).sum(axis=-1)
-    missing = enough - before
-
-    def weigh_equals(logits):
-        keys, weights = weigh(logits)
-        return _ids(logits), jnp.where(keys == rank[:, None], weights, 0)
-
-    bits = logits.shape[-1].bit_length()
+    # The bits of floats that are not negative are, as integers, in the order of the floats.
+    rank = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)
+    last = _reach(rank, weight, enough, bits=32)[:, None]
+    above, equals = rank < last, rank == last
+    ids = jax.lax.broadcasted_iota(jnp.uint32, scaled.shape, 1)
+    missing = enough - jnp.where(above, weight, 0).sum(axis=-1)
+    equal_weight = jnp.where(equals, weight, 0)
     last_id = jax.lax.cond(
-        jnp.any(equal > missing),
-        lambda: _reach(logits, weigh_equals, missing, bits=bits),
-        lambda: jnp.full_like(rank, logits.shape[-1]),
+        jnp.any(equal_weight.sum(axis=-1) > missing),
+        lambda: _reach(ids, equal_weight, missing, bits=scaled.shape[-1].bit_length())[:, None],
+        lambda: jnp.full_like(last, scaled.shape[-1]),
     )
-    return _Last(rank, last_id)
+    return above | equals & (ids <= last_id)
 
 
 def _reach(
-    logits: Float[Array, "B V"], weigh: Weigh, enough: Int[Array, " B"], *, bits: int
+    key: UInt32[Array, "B V"], weight: Int[Array, "B V"], enough: Int[Array, " B"], *, bits: int
 ) -> UInt32[Array, " B"]:
     """The smallest bound of so many bits such that the weights of the keys up to it are `enough`
     together.
@@ -241,7 +179,6 @@ def _reach(
     """
 
     def narrow(i, bound):
-        key, weight = weigh(logits)
         step = jnp.uint32(1) << (_DIGIT * (passes - 1 - i)).astype(jnp.uint32)
         parts = [
             jnp.where(key < (bound + digit * step)[:, None], weight, 0)

@@ -104,7 +104,8 @@ def test_requests_begin_in_their_order_while_there_is_room():
 
 
 def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
-    """Length -> the step of each request's first output, each skipped `max_skips` times at most."""
+    """Length -> calls of the device until each request's first output, each skipped `max_skips`
+    times at most."""
     engine, _ = mock_engine(
         slots=16,
         num_pages=520,
@@ -119,12 +120,11 @@ def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
         for seed, length in enumerate(lengths)
     ]
     found: dict[int, int] = {}
-    step = 0
     while engine.has_work:
+        calls = engine.stats.chunks + engine.stats.decode_calls
         found |= {
-            event.request_id: step for event in engine.step() if event.request_id not in found
+            event.request_id: calls for event in engine.step() if event.request_id not in found
         }
-        step += 1
     check_empty(engine)
     return {
         length: [found[id] for id, own in zip(ids, lengths, strict=True) if own == length]
@@ -137,10 +137,24 @@ def test_long_and_short_requests_share_memory():
     wait less, and long ones no longer, than in strict order."""
     lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
     strict, fair = (first_outputs(max_skips, lengths) for max_skips in (1, MAX_SKIPS))
-    assert statistics.mean(fair[64]) < 0.7 * statistics.mean(strict[64])
-    assert statistics.mean(fair[512]) < 0.8 * statistics.mean(strict[512])
+    assert statistics.mean(fair[64]) < 0.9 * statistics.mean(strict[64])
+    assert statistics.mean(fair[512]) < 0.95 * statistics.mean(strict[512])
     assert statistics.mean(fair[2048]) < statistics.mean(strict[2048])
     assert max(fair[2048]) < max(strict[2048])
+
+
+def test_prefill_keeps_up_with_decoding():
+    """A chunk for each prompt, and five calls of decoding: the slots are full nearly all the
+    time, and no sequence waits for more chunks than it decodes steps."""
+    engine, _ = mock_engine(slots=16, num_pages=512, chunk=16, steps=8)
+    for seed in range(64):
+        engine.add_request(ask(prompt_of(seed, 17), 40, ignore_eos=True))
+    while engine.has_work:
+        chunks = engine.stats.chunks
+        engine.step()
+        assert engine.stats.chunks - chunks <= 8
+    assert engine.stats.chunks == 64
+    assert engine.stats.decode_calls <= 1.2 * 64 * 5 / 16
 
 
 def test_the_same_requests_leave_the_same_slots_and_pages():
