@@ -263,6 +263,21 @@ def test_parts_of_serving_are_predicted_cell_by_cell():
     )
 
 
+def test_calls_of_a_part_take_what_their_steps_take():
+    """A chunk has tiles without queries too, and rows grow from call to call."""
+    (row,) = serving.predict(H200, "prefill --input-len 2k -r 1 --swiftkv on")["rows"]
+    tiles = [min(128 * (page + 1), 2047) for page in range(16)] + [0] * 32
+    model, _ = step_model()
+    assert row["seconds"] == pytest.approx(model.chunk_seconds(2048, tiles))
+
+    flags = "decode --input-len 512 --batch 64 --output-len 512 -r 1 --swiftkv on"
+    (row,) = serving.predict(H200, flags)["rows"]
+    model, _ = step_model(max_model_len=1024)
+    steps = [model.decode_seconds([length] * 64, 1024) for length in range(520, 1024, 8)]
+    assert row["seconds_per_output_token"] == pytest.approx(np.mean(steps), rel=5e-3)
+    assert steps[-1] > 1.1 * steps[0]
+
+
 def test_requests_that_arrive_wait_for_those_before():
     def ttft(rate):
         flags = f"latency --input-len 2k --output-len 16 --request-rate {rate} --num-prompts 12"

@@ -202,8 +202,7 @@ def reading_seconds(
         read += step * rate if reading else 0.0
         if until_start <= until_end:
             _, size = starting.popleft()
-            if size:
-                heapq.heappush(reading, read + size)
+            heapq.heappush(reading, read + size)
         else:
             heapq.heappop(reading)
     return now

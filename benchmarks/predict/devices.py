@@ -11,22 +11,23 @@ from swiftkv_jax.hardware import Hardware, hardware_of
 class DeviceModel:
     """What a prediction takes of a device; expect times within 15 %.
 
-    A *product* is one of 128 x 128 x 128 multiply-adds, as a thread block of two warpgroups issues
-    it: 1024 cycles of the tensor cores. Published times are of an H100, in TFLOP/s, bfloat16,
-    causal, H = 128, 16 heads, 16k tokens in all, for rows of 2k, 4k, 8k and 16k.
+    Rates of products and copies are those that an H200 is known to reach. The other values are not
+    measured on it; where they come from:
 
-    Prefill: 2 products a block of keys in 2700 cycles and 6750 cycles a tile give the 492, 568 and
-    620 of tokamax's kernel, 2750 and 4000 the 532, 595 and 629 of cuDNN, each to 2 %. So the loop
-    is the chip's, and the tile the kernel's; 6000 is assumed for ours. Beyond 8k both fall below
-    that, to 636 and 645: the power limit. At other head dims than 128 products cost in proportion,
-    but the exponentials in between do not: an extrapolation.
+    Prefill: of the 2700 cycles for 128 queries and 128 keys, the products need 2048 of the tensor
+    cores and 1792 of the port to shared memory; what is lost beyond that is about the same in all
+    good kernels. With 6750 cycles a tile the model is 4 to 6 % above what tokamax publishes for an
+    H100 at H = 128 (492, 568, 620 TFLOP/s for rows of 2k, 4k, 8k, 16 heads, 16k tokens), with 2750
+    and 4000 as much above cuDNN there (532, 595, 629). Beyond 8k power limits the clock: times
+    `long_share` the model is at their 636 and 645. For our tiles 6000 cycles are assumed. At other
+    head dims the products cost in proportion and the exponentials do not: an extrapolation.
 
-    Gradients: `gradient_product_cycles` and `gradient_tile_cycles` give the 408 at 4k and 452 at
-    16k of tokamax's two kernels, whose products are the same 3 and 4.
+    Gradients: these cycles a product and a tile give what tokamax publishes for its two kernels,
+    whose products are as many (408 at 4k, 452 at 16k).
 
-    Decoding: counted in machine code, a block's own work allows it 65 GB/s. The shares of the copy
-    bandwidth that its instructions leave are estimates by instructions a byte, 8-bit formats
-    lower.
+    Decoding: the compiled loop takes 850 to 1000 cycles for 32 KiB, so a block reads about 65
+    GB/s. The shares of the copy bandwidth are estimates from the instructions a byte that the
+    formats need.
     """
 
     name: str
@@ -48,8 +49,8 @@ class DeviceModel:
     clock: float = 1.755e9
     """Cycles a second under load."""
     pair_cycles: float = 2700.0
-    """Cycles for 128 queries of a head and a block of 128 keys at H = 128: two products, and the
-    exponentials that they do not hide."""
+    """Cycles for 128 queries of a head and a block of 128 keys at H = 128: two products, with the
+    exponentials between them mostly hidden."""
     tile_cycles: float = 6000.0
     """Cycles of a prefill tile of 128 queries before and after its loop: start, first loads and
     output, which nothing hides."""
@@ -60,7 +61,9 @@ class DeviceModel:
     long_share: float = 0.94
     """Rate of rows of more than 8k positions over that of shorter ones."""
     gradient_product_cycles: float = 1480.0
+    """Cycles of a product of 128 x 128 x 128 in the backward kernels."""
     gradient_tile_cycles: float = 8000.0
+    """Cycles of a tile of theirs outside of its loop."""
 
     decode_slots: int = 2
     """Thread blocks of decoding that share a multiprocessor."""
