@@ -115,8 +115,8 @@ def _main(args: argparse.Namespace) -> int:
     path = report.output_path(args, "serve", device["kind"], date)
     report.write_json(path, document)
     if args.shapes == "full" and parts:
-        document["predicted"] = _predicted(device["kind"], parts)
-        print(_beside_predictions(parts, document["predicted"]))
+        document["predicted"] = predicted_parts(device["kind"], parts)
+        print(beside_predictions(parts, document["predicted"]))
         report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK
@@ -139,7 +139,7 @@ def _run(
     return "done", json.loads(path.read_text())
 
 
-def _predicted(kind: str, parts: Collection[str]) -> dict[str, Any]:
+def predicted_parts(kind: str, parts: Collection[str]) -> dict[str, Any]:
     """The same parts by `benchmarks.predict`, in a process that leaves the device alone; none for a
     device that it has no model of, or if it fails."""
     if (model := device_model(kind)) is None:
@@ -153,7 +153,7 @@ def _predicted(kind: str, parts: Collection[str]) -> dict[str, Any]:
         return json.loads(path.read_text())["parts"] if run.returncode == 0 else {}
 
 
-def _beside_predictions(parts: dict[str, Any], predicted: dict[str, Any]) -> str:
+def beside_predictions(parts: dict[str, Any], predicted: dict[str, Any]) -> str:
     """Targets and times of all cells, measured and predicted, as Markdown."""
     expected = {target[0]: target[3] for target in judge(predicted)}
     targets = [(*target, expected.get(target[0], "")) for target in judge(parts)]

@@ -7,6 +7,7 @@ repeated here. They are no measurements.
 
 import dataclasses
 import json
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -302,3 +303,30 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert headings and all("predicted" in heading for heading in headings)
     assert command.main(["--only", "nothing such"]) == 2
     assert command.main(["--only", "("]) == 2
+
+
+# Beside measurements ----------------------------------------------------------
+
+
+def test_serving_prints_both():
+    flags = "decode --input-len 2k --batch 64 --output-len 64 -r 3"
+    assert serve.FULL["decode-2k"] == flags
+    predicted = {"decode-2k": serving.predict(H200, flags)}
+    rows = [row | {"seconds": 2 * row["seconds"]} for row in predicted["decode-2k"]["rows"]]
+    measured = {"decode-2k": {"rows": rows}, "latency": {"rows": rows}}
+    lines = serve.beside_predictions(measured, predicted).splitlines()
+    (target,) = (line for line in lines if "tokens/s" in line)
+    assert target.split("|")[4].strip() == target.split("|")[5].strip() != ""
+    assert sum(line.endswith("| 2.00 |") for line in lines) == 2
+    assert sum(line.endswith("|  |  |") for line in lines) == 2, "a part without a prediction"
+    assert serve.predicted_parts("cpu", ["decode-2k"]) == {}
+
+
+def test_serving_predicts_in_a_process_without_the_device(monkeypatch):
+    def run(argv, env, **_):
+        assert argv[1:3] == ["-m", "benchmarks.predict"] and env["JAX_PLATFORMS"] == "cpu"
+        return subprocess.CompletedProcess(argv, command.main(argv[3:]))
+
+    monkeypatch.setattr(serve.subprocess, "run", run)
+    parts = serve.predicted_parts(H200.kind, ["decode-2k"])
+    assert parts == {"decode-2k": serving.predict(H200, serve.FULL["decode-2k"])}
