@@ -8,6 +8,7 @@ repeated here. They are no measurements.
 import dataclasses
 import json
 import subprocess
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -327,6 +328,7 @@ def test_serving_predicts_in_a_process_without_the_device(monkeypatch):
         assert argv[1:3] == ["-m", "benchmarks.predict"] and env["JAX_PLATFORMS"] == "cpu"
         return subprocess.CompletedProcess(argv, command.main(argv[3:]))
 
-    monkeypatch.setattr(serve.subprocess, "run", run)
+    fake = types.SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(serve, "subprocess", fake)
     parts = serve.predicted_parts(H200.kind, ["decode-2k"])
     assert parts == {"decode-2k": serving.predict(H200, serve.FULL["decode-2k"])}
