@@ -9,6 +9,7 @@ python -m benchmarks.NAME, where NAME is
     train_step        the distillation step: operations against two whole models, memory, speed, MFU
     quality           quality at every number of lower layers, before and after distillation (demo)
     serve             the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models
+    predict           what kernels and serve measure, by count of bytes, products and launches
     hf_baseline       the same weights in Hugging Face transformers on the same machine
     kv_quantization   what caches and weights of 8 bits cost in perplexity (demo)
 
@@ -17,5 +18,6 @@ a CPU.
 
 With `--shapes smoke` they run on a CPU too, as a test, and write JSON only to `--output`;
 `kernels.tune --dry-run` lists its candidates. Times mean something on a GPU or a TPU. Programs of a
-result `NAME-compiled-for-DEVICE-*.json` were compiled for the device and counted, never run there.
+result `NAME-compiled-for-DEVICE-*.json` were compiled for the device and counted, never run there;
+`predicted-for-DEVICE-*.json` comes from a model.
 """

@@ -40,10 +40,11 @@ from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.transformer import project_fused_kv
 
 from . import hlo, report
+from .predict.devices import H200
 from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan, Program, Run, Timing, jax_program, measure
 
-MATMUL, COPY = 790e12, 4.3e12
+MATMUL, COPY = H200.matmul, H200.copy
 """FLOP/s and bytes/s that an H200 reaches on large products and copies: the roofline of the counted
 shares, where nothing is measured."""
 KERNEL = 3e-6

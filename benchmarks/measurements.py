@@ -3,8 +3,8 @@
     python -m benchmarks.measurements             write the page
     python -m benchmarks.measurements --check     exit 1 if the page is out of date
 
-The newest file of each benchmark in `benchmarks/results/` counts: its name ends in the time. Rows
-that come from tests or from a command that writes no JSON are the constants at the end.
+The newest file of each benchmark in `benchmarks/results/` counts: its name ends in the time. What
+comes from tests or from a command that writes no JSON is in `recorded`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .markdown import anchor, section, table
-from .recorded import ASSERTED, DEMO, SHIPPED
+from .predict.page import summarised
+from .recorded import asserted, demo, shipped
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -34,6 +35,7 @@ RESULT_NAMES = {
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
     "kv projection": "kv-projection-compiled-for-h200",
+    "predictions": "predicted-for-h200",
 }
 """Subject -> what the names of its result files begin with; they end in the time."""
 
@@ -48,9 +50,6 @@ def newest_path(subject: str) -> Path:
 
 def newest(subject: str) -> dict[str, Any]:
     return json.loads(newest_path(subject).read_text(encoding="utf-8"))
-
-
-# From the results --------------------------------------------------------------
 
 
 def pair(subject: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -278,6 +277,10 @@ def quality() -> str:
     )
 
 
+def predictions() -> str:
+    return summarised(newest("predictions"))
+
+
 def _words(count: int) -> str:
     return {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}.get(count, str(count))
 
@@ -286,8 +289,10 @@ def sources() -> str:
     rows = []
     for subject in RESULT_NAMES:
         path, result = newest_path(subject), newest(subject)
-        where = result.get("compiled_for")
-        where = f"compiled for {where}" if where else result["device"]["kind"]
+        where = result["device"]["kind"]
+        for verb in ("compiled", "predicted"):
+            if machine := result.get(f"{verb}_for"):
+                where = f"{verb} for {machine}"
         versions = result["versions"]
         link = f"[{path.name}](../benchmarks/results/{path.name})"
         rows.append(
@@ -307,36 +312,6 @@ def sources() -> str:
     )
 
 
-# Not from results --------------------------------------------------------------
-
-
-def asserted() -> str:
-    return section(
-        "Asserted by tests",
-        "These figures are in no result file. The test named fails where they do not hold, to the "
-        "digits given; where it allows more than was measured, its bound is in brackets.",
-        table(("what", "result", "asserted by"), ASSERTED),
-    )
-
-
-def shipped() -> str:
-    return section(
-        "The shipped student",
-        "200 steps (0.8M tokens) of `swiftkv train --mesh 4x1`; the run prints them:",
-        table(("what", "result"), SHIPPED),
-    )
-
-
-def demo() -> str:
-    return section(
-        "What `make demo` prints",
-        "129 s, beside other work: on so small a model the times vary from run to run. Alone on "
-        "the machine the same prefill took 0.27 and 0.19 s, a decode step 3.4 and 3.9 ms. It "
-        "distils for 16 and 32 steps only.",
-        f"```\n{DEMO}\n```",
-    )
-
-
 SECTIONS = (
     serving,
     lengths,
@@ -345,6 +320,7 @@ SECTIONS = (
     loss,
     train_step,
     kv_projection,
+    predictions,
     eight_bits,
     quality,
     shipped,
@@ -365,7 +341,8 @@ def page() -> str:
                 contents,
                 f"<!-- Written by {COMMAND}: change that, not this. -->",
                 'On two CPU cores (x86-64, float32) with the commands named. Sections that say "by '
-                'the H200 compiler" were compiled only: **no GPU or TPU has been timed yet**.',
+                'the H200 compiler" were compiled only, the one that says "predicted" is of a '
+                "model: **no GPU or TPU has been timed yet**.",
                 *parts,
             ]
         )

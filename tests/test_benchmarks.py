@@ -60,8 +60,10 @@ def test_names_of_results_say_what_never_ran():
     path = report.default_path("loss", "cpu", "2026-11-21T09:30:00", compiled_for="h200:1")
     assert path.name == "loss-compiled-for-h200-20261121-093000.json"
     for path in report.RESULTS.glob("*.json"):
-        target = json.loads(path.read_text()).get("compiled_for", "this device")
+        document = json.loads(path.read_text())
+        target = document.get("compiled_for", "this device")
         assert ("-compiled-for-" in path.name) == (target != "this device"), path
+        assert path.name.startswith("predicted-for-") == ("predicted_for" in document), path
 
 
 # Compiled programs ------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import swiftkv_jax as skv
-from benchmarks import measurements
+from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import COMMANDS
@@ -272,10 +272,9 @@ def test_figures_of_the_readme_are_the_measured_ones():
     assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']}" in text_of(
         README
     )
-    assert measurements.DEMO in text_of(README)
+    assert recorded.DEMO in text_of(README)
     assert (
-        "0.535 of the teacher's"
-        in dict((what, how) for what, how, _ in measurements.ASSERTED).values()
+        "0.535 of the teacher's" in dict((what, how) for what, how, _ in recorded.ASSERTED).values()
     )
     assert "0.535 of the teacher's" in text_of(README)
 

@@ -4,9 +4,10 @@
     python -m benchmarks.kernels --only 'decode.*fp8'   some rows
     python -m benchmarks.kernels --shapes smoke         tiny shapes, a test run; also on a CPU
 
-A line per row and implementation goes to stdout: time per call on the device, rate, share of the
-device's measured roofline (matrix product for prefill, copy bandwidth for decode), speed relative
-to cuDNN, error. Then which targets are met. `~` marks a time that does not scale with the number of
+A line per row and implementation goes to stdout: time per call on the device, that of
+`benchmarks.predict` where it has a model of the device and the kernel, rate, share of the device's
+measured roofline (matrix product for prefill, copy bandwidth for decode), speed relative to cuDNN,
+error. Then which targets are met. `~` marks a time that does not scale with the number of
 calls, and `host-bound` one that is the host's, not the device's. JSON with everything, raw times
 included, goes to `benchmarks/results/` (from a smoke run only to `--output`), rewritten after every
 row. Exit code 1 if a result is wrong, one of this package's implementations failed or nothing was
@@ -30,6 +31,8 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.roofline import Roofline
 
 from .. import report
+from ..predict import attention
+from ..predict.devices import device_model
 from ..timing import SMOKE_PLAN, Plan, Program, measure
 from . import baselines, inputs, oracle
 from .candidates import OURS, Candidate, ours, ours_here, why_not
@@ -105,8 +108,8 @@ def _main(args: argparse.Namespace) -> int:
     report.add_roofline(document, roofline)
     print(CONVENTIONS)
     print(
-        f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} {'of roof':>8} "
-        f"{'of cuDNN':>8} {'error':>8}",
+        f"{'row':22} {'implementation':14} {'time':>10} {'predicted':>10} {'rate':>14} "
+        f"{'of roof':>8} {'of cuDNN':>8} {'error':>8}",
         flush=True,
     )
     rows: list[dict[str, Any]] = []
@@ -181,6 +184,8 @@ def measure_row(
             "rate": speed,
             "share_of_roofline": speed / roof(shape, roofline),
         }
+        if name == "hopper" and (model := device_model(jax.devices()[0].device_kind)):
+            results[name]["predicted_seconds"] = attention.seconds(model, shape)
         if baselines.CUDNN in timings and results[baselines.CUDNN]["status"] == "ok":
             results[name]["ratio_to_cudnn"] = timings[baselines.CUDNN].seconds / timing.seconds
         results[name]["timing"] = dataclasses.asdict(timing)
@@ -236,8 +241,10 @@ def _print_row(row: dict[str, Any]) -> None:
     for result in row["results"]:
         line = f"{row['name']:22} {result['implementation']:14} "
         if "seconds" in result:
+            predicted = result.get("predicted_seconds")
+            predicted = "-" if predicted is None else report.duration(predicted)
             line += (
-                f"{report.duration(result['seconds']):>10} {result['rate']:>6.4g} "
+                f"{report.duration(result['seconds']):>10} {predicted:>10} {result['rate']:>6.4g} "
                 f"{row['unit']:7} {result['share_of_roofline']:8.1%} "
             )
             line += (

@@ -111,14 +111,15 @@ class Decode:
     @property
     def work(self) -> float:
         """Bytes."""
-        return sum(self.lengths) * self._position_bytes
+        return sum(self.lengths) * self.position_bytes
 
     @property
     def input_bytes(self) -> int:
-        return self.batch * self.keys * self._position_bytes
+        return self.batch * self.keys * self.position_bytes
 
     @property
-    def _position_bytes(self) -> int:
+    def position_bytes(self) -> int:
+        """Bytes of a position in all heads."""
         size = jnp.dtype(self.cache).itemsize
         return 2 * self.kv_heads * (self.head_dim * size + (4 if size == 1 else 0))
 

@@ -21,13 +21,14 @@ FIELDS = {"kernel", "device", "head_dim", "dtype", "tuning", "basis"}
 
 
 def tuning_for[Tuning](
-    tuning_class: type[Tuning], kernel: str, head_dim: int, dtype: Any
+    tuning_class: type[Tuning], kernel: str, head_dim: int, dtype: Any, kind: str | None = None
 ) -> Tuning:
-    """The entry of `kernel` ("hopper.prefill", say) for the current device, as its dataclass.
+    """The entry of `kernel` ("hopper.prefill", say) for devices of a kind, None being the current
+    device's, as its dataclass.
 
     `dtype` is that of the keys as they are stored. Raises `NotImplementedError` if none matches.
     """
-    kind, dtype = current_device()[1], jnp.dtype(dtype).name
+    kind, dtype = kind or current_device()[1], jnp.dtype(dtype).name
     for entry in read_table():
         if entry["kernel"] == kernel and all(
             entry[field] in ("any", value)

@@ -33,6 +33,7 @@ from typing import Any
 import jax
 
 from ...cli import OK
+from ...config import Config
 from ...distributed import is_main_process
 from ...errors import UsageError
 from ...io.files import check_absent, write_json
@@ -150,12 +151,17 @@ def _measure_group(
                     f"{raw['seconds']:.4g} s"
                 )
     found = {
-        name: Measured(variant_of(name, source.config, engine), raws[name], _setup(engine))
+        name: Measured(_variant(name, source.config, engine), raws[name], _setup(engine))
         for name, engine in engines.items()
     }
     engines.clear()
     gc.collect()  # engines hold their programs in cycles, and the programs hold memory
     return found
+
+
+def _variant(name: str, config: Config, engine: Engine[ModelRunner]) -> Variant:
+    runner = engine.model_runner
+    return variant_of(name, config, runner.weights, runner.cache_dtype, runner.shapes)
 
 
 def _setup(engine: Engine[ModelRunner]) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from ...config import Config
 from ...cost import decode_flops, prefill_flops
 from ...params import llama_shapes
 from ...roofline import Roofline
-from ..engine.engine import Engine
-from ..runner.model_runner import ModelRunner
-from ..runner.weights import num_bytes
+from ..runner.shapes import Shapes
+from ..runner.weights import Weights, num_bytes, served_config
 from .cells import Cell, Mode
 from .timing import Raw
 
@@ -59,9 +58,10 @@ class Variant:
         return self.name == STUDENT
 
 
-def variant_of(name: str, config: Config, engine: Engine[ModelRunner]) -> Variant:
-    """Facts of an engine that serves a model with `config`."""
-    runner, weights = engine.model_runner, engine.model_runner.weights
+def variant_of(
+    name: str, config: Config, weights: Weights, cache_dtype: Any, shapes: Shapes
+) -> Variant:
+    """Facts of an engine that serves `weights`, or their shapes, of a model with `config`."""
     filling = num_bytes(
         (weights.lower, weights.lower_qkv, weights.norm_swiftkv, weights.kv, weights.kv_bias)
     )
@@ -69,17 +69,16 @@ def variant_of(name: str, config: Config, engine: Engine[ModelRunner]) -> Varian
         filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
             weights.lower_qkv[-1].q
         )
-    unread = 0 if weights.lm_head is None else weights.embed.nbytes
-    kv_bytes = bytes_per_token(config, runner.cache_dtype, swiftkv=False)
-    dp_size = runner.shapes.dp_size
+    unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
+    dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)
     return Variant(
         name=name,
         config=config,
         prefill_bytes=dp_size * filling,
         weight_bytes=dp_size * (num_bytes(weights) - unread),
-        kv_bytes=kv_bytes,
-        written_bytes=runner.kv_bytes_per_token,
-        decode_steps=runner.shapes.decode_steps,
+        kv_bytes=bytes_per_token(config, cache_dtype, swiftkv=False),
+        written_bytes=bytes_per_token(served, cache_dtype),
+        decode_steps=shapes.decode_steps,
     )
 
 

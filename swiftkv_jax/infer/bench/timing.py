@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,12 +28,20 @@ Raw = dict[str, Any]
 """Seconds, and lists of seconds, by name."""
 
 
-def measure(mode: Mode, engine: Engine, cell: Cell, seed: int) -> Raw:
+class Clock(Protocol):
+    """The functions of `time` that measuring needs."""
+
+    def perf_counter(self) -> float: ...
+    def process_time(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+def measure(mode: Mode, engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """Run one repetition. `cpu_seconds` is processor time of this process, all threads: on a busy
-    CPU the steadier figure."""
+    CPU the steadier figure. A model runner may keep another time, by a `clock` of its own."""
     compiled, found = CompileCounter.read(), engine.prefix_stats.hits
     raw = {"prefill": prefill, "decode": decode, "offline": offline, "latency": latency}[mode](
-        engine, cell, seed
+        engine, cell, seed, clock
     )
     return raw | {
         "seed": seed,
@@ -42,7 +50,7 @@ def measure(mode: Mode, engine: Engine, cell: Cell, seed: int) -> Raw:
     }
 
 
-def prefill(engine: Engine, cell: Cell, seed: int) -> Raw:
+def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """`seconds` from the first chunk to the end of the last, and `ttft`, the time to the first
     token of one prompt alone.
 
@@ -51,20 +59,20 @@ def prefill(engine: Engine, cell: Cell, seed: int) -> Raw:
     """
     *requests, alone = _requests(engine, cell, seed, cell.prompts + 1)
     before = engine.stats.chunks
-    with _clock() as raw:
+    with _stopwatch(clock) as raw:
         ids = _prefill(engine, requests)
     chunks = engine.stats.chunks - before
     for request_id in ids:
         engine.abort_request(request_id)
-    start = time.perf_counter()
+    start = clock.perf_counter()
     first = None
     for _ in engine.run([alone]):
-        first = first or time.perf_counter()
+        first = first or clock.perf_counter()
     assert first is not None
     return raw | {"ttft": first - start, "chunks": chunks}
 
 
-def decode(engine: Engine, cell: Cell, seed: int) -> Raw:
+def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """`seconds` for `steps` tokens of every row, after a first call; `wait` is the part in which
     the host waited for the device."""
     decode_steps = engine.model_runner.shapes.decode_steps
@@ -73,7 +81,7 @@ def decode(engine: Engine, cell: Cell, seed: int) -> Raw:
     engine.step()  # sends the first call
     engine.step()  # sends the second and reads the first
     before = engine.stats.wait_seconds
-    with _clock() as raw:
+    with _stopwatch(clock) as raw:
         for _ in range(calls - 1):
             engine.step()
     assert not engine.has_work
@@ -81,16 +89,16 @@ def decode(engine: Engine, cell: Cell, seed: int) -> Raw:
     return raw | {"wait": waited, "steps": (calls - 1) * decode_steps}
 
 
-def offline(engine: Engine, cell: Cell, seed: int) -> Raw:
+def offline(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """`seconds` for all requests, which are added at once."""
     requests = _requests(engine, cell, seed, cell.prompts)
     before = dataclasses.replace(engine.stats)
-    with _clock() as raw:
+    with _stopwatch(clock) as raw:
         new = sum(len(output.token_ids) for _, output in engine.run(requests))
     return raw | {"new_tokens": new} | _engine_seconds(engine, before)
 
 
-def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
+def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """Times of requests that arrive one by one. Each list has an entry for each request, `itl` one
     for each wait between two of its outputs.
 
@@ -102,20 +110,20 @@ def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
     arrivals = collections.deque(_arrivals(cell, seed))
     before, inside = dataclasses.replace(engine.stats), {}
     done: list[_RequestTimes] = []
-    with _clock() as raw:
-        start = time.perf_counter()
+    with _stopwatch(clock) as raw:
+        start = clock.perf_counter()
         while requests or inside:
             while (
                 requests
-                and arrivals[0] <= time.perf_counter() - start
+                and arrivals[0] <= clock.perf_counter() - start
                 and len(inside) < (cell.max_concurrency or cell.prompts)
             ):
                 request_id = engine.add_request(requests.popleft())
                 inside[request_id] = _RequestTimes(start + arrivals.popleft())
             if not inside:
-                time.sleep(max(0.0, start + arrivals[0] - time.perf_counter()))
+                clock.sleep(max(0.0, start + arrivals[0] - clock.perf_counter()))
             for output in engine.step() if engine.has_work else ():
-                inside[output.request_id].add(output)
+                inside[output.request_id].add(output, clock.perf_counter())
                 if output.finish_reason is not None:
                     done.append(inside.pop(output.request_id))
     lists = {
@@ -134,7 +142,7 @@ def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
 
 @dataclasses.dataclass
 class _RequestTimes:
-    """Moments of a request, `time.perf_counter()` seconds."""
+    """Moments of a request, seconds of a `Clock.perf_counter`."""
 
     arrived: float
     tokens: int = 0
@@ -142,8 +150,7 @@ class _RequestTimes:
     last: float = 0.0
     waits: list[float] = dataclasses.field(default_factory=list)
 
-    def add(self, output: RequestOutput) -> None:
-        now = time.perf_counter()
+    def add(self, output: RequestOutput, now: float) -> None:
         if self.first is None:
             self.first = now
         else:
@@ -200,12 +207,15 @@ def _prefill(engine: Engine, requests: Sequence[Request]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _clock() -> Iterator[Raw]:
+def _stopwatch(clock: Clock) -> Iterator[Raw]:
     """Adds the seconds that the block takes."""
     raw: Raw = {}
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu = clock.perf_counter(), clock.process_time()
     yield raw
-    raw |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    raw |= {
+        "seconds": clock.perf_counter() - start,
+        "cpu_seconds": clock.process_time() - cpu,
+    }
 
 
 def _engine_seconds(engine: Engine, before: Stats) -> Raw:

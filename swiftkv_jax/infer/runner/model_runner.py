@@ -213,16 +213,13 @@ class ModelRunner:
         """The smallest compiled program that can run a chunk."""
         shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
 
-        def fits(size: int, tokens: int, tiles: int) -> bool:
-            return size >= tokens and shapes.tiles(size)[-1] >= tiles
-
-        size = next(n for n in shapes.chunks if fits(n, needs.tokens, needs.tiles))
-        context = next(n for n in shapes.contexts if n is None or n >= needs.context_pages)
+        size, tiles, context = shapes.chunk(needs.tokens, needs.tiles, needs.context_pages)
         if not needs.scored_tokens:
-            tiles = next(n for n in shapes.tiles(size) if n >= needs.tiles)
             return "prefill", size, tiles, context
         scored = next(
-            n for n in shapes.scored(size) if fits(n, needs.scored_tokens, needs.scored_tiles)
+            n
+            for n in shapes.scored(size)
+            if n >= needs.scored_tokens and shapes.tiles(n)[-1] >= needs.scored_tiles
         )
         return "score", size, scored, context
 

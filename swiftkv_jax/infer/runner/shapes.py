@@ -50,6 +50,16 @@ class Shapes:
         the last."""
         return tuple(-(-tokens // self.page_size) + spare for spare in self.spare_tiles)
 
+    def chunk(self, tokens: int, tiles: int, context_pages: int) -> tuple[int, int, int | None]:
+        """The smallest chunk for so many tokens, query tiles and pages to read, as its numbers of
+        them."""
+        size = next(n for n in self.chunks if n >= tokens and self.tiles(n)[-1] >= tiles)
+        return (
+            size,
+            next(n for n in self.tiles(size) if n >= tiles),
+            next(n for n in self.contexts if n is None or n >= context_pages),
+        )
+
     def scored(self, tokens: int) -> tuple[int, ...]:
         """Numbers of tokens that can be scored in a chunk of `tokens`, ascending; the last is all.
         The upper layers run for all tokens of a size."""

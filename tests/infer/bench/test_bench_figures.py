@@ -116,9 +116,14 @@ def test_latency_figures():
     assert summary.compare("latency", raws, twice)["speed_up"] == 2
 
 
+def variant_of(name: str, engine: Engine) -> summary.Variant:
+    runner = engine.model_runner
+    return summary.variant_of(name, CONFIG, runner.weights, runner.cache_dtype, runner.shapes)
+
+
 def test_weights_read_by_a_step(bench_engine):
     """Not the embedding, whose rows are looked up; and keys and values once for every layer."""
-    variant = summary.variant_of(STUDENT, CONFIG, bench_engine)
+    variant = variant_of(STUDENT, bench_engine)
     student = sum(leaf.nbytes for leaf in jax.tree.leaves(bench_engine.model_runner.weights))
     assert variant.weight_bytes == student - 64 * 32 * 4
     assert variant.kv_bytes == 2 * 2 * 2 * 8 * 4
@@ -132,7 +137,7 @@ def test_bytes_of_prefill_are_what_its_program_takes(swiftkv):
         EngineOptions(max_model_len=32, max_num_seqs=1, chunks=(16,)),
         swiftkv=swiftkv,
     )
-    variant = summary.variant_of(STUDENT if swiftkv else TEACHER, CONFIG, engine)
+    variant = variant_of(STUDENT if swiftkv else TEACHER, engine)
     program = engine.model_runner._compiled["prefill", 16, 3, None].memory_analysis()
     cache = jax.tree.leaves(engine.model_runner._state.cache)
     rest = (

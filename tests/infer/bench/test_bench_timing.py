@@ -113,12 +113,10 @@ def test_latency_counts_from_arrival(engine, limit, monkeypatch):
         assert tpot == pytest.approx((e2e - ttft) / 5)
 
 
-def test_times_of_a_request_count_from_its_arrival(monkeypatch):
-    now = 5.0
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+def test_times_of_a_request_count_from_its_arrival():
     times = timing._RequestTimes(arrived=3.0)
-    for now, token_ids in ((5.0, [1, 2]), (6.0, [3]), (8.0, [])):  # noqa: B007 (a closure has it)
-        times.add(RequestOutput(0, 0, token_ids, None, None, Timing(), 0))
+    for now, token_ids in ((5.0, [1, 2]), (6.0, [3]), (8.0, [])):
+        times.add(RequestOutput(0, 0, token_ids, None, None, Timing(), 0), now)
     assert (times.ttft, times.e2e, times.waits, times.tokens) == (2.0, 5.0, [1.0, 2.0], 3)
     assert times.tpot == (5.0 - 2.0) / 2
 

@@ -1,0 +1,196 @@
+"""Predicted rows of `benchmarks.serve`: the same engine, measured by the same loops, with a model
+runner whose calls only take time, by a clock of its own.
+
+The scheduler, the shapes and the counting of FLOPs and bytes are those of the package. The host
+takes no time: it is a step ahead of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections import abc
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax.cache import cache_dtype
+from swiftkv_jax.config import Config
+from swiftkv_jax.infer.bench import options as bench_options
+from swiftkv_jax.infer.bench.cells import Cell, Mode
+from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, compare, derive, variant_of
+from swiftkv_jax.infer.bench.timing import Raw, measure
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.model_runner_base import AsyncOutput, SamplerOutput
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
+from swiftkv_jax.infer.engine.scheduler import Limits
+from swiftkv_jax.infer.runner.layout import Layout
+from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
+from swiftkv_jax.infer.runner.shapes import choose_shapes
+from swiftkv_jax.infer.runner.weights import num_bytes, served_config, weight_shapes
+from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.roofline import Roofline
+
+from .devices import DeviceModel
+from .steps import StepModel
+
+DTYPE = jnp.dtype(jnp.bfloat16)
+
+
+@dataclasses.dataclass
+class Clock:
+    """Time that passes only where the model runner says so, with the functions of `time`."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    process_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class PredictedRunner:
+    """`ModelRunnerBase` without a device: one call after the other, each as long as predicted. The
+    end of a call is the time at which its result can be read."""
+
+    def __init__(self, device: DeviceModel, config: Config, name: str, options: EngineOptions):
+        """The runner of variant `name` of a model with `config`, with bfloat16 weights."""
+        self.config = served_config(config, name == STUDENT)
+        self.weights = weight_shapes(config, name == STUDENT, DTYPE)
+        self.cache_dtype = cache_dtype(options.kv_cache_dtype, DTYPE)
+        self.shapes = choose_shapes(
+            self.config,
+            options,
+            dp_size=1,
+            platform="gpu",
+            page_bytes=Layout(self.config, self.cache_dtype, None).page_bytes(options.page_size),
+            weight_bytes=num_bytes(self.weights),
+            memory_limit=int(options.memory_utilization * device.published.memory_bytes),
+            quantized=self.cache_dtype != DTYPE,
+        )
+        self.limits = Limits(
+            max_num_seqs=self.shapes.slots,
+            chunk_tokens=self.shapes.chunks[-1],
+            max_tiles=self.shapes.tiles(self.shapes.chunks[-1])[-1],
+            context_pages=self.shapes.contexts[-1],
+        )
+        self.variant = variant_of(name, config, self.weights, self.cache_dtype, self.shapes)
+        self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size)
+        self.clock, self._idle_from = Clock(), 0.0
+        self._rows: dict[int, tuple[int, int]] = {}  # slot: (cached positions, remaining tokens)
+
+    def prepare(self) -> None:
+        pass
+
+    def num_compilations(self) -> int:
+        return 0
+
+    def remove_sequences(self, slots: abc.Sequence[int]) -> None:
+        for slot in slots:
+            self._rows.pop(slot, None)
+
+    def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
+        for sequence in sequences:
+            cached = sequence.request_state.prefill_target
+            self._rows[sequence.slot] = cached, sequence.num_remaining_tokens
+
+    def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
+        if not any(chunk.shards):
+            return None
+        page = self.shapes.page_size
+        needs = chunk_needs(chunk.shards, page)
+        size, num_tiles, context = self.shapes.chunk(needs.tokens, needs.tiles, needs.context_pages)
+        tiles = [
+            min(start + page, scheduled.stop)
+            for _, scheduled in chunk.scheduled_tokens()
+            for start in range(scheduled.start // page * page, scheduled.stop, page)
+        ]
+        tiles.sort(reverse=True)
+        tiles += [0] * (num_tiles - len(tiles))
+        return self._run(self.model.chunk_seconds(size, tiles, context))
+
+    def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
+        steps, slots = self.shapes.decode_steps, [sequence.slot for sequence in sequences]
+        size = next(size for size in self.shapes.decode_rows if size >= len(slots))
+        rows = [self._rows[slot] for slot in slots]
+        # All steps at the mean length.
+        lengths = [cached + (min(steps, left) + 1) // 2 if left else 0 for cached, left in rows]
+        lengths += [0] * (size - len(lengths))
+        keys = self.shapes.table_pages * self.shapes.page_size
+        seconds = steps * self.model.decode_seconds(lengths, keys)
+        tokens = np.full((len(rows), steps), -1)
+        for row, (slot, (cached, left)) in enumerate(zip(slots, rows, strict=True)):
+            emitted = min(steps, left)
+            tokens[row, :emitted] = 0
+            self._rows[slot] = cached + emitted, left - emitted
+        return self._run(seconds, tokens)
+
+    def _run(self, seconds: float, result: Any = None) -> AsyncOutput:
+        """Queue a call behind those before it."""
+        self._idle_from = max(self._idle_from, self.clock.now) + seconds
+        return AsyncOutput(_Call(self._idle_from, result))
+
+    def read(self, output: AsyncOutput) -> SamplerOutput | None:
+        call: _Call = output.result
+        self.clock.now = max(self.clock.now, call.end)
+        return None if call.tokens is None else SamplerOutput(call.tokens, None, None, None)
+
+
+class _Call(NamedTuple):
+    end: float
+    tokens: np.ndarray | None
+
+
+# Rows -------------------------------------------------------------------------
+
+
+def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[str, Any]:
+    """What `infer bench` with these flags would write of its mode and rows, by prediction and with
+    the device's rates as the roofline."""
+    parser = argparse.ArgumentParser()
+    bench_options.add_flags(parser)
+    options = bench_options.BenchOptions.from_args(parser.parse_args(shlex.split(flags)))
+    engine_options, cells = bench_options.plan(options)
+    raws: dict[str, list[Raw]] = {}
+    runners = {}
+    for name in options.variants:
+        runner = runners[name] = PredictedRunner(device, config, name, engine_options)
+        engine = Engine(runner, config=runner.config, eos_token_ids=(), options=engine_options)
+        raws[name] = [
+            measure(options.mode, engine, cell, seed=number, clock=runner.clock)
+            for number, cell in enumerate(cells)
+        ]
+    rows = []
+    for number, cell in enumerate(cells):
+        of_cell = {
+            name: _row(options.mode, cell, raws[name][number], runners[name]) for name in raws
+        }
+        if len(of_cell) == 2:
+            student, teacher = ([raws[name][number]] for name in (STUDENT, TEACHER))
+            of_cell[STUDENT] |= compare(options.mode, student, teacher)
+        rows += [
+            {"label": str(cell), "variant": name, "cell": dataclasses.asdict(cell)} | row
+            for name, row in of_cell.items()
+        ]
+    for row in rows:
+        for name in _NOT_PREDICTED & row.keys():
+            del row[name]
+    return {"mode": options.mode, "flags": flags, "rows": rows}
+
+
+_NOT_PREDICTED = {"host_share", "compilations", "speed_up_of_best", "speed_up_in_cpu_time"}
+
+
+def _row(mode: Mode, cell: Cell, raw: Raw, runner: PredictedRunner) -> dict[str, Any]:
+    return derive(mode, cell, [raw], runner.variant, roofline(runner.model.device))
+
+
+def roofline(device: DeviceModel) -> Roofline:
+    """The rates that predictions are shares of."""
+    return Roofline(device.matmul, device.copy, 1, str(DTYPE), {}, device.published)

@@ -1,0 +1,62 @@
+"""What serving Llama-3.1-8B with SwiftKV is to reach on one H200, in figures of
+`benchmarks.serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Target(NamedTuple):
+    """The values of a figure for a release and for the best, in one cell of a part."""
+
+    part: str
+    input_len: int
+    prompts: int
+    figure: str
+    release: float | None
+    """None, as `best`, where another format of the cache has the target."""
+    best: float | None
+
+
+TARGETS = (
+    Target("prefill", 8192, 1, "MFU", 0.55, 0.75),
+    Target("prefill", 2048, 1, "rate over the teacher's", 1.8, 1.9),
+    Target("prefill", 8192, 1, "rate over the teacher's", 1.8, 1.9),
+    Target("prefill", 32768, 1, "rate over the teacher's", 1.8, 1.9),
+    Target("prefill", 2048, 1, "TTFT in ms", 40, 28),
+    Target("prefill", 8192, 1, "TTFT in ms", 165, 120),
+    Target("prefill", 32768, 1, "TTFT in ms", 900, 660),
+    Target("decode", 1024, 1, "share of bandwidth", 0.65, 0.82),
+    Target("decode-2k", 2048, 64, "tokens/s", 5_100, 6_800),
+    Target("decode", 1024, 256, "tokens/s", 12_000, 16_000),
+    Target("decode", 1024, 64, "TPOT over the teacher's", 1.02, 1.0),
+    Target("offline", 2000, 512, "tokens/s", 34_000, None),
+    Target("offline-fp8", 2000, 512, "tokens/s", None, 56_000),
+    Target("offline-2k", 2048, 512, "tokens/s", 45_000, None),
+    Target("offline-2k-fp8", 2048, 512, "tokens/s", None, 62_000),
+)
+_FIGURES: dict[str, tuple[Callable[[Mapping[str, Any]], float], str, str]] = {
+    "MFU": (lambda row: row["flops_share"], ".0%", "≥"),
+    "rate over the teacher's": (lambda row: row["speed_up"], ".2f", "≥"),
+    "TTFT in ms": (lambda row: 1e3 * row["ttft"], ".0f", "≤"),
+    "share of bandwidth": (lambda row: row["bandwidth_share"], ".0%", "≥"),
+    "tokens/s": (lambda row: row["tokens_per_s"], ",.0f", "≥"),
+    "TPOT over the teacher's": (lambda row: 1 / row["speed_up"], ".3f", "≤"),
+}
+"""Figure -> (its value in a row, its format, on which side of a target it must be)."""
+
+
+def judge(parts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(name, release, best, figure) of each target whose cell is among the `parts` of a document of
+    `benchmarks.serve`."""
+    found = []
+    for part, input_len, prompts, figure, *values in TARGETS:
+        value_of, text, sign = _FIGURES[figure]
+        for row in parts.get(part, {"rows": ()})["rows"]:
+            cell = row["cell"]["input_len"], row["cell"]["prompts"]
+            if row["variant"] == "swiftkv" and cell == (input_len, prompts):
+                name = f"{part}, {row['label']}: {figure}"
+                limits = ("" if value is None else f"{sign} {value:{text}}" for value in values)
+                found.append((name, *limits, f"{value_of(row):{text}}"))
+    return found
