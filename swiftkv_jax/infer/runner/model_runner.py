@@ -212,7 +212,6 @@ class ModelRunner:
     def _prefill_key(self, shards: ScheduledShards) -> Key:
         """The smallest compiled program that can run a chunk."""
         shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
-
         size, tiles, context = shapes.chunk(needs.tokens, needs.tiles, needs.context_pages)
         if not needs.scored_tokens:
             return "prefill", size, tiles, context
