@@ -71,8 +71,9 @@ test-compile: $(VENV)/compilers
 	PYTHONPATH=$(VENV)/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 		$(RUN) $(PYTEST) --durations 10 tests/compile -k "$(COMPILE_CASES)"
 
-# In the versions that go with the JAX of requirements.lock.
-COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 libtpu==0.0.48.1
+# In the versions that go with the JAX of requirements.lock; nvdisasm, which only reads, has no wheel of nvcc's version.
+COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
+	nvidia-cuda-nvdisasm==13.2.86 libtpu==0.0.48.1
 compilers: $(VENV)/compilers
 $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 	rm -rf $@

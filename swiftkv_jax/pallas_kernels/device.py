@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 
@@ -29,7 +30,7 @@ def num_multiprocessors() -> int:
     return (device.num_cores if abstract else getattr(device, "core_count", None)) or 132
 
 
-def _current_device() -> jax.Device | jax.sharding.AbstractDevice:
+def _current_device() -> Any:
     device = (
         jax.sharding.get_abstract_mesh().abstract_device
         or jax.config.jax_default_device

@@ -211,7 +211,7 @@ def _multicast(
         there, landed = (dataclasses.replace(key, block_id=block) for key in (dst, barrier))
         for key in (there, landed):
             _wait_until_allocated(shared, key)
-        task = gpu_callbacks.AsyncCopyGmemToSmemTask(
+        task: Any = gpu_callbacks.AsyncCopyGmemToSmemTask(
             mesh_location=mesh_location,
             thread=thread,
             src_allocation_key=src,

@@ -91,7 +91,7 @@ def statements(kernel: str) -> dict[str, int]:
     return found
 
 
-def kernel_module(implementation: str, name: str):
+def kernel_module(implementation: str, name: str) -> Any:
     return importlib.import_module(f"swiftkv_jax.pallas_kernels.{implementation}.{name}")
 
 

@@ -198,7 +198,7 @@ def test_log_sum_exps(tuning):
     q, k, v = inputs(shape, "bfloat16")
     weights = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), q.dtype)
 
-    def gradient(attention):
+    def gradient(attention: Any):
         def loss(q, k, v):
             return (attention(q, k, v).astype(jnp.float32) * weights.astype(jnp.float32)).sum()
 
@@ -209,7 +209,7 @@ def test_log_sum_exps(tuning):
     expected = gradient(lambda *operands: reference.attention(*operands, mask))(
         *(x.astype(jnp.float32) for x in (q, k, v))
     )
-    op = functools.partial(prefill_attention, implementation="hopper", tuning=TUNINGS[tuning])
+    op: Any = functools.partial(prefill_attention, implementation="hopper", tuning=TUNINGS[tuning])
     found = run("hopper", gradient(op), q, k, v)
     for got, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(
