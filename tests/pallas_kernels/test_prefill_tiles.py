@@ -206,7 +206,7 @@ def test_log_sum_exps(tuning):
 
     q /= 4
     mask = jnp.asarray(prefill_mask(shape))
-    expected = gradient(lambda *operands: reference.attention(*operands, mask))(
+    expected = gradient(lambda q, k, v: reference.attention(q, k, v, mask))(
         *(x.astype(jnp.float32) for x in (q, k, v))
     )
     op: Any = functools.partial(prefill_attention, implementation="hopper", tuning=TUNINGS[tuning])
