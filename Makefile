@@ -71,8 +71,9 @@ test-compile: $(VENV)/compilers
 	PYTHONPATH=$(VENV)/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
 		$(RUN) $(PYTEST) --durations 10 tests/compile -k "$(COMPILE_CASES)"
 
-# In the versions that go with the JAX of requirements.lock.
-COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 libtpu==0.0.48.1
+# In the versions that go with the JAX of requirements.lock; nvdisasm, which only reads, has no wheel of nvcc's version.
+COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
+	nvidia-cuda-nvdisasm==13.2.86 libtpu==0.0.48.1
 compilers: $(VENV)/compilers
 $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 	rm -rf $@
@@ -84,7 +85,8 @@ $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 DEVICE_PYTHON ?= python3
 test-gpu:
 	JAX_PLATFORMS=cuda $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	JAX_PLATFORMS=cuda,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py -k "not tpu"
+	JAX_PLATFORMS=cuda,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py \
+		tests/pallas_kernels/test_prefill_tiles.py -k "not tpu"
 test-tpu:
 	JAX_PLATFORMS=tpu $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
 	JAX_PLATFORMS=tpu,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py -k "not hopper"

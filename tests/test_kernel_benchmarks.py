@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,15 @@ import pytest
 
 from benchmarks import report
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import candidates, inputs, oracle, shapes, sweep, tune
+from benchmarks.kernels import (
+    backward_products,
+    candidates,
+    inputs,
+    oracle,
+    shapes,
+    sweep,
+    tune,
+)
 from benchmarks.predict import attention as predict
 from benchmarks.predict.devices import H200
 from benchmarks.timing import SMOKE_PLAN
@@ -387,3 +396,16 @@ def test_what_tune_writes_goes_before_any(monkeypatch):
         for head_dim in (128, 64, 128)
     ]
     assert taken == [64, 128, 128]
+
+
+# Models -----------------------------------------------------------------------
+
+
+def test_the_model_of_five_products():
+    """The table of the page is the program's, and its bytes are those of two for each pair."""
+    page = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
+    assert backward_products.rows() in page
+    pairs = shapes.Prefill("p", 1, 8192, 8192).pairs * backward_products.HEADS
+    assert 2 * pairs < backward_products.stored_bytes(8192) < 1.02 * 2 * pairs
+    saved = 1 - (times := backward_products.seconds(8192, "H200"))["dS in memory"] / times["today"]
+    assert f"save {saved * backward_products.share_of_step(8192):.1%}".replace("%", " %") in page

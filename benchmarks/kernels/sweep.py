@@ -16,6 +16,7 @@ Values = dict[str, tuple[Any, ...]]
 _HOPPER_PREFILL: tuple[Values, ...] = (
     {"block_q": (64, 128), "block_kv": (64, 128, 192, 256), "stages": (2, 3, 4)},
     {"ping_pong": (True, False)},
+    {"persistent": (False, True), "multicast": (False, True), "stages": (2, 3)},
 )
 _TPU_BLOCKS: tuple[Values, ...] = (
     {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 
@@ -17,14 +18,25 @@ def current_device() -> tuple[str, str]:
 
     The devices of the mesh need not exist, as when compiling ahead of time for a described machine.
     """
+    device = _current_device()
+    return device.platform, device.device_kind
+
+
+def num_multiprocessors() -> int:
+    """Streaming multiprocessors of the current device, a GPU; 132, those of an H100 or H200, where
+    it does not say."""
+    device = _current_device()
+    abstract = isinstance(device, jax.sharding.AbstractDevice)
+    return (device.num_cores if abstract else getattr(device, "core_count", None)) or 132
+
+
+def _current_device() -> Any:
     device = (
         jax.sharding.get_abstract_mesh().abstract_device
         or jax.config.jax_default_device
         or jax.devices()[0]
     )
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device.platform, device.device_kind
+    return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def is_hopper(platform: str, kind: str) -> bool:

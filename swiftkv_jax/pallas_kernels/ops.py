@@ -179,7 +179,7 @@ def decode_attention(
         f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
     )
     kernel = _kernels(name).decode
-    tuning = find_tuning(name, "decode", q, k.dtype) if tuning is None else tuning
+    tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
     operands = q, k, v, length, k_scale, v_scale, page_table
     if name == "hopper":
         operands += (plan,)
@@ -207,7 +207,7 @@ def plan_decode(
     )
     if name != "hopper":
         return None
-    tuning = find_tuning(name, "decode", q, k.dtype) if tuning is None else tuning
+    tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
     length = jnp.asarray(length, jnp.int32)
     return _kernels(name).decode.plan(q, k, length, page_table, tuning=tuning)
 
@@ -292,9 +292,9 @@ def _unsupported_reason(
         if q.dtype not in dtypes:
             return f"takes {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}, got {q.dtype=}"
         if tuning is None:
-            packed, dtype = segment_ids is not None, q.dtype if op == "prefill" else k.dtype
+            packed = segment_ids is not None
             try:
-                tuning = find_tuning(name, "prefill.packed" if packed else op, q, dtype)
+                tuning = find_tuning(name, "prefill.packed" if packed else op, q, k)
             except NotImplementedError as error:
                 return f"cannot: {error}"
         # The kernel's module is imported here first, on its own device only.
@@ -317,13 +317,19 @@ def _kernels(name: str) -> ModuleType:
     return kernels
 
 
-def find_tuning(name: str, op: str, q, dtype) -> Any:
-    """The table's entry for `op` of device kernel `name` with keys of `dtype`. float16 has the
-    entries of bfloat16: both have 16 bits."""
+def find_tuning(name: str, op: str, q, k) -> Any:
+    """The table's entry for `op` of device kernel `name`, with these queries and keys.
+
+    Keys that prefill widens count as widened. float16 has the entries of bfloat16: both have 16
+    bits.
+    """
     kernel = getattr(_kernels(name), op.split(".")[0])
-    return tuning_for(
-        kernel.Tuning, f"{name}.{op}", q.shape[3], jnp.bfloat16 if dtype == jnp.float16 else dtype
-    )
+    dtype = k.dtype if op == "decode" else q.dtype
+    dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
+    tuning = tuning_for(kernel.Tuning, f"{name}.{op}", q.shape[3], dtype)
+    if name == "hopper" and op.startswith("prefill"):
+        tuning = kernel.for_heads(tuning, q, k)
+    return tuning
 
 
 @functools.cache
@@ -337,9 +343,7 @@ def _forward(
     name: str, tuning, q, k, v, offset, lengths, segment_ids, page_table=None, *, save_lse=False
 ):
     if tuning is None:
-        tuning = find_tuning(
-            name, "prefill" if segment_ids is None else "prefill.packed", q, q.dtype
-        )
+        tuning = find_tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, k)
     return _jitted(_kernels(name).prefill.attention, tuning, save_lse=save_lse)(
         q, k, v, offset, lengths, segment_ids, page_table
     )
@@ -357,9 +361,8 @@ def _whole_rows_forward(name, tuning, backward_tuning, q, k, v, segment_ids):
 
 
 def _whole_rows_backward(name, tuning, backward_tuning, residuals, d_out):
-    q = residuals[0]
     if backward_tuning is None:
-        backward_tuning = find_tuning(name, "backward", q, q.dtype)
+        backward_tuning = find_tuning(name, "backward", *residuals[:2])
     gradient = _jitted(_kernels(name).backward.attention_grad, backward_tuning)
     return *gradient(*residuals, d_out), None
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
+from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
 from tests.compile.compiled import compile_for
 
 N, K = 32, 8  # heads of Llama-3.1-8B
@@ -102,6 +103,33 @@ def test_training(head_dim, packed):
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 8 * q.size * 2
     assert f"{TRAINED},{TRAINED}" not in str(compiled.as_text())
+
+
+@pytest.mark.parametrize(("persistent", "multicast"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+def test_prefill_in_tunings_beyond_the_table(head_dim, persistent, multicast):
+    """With documents and log-sum-exps, which take the most registers and shared memory; at head dim
+    256 without the latter, for which each thread would keep a register in local memory, once a
+    tile."""
+    if head_dim == 256 and persistent:
+        pytest.skip("does not fit shared memory")
+    wide = head_dim == 256
+    tuning = Tuning(
+        block_kv=64 if wide else 128,
+        ping_pong=not wide,
+        persistent=persistent,
+        multicast=multicast,
+    )
+
+    def forward(q, k, v, ids):
+        op = functools.partial(
+            prefill_attention, segment_ids=ids, implementation="hopper", tuning=tuning
+        )
+        return op(q, k, v) if wide else jax.vjp(op, q, k, v)[0]
+
+    kv = shape(1, K, TRAINED, head_dim)
+    ids = shape(1, TRAINED, dtype=jnp.int32)
+    check(forward, shape(1, TRAINED, N, head_dim), kv, kv, ids, kernels=1)
 
 
 DECODE = [

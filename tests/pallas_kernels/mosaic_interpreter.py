@@ -1,14 +1,26 @@
-"""Two things that JAX's interpreter of Mosaic GPU kernels lacks (0.11.2 to 0.12.0), for tests only.
+"""Three things that JAX's interpreter of Mosaic GPU kernels lacks (0.11.2 to 0.12.0), for tests.
 
 1. `pl.run_state(f)(plgpu.ACC.init(x))`: a WGMMA accumulator that starts from a value.
 2. `plgpu.wgmma(acc, x, b)` with `x` in registers rather than in shared memory.
+3. `plgpu.copy_gmem_to_smem(..., collective_axes=axis)`: where the interpreter has each thread block
+   copy everything for itself, each copies its part into the shared memory of all blocks of the
+   cluster, and a barrier completes when all parts are there. So a part that is written before the
+   other blocks have freed their memory is a race here too.
 
-Both are added to the interpreter's private classes, so this file goes when JAX has them.
+All are added to the interpreter's private classes, so this file goes when JAX has them.
 """
 
+import dataclasses
+import functools
+import math
+import threading
+import time
 from typing import Any
+from unittest import mock
 
+import jax
 from jax._src import core
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
@@ -26,6 +38,9 @@ def install():
     interpreter._extended = True
     interpreter._interpret_wgmma_ref_p = _with_operand_in_registers(
         interpreter._interpret_wgmma_ref_p
+    )
+    interpreter._interpret_copy_gmem_to_smem_p = _with_multicast(
+        interpreter._interpret_copy_gmem_to_smem_p
     )
     interpreter.interpret = _with_run_state(interpreter.interpret)
 
@@ -148,3 +163,113 @@ def _with_run_state(original):
         return run_pending(token), [read(variable) for variable in jaxpr.outvars]
 
     return interpret
+
+
+# Multicast --------------------------------------------------------------------
+
+
+def _with_multicast(original):
+    def interpret_copy(self, eqn, token, get_invals):
+        if not eqn.params["collective_axes"]:
+            return original(self, eqn, token, get_invals)
+        assert eqn.params["collective_axes"] == self.mesh.cluster_names
+        multicast = functools.partial(_multicast, blocks=math.prod(self.cluster_dims))
+        with mock.patch.object(gpu_callbacks, "copy_gmem_to_smem", multicast):
+            return original(self, eqn, token, get_invals)
+
+    return interpret_copy
+
+
+@gpu_callbacks.fail_on_exception
+def _multicast(
+    *,
+    token,
+    mesh_location,
+    thread,
+    src_allocation_key_as_array,
+    src_transforms,
+    dst_allocation_key_as_array,
+    dst_transforms,
+    barrier_allocation_key_as_array,
+    blocks,
+    source_info=None,
+):
+    """The part of a copy that the thread block of `thread` makes, to each block of its cluster."""
+    shared = gpu_callbacks._get_shared_memory()
+    from_array = memory.HostAllocationKey.from_array
+
+    def part(key, transforms):
+        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+        return _part(shared.access(key, transforms), thread.block_id, blocks)
+
+    src, dst, barrier = map(
+        from_array,
+        (src_allocation_key_as_array, dst_allocation_key_as_array, barrier_allocation_key_as_array),
+    )
+    src_part, dst_part = part(src, src_transforms), part(dst, dst_transforms)
+    for block in range(blocks):
+        there, landed = (dataclasses.replace(key, block_id=block) for key in (dst, barrier))
+        for key in (there, landed):
+            _wait_until_allocated(shared, key)
+        task: Any = gpu_callbacks.AsyncCopyGmemToSmemTask(
+            mesh_location=mesh_location,
+            thread=thread,
+            src_allocation_key=src,
+            src_access=src_part,
+            dst_allocation_key=there,
+            dst_access=dst_part,
+            barrier_allocation_key=landed,
+            source_info=source_info,
+            clock=shared.incr_clock(thread) if shared.detect_races else None,
+        )
+        task.barrier = _Part(task.barrier, blocks, own=block == thread.block_id)
+        shared.execute_async_task(task)
+    return token
+
+
+def _part(access, block: int, blocks: int):
+    """The `block`-th of `blocks` parts of what is accessed, along the first axis that is sliced."""
+    axis = next(i for i, index in enumerate(access.range) if isinstance(index, slice))
+    rows = access.range[axis]
+    size = (rows.stop - rows.start) // blocks
+    start = rows.start + block * size
+    ranges = list(access.range)
+    ranges[axis] = slice(start, start + size, rows.step)
+    return interpret_utils.Access(tuple(ranges), access.permutation)
+
+
+def _wait_until_allocated(shared, key):
+    """A cluster's blocks start at different times here, but on a GPU they wait for each other."""
+    deadline = time.monotonic() + 60
+    while True:
+        shared.check_failed()
+        with shared.lock:
+            if key in shared.mem:
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"thread block {key.block_id} of the cluster has ended: {key}")
+        time.sleep(1e-3)
+
+
+class _Part:
+    """In place of the barrier of one copy: arrives there when the block's own copy has been issued
+    and as many parts have landed as there are blocks. A GPU counts bytes too, whoever sent them."""
+
+    lock = threading.Lock()
+
+    def __init__(self, barrier, blocks: int, *, own: bool):
+        self.barrier, self.blocks, self.own = barrier, blocks, own
+
+    def arrive(self, thread, clock, logging_info):
+        with self.lock:
+            landed = vars(self.barrier).setdefault("landed", [])
+            landed.append((self.own, clock))
+            own = [part for part in landed if part[0]][:1]
+            parts = own + [part for part in landed if not part[0]][: self.blocks - 1]
+            if not own or len(parts) < self.blocks:
+                return
+            landed[:] = [part for part in landed if not any(part is other for other in parts)]
+        if clock is not None:
+            for _, other in parts:
+                clock.update(other)
+        self.barrier.arrive(thread, clock, logging_info)

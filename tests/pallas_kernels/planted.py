@@ -1,7 +1,8 @@
-"""Run one kernel in the interpreter with one statement of it left out, or with a wrong work list:
-what the race detector and the oracle are worth.
+"""Run one kernel in the interpreter with one statement of it left out, or with a wrong work list
+or order of tiles: what the race detector and the oracle are worth.
 
-    python -m tests.pallas_kernels.planted hopper.prefill 'plgpu.barrier_wait(k_ready.at[0])'
+    python -m tests.pallas_kernels.planted hopper.prefill 'plgpu.commit_smem()'
+    python -m tests.pallas_kernels.planted hopper.prefill.persistent 'a tile is left out'
     python -m tests.pallas_kernels.planted hopper.decode 'an entry starts a tile late'
 
 Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and
@@ -26,7 +27,12 @@ from tests.pallas_kernels.interpreted import device_of
 from tests.pallas_kernels.operands import check, decode_inputs, inputs, prefill_mask
 from tests.pallas_kernels.shapes import Decode, Prefill
 
-STATEMENTS = ("plgpu.barrier_wait(", "plgpu.commit_smem(", ".wait()")
+STATEMENTS = (
+    "plgpu.barrier_wait(",
+    "plgpu.commit_smem(",
+    "plgpu.wait_smem_to_gmem(",
+    ".wait()",
+)
 """Waits for data or for room, and fences. Leaving one out lets a kernel read too early or write too
 soon."""
 
@@ -38,6 +44,35 @@ PLANS = {
 }
 """Mistakes in a plan of decode attention: an array of it, an index, and what is added there."""
 
+# Mistake -> the module, its function, and what that is replaced by: a function of the original.
+TILES: dict[str, tuple[str, str, Any]] = {
+    "a tile is left out": (
+        "prefill_tiles",
+        "num_tiles",
+        lambda original: lambda *args: original(*args) - 1,
+    ),
+    "a tile is computed twice in place of another": (
+        "prefill_tiles",
+        "nth_tile",
+        lambda original: lambda n, *args: original(jnp.where(n == 1, 0, n), *args),
+    ),
+    "a slot is filled before the other thread block has read it": (
+        "prefill",
+        "_free_slots",
+        lambda original: lambda tuning: original(dataclasses.replace(tuning, multicast=False)),
+    ),
+}
+"""Mistakes in the order of the tiles of prefill, and in what the thread blocks of a cluster wait
+for."""
+
+VARIANTS = {
+    "persistent": {"block_kv": 64, "persistent": True},
+    "multicast": {"block_kv": 64, "multicast": True},
+    "both": {"block_kv": 64, "persistent": True, "multicast": True},
+}
+"""Tunings of hopper.prefill that a third part of a kernel's name stands for. They run on two
+multiprocessors."""
+
 SHORT = {
     "hopper": {"block_kv": 64, "stages": 2},
     "tpu": {"block_bytes": 2**15, "buffers": 2},
@@ -47,12 +82,7 @@ SHORT = {
 def statements(kernel: str) -> dict[str, int]:
     """Source text -> line number of every such statement of `hopper.prefill`, say. Repeated texts
     are told apart by a count."""
-    found, lines = (
-        {},
-        inspect.getsource(
-            importlib.import_module(f"swiftkv_jax.pallas_kernels.{kernel}")
-        ).splitlines(),
-    )
+    found, lines = {}, inspect.getsource(kernel_module(*kernel.split(".")[:2])).splitlines()
     for number, line in enumerate(lines, start=1):
         code = line.split("#")[0].strip()
         if any(statement in code for statement in STATEMENTS):
@@ -61,21 +91,33 @@ def statements(kernel: str) -> dict[str, int]:
     return found
 
 
-def leave_out(line: int):
-    """Make the waits and fences called from `line` do nothing."""
+def kernel_module(implementation: str, name: str) -> Any:
+    return importlib.import_module(f"swiftkv_jax.pallas_kernels.{implementation}.{name}")
+
+
+def wrong_tiles(mistake: str):
+    """Make one of the mistakes of `TILES`."""
+    module, name, replacement = TILES[mistake]
+    module = kernel_module("hopper", module)
+    setattr(module, name, replacement(getattr(module, name)))
+
+
+def leave_out(kernel: str, statement: str):
+    """Make one of the `statements` of `kernel` do nothing."""
+    module = kernel_module(*kernel.split(".")[:2])
+    place = module.__file__, statements(kernel)[statement]
 
     def unless_there(function):
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if sys._getframe(1).f_lineno != line:
+            frame = sys._getframe(1)
+            if (frame.f_code.co_filename, frame.f_lineno) != place:
                 return function(*args, **kwargs)
 
         return call
 
-    plgpu.barrier_wait, plgpu.commit_smem = (
-        unless_there(plgpu.barrier_wait),
-        unless_there(plgpu.commit_smem),
-    )
+    for name in ("barrier_wait", "commit_smem", "wait_smem_to_gmem"):
+        setattr(plgpu, name, unless_there(getattr(plgpu, name)))
     make_copy = pltpu.make_async_copy
 
     def copy_without_wait(*args, **kwargs):
@@ -90,34 +132,34 @@ def run(kernel: str, mistake: str = ""):
     """The kernel on a shape with several blocks of everything, against the oracle. `mistake` is one
     of `PLANS`."""
     implementation: Any
-    implementation, op = kernel.split(".")
-    op = op.split("_")[0]  # the backward has a module for each of its kernels
+    implementation, op, *variant = kernel.split(".")
+    op = op.split("_")[0]  # a kernel has several modules, the backward one for each of its two
     with device_of(implementation):
         if op == "decode":
             # Called as the op would, but with rings that are shorter than the row.
-            kernel_module = importlib.import_module(
-                f"swiftkv_jax.pallas_kernels.{implementation}.{op}"
-            )
-            tuning = kernel_module.Tuning(**SHORT[implementation])
+            module = kernel_module(implementation, op)
+            tuning = module.Tuning(**SHORT[implementation])
             operands, options, expected = decode_inputs(
                 Decode(2, 1, 8, 2, 500, 64, (500, 300)), "bfloat16"
             )
             if mistake:
                 name, index, added = PLANS[mistake]
                 q, k, _, length = operands
-                plan = kernel_module.plan(q, k, length, tuning=tuning)
+                plan = module.plan(q, k, length, tuning=tuning)
                 wrong = getattr(plan, name).at[index].add(added)
                 options["work"] = dataclasses.replace(plan, **{name: wrong})
             check(
-                jax.jit(functools.partial(kernel_module.attention, **options, tuning=tuning))(
-                    *operands
-                ),
+                jax.jit(functools.partial(module.attention, **options, tuning=tuning))(*operands),
                 *expected,
             )
             return
         shape = Prefill(1, 512, 2, 1, 512, 64)
         q, k, v = inputs(shape, "bfloat16")
-        attend = functools.partial(prefill_attention, implementation=implementation)
+        attend: Any = functools.partial(prefill_attention, implementation=implementation)
+        if variant:
+            kernel_module("hopper", "prefill_tiles").num_multiprocessors = lambda: 2
+            tuning = kernel_module("hopper", "prefill").Tuning(**VARIANTS[variant[0]])
+            attend = functools.partial(attend, tuning=tuning)
         if op == "prefill":
             check(jax.jit(attend)(q, k, v), q, k, v, prefill_mask(shape))
             return
@@ -133,6 +175,8 @@ def run(kernel: str, mistake: str = ""):
 
 if __name__ == "__main__":
     kernel, statement = sys.argv[1:]
-    if statement and statement not in PLANS:
-        leave_out(statements(kernel)[statement])
+    if statement in TILES:
+        wrong_tiles(statement)
+    elif statement and statement not in PLANS:
+        leave_out(kernel, statement)
     run(kernel, statement if statement in PLANS else "")

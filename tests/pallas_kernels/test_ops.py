@@ -142,7 +142,7 @@ def test_hopper_takes_pages_of_64(page, head_dim, dtype):
     q, k = like(1, 1, 8, head_dim), like(9, 8, page, head_dim, dtype=jnp.dtype(dtype))
     with under("H100"):
         assert ops.choose_implementation("decode", None, q, k, page_table=TABLE) == "hopper"
-        tuning = ops.find_tuning("hopper", "decode", q, k.dtype)
+        tuning = ops.find_tuning("hopper", "decode", q, k)
     assert page % fit(tuning, head_dim, 1, k.dtype.itemsize, page).block_kv == 0
 
 
@@ -263,7 +263,7 @@ def test_a_tuning_replaces_the_table(implementation, call, tuning):
     usual = traced(implementation, call)
     op = "prefill" if call is prefill else "decode"
     with under(DEVICE[implementation]):
-        entry = ops.find_tuning(implementation, op, zeros(B, T, N, H), jnp.bfloat16)
+        entry = ops.find_tuning(implementation, op, zeros(B, T, N, H), zeros(B, K, S, H))
     assert traced(implementation, call, tuning=entry) == usual
     assert traced(implementation, call, tuning=tuning) != usual
 

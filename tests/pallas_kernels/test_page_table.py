@@ -180,7 +180,7 @@ def test_hopper_takes_pages_of_64(page, head_dim):
             ops.choose_implementation("prefill", None, q, k, page_table=table, offset=True)
             == "hopper"
         )
-        tuning = ops.find_tuning("hopper", "prefill", q, k.dtype)
+        tuning = ops.find_tuning("hopper", "prefill", q, k)
     fitted = fit_hopper(tuning, page)
     assert page % fitted.block_kv == 0
     assert fitted.stages * fitted.block_kv == tuning.stages * tuning.block_kv

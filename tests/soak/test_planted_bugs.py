@@ -1,8 +1,8 @@
 """The interpreter is worth something: with one wait or fence left out, a kernel races, stops or
-goes wrong, and with a wrong work list it goes wrong; and it is noticed.
+goes wrong, and with a wrong work list or order of tiles it goes wrong; and it is noticed.
 
 That is a property of the kernels and of JAX's interpreters, to be looked at again when either
-changes: three minutes.
+changes: some minutes.
 """
 
 import subprocess
@@ -10,15 +10,22 @@ import sys
 
 import pytest
 
-from tests.pallas_kernels.planted import PLANS, statements
+from tests.pallas_kernels.planted import PLANS, TILES, statements
 
+FREE = "pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[ring.slot(n)]))"
 PLANTED = {
     "hopper.prefill": [
         "plgpu.barrier_wait(q_ready.at[warpgroup])",
         "plgpu.barrier_wait(v_ready.at[slot(i - 1)])",
-        "pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))",
         "plgpu.commit_smem()",
     ],
+    "hopper.prefill_tiles": [FREE],
+    "hopper.prefill.persistent": [
+        "pl.when(done > 0)(lambda w=consumer: plgpu.barrier_wait(q_free.at[w]))",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+    ],
+    "hopper.prefill_tiles.multicast": [FREE],
+    "hopper.prefill_tiles.both": [FREE],
     "hopper.decode": [
         "plgpu.barrier_wait(full.at[k_slot])",
         "plgpu.barrier_wait(free.at[slot])",
@@ -49,6 +56,18 @@ def test_it_is_noticed(kernel, statement):
 @pytest.mark.parametrize("mistake", PLANS)
 def test_a_wrong_plan_is_noticed(mistake):
     assert run("hopper.decode", mistake) == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mistake"),
+    [
+        (f"hopper.prefill.{variant}", mistake)
+        for mistake in TILES
+        for variant in ("multicast" if "thread block" in mistake else "persistent", "both")
+    ],
+)
+def test_a_wrong_order_of_tiles_is_noticed(kernel, mistake):
+    assert run(kernel, mistake) == 1
 
 
 @pytest.mark.parametrize("kernel", PLANTED)

@@ -11,7 +11,9 @@ issuing, `ping_pong`, so that one exponentiates while the other multiplies).
 Key blocks are walked from the last visible one to the first. Blocks past the last visible key of
 the tile, or before its first document, are neither loaded nor multiplied; only blocks cut by the
 diagonal or by the edge of a document are masked. Tiles with the most keys start first, and the
-query heads of one key/value head run next to each other to share the L2.
+query heads of one key/value head run next to each other to share the L2. `prefill_tiles` has the
+order of the tiles and the loads, `prefill_tuning` what can be chosen: with `persistent` a thread
+block works on several tiles, with `multicast` two thread blocks share their loads.
 
 Cost for T queries after P cached keys: 4 H (T P + T^2 / 2) FLOPs per head and 2 (2 T N + 2 (P + T)
 K) H bytes, so from a few hundred queries on the floor is the tensor cores' 989 TFLOP/s. The
@@ -21,7 +23,6 @@ products at H = 128 and just as long at H = 64.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -34,66 +35,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import segments
-from ..device import HEAD_DIMS
 from .padding import pad
+from .prefill_tiles import Ring, Tile, drain, launch, load_keys_and_values, walk
+from .prefill_tuning import CLUSTER, CONSUMERS, Tuning, fit, for_heads, unsupported_reason
 
-_CONSUMERS = 2
-_REGISTERS = 192  # of a consumer's thread, beside those for addresses and counters
+__all__ = ["Tuning", "attention", "fit", "for_heads", "unsupported_reason"]
+
 _LOG2E = math.log2(math.e)
 _TILE = plgpu.Layout.WGMMA  # of a query x key or query x feature array in registers
 _Accumulator = plgpu.WGMMAAccumulatorRef
 _ROWS = _TILE.reduce(1)
 _LANES = 8  # columns after which the threads of _TILE repeat: the width of a row's partial sums
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Block sizes and schedule; more stages hide more of the loads' latency."""
-
-    block_q: int = 64  # queries of one consumer warpgroup; a thread block has twice as many
-    block_kv: int = 128
-    stages: int = 2
-    ping_pong: bool = True
-
-    def __post_init__(self):
-        if self.block_q < 64 or self.block_q % 64:
-            raise ValueError(f"{self.block_q=} must be a multiple of 64")
-        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
-            raise ValueError(f"{self.block_kv=} must be a multiple of 64, at most 256")
-        if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2")
-
-
-def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. Keys have,
-    or are widened to, the dtype of q."""
-    head_dim, page = q.shape[3], k.shape[2]
-    if page_table is not None and page % 64:
-        return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
-    tuning = fit(tuning, None if page_table is None else page)
-    block_q, block_kv = tuning.block_q, tuning.block_kv
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, got {q.dtype=}"
-    if head_dim not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
-    registers = block_q // 64 * (head_dim // 2 + 3 * block_kv // 4) + block_kv // 4
-    if registers > _REGISTERS:
-        return (
-            f"needs {registers} registers for O, S, P and the mask with {tuning} and "
-            f"{q.shape=}, at most {_REGISTERS} fit"
-        )
-    return None
-
-
-def fit(tuning: Tuning, page: int | None = None) -> Tuning:
-    """`tuning` with blocks of keys that divide `page`, a multiple of 64. Smaller blocks get as many
-    more stages."""
-    if page is None or page % tuning.block_kv == 0:
-        return tuning
-    block_kv = max(block for block in range(64, tuning.block_kv, 64) if page % block == 0)
-    return dataclasses.replace(
-        tuning, block_kv=block_kv, stages=tuning.stages * tuning.block_kv // block_kv
-    )
 
 
 def attention(
@@ -128,7 +80,7 @@ def attention(
         raise NotImplementedError(f"attention on Hopper {reason}")
     tuning = fit(tuning, None if page_table is None else k.shape[2])
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
-    tiles = pl.cdiv(queries, tile := _CONSUMERS * block_q)
+    tiles = pl.cdiv(queries, tile := CONSUMERS * block_q)
     # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and
     # write nothing. The pages of a pool are multiples of 64: it is never padded.
     q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)
@@ -142,22 +94,24 @@ def attention(
     width = swizzle // q.dtype.itemsize
     tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
-    qo = plgpu.SMEM((_CONSUMERS, block_q, head_dim), q.dtype, transforms=transforms)
+    rows = plgpu.SMEM((CONSUMERS, block_q, head_dim), q.dtype, transforms=transforms)
     ring = plgpu.SMEM((stages, block_kv, head_dim), q.dtype, transforms=transforms)
-    lse = plgpu.SMEM((_CONSUMERS, block_q), jnp.float32) if save_lse else None
-    own = plgpu.Barrier(num_barriers=_CONSUMERS)
-    ready, free = (plgpu.Barrier(num_barriers=stages, num_arrivals=n) for n in (1, _CONSUMERS))
+    lse = plgpu.SMEM((CONSUMERS, block_q), jnp.float32) if save_lse else None
+    own = plgpu.Barrier(num_barriers=CONSUMERS)
+    ready, free = plgpu.Barrier(num_barriers=stages), _free_slots(tuning)
+    grid = (tiles, batch, heads // CLUSTER if tuning.multicast else heads)
     # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
     lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
     inputs = (q, k, v, offset, lengths, first_visible, first_full, ids, page_table)
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, tuning=tuning, queries=queries),
+        functools.partial(_kernel, tuning=tuning, queries=queries, grid=grid),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse_type],
-        scratch_types=[qo, ring, ring, lse, own, ready, ready, free, free, own],
-        # The last axis runs fastest: all heads of the longest tiles start first.
-        grid=(tiles, batch, heads),
-        grid_names=("tile", "batch", "head"),
-        num_threads=_CONSUMERS + 1,
+        scratch_types=[
+            *(rows, rows if tuning.persistent else None, ring, ring, lse),
+            *(own, own if tuning.persistent else None, ready, ready, free, free, own),
+        ],
+        **launch(grid, tuning),
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="hopper_prefill",
         # Lane: every layout is stated here. Rows are reduced within a quad of threads, which needs
@@ -169,6 +123,15 @@ def attention(
         ),
     )(*inputs)
     return out[:, :queries], None if lse is None else lse[:, :, :queries]
+
+
+def _free_slots(tuning: Tuning):
+    """Barriers of the slots of a ring that each consumer arrives at when it has read one: with
+    `multicast` at those of both thread blocks, since a slot is filled in both at once."""
+    slots: Any = {"num_barriers": tuning.stages, "num_arrivals": CONSUMERS}
+    if tuning.multicast:
+        return plgpu.ClusterBarrier(collective_axes=("rank",), **slots)
+    return plgpu.Barrier(**slots)
 
 
 def _first_full_block(ids, block_q, block_kv):
@@ -192,11 +155,13 @@ def _kernel(
     out_gmem,  # B T N H
     lse_gmem,  # B N T, or None
     # Scratch
-    qo_smem,  # 2 block_q H: the queries, in the end the output
+    q_smem,  # 2 block_q H
+    out_smem,  # 2 block_q H, or None: in place of the queries
     k_smem,  # stages block_kv H
     v_smem,  # stages block_kv H
     lse_smem,  # 2 block_q, or None
     q_ready,  # 2
+    q_free,  # 2, or None
     k_ready,  # stages
     v_ready,  # stages
     k_free,  # stages
@@ -205,63 +170,57 @@ def _kernel(
     *,
     tuning: Tuning,
     queries: int,
+    grid: tuple[int, int, int],
 ):
-    block_q, block_kv = tuning.block_q, tuning.block_kv
-    head_dim = q_gmem.shape[3]
+    block_q, block_kv, persistent = tuning.block_q, tuning.block_kv, tuning.persistent
+    head_dim, group = q_gmem.shape[3], q_gmem.shape[2] // k_gmem.shape[1]
     scale = head_dim**-0.5 * _LOG2E  # of the scores as exponents of 2
-    head, batch, warpgroup = (lax.axis_index(name) for name in ("head", "batch", "warpgroup"))
-    tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
-    tile_start = tile * (_CONSUMERS * block_q)
-    offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
-    length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
-    # Key blocks [first, end) are visible to the tile. They are counted backwards: step i works on
-    # block end - 1 - i.
-    end = pl.cdiv(offset + lax.min(tile_start + _CONSUMERS * block_q, length), jnp.int32(block_kv))
-    first = jnp.int32(0) if ids_gmem is None else first_visible_gmem[batch, tile]
-    steps = jnp.where(tile_start < length, end - first, 0)
+    warpgroup = lax.axis_index("warpgroup")
+    keys = Ring(k_gmem, k_smem, k_ready, k_free, tuning.stages)
+    values = Ring(v_gmem, v_smem, v_ready, v_free, tuning.stages)
 
-    def slot(i):
-        return lax.rem(i, jnp.int32(tuning.stages))
+    def find(index, batch, head) -> Tile:
+        """The tile at a place in `grid`."""
+        if tuning.multicast:
+            head = CLUSTER * head + lax.axis_index("rank")
+        number = grid[0] - 1 - index
+        start = number * (CONSUMERS * block_q)
+        offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
+        length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
+        end = pl.cdiv(offset + lax.min(start + CONSUMERS * block_q, length), jnp.int32(block_kv))
+        first = jnp.int32(0) if ids_gmem is None else first_visible_gmem[batch, number]
+        steps = jnp.where(start < length, end - first, 0)
+        return Tile(number, batch, head, start, offset, end, steps, block_kv)
 
-    def keys(i):
-        return pl.ds((end - 1 - i) * block_kv, block_kv)
+    for_each_tile = walk(grid, tuning, find)
 
-    @pl.when(warpgroup == _CONSUMERS)
+    def load_queries(tile: Tile, consumer):
+        rows = pl.ds(tile.start + consumer * block_q, block_q)
+        plgpu.copy_gmem_to_smem(
+            q_gmem.at[tile.batch, rows, tile.head], q_smem.at[consumer], q_ready.at[consumer]
+        )
+
+    @pl.when(warpgroup == CONSUMERS)
     def producer():
         plgpu.set_max_registers(24, action="decrease")
-        kv_head = lax.div(head, jnp.int32(q_gmem.shape[2] // k_gmem.shape[1]))
 
-        per_page = jnp.int32(k_gmem.shape[2] // block_kv)
+        def load_tile(tile: Tile, done):
+            def load_queries_when_free():
+                for consumer in range(CONSUMERS):
+                    pl.when(done > 0)(lambda w=consumer: plgpu.barrier_wait(q_free.at[w]))
+                    load_queries(tile, consumer)
 
-        def row_or_page(i):
-            return (
-                batch if table_gmem is None else table_gmem[batch, lax.div(end - 1 - i, per_page)]
+            load_keys_and_values(
+                *(tile, done, keys, values, lax.div(tile.head, jnp.int32(group)), table_gmem),
+                multicast=tuning.multicast,
+                load_queries=load_queries_when_free if persistent else None,
             )
 
-        def keys_there(i):
-            return (
-                keys(i)
-                if table_gmem is None
-                else pl.ds(lax.rem(end - 1 - i, per_page) * block_kv, block_kv)
-            )
-
-        def load(i, gmem, smem, ready, free):
-            index = row_or_page(i)  # read before the wait for a slot, which hides the latency
-            pl.when(i >= tuning.stages)(lambda: plgpu.barrier_wait(free.at[slot(i)]))
-            plgpu.copy_gmem_to_smem(
-                gmem.at[index, kv_head, keys_there(i)], smem.at[slot(i)], ready.at[slot(i)]
-            )
-
-        # In the order of use: K_0, K_1 V_0, K_2 V_1, ..., V_last.
-        @pl.loop(0, steps + 1)
-        def _(i):
-            pl.when(i < steps)(lambda: load(i, k_gmem, k_smem, k_ready, k_free))
-            pl.when(i > 0)(lambda: load(i - 1, v_gmem, v_smem, v_ready, v_free))
-
-        @pl.loop(lax.max(steps - tuning.stages, 0), steps)
-        def _(i):
-            plgpu.barrier_wait(k_free.at[slot(i)])
-            plgpu.barrier_wait(v_free.at[slot(i)])
+        total = for_each_tile(load_tile)
+        drain(total, keys, values)
+        if persistent:
+            for consumer in range(CONSUMERS):
+                pl.when(total > 0)(lambda w=consumer: plgpu.barrier_wait(q_free.at[w]))
 
     def spread(x, columns):
         return lax.broadcast_in_dim(x, (block_q, columns), [0])
@@ -272,12 +231,14 @@ def _kernel(
     def product(acc, a, b) -> Any:
         return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(_Accumulator.init(acc))
 
-    @pl.when(warpgroup < _CONSUMERS)
-    def consumer():
-        plgpu.set_max_registers(240, action="increase")
-        start = tile_start + warpgroup * block_q
+    def attend(tile: Tile, done):
+        batch, head, end, steps = tile.batch, tile.head, tile.end, tile.steps
+        start = tile.start + warpgroup * block_q
         rows = pl.ds(start, block_q)
-        qo = qo_smem.at[warpgroup]
+        q = q_smem.at[warpgroup]
+
+        def slot(i):
+            return keys.slot(done + i)
 
         def store(value, smem, gmem):
             smem[...] = value.astype(smem.dtype)
@@ -285,10 +246,14 @@ def _kernel(
             plgpu.copy_smem_to_gmem(smem, gmem)
 
         def finish(out, lse):
-            store(out, qo, out_gmem.at[batch, rows, head])
+            if persistent:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output of the tile before
+            smem = q_smem if out_smem is None else out_smem
+            store(out, smem.at[warpgroup], out_gmem.at[batch, rows, head])
             if lse_gmem is not None:
                 store(lse, lse_smem.at[warpgroup], lse_gmem.at[batch, head, rows])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written, the next kernel sees
+            if not persistent:  # what is written, the next kernel sees
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(steps == 0)(
             lambda: finish(full((block_q, head_dim), 0.0, _TILE), full((block_q,), jnp.inf, _ROWS))
@@ -296,27 +261,29 @@ def _kernel(
 
         @pl.when(steps > 0)
         def _():
-            plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], qo, q_ready.at[warpgroup])
+            if not persistent:
+                load_queries(tile, warpgroup)
             position = (
-                offset + start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=_ROWS)
+                tile.offset + start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=_ROWS)
             )
             zeros = full((block_q, block_kv), 0.0, _TILE)
             # Neither the diagonal nor the edge of a document cuts the blocks of the steps between
             # these two.
-            diagonal_end = end - lax.div(offset + start + 1, jnp.int32(block_kv))
+            diagonal_end = end - lax.div(tile.offset + start + 1, jnp.int32(block_kv))
             document_edge = (
                 steps
                 if ids_gmem is None
-                else end - first_full_gmem[batch, tile * _CONSUMERS + warpgroup]
+                else end - first_full_gmem[batch, tile.number * CONSUMERS + warpgroup]
             )
 
             def mask(i, s):
-                key = keys(i).start + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
+                cols = tile.keys(i)
+                key = cols.start + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
                 visible = key <= spread(position, block_kv)
                 if ids_gmem is not None:  # read for each masked block: registers are short
                     q_ids = plgpu.load(ids_gmem.at[batch, rows], layout=_ROWS, optimized=False)
                     kv_ids = plgpu.load(
-                        ids_gmem.at[batch, keys(i)], layout=_TILE.reduce(0), optimized=False
+                        ids_gmem.at[batch, cols], layout=_TILE.reduce(0), optimized=False
                     )
                     visible &= lax.broadcast_in_dim(kv_ids, s.shape, [1]) == spread(q_ids, block_kv)
                 return jnp.where(visible, s, -jnp.inf)
@@ -342,7 +309,7 @@ def _kernel(
 
                 def overlapped(refs):
                     acc_ref, s_ref, p_ref, m_ref, total_ref, alpha_ref = refs
-                    plgpu.wgmma(s_ref, qo, k_smem.at[slot(i)].transpose((1, 0)))
+                    plgpu.wgmma(s_ref, q, k_smem.at[slot(i)].transpose((1, 0)))
                     plgpu.barrier_wait(v_ready.at[slot(i - 1)])
                     plgpu.wgmma(acc_ref, p, v_smem.at[slot(i - 1)])
                     pl.when(tuning.ping_pong)(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
@@ -364,19 +331,22 @@ def _kernel(
                 return acc * spread(alpha, head_dim), p.astype(v_smem.dtype), m, total
 
             # 1. The last block, always masked: S_0 and its softmax.
-            pl.when(tuning.ping_pong and warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            if not persistent:
+                begin_turns()
             plgpu.barrier_wait(q_ready.at[warpgroup])
-            plgpu.barrier_wait(k_ready.at[0])
-            s = mask(jnp.int32(0), product(zeros, qo, k_smem.at[0].transpose((1, 0))))
-            plgpu.barrier_arrive(k_free.at[0])
+            plgpu.barrier_wait(k_ready.at[slot(0)])
+            s = mask(jnp.int32(0), product(zeros, q, k_smem.at[slot(0)].transpose((1, 0))))
+            plgpu.barrier_arrive(k_free.at[slot(0)])
             p, m, total, _ = softmax(
                 s, full((block_q,), -jnp.inf, _ROWS), full((block_q, _LANES), 0.0, _TILE)
             )
-            pl.when(steps > 1)(lambda: plgpu.barrier_wait(k_ready.at[1]))
+            pl.when(steps > 1)(lambda: plgpu.barrier_wait(k_ready.at[slot(1)]))
 
             # 2. The other blocks.
             carry = (full((block_q, head_dim), 0.0, _TILE), p.astype(v_smem.dtype), m, total)
             acc, p, m, total = lax.fori_loop(1, steps, step, carry)
+            if persistent:
+                plgpu.barrier_arrive(q_free.at[warpgroup])
 
             # 3. The last product, and the output.
             last = slot(steps - 1)
@@ -391,4 +361,23 @@ def _kernel(
                 out = jnp.where(spread(valid, head_dim), out, 0.0)
                 lse = jnp.where(valid, lse, jnp.inf)
             finish(out, lse)
-            pl.when(tuning.ping_pong and warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+            if not persistent:
+                end_turns()
+
+    def begin_turns():
+        """Warpgroup 0 begins."""
+        pl.when(tuning.ping_pong and warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+
+    def end_turns():
+        """Both take as many turns, so the last one handed over is left."""
+        pl.when(tuning.ping_pong and warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+
+    @pl.when(warpgroup < CONSUMERS)
+    def consumer():
+        plgpu.set_max_registers(240, action="increase")
+        if persistent:  # turns go on from tile to tile
+            begin_turns()
+        for_each_tile(attend)
+        if persistent:
+            end_turns()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
