@@ -176,10 +176,7 @@ def test_hopper_takes_pages_of_64(page, head_dim):
     ring."""
     q, k, table = like(20, 128, 32, head_dim), like(9, 8, page, head_dim), like(20, 64)
     with under("H100"):
-        assert (
-            ops.choose_implementation("prefill", None, q, k, page_table=table, offset=True)
-            == "hopper"
-        )
+        assert ops.choose_implementation("prefill", None, q, k, page_table=table) == "hopper"
         tuning = ops.find_tuning("hopper", "prefill", q, k.dtype)
     fitted = fit_hopper(tuning, page)
     assert page % fitted.block_kv == 0
