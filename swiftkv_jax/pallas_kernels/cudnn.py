@@ -165,23 +165,23 @@ def chunk(
         lengths = jnp.full(batch, queries, jnp.int32)
     rows, offset, lengths, table = _short_rows(q, offset, lengths, page_table, most_queries)
     per_call = min(max(most_queries // rows.shape[1], 1), rows.shape[0])
-    size, following = _calls(rows.shape[1], offset, lengths, table, per_call)
-    padded = jnp.pad(rows, ((0, per_call - 1), (0, 0), (0, 0), (0, 0)))
+    size, following = _calls(rows.shape[1], page, offset, lengths, table, per_call)
     context = min(most_context, table.shape[1] * page)
 
     def call(carry):
         row, out = carry
-        q = lax.dynamic_slice_in_dim(padded, row, per_call)
+        q = rows.at[row + jnp.arange(per_call)].get(mode="clip")
         shape = q.shape
         q = q.reshape(1, -1, *shape[2:])
-        real = (size[row] - 1) * rows.shape[1] + lengths[row + size[row] - 1]
+        last = row + size[row] - 1  # its table has the pages of all
+        real = (size[row] - 1) * rows.shape[1] + lengths[last]
 
         def read(start, count: int, seen):
-            """`count` positions of this row's prompt from `start` on, 1 S K H. Those from `seen`
+            """`count` positions of the prompt from `start` on, 1 S K H. Those from `seen`
             on are zeros: nothing that may stand there, NaN included, gets into a product."""
             index = jnp.arange(count, dtype=jnp.int32)
             position = jnp.minimum(start + index, table.shape[1] * page - 1)
-            pages = jnp.clip(table[row, position // page], 0, k.shape[0] - 1)
+            pages = jnp.clip(table[last, position // page], 0, k.shape[0] - 1)
             kv = []
             for x, scale in ((k, k_scale), (v, v_scale)):
                 x = x[pages, :, position % page]
@@ -204,11 +204,10 @@ def chunk(
         mask = (jnp.arange(q.shape[1]) < real)[:, None, None]
         joined = jnp.where(mask, joined, 0).astype(q.dtype).reshape(shape)
         # The rows after those of this call are zeros, until a later call writes them.
-        return following[row + size[row]], lax.dynamic_update_slice_in_dim(out, joined, row, 0)
+        return following[last + 1], lax.dynamic_update_slice_in_dim(out, joined, row, 0)
 
-    out = lax.while_loop(
-        lambda carry: carry[0] < rows.shape[0], call, (following[0], jnp.zeros_like(padded))
-    )[1]
+    out = jnp.zeros((rows.shape[0] + per_call - 1, *rows.shape[1:]), q.dtype)
+    out = lax.while_loop(lambda carry: carry[0] < rows.shape[0], call, (following[0], out))[1]
     return out[: rows.shape[0]].reshape(batch, -1, *q.shape[2:])[:, :queries]
 
 
@@ -228,15 +227,16 @@ def _short_rows(q, offset, lengths, table, most: int):
     )
 
 
-def _calls(queries: int, offset, lengths, table, most: int):
+def _calls(queries: int, page: int, offset, lengths, table, most: int):
     """(rows of the call that begins with each row, at most `most`: those that continue its prompt;
     the first row with queries from each row on, as many as there are rows if there is none).
 
     Minima over masks are fusions of the GPU compiler; cumulative ones are loops of kernels.
     """
     rows = offset.shape[0]
+    unseen = jnp.arange(table.shape[1]) * page >= (offset + lengths)[:-1, None]
     continues = (
-        (table[1:] == table[:-1]).all(axis=1)
+        ((table[1:] == table[:-1]) | unseen).all(axis=1)
         & (offset[1:] == offset[:-1] + queries)
         & (lengths[:-1] == queries)
         & (lengths[1:] > 0)

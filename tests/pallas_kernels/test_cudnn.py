@@ -18,13 +18,23 @@ from tests.pallas_kernels.shapes import CHUNKS, PREFILL, Chunks, Prefill
 parametrize = pytest.mark.parametrize
 SIZES = {"one call": (2048, 8192), "many": (96, 50)}
 """Most queries, and most context, of a call."""
+SHORT = {"pages of 7", "ragged rows at different offsets"}
+
+
+def cases(names) -> list:
+    """(name, sizes) of each combination. All but the most telling are `long`."""
+    return [
+        pytest.param(
+            name, sizes, marks=[] if name in SHORT and sizes == "many" else pytest.mark.long
+        )
+        for name in names
+        for sizes in SIZES
+    ]
 
 
 def chunk(*operands, sizes, attend=attend, q_offset, **options):
     queries, context = SIZES[sizes]
-    call = functools.partial(
-        cudnn.chunk, attend=attend, most_queries=queries, most_context=context
-    )
+    call = functools.partial(cudnn.chunk, attend=attend, most_queries=queries, most_context=context)
     options = {"lengths": None} | options
     return jax.jit(call)(*operands, q_offset, **options)
 
@@ -32,22 +42,20 @@ def chunk(*operands, sizes, attend=attend, q_offset, **options):
 # Chunks -----------------------------------------------------------------------
 
 
-@parametrize("sizes", SIZES)
-@parametrize("name", CHUNKS)
+@parametrize(("name", "sizes"), cases(CHUNKS))
 def test_chunks_in_a_pool(name, sizes):
     operands, options, expected = chunk_inputs(CHUNKS[name], "float32", "float32")
     check(chunk(*operands, sizes=sizes, **options), *expected)
 
 
-@parametrize("cache_format", ["bfloat16", "float8_e4m3fn", "int8"])
+@parametrize("cache_format", ["float8_e4m3fn", "int8"])
 def test_formats_of_a_cache(cache_format):
     operands, options, (q, k, v, mask) = chunk_inputs(CHUNKS["of one prompt"], cache_format)
     out = chunk(*operands, sizes="many", **options)
     check(out, q, k.astype(q.dtype), v.astype(q.dtype), mask)
 
 
-@parametrize("sizes", SIZES)
-@parametrize("name", [name for name, shape in PREFILL.items() if shape.offset])
+@parametrize(("name", "sizes"), cases(name for name, shape in PREFILL.items() if shape.offset))
 def test_rows_after_a_cache(name, sizes):
     shape = PREFILL[name]
     q, k, v = inputs(shape, "float32")
@@ -58,12 +66,13 @@ def test_rows_after_a_cache(name, sizes):
     check(chunk(q, k, v, sizes=sizes, q_offset=offset, lengths=lengths), q, k, v, mask)
 
 
-# Rows of 4 queries: of prompt a from position 8 on, the last with 1 query; idle; of prompt b from 0
-# on, then from 4 on; of b again, but not the row that follows; of a, another prompt.
+# Rows of 4 queries: of prompt a from position 8 on, the last with 1 query; an idle one; of prompt b
+# from 0 on, where the second has only 3, then from 8 on; of a again, where b would go on.
 PICTURE = {
-    "offset": [8, 12, 16, 0, 0, 4, 12, 16],
-    "lengths": [4, 4, 1, 0, 4, 4, 4, 4],
-    "table": ["a", "a", "a", "a", "b", "b", "b", "a"],
+    "offset": [8, 12, 16, 0, 0, 4, 8, 12],
+    "lengths": [4, 4, 1, 0, 4, 3, 4, 4],
+    # Pages of 8: the first is that of both. What stands for those that no query sees is anything.
+    "table": ["st-", "st.", "stu", "...", "s--", "s..", "sv-", "st-"],
 }
 
 
@@ -77,9 +86,40 @@ PICTURE = {
 )
 def test_a_call_takes_the_rows_that_continue_a_prompt(most, size, following):
     offset, lengths = (jnp.asarray(PICTURE[name]) for name in ("offset", "lengths"))
-    table = jnp.asarray([[ord(name)] for name in PICTURE["table"]])
-    found = cudnn._calls(4, offset, lengths, table, most)
+    table = jnp.asarray([[*map(ord, pages)] for pages in PICTURE["table"]])
+    found = cudnn._calls(4, 8, offset, lengths, table, most)
     assert [array.tolist() for array in found] == [size, following]
+
+
+@parametrize(
+    ("name", "sizes", "calls"),
+    [
+        ("of one prompt", "one call", [(384, 326)]),  # its three rows, the last of which has 70
+        # Three rows of 70 queries, the last of which has 33, and 130, 60 and 0 positions before them.
+        (
+            "of two prompts, an idle row first",
+            "many",
+            [(70, 70)] * 2 + [(70, 33)] + [(50, 50)] * 3 + [(50, 30), (50, 10)],
+        ),
+        (
+            "pages of 64, up to the last position",  # 280 and 216 positions before two rows of 64
+            "many",
+            [(64, 40), (64, 64)] + [(50, 50)] * 9 + [(50, 30), (50, 16)],
+        ),
+    ],
+)
+def test_calls(name, sizes, calls):
+    """No more than are needed: (keys of an operand, those that are seen) of each call."""
+    made = []
+
+    def counted(q, k, v, queries, keys, *, causal):
+        jax.debug.callback(lambda seen: made.append((k.shape[1], int(seen[0]))), keys)
+        return attend(q, k, v, queries, keys, causal=causal)
+
+    operands, options, expected = chunk_inputs(CHUNKS[name], "float32", "float32")
+    check(chunk(*operands, sizes=sizes, attend=counted, **options), *expected)
+    jax.effects_barrier()
+    assert sorted(made) == sorted(calls)
 
 
 def test_idle_rows_alone():
@@ -202,9 +242,7 @@ def test_no_gradient_of_a_chunk(installed):
 
 # On hardware ------------------------------------------------------------------
 
-hardware = pytest.mark.skipif(
-    not on_hardware("cudnn"), reason="needs an NVIDIA GPU: make test-gpu"
-)
+hardware = pytest.mark.skipif(not on_hardware("cudnn"), reason="needs an NVIDIA GPU: make test-gpu")
 
 
 @pytest.mark.hardware

@@ -122,16 +122,6 @@ def test_no_gradient(options):
         )
 
 
-def test_cudnn_takes_none():
-    with (
-        under("A100"),
-        pytest.raises(
-            NotImplementedError, match="'cudnn' takes no page_table; 'xla' runs prefill everywhere"
-        ),
-    ):
-        prefill_attention(**arguments(implementation="cudnn"))
-
-
 LIMITS = {  # implementation, q, k, table, what the refusal names
     "pages of 96": (
         "hopper",

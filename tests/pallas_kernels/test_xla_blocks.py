@@ -47,7 +47,7 @@ def test_blocks_of_decode(platform, rows, keys):
     assert decode_keys(platform, rows * 8 * 128 * BF16) == keys
 
 
-ROWS = Prefill(1, 1100, 16, 4, 1100, 16)  # three blocks of queries, two of keys
+ROWS = Prefill(1, 600, 32, 2, 600, 8)  # two blocks of queries and of keys
 
 
 def run(op, *operands, **options):
@@ -58,7 +58,7 @@ def run(op, *operands, **options):
 def test_documents_and_their_gradient():
     q, k, v = inputs(ROWS, "float32")
     q /= 4
-    ids = jnp.asarray(segments(ROWS, ((300, 20, 700),)))
+    ids = jnp.asarray(segments(ROWS, ((310, 20, 200),)))
     mask = jnp.asarray(prefill_mask(ROWS) & np.asarray(ids[:, :, None] == ids[:, None, :]))
     d_out = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), "float32")
 
@@ -77,8 +77,8 @@ def test_documents_and_their_gradient():
 
 
 def test_chunks_in_a_pool():
-    """Three blocks of 12 pages, of which the second row sees one."""
-    shape = Chunks(2, 128, 32, 8, 4608, 16, (4300, 0), (128, 100), 128, (0, 1))
+    """Two blocks of 9 pages, of which the second row sees one."""
+    shape = Chunks(2, 128, 32, 2, 2304, 8, (2100, 0), (128, 100), 128, (0, 1))
     operands, options, expected = chunk_inputs(shape, "float32", "float32")
     check(run(prefill_attention, *operands, **options), *expected)
 
