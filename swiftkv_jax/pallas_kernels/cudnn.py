@@ -129,7 +129,7 @@ def attend(
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
-    out, lse = cudnn.dot_product_attention(
+    part: Any = cudnn.dot_product_attention(
         q,
         k,
         v,
@@ -139,7 +139,7 @@ def attend(
         mask_type=mask,
         return_residual=True,
     )
-    return out, lse.swapaxes(1, 2)
+    return part[0], part[1].swapaxes(1, 2)
 
 
 def chunk(

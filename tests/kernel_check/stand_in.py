@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
@@ -71,7 +70,7 @@ class Kernels:
 class Cudnn(Kernels):
     """Prefill as it is put together from calls of cuDNN, with XLA in the place of cuDNN."""
 
-    def prefill_attention(self, *operands, implementation, q_offset, **options):
+    def prefill_attention(self, q, k, v, *, implementation, q_offset, **options):
         from swiftkv_jax.pallas_kernels import cudnn
         from tests.pallas_kernels.cudnn_stand_in import attend
 
@@ -79,9 +78,9 @@ class Cudnn(Kernels):
             out, lse = attend(*operands, **options)
             return out, lse * math.log2(math.e)
 
-        call = in_base_two if self._mode == "has other logarithms" else attend
-        options |= {"most_queries": 200, "most_context": 70}
-        return cudnn.chunk(*operands, q_offset, **options, attend=call)
+        call = in_base_two if self._mode == "has other logs" else attend
+        options |= {"most_queries": 64, "most_context": 70}
+        return cudnn.chunk(q, k, v, q_offset, **options, attend=call)
 
 
 def main(mode: str, starts: str, kind: str = H100) -> int:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 
 def attend(q, k, v, queries, keys, *, causal):
-    """`cudnn.attend` by XLA, in float32. Queries from `queries` on yield NaN: nothing is promised of
-    them. So does everything if a key or value is not finite, seen or not: a library may multiply
+    """`cudnn.attend` by XLA, in float32. Queries from `queries` on yield NaN: nothing is promised
+    of them. So does everything if a key or value is not finite, seen or not: a library may multiply
     it by zero."""
     finite = jnp.isfinite(k).all() & jnp.isfinite(v).all()
     out, lse = jax.nn.dot_product_attention(

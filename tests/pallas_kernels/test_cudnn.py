@@ -2,6 +2,7 @@
 XLA's attention in its place. cuDNN itself runs on GPUs alone (`make test-gpu`)."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def test_a_call_takes_the_rows_that_continue_a_prompt(most, size, following):
     ("name", "sizes", "calls"),
     [
         ("of one prompt", "one call", [(384, 326)]),  # its three rows, the last of which has 70
-        # Three rows of 70 queries, the last of which has 33, and 130, 60 and 0 positions before them.
+        # Three rows of 70 queries, but the last of 33, and 130, 60 and 0 positions before them.
         (
             "of two prompts, an idle row first",
             "many",
@@ -163,7 +164,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(ops, "cudnn_version", lambda: 92000)
 
 
-CHOSEN = {  # device, changes of the operands -> chosen
+CHOSEN: dict[str, tuple[str, dict[str, Any], str]] = {  # device, changes of the operands -> chosen
     "A100": ("A100", {}, "cudnn"),
     "B200": ("B200", {}, "cudnn"),
     "float16": ("A100", {"dtype": "float16"}, "cudnn"),
@@ -217,13 +218,14 @@ def test_hopper_under_a_cuda_that_miscompiles_its_kernels(monkeypatch):
 
 
 def test_a_name_is_refused_with_the_reason(installed):
-    for changes, options, message in (
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"head_dim": 256}, {}, "multiples of 8 up to 128 here"),
         ({"dtype": "float32"}, {}, "takes bfloat16 or float16"),
         ({"cache": "float16"}, {}, "takes operands of one dtype"),
         ({}, {"segment_ids": like(16, 128, dtype="int32")}, "takes no segment_ids"),
         ({"op": "decode"}, {"page_table": TABLE}, "takes no page_table in decode"),
-    ):
+    ]
+    for changes, options, message in cases:
         op = changes.get("op", "prefill")
         with under("A100"), pytest.raises(NotImplementedError, match=message):
             ops.choose_implementation(op, "cudnn", *operands(**changes), **options)
