@@ -72,17 +72,18 @@ def prefill_attention(
     position and head: the value is what is stored times its scale. The device kernels read them
     widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
     prefill chunk's attention. With a pool that is a copy of all X pages: gather those of the table
-    first and pass them as rows. XLA widens what it reads, one tile at a time. What no query sees
-    must be finite: its weight is zero, but zero times infinity is NaN.
+    first and pass them as rows. XLA and cuDNN widen what they read, one block at a time. What no
+    query sees must be finite: its weight is zero, but zero times infinity is NaN.
 
     `tuning` and `backward_tuning` are the kernel's `Tuning` and that of its gradient, instead of
     the entries of the table (`tuning.tuning_for`); they need a named device kernel.
 
     Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only
-    for whole rows (no offset, no `lengths`, S = T). Raises `ValueError` for operands that do not
-    fit together, `NotImplementedError` for what a named implementation cannot do and for gradients
-    that it does not have. Offsets that are ints, of Python or NumPy, are static. Values of other
-    offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
+    for whole rows (no offset, no `lengths`, S = T), with cuDNN only without an offset. Raises
+    `ValueError` for operands that do not fit together, `NotImplementedError` for what a named
+    implementation cannot do and for gradients that it does not have. Offsets that are ints, of
+    Python or NumPy, are static. Values of other offsets and of lengths are checked where they are
+    known, that is outside of `jax.jit`.
     """
     q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = check_prefill(
         q,
@@ -299,7 +300,7 @@ def _unsupported_reason(
     if name == "cudnn":
         if not is_nvidia(platform, kind):
             return f"needs an NVIDIA GPU, this is {platform} ({kind})"
-        wide = is_hopper(platform, kind)  # JAX refuses H > 128 before Hopper
+        wide = is_hopper(platform, kind)  # on older GPUs JAX refuses H > 128
         return cudnn.unsupported_reason(
             op, q, k, segment_ids, page_table, wide_heads=wide, version=cudnn_version()
         )
