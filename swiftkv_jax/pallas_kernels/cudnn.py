@@ -25,6 +25,7 @@ mask would be a T x T array.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,9 @@ QUERIES = 2048
 """Most queries of a call, an engine's chunk: more calls would gather a context more often. Read and
 written once, it is about 3 % of the time of their attention to it, by an A100's bytes and
 operations per second."""
+FEW_QUERIES = 256
+"""Queries of a short prompt. Its calls have operands of this size: what surrounds a call of 2048
+queries of 32 heads writes 76 MB, which takes longer than the attention of a short prompt."""
 CONTEXT = 8192
 """Most positions before them in one call: 32 MiB of keys and values for 8 heads of 128 in 16 bits.
 Attention of 2048 queries of 32 heads to them is 275 GFLOP, over a millisecond on an A100; the
@@ -155,6 +159,7 @@ def chunk(
     *,
     attend: Callable[..., Part] = attend,
     most_queries: int = QUERIES,
+    few_queries: int = FEW_QUERIES,
     most_context: int = CONTEXT,
 ) -> Float[Array, "B T N H"]:
     """Causal attention of rows from `offset[b]` on: the operands of `prefill_attention`. Scaled
@@ -165,50 +170,30 @@ def chunk(
     if lengths is None:
         lengths = jnp.full(batch, queries, jnp.int32)
     rows, offset, lengths, table = _short_rows(q, offset, lengths, page_table, most_queries)
-    per_call = min(max(most_queries // rows.shape[1], 1), rows.shape[0])
-    size, following = _calls(rows.shape[1], page, offset, lengths, table, per_call)
-    context = min(most_context, table.shape[1] * page)
+    most, few = (
+        min(max(count // rows.shape[1], 1), rows.shape[0]) for count in (most_queries, few_queries)
+    )
+    size, following = _calls(rows.shape[1], page, offset, lengths, table, most)
+    kv, context = ((k, k_scale), (v, v_scale)), min(most_context, table.shape[1] * page)
 
-    def call(carry):
-        row, out = carry
-        q = rows.at[row + jnp.arange(per_call)].get(mode="clip")
-        shape = q.shape
-        q = q.reshape(1, -1, *shape[2:])
+    def call(count: int, row, out):
         last = row + size[row] - 1  # its table has the pages of all
+        q = rows.at[row + jnp.arange(count)].get(mode="clip")
+        read = functools.partial(_read, kv, table[last], q.dtype)
         real = (size[row] - 1) * rows.shape[1] + lengths[last]
-
-        def read(start, count: int, seen):
-            """`count` positions of the prompt from `start` on, 1 S K H. Those from `seen`
-            on are zeros: nothing that may stand there, NaN included, gets into a product."""
-            index = jnp.arange(count, dtype=jnp.int32)
-            position = jnp.minimum(start + index, table.shape[1] * page - 1)
-            pages = jnp.clip(table[last, position // page], 0, k.shape[0] - 1)
-            kv = []
-            for x, scale in ((k, k_scale), (v, v_scale)):
-                x = x[pages, :, position % page]
-                if scale is not None:
-                    x = x.astype(jnp.float32) * scale[pages, :, position % page][..., None]
-                kv.append(jnp.where((index < seen)[:, None, None], x, 0).astype(q.dtype)[None])
-            return kv
-
-        def part(start, count: int, seen, *, causal: bool) -> Part:
-            kv = read(start, count, seen)
-            return attend(q, *kv, real[None], seen[None], causal=causal)
-
-        def with_block(j, before: Part) -> Part:
-            seen = jnp.minimum(offset[row] - j * context, context)
-            return _join(before, part(j * context, context, seen, causal=False))
-
-        own, lse = part(offset[row], q.shape[1], real, causal=True)
-        blocks = (offset[row] + context - 1) // context
-        joined = lax.fori_loop(0, blocks, with_block, (own.astype(jnp.float32), lse))[0]
-        mask = (jnp.arange(q.shape[1]) < real)[:, None, None]
-        joined = jnp.where(mask, joined, 0).astype(q.dtype).reshape(shape)
+        found = _one_call(q.reshape(1, -1, *q.shape[2:]), read, offset[row], real, context, attend)
         # The rows after those of this call are zeros, until a later call writes them.
-        return following[last + 1], lax.dynamic_update_slice_in_dim(out, joined, row, 0)
+        out = lax.dynamic_update_slice_in_dim(out, found.reshape(q.shape), row, 0)
+        return following[last + 1], out
 
-    out = jnp.zeros((rows.shape[0] + per_call - 1, *rows.shape[1:]), q.dtype)
-    out = lax.while_loop(lambda carry: carry[0] < rows.shape[0], call, (following[0], out))[1]
+    def next_call(carry):
+        if few >= most:
+            return call(most, *carry)
+        calls = functools.partial(call, few), functools.partial(call, most)
+        return lax.cond(size[carry[0]] <= few, *calls, *carry)
+
+    out = jnp.zeros((rows.shape[0] + most - 1, *rows.shape[1:]), q.dtype)
+    out = lax.while_loop(lambda carry: carry[0] < rows.shape[0], next_call, (following[0], out))[1]
     return out[: rows.shape[0]].reshape(batch, -1, *q.shape[2:])[:, :queries]
 
 
@@ -248,6 +233,40 @@ def _calls(queries: int, page: int, offset, lengths, table, most: int):
     size = jnp.where(continues, most, ahead).min(axis=1, initial=most)
     after = (row >= jnp.arange(rows + 1, dtype=jnp.int32)[:, None]) & (lengths > 0)
     return size, jnp.where(after, row, rows).min(axis=1)
+
+
+def _read(kv, pages, dtype, start, count: int, seen):
+    """Keys and values in `dtype`, 1 S K H, of `count` positions from `start` on of the prompt with
+    these pages. Those from `seen` on are zeros: nothing that may stand there, NaN included, gets
+    into a product."""
+    index, page = jnp.arange(count, dtype=jnp.int32), kv[0][0].shape[2]
+    position = jnp.minimum(start + index, pages.shape[0] * page - 1)
+    page_index, offset = pages[position // page], position % page
+    found = []
+    for x, scale in kv:
+        x = x.at[page_index, :, offset].get(mode="clip")
+        if scale is not None:
+            scale = scale.at[page_index, :, offset].get(mode="clip")
+            x = x.astype(jnp.float32) * scale[..., None]
+        found.append(jnp.where((index < seen)[:, None, None], x, 0).astype(dtype)[None])
+    return found
+
+
+def _one_call(q, read, start, queries, context: int, attend):
+    """The output, 1 M N H, of `queries` that stand at `start` and after it; zeros after these."""
+
+    def part(at, count: int, seen, *, causal: bool) -> Part:
+        return attend(q, *read(at, count, seen), queries[None], seen[None], causal=causal)
+
+    def with_block(j, before: Part) -> Part:
+        seen = jnp.minimum(start - j * context, context)
+        return _join(before, part(j * context, context, seen, causal=False))
+
+    own, lse = part(start, q.shape[1], queries, causal=True)
+    blocks = (start + context - 1) // context
+    out, _ = lax.fori_loop(0, blocks, with_block, (own.astype(jnp.float32), lse))
+    real = (jnp.arange(q.shape[1]) < queries)[:, None, None]
+    return jnp.where(real, out, 0).astype(q.dtype)
 
 
 def _join(a: Part, b: Part) -> Part:

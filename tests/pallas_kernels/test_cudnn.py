@@ -17,8 +17,8 @@ from tests.pallas_kernels.operands import check, chunk_inputs, hide, inputs, pre
 from tests.pallas_kernels.shapes import CHUNKS, PREFILL, Chunks, Prefill
 
 parametrize = pytest.mark.parametrize
-SIZES = {"one call": (2048, 8192), "many": (96, 50)}
-"""Most queries, and most context, of a call."""
+SIZES = {"one call": (2048, 256, 8192), "many": (96, 96, 50), "of two sizes": (300, 100, 50)}
+"""Most queries of a call, those of a short one, and most context."""
 SHORT = {"pages of 7", "ragged rows at different offsets"}
 
 
@@ -34,8 +34,9 @@ def cases(names) -> list:
 
 
 def chunk(*operands, sizes, attend=attend, q_offset, **options):
-    queries, context = SIZES[sizes]
-    call = functools.partial(cudnn.chunk, attend=attend, most_queries=queries, most_context=context)
+    queries, few, context = SIZES[sizes]
+    most = {"most_queries": queries, "few_queries": few, "most_context": context}
+    call = functools.partial(cudnn.chunk, attend=attend, **most)
     options = {"lengths": None} | options
     return jax.jit(call)(*operands, q_offset, **options)
 
@@ -102,6 +103,8 @@ def test_a_call_takes_the_rows_that_continue_a_prompt(most, size, following):
             "many",
             [(70, 70)] * 2 + [(70, 33)] + [(50, 50)] * 3 + [(50, 30), (50, 10)],
         ),
+        # Two of them, then the last alone in a smaller call.
+        ("of one prompt", "of two sizes", [(256, 256), (128, 70)] + [(50, 50)] * 5 + [(50, 6)]),
         (
             "pages of 64, up to the last position",  # 280 and 216 positions before two rows of 64
             "many",
