@@ -21,10 +21,13 @@ class Hardware:
 
 
 # NVIDIA's data sheets give bfloat16 with sparsity, which doubles it: 1,979 TFLOP/s for H100 SXM and
-# H200 SXM. The PCIe and NVL cards are slower and call themselves otherwise. Memory is what CUDA
-# reports of the nominal 80 and 141 GB.
+# H200 SXM, 242 for L4, 4,500 for B200. The PCIe and NVL cards are slower and call themselves
+# otherwise. Memory is what CUDA reports of the nominal 80, 141 and 192 GB; of L4 it is the nominal.
+_A100 = Hardware("A100 SXM 80 GB", 312e12, 85_100_068_864, 2.039e12)
+_L4 = Hardware("L4", 121e12, 24_000_000_000, 0.3e12)
 _H100 = Hardware("H100 SXM", 989.4e12, 84_942_979_072, 3.35e12)
 _H200 = Hardware("H200 SXM", 989.4e12, 150_754_820_096, 4.8e12)
+_B200 = Hardware("B200", 2250e12, 191_514_411_008, 8e12)
 
 # https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, per chip.
 _V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1.2e12)
@@ -35,11 +38,14 @@ _V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1.638e12)
 # its two TensorCores.
 _TPU7X = Hardware("TPU7x, half a chip", 2307e12 / 2, 96 * GIB, 7.38e12 / 2)
 
-HARDWARE = (_H100, _H200, _V4, _V5E, _V5P, _V6E, _TPU7X)
+HARDWARE = (_A100, _L4, _H100, _H200, _B200, _V4, _V5E, _V5P, _V6E, _TPU7X)
 
 _BY_KIND = {
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA L4": _L4,
     "NVIDIA H100 80GB HBM3": _H100,
     "NVIDIA H200": _H200,
+    "NVIDIA B200": _B200,
     "TPU v4": _V4,
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,

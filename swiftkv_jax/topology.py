@@ -11,6 +11,7 @@ must be set before JAX looks for devices.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -28,22 +29,49 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}  # device kinds
+
+class _Chip(NamedTuple):
+    """What XLA's compiler asks of a GPU's chip. Bytes, threads and registers are those that CUDA
+    reports; a core is a streaming multiprocessor."""
+
+    capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    threads_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block: int
+    l2_cache: int
+    clock_ghz: float
+
+
+# As in XLA's own descriptions (xla/backends/gpu/target_config/specs). It has none of L4, whose
+# figures are NVIDIA's: the data sheet of AD104, and the CUDA programming guide's of capability 8.9.
+_AMPERE = _Chip((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41)
+_ADA = _Chip((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04)
+_HOPPER = _Chip((9, 0), 132, 128, 2048, 233472, 232448, 52428800, 1.98)
+_BLACKWELL = _Chip((10, 0), 148, 128, 2048, 233472, 232448, 132644864, 1.965)
+
+_GPUS = {  # device kinds
+    "a100": ("NVIDIA A100-SXM4-80GB", _AMPERE),
+    "l4": ("NVIDIA L4", _ADA),
+    "h100": ("NVIDIA H100 80GB HBM3", _HOPPER),
+    "h200": ("NVIDIA H200", _HOPPER),
+    "b200": ("NVIDIA B200", _BLACKWELL),
+}
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
-# XLA's own description of a GPU (stream_executor/device_description.proto): the chip that H100 and
-# H200 share.
-_HOPPER = """
+# XLA's description of a GPU (stream_executor/device_description.proto).
+_DESCRIPTION = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  threads_per_core_limit: {chip.threads_per_core}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {chip.shared_memory_per_block}
+  shared_memory_per_core: {chip.shared_memory_per_core}
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 l2_cache_size: 52428800 memory_bandwidth: {bandwidth}
-  device_memory_size: {memory}
-  cuda_compute_capability {{ major: 9 minor: 0 }}
+  core_count: {chip.cores} fpus_per_core: {chip.fpus_per_core} clock_rate_ghz: {chip.clock_ghz}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  l2_cache_size: {chip.l2_cache} memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {chip.capability[0]} minor: {chip.capability[1]} }}
 }}
 platform_name: "CUDA" device_description_str: "{kind}"
 dnn_version_info {{ major: 9 minor: 20 patch: 0 }} runtime_version {{ major: 13 minor: 0 patch: 0 }}
@@ -53,9 +81,9 @@ dnn_version_info {{ major: 9 minor: 20 patch: 0 }} runtime_version {{ major: 13 
 def topology_mesh(name: str, shape: MeshShape | tuple[int, int]) -> Mesh:
     """A mesh over the first devices of a described machine; a pair is (data, model).
 
-    `name` is h100 or h200 with a device count (`h200:8`), or v4, v5e, v5p, v6e or tpu7x with its
-    chips (`v5p:4x4x4`, `v6e:2x4`). Raises `UsageError` for an unknown name, too few devices, or a
-    compiler that is not installed.
+    `name` is a100, l4, h100, h200 or b200 with a device count (`h200:8`), or v4, v5e, v5p, v6e or
+    tpu7x with its chips (`v5p:4x4x4`, `v6e:2x4`). Raises `UsageError` for an unknown name, too few
+    devices, or a compiler that is not installed.
     """
     return mesh_over(_devices(name), shape, f"`topology`={name} has")
 
@@ -64,10 +92,14 @@ def _devices(name: str) -> list:
     machine, _, chips = name.partition(":")
     try:
         if machine in _GPUS and re.fullmatch(r"[1-9]\d*", chips):
-            hardware = hardware_of(kind := _GPUS[machine])
+            kind, chip = _GPUS[machine]
+            hardware = hardware_of(kind)
             assert hardware is not None
-            config = _HOPPER.format(
-                kind=kind, memory=hardware.memory_bytes, bandwidth=int(hardware.bandwidth)
+            config = _DESCRIPTION.format(
+                kind=kind,
+                chip=chip,
+                memory=hardware.memory_bytes,
+                bandwidth=int(hardware.bandwidth),
             )
             hosts, per_host = (int(chips) // 8, 8) if int(chips) % 8 == 0 else (1, int(chips))
             layout = f"1x{hosts}x{per_host}"  # slices x hosts x devices
@@ -81,6 +113,6 @@ def _devices(name: str) -> list:
             f"`topology`={name}: its compiler is not available ({str(error).splitlines()[0]})"
         ) from error
     raise UsageError(
-        f"`topology`={name!r}: expected h100:N or h200:N, or {', '.join(_TPUS)} with chips like "
-        f"2x4 or 4x4x4"
+        f"`topology`={name!r}: expected {', '.join(_GPUS)} with a count like h200:8, or "
+        f"{', '.join(_TPUS)} with chips like 2x4 or 4x4x4"
     )

@@ -8,8 +8,11 @@ from swiftkv_jax.hardware import hardware_of
 @pytest.mark.parametrize(
     "kind",
     [
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA L4",
         "NVIDIA H100 80GB HBM3",
         "NVIDIA H200",
+        "NVIDIA B200",
         "TPU v4",
         "TPU v5 lite",
         "TPU v5",

@@ -18,7 +18,13 @@ from typing import Any
 from ..distributed import any_process
 from ..pallas_kernels import Implementation
 from ..pallas_kernels.device import device_kernels
-from .configurations import KernelConfig, forward_configs, serving_configs, training_configs
+from .configurations import (
+    KernelConfig,
+    forward_configs,
+    needed_from,
+    serving_configs,
+    training_configs,
+)
 from .processes import CHILD, TIMEOUT, after_the_end, check_in_children, check_in_process
 from .verdicts import DEFAULT_FOLDER, DeviceVersion, Verdict, VerdictFile
 
@@ -68,13 +74,16 @@ def checked_implementation(
     kernels = device_kernels(device.platform, device.device_kind)
     if implementation is not None or kernels is None:
         return implementation
+    configs = needed_from(kernels, configs)
     failed = _first_failed(kernels, configs, device, check)
     if failed is not None:
+        # cuDNN has no kernel for decode: by name it cannot serve.
+        all_the_same = f"; `attention`={kernels} uses the kernels all the same"
         _warn(
             f"attention runs through XLA, more slowly, and not through the {kernels} kernels: on "
             f"{device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks all "
-            f"of them again, its --json FILE is what to send with a report; `attention`={kernels} "
-            f"uses the kernels all the same"
+            f"of them again, its --json FILE is what to send with a report"
+            f"{'' if kernels == 'cudnn' else all_the_same}"
         )
     if any_process(failed is not None):
         if failed is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -17,7 +18,11 @@ from ..pallas_kernels.device import HEAD_DIMS
 PAGE_SIZE = 128
 """Page size of the standard set, the engine's default."""
 EIGHT_BITS = ("float8_e4m3fn", "int8")
-DTYPES = {"hopper": ("bfloat16", "float16"), "tpu": ("bfloat16", "float32")}
+DTYPES = {
+    "hopper": ("bfloat16", "float16"),
+    "tpu": ("bfloat16", "float32"),
+    "cudnn": ("bfloat16", "float16"),
+}
 """Dtypes of queries that each implementation takes, the usual one first."""
 
 
@@ -61,6 +66,14 @@ def serving_configs(
     return [_of(op, config, dtype, cache_dtype, mesh, page_size) for op in ("prefill", "decode")]
 
 
+def needed_from(implementation: str, configs: Iterable[KernelConfig]) -> list[KernelConfig]:
+    """Those of `configs` that `implementation` may be chosen for: cuDNN is not for decode, nor for
+    packed rows."""
+    if implementation != "cudnn":
+        return list(configs)
+    return [one for one in configs if one.op != "decode" and not one.packed]
+
+
 def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
     """What a model needs on one device: serving with every cache format, and training."""
     dtype = DTYPES[implementation][0]
@@ -69,7 +82,7 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
         for cache_dtype in (dtype, *EIGHT_BITS)
         for one in serving_configs(config, dtype, cache_dtype, PAGE_SIZE)
     ]
-    return serving + training_configs(config, dtype)
+    return needed_from(implementation, serving + training_configs(config, dtype))
 
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
@@ -104,7 +117,7 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
         KernelConfig("decode", 128, 4, other, other, PAGE_SIZE),
         KernelConfig("gradient", 128, 4, other, other, packed=True),
     ]
-    return serving + rows + second
+    return needed_from(implementation, serving + rows + second)
 
 
 def _of(op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=False) -> KernelConfig:

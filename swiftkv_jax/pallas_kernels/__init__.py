@@ -2,8 +2,8 @@
 `swiftkv_jax.attention` and in no other way.
 
 Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one
-implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels, `cudnn` is a library
-to compare with.
+implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels, `cudnn` is a library,
+for prefill on other GPUs.
 """
 
 from typing import get_args

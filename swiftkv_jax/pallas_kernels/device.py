@@ -44,10 +44,23 @@ def is_hopper(platform: str, kind: str) -> bool:
     return platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", kind) is not None
 
 
+def is_nvidia(platform: str, kind: str) -> bool:
+    """Whether the device is a GPU by NVIDIA, by its product name: JAX calls others 'gpu' too. Names
+    before Ampere that begin otherwise (Tesla, Quadro) are not meant: cuDNN's attention needs
+    Ampere."""
+    return platform in ("gpu", "cuda") and kind.startswith("NVIDIA ")
+
+
 def device_kernels(platform: str, kind: str) -> str | None:
-    """The implementation with kernels for this device, 'hopper' or 'tpu'; None if there is none."""
-    if is_hopper(platform, kind):
+    """The implementation with kernels for this device: 'hopper', 'tpu', or for other NVIDIA GPUs
+    'cudnn', which has one for prefill; None if there is none.
+
+    A Hopper GPU under a CUDA that miscompiles its kernels is one of the others.
+    """
+    if is_hopper(platform, kind) and not cuda_unsupported_reason(cuda_runtime_version()):
         return "hopper"
+    if is_nvidia(platform, kind):
+        return "cudnn"
     return "tpu" if platform == "tpu" else None
 
 
@@ -59,6 +72,18 @@ def cuda_runtime_version() -> int | None:
     except ImportError:
         return None
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+
+
+@functools.cache
+def cudnn_version() -> int | None:
+    """cuDNN's version as JAX has it, 10000 x major + 100 x minor + patch; None where JAX finds no
+    cuDNN."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return None if cuda_versions is None else cuda_versions.cudnn_get_version()
+    except (ImportError, RuntimeError):
+        return None
 
 
 def cuda_unsupported_reason(version: int | None) -> str | None:

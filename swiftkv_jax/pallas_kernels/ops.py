@@ -23,8 +23,11 @@ from .device import (
     HEAD_DIMS,
     cuda_runtime_version,
     cuda_unsupported_reason,
+    cudnn_version,
     current_device,
     device_kernels,
+    is_hopper,
+    is_nvidia,
 )
 from .remat import checkpoint_names
 from .tuning import tuning_for
@@ -69,17 +72,18 @@ def prefill_attention(
     position and head: the value is what is stored times its scale. The device kernels read them
     widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
     prefill chunk's attention. With a pool that is a copy of all X pages: gather those of the table
-    first and pass them as rows. XLA widens what it reads, one tile at a time. What no query sees
-    must be finite: its weight is zero, but zero times infinity is NaN.
+    first and pass them as rows. XLA and cuDNN widen what they read, one block at a time. What no
+    query sees must be finite: its weight is zero, but zero times infinity is NaN.
 
     `tuning` and `backward_tuning` are the kernel's `Tuning` and that of its gradient, instead of
     the entries of the table (`tuning.tuning_for`); they need a named device kernel.
 
     Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only
-    for whole rows (no offset, no `lengths`, S = T). Raises `ValueError` for operands that do not
-    fit together, `NotImplementedError` for what a named implementation cannot do and for gradients
-    that it does not have. Offsets that are ints, of Python or NumPy, are static. Values of other
-    offsets and of lengths are checked where they are known, that is outside of `jax.jit`.
+    for whole rows (no offset, no `lengths`, S = T), with cuDNN only without an offset. Raises
+    `ValueError` for operands that do not fit together, `NotImplementedError` for what a named
+    implementation cannot do and for gradients that it does not have. Offsets that are ints, of
+    Python or NumPy, are static. Values of other offsets and of lengths are checked where they are
+    known, that is outside of `jax.jit`.
     """
     q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = check_prefill(
         q,
@@ -101,7 +105,6 @@ def prefill_attention(
         k,
         segment_ids=segment_ids,
         page_table=page_table,
-        offset=not starts_at_zero,
         tuning=tuning,
         backward_tuning=backward_tuning,
     )
@@ -110,6 +113,11 @@ def prefill_attention(
         q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
     if name == "xla":
         return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table)
+    if name == "cudnn" and (page_table is not None or not starts_at_zero):
+        q, k, v = _without_gradient(
+            "implementation='cudnn' has no gradient with q_offset; 'xla' has", (q, k, v)
+        )
+        return cudnn.chunk(q, k, v, offset, lengths, k_scale, v_scale, page_table)
     k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
@@ -170,10 +178,6 @@ def decode_attention(
     if name == "xla":
         return xla.decode(q, k, v, length, k_scale, v_scale, page_table)
     if name == "cudnn":
-        if k_scale is not None:
-            raise NotImplementedError(
-                "implementation='cudnn' takes no scaled keys and values to decode; 'xla' does"
-            )
         return cudnn.decode(q, k, v, length)
     q, k, v = _without_gradient(
         f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
@@ -223,12 +227,12 @@ def choose_implementation(
     *,
     segment_ids=None,
     page_table=None,
-    offset: bool = False,
     tuning: Any = None,
     backward_tuning: Any = None,
 ) -> str:
     """The implementation to run: the named one, or with None the current device's kernel if it can
-    run these operands, else 'xla'.
+    run these operands, else 'xla'. cuDNN decodes by name only: it takes no pages, and transposes
+    a cache before it reads it.
 
     Only the shapes and dtypes of the arrays count. Raises `NotImplementedError` if the named
     implementation cannot run them, `ValueError` for a tuning of another kernel.
@@ -241,10 +245,10 @@ def choose_implementation(
                     f"{name} goes with implementation='hopper' or 'tpu', got {implementation=}"
                 )
     if implementation is None:
-        return next(
-            (name for name in ("hopper", "tpu") if _unsupported_reason(name, *operands) is None),
-            "xla",
-        )
+        name = device_kernels(*current_device())
+        if name is None or (name, op) == ("cudnn", "decode"):
+            return "xla"
+        return "xla" if _unsupported_reason(name, *operands) else name
     if implementation not in get_args(Implementation):
         raise NotImplementedError(
             f"{implementation=} is not available; available: "
@@ -253,12 +257,6 @@ def choose_implementation(
     _check_tuning("tuning", tuning, implementation, op)
     _check_tuning("backward_tuning", backward_tuning, implementation, "backward")
     reason = _unsupported_reason(implementation, *operands, tuning)
-    if implementation == "cudnn" and reason is None and segment_ids is not None:
-        reason = "takes no segment_ids (only a mask of T x S)"
-    if implementation == "cudnn" and reason is None and page_table is not None:
-        reason = "takes no page_table"
-    if implementation == "cudnn" and reason is None and offset:
-        reason = "takes no q_offset but a static 0"
     if reason:
         raise NotImplementedError(f"{implementation=} {reason}; 'xla' runs {op} everywhere")
     return implementation
@@ -282,7 +280,7 @@ def _unsupported_reason(
     platform, kind = current_device()
     if name in ("hopper", "tpu"):
         dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
-        if device_kernels(platform, kind) != name:
+        if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
             needed = "Hopper GPU" if name == "hopper" else "TPU"
             return f"needs a {needed}, this is {platform} ({kind})"
         if name == "hopper" and (reason := cuda_unsupported_reason(cuda_runtime_version())):
@@ -299,8 +297,13 @@ def _unsupported_reason(
                 return f"cannot: {error}"
         # The kernel's module is imported here first, on its own device only.
         return getattr(_kernels(name), op).unsupported_reason(q, k, page_table, tuning)
-    if name == "cudnn" and platform not in ("gpu", "cuda"):
-        return f"needs an NVIDIA GPU, this is {platform} ({kind})"
+    if name == "cudnn":
+        if not is_nvidia(platform, kind):
+            return f"needs an NVIDIA GPU, this is {platform} ({kind})"
+        wide = is_hopper(platform, kind)  # on older GPUs JAX refuses H > 128
+        return cudnn.unsupported_reason(
+            op, q, k, segment_ids, page_table, wide_heads=wide, version=cudnn_version()
+        )
     return None
 
 

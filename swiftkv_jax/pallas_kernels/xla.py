@@ -30,14 +30,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from . import segments
+from .device import current_device
 from .remat import checkpoint_names
+from .xla_blocks import decode_keys, prefill_blocks
 
-BLOCK_Q = 256
-BLOCK_KV = 256
-"""The fastest forward and backward pass, or close to it, on two CPU cores in float32 with H = 64, T
-= 512 and 2048: at 2048 3 to 14 times as fast as whole rows. Blocks of 512 keys gain a tenth in a
-long forward pass, and lose a third at T = 512."""
-DECODE_BLOCK = 512
 FULL_SHARE = 4
 """One product over the whole cache takes a third of the time of all its blocks, which are copied
 first: blocks are walked only if at most a quarter of the positions is valid."""
@@ -68,9 +64,6 @@ def prefill(
     k_scale: Float[Array, "_ K _"] | None = None,
     v_scale: Float[Array, "_ K _"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
-    *,
-    block_q: int = BLOCK_Q,
-    block_kv: int = BLOCK_KV,
 ) -> Float[Array, "B T N H"]:
     """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with
     its own segment id.
@@ -85,11 +78,14 @@ def prefill(
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
     keys = _Keys(k, v, k_scale, v_scale, segment_ids, page_table)
-    if q.shape[1] <= block_q and keys.length <= block_kv:
+    platform, (batch, queries, heads, _) = current_device()[0], q.shape
+    most = prefill_blocks(platform, batch, queries, heads)
+    if queries <= most.queries and keys.length <= most.keys:
         return _direct(q, keys, last)
     if page_table is None:
-        return _blocked(q, keys, last, _even(q.shape[1], block_q), _even(keys.length, block_kv))
-    blocks = _even(q.shape[1], block_q), _even(keys.length, block_kv, page=k.shape[2])
+        return _blocked(q, keys, last, _even(queries, most.queries), _even(keys.length, most.keys))
+    most = prefill_blocks(platform, 1, queries, heads)
+    blocks = _even(queries, most.queries), _even(keys.length, most.keys, page=k.shape[2])
 
     def row(q, table, last):
         return jnp.squeeze(
@@ -116,13 +112,14 @@ def decode(
     Keys and values are as in `prefill`. A row of length 0 yields zeros. What lies beyond the
     longest row's block is not read, unless reading it all is faster.
     """
-    queries = q.shape[1]
+    batch, queries, _, head_dim = q.shape
+    most = decode_keys(current_device()[0], batch * k.shape[1] * head_dim * q.dtype.itemsize)
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
     keys = _Keys(k, v, k_scale, v_scale, page_table=page_table)
     in_place = page_table is None and k_scale is None
-    if keys.length <= DECODE_BLOCK * (FULL_SHARE if in_place else 1):
+    if keys.length <= most * (FULL_SHARE if in_place else 1):
         return _direct(q, keys, last)
-    block = _even(keys.length, DECODE_BLOCK, page=1 if page_table is None else k.shape[2])
+    block = _even(keys.length, most, page=1 if page_table is None else k.shape[2])
     if not in_place:
         return _blocked(q, keys, last, queries, block)
     short = length.max() <= keys.length // FULL_SHARE

@@ -1,12 +1,14 @@
 """A child process that checks kernels on the CPU as the shipped one does on a device.
 
-    python -m tests.kernel_check.stand_in MODE STARTS
+    python -m tests.kernel_check.stand_in MODE STARTS [KIND]
 
 The kernels are XLA's in the place of a device's, some with a mistake, or a device's own in the
-interpreter. Each start adds a line to the file STARTS.
+interpreter. Each start adds a line to the file STARTS. KIND is the kind of the device, an H100's by
+default.
 """
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -14,12 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
-def gpu(version: str = "cuda 13000") -> Any:
+
+def gpu(version: str = "cuda 13000", kind: str = H100) -> Any:
     """A device that is not here: what a `jax.Device` says of itself."""
     return SimpleNamespace(
         platform="gpu",
-        device_kind="NVIDIA H100 80GB HBM3",
+        device_kind=kind,
         client=SimpleNamespace(platform_version=version),
     )
 
@@ -63,7 +67,23 @@ class Kernels:
         return out / 0 if self._mode == "is not finite" else out
 
 
-def main(mode: str, starts: str) -> int:
+class Cudnn(Kernels):
+    """Prefill as it is put together from calls of cuDNN, with XLA in the place of cuDNN."""
+
+    def prefill_attention(self, q, k, v, *, implementation, q_offset, **options):
+        from swiftkv_jax.pallas_kernels import cudnn
+        from tests.pallas_kernels.cudnn_stand_in import attend
+
+        def in_base_two(*operands, **options):
+            out, lse = attend(*operands, **options)
+            return out, lse * math.log2(math.e)
+
+        call = in_base_two if self._mode == "has other logs" else attend
+        options |= {"most_queries": 64, "most_context": 70}
+        return cudnn.chunk(q, k, v, q_offset, **options, attend=call)
+
+
+def main(mode: str, starts: str, kind: str = H100) -> int:
     with Path(starts).open("a") as file:
         file.write(f"{mode}\n")
     with contextlib.suppress(ImportError):
@@ -75,13 +95,13 @@ def main(mode: str, starts: str) -> int:
         return 3
     from swiftkv_jax.kernel_check import child
 
-    options: dict[str, Any] = {"positions": 150, "runs": 1, "device": gpu()}
+    options: dict[str, Any] = {"positions": 150, "runs": 1, "device": gpu(kind=kind)}
     if mode == "interpreted":
         from tests.pallas_kernels.interpreted import device_of
 
         with device_of("hopper"):
             return child.main(**options)
-    return child.main(ops=Kernels(mode), **options)
+    return child.main(ops=(Kernels if kind == H100 else Cudnn)(mode), **options)
 
 
 if __name__ == "__main__":

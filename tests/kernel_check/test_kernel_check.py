@@ -34,7 +34,7 @@ from swiftkv_jax.kernel_check.configurations import standard_configs
 from swiftkv_jax.kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
-from tests.kernel_check.stand_in import Kernels, gpu, tpu
+from tests.kernel_check.stand_in import A100, Kernels, gpu, tpu
 
 PREFILL = KernelConfig("prefill", 64, 2, "bfloat16", "bfloat16", 64)
 DECODE = dataclasses.replace(PREFILL, op="decode")
@@ -49,8 +49,9 @@ def warnings(caplog):
 
 
 def stand_in(mode: str, folder: Path, **options: Any) -> KernelCheck:
-    command = (sys.executable, "-m", "tests.kernel_check.stand_in", mode, str(folder / "starts"))
     options = {"device": gpu()} | options
+    command = (sys.executable, "-m", "tests.kernel_check.stand_in", mode, str(folder / "starts"))
+    command += (options["device"].device_kind,)
     return KernelCheck(folder=folder / "verdicts", command=command, **options)
 
 
@@ -133,7 +134,22 @@ def test_a_name_is_obeyed_unchecked(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["cpu", "NVIDIA A100-SXM4-80GB"])
+@pytest.mark.parametrize(("mode", "chosen"), [("is right", None), ("has other logs", "xla")])
+def test_on_other_gpus_cudnn_is_checked(mode, chosen, tmp_path, warnings):
+    """For prefill alone, and not of packed rows: nothing starts for these."""
+    check = stand_in(mode, tmp_path, device=gpu(kind=A100))
+    packed = dataclasses.replace(PREFILL, page_size=None, packed=True)
+    assert checked_implementation(None, [DECODE, packed], None, check) is None
+    assert starts(tmp_path) == 0
+    assert checked_implementation(None, [PREFILL, DECODE], None, check) == chosen
+    assert starts(tmp_path) == 1
+    assert kept(tmp_path) == {"prefill": "wrong" if chosen else "right"}
+    said = "the cudnn kernels: on NVIDIA A100-SXM4-80GB, prefill (head dim 64"
+    assert [said in warning for warning in warnings()] == ([True] if chosen else [])
+    assert "`attention`=" not in "".join(warnings())  # by name it cannot decode
+
+
+@pytest.mark.parametrize("kind", ["cpu", "AMD Instinct MI300X"])
 def test_nothing_happens_without_device_kernels(kind, tmp_path):
     device = SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind)
     check = stand_in("is wrong", tmp_path, device=device)
@@ -281,9 +297,9 @@ def test_what_a_model_needs():
 def test_the_standard_set_is_right_by_xla():
     """One of each op and format, with smaller pages: the operands and the reference fit
     together."""
-    for implementation in ("tpu", "hopper"):
+    for implementation, least in (("cudnn", 20), ("tpu", 50), ("hopper", 50)):
         configs = standard_configs(implementation)
-        assert len(set(configs)) == len(configs) > 50
+        assert len(set(configs)) == len(configs) > least
     different = {(c.op, c.cache_dtype): c for c in configs if c.dtype == "bfloat16"}
     assert len(different) == 7
     for config in different.values():

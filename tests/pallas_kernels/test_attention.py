@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
-from tests.pallas_kernels.interpreted import on_hardware
 from tests.pallas_kernels.operands import (
     TOLERANCE,
     as_format,
@@ -290,14 +289,3 @@ def test_the_same_twice(implementation, dtype):
         run(implementation, op, q[:, :1], k, v, jnp.asarray([7, 300, 131])) for _ in range(2)
     )
     np.testing.assert_array_equal(np.float32(first), np.float32(second))
-
-
-@pytest.mark.hardware
-@pytest.mark.skipif(not on_hardware("cudnn"), reason="needs an NVIDIA GPU: make test-gpu")
-@parametrize("name", ["8B", "square, several blocks", "ragged rows"])
-def test_cudnn(name):
-    shape = PREFILL[name]
-    q, k, v = inputs(shape, "bfloat16")
-    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
-    out = prefill_attention(q, k, v, lengths=lengths, implementation="cudnn")
-    check(out, q, k, v, prefill_mask(shape))

@@ -62,12 +62,7 @@ def test_none_chooses(device, shape, dtype, chosen):
             k = jax.ShapeDtypeStruct((B, K, S, shape[3]), dtype)
             assert (
                 ops.choose_implementation(
-                    op,
-                    None,
-                    q,
-                    k,
-                    segment_ids=jnp.ones((B, T)) if op == "prefill" else None,
-                    offset=True,
+                    op, None, q, k, segment_ids=jnp.ones((B, T)) if op == "prefill" else None
                 )
                 == chosen
             )
@@ -217,18 +212,6 @@ def test_no_device_kernel_on_a_cpu(implementation):
     for op in (prefill, decode):
         with on_the_cpu(), pytest.raises(NotImplementedError, match="this is cpu"):
             op(implementation=implementation)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"segment_ids": jnp.ones((B, S), int), "q": zeros(B, S, N, H)}, "takes no segment_ids"),
-        ({"q_offset": jnp.int32(0)}, "takes no q_offset"),
-    ],
-)
-def test_what_cudnn_refuses(arguments, message):
-    with under("A100"), pytest.raises(NotImplementedError, match=message):
-        prefill(implementation="cudnn", **arguments)
 
 
 @pytest.mark.parametrize(

@@ -122,16 +122,6 @@ def test_no_gradient(options):
         )
 
 
-def test_cudnn_takes_none():
-    with (
-        under("A100"),
-        pytest.raises(
-            NotImplementedError, match="'cudnn' takes no page_table; 'xla' runs prefill everywhere"
-        ),
-    ):
-        prefill_attention(**arguments(implementation="cudnn"))
-
-
 LIMITS = {  # implementation, q, k, table, what the refusal names
     "pages of 96": (
         "hopper",
@@ -176,10 +166,7 @@ def test_hopper_takes_pages_of_64(page, head_dim):
     ring."""
     q, k, table = like(20, 128, 32, head_dim), like(9, 8, page, head_dim), like(20, 64)
     with under("H100"):
-        assert (
-            ops.choose_implementation("prefill", None, q, k, page_table=table, offset=True)
-            == "hopper"
-        )
+        assert ops.choose_implementation("prefill", None, q, k, page_table=table) == "hopper"
         tuning = ops.find_tuning("hopper", "prefill", q, k)
     fitted = fit_hopper(tuning, page)
     assert page % fitted.block_kv == 0
