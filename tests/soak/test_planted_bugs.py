@@ -1,5 +1,5 @@
 """The interpreter is worth something: with one wait or fence left out, a kernel races, stops or
-goes wrong, and with a wrong work list it goes wrong; and it is noticed.
+goes wrong, and with a statement changed or a wrong work list it goes wrong; and it is noticed.
 
 That is a property of the kernels and of JAX's interpreters, to be looked at again when either
 changes: three minutes.
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.pallas_kernels.planted import PLANS, statements
+from tests.pallas_kernels.planted import EDITS, PLANS, edited, statements
 
 PLANTED = {
     "hopper.prefill": [
@@ -26,7 +26,7 @@ PLANTED = {
     "hopper.decode_combine": ["plgpu.commit_smem()"],
     "hopper.backward_dq": ["plgpu.barrier_wait(kv_full.at[k_stage])"],
     "hopper.backward_dkv": ["plgpu.barrier_wait(do_full.at[stage])"],
-    "tpu.decode": ["copy.wait()", "copy.wait() #2"],
+    "tpu.decode": ["pltpu.make_async_copy(part, part, copied.at[slot]).wait()"],
 }
 CASES = [(kernel, statement) for kernel, planted in PLANTED.items() for statement in planted]
 
@@ -49,6 +49,12 @@ def test_it_is_noticed(kernel, statement):
 @pytest.mark.parametrize("mistake", PLANS)
 def test_a_wrong_plan_is_noticed(mistake):
     assert run("hopper.decode", mistake) == 1
+
+
+@pytest.mark.parametrize("mistake", EDITS)
+def test_a_changed_statement_is_noticed(mistake):
+    assert edited(mistake)
+    assert run(EDITS[mistake][0], mistake) == 1
 
 
 @pytest.mark.parametrize("kernel", PLANTED)

@@ -1,0 +1,152 @@
+"""The instructions of a TPU kernel, counted in the schedule that libtpu makes of it: no TPU runs.
+
+    python -m tests.compile.bundles v6e:2x2 decode int8 DIR
+
+compiles a kernel with the heads of Llama-3.1-8B and prints what a whole block takes. A bundle is
+one instruction of several units, and takes a cycle at least: what waits for memory is not counted.
+libtpu reads its flags when it is loaded, so `dump` runs this in a process of its own.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, tpu
+from tests.compile.compiled import compile_for
+
+N, K, H = 32, 8, 128  # heads of Llama-3.1-8B and their dim
+ROWS, POSITIONS, PAGE = 64, 131_072, 128  # decode rows, their longest, and pages, by default
+PROMPT = 8192  # tokens of prefill
+_LINE = re.compile(r" *0(?:x[0-9a-f]+)? +(?P<label>\w\w)?: +(?P<loops>>*) +\{(?P<code>.*)")
+
+
+class Segment(NamedTuple):
+    """Instructions without a branch between them."""
+
+    loops: int
+    """Loops around it."""
+    enters: bool
+    """Whether a loop's body begins here."""
+    bundles: int
+    copies: int
+    """Copies from HBM that it starts."""
+    products: int
+    """Instructions of matrix units that multiply."""
+
+
+class Block(NamedTuple):
+    """Bundles of a whole block of keys and values."""
+
+    copies: int
+    """Copies that are started for a block."""
+    overhead: int
+    """Bundles that start copies, wait, and walk the list of work."""
+    attend: int
+    """Bundles of products and softmax."""
+
+    @property
+    def bundles(self) -> int:
+        return self.overhead + self.attend
+
+
+def segments(schedule: str) -> list[Segment]:
+    """The segments of a kernel, in order, of the text of its `final_bundles`."""
+    found, loops, ended = [], 0, True
+    for match in filter(None, map(_LINE.match, schedule.splitlines())):
+        label, code = match["label"], match["code"]
+        if code != "}":  # the depth of an empty bundle is not written
+            loops = len(match["loops"])
+        if label or ended:
+            found.append(Segment(loops, label == "LB", 0, 0, 0))
+        last = found[-1]
+        found[-1] = last._replace(
+            bundles=last.bundles + 1,
+            copies=last.copies + code.count("= dma.hbm_to_vmem"),
+            products=last.products + len(re.findall(r"= vmatmul", code)),
+        )
+        ended = "sbr.rel" in code
+    return found
+
+
+def largest(found: list[Segment]) -> Segment:
+    """The segment that multiplies most."""
+    return max(found, key=lambda segment: segment.products)
+
+
+def innermost_loop(found: list[Segment]) -> list[Segment]:
+    """The segments of the innermost loop that multiplies, without the loops inside it: the way of a
+    whole block, and a few bundles of branches that it does not take."""
+    depth = max(segment.loops for segment in found if segment.products)
+    loops: list[list[Segment]] = []
+    for segment in found:
+        if segment.loops == depth and segment.enters:
+            loops.append([])
+        if segment.loops == depth and loops:
+            loops[-1].append(segment)
+    return max(loops, key=lambda loop: largest(loop).products)
+
+
+def decode_block(found: list[Segment]) -> Block:
+    loop = innermost_loop(found)
+    attend = largest(loop).bundles
+    copies = sum(segment.copies for segment in loop)
+    return Block(copies, sum(segment.bundles for segment in loop) - attend, attend)
+
+
+def dump(topology: str, kernel: str, cache_format: str, folder: Path, **tuning: Any) -> str:
+    """The schedule of one kernel, compiled in a child process. Raises `CalledProcessError`."""
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    command = [sys.executable, "-m", "tests.compile.bundles", topology, kernel, cache_format]
+    command += [str(folder), *(f"{name}={value}" for name, value in tuning.items())]
+    environment = os.environ | {"LIBTPU_INIT_ARGS": flags}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    return read(folder)
+
+
+def read(folder: Path) -> str:
+    (file,) = (
+        path
+        for path in folder.glob("*-tpu_*-final_bundles.txt")
+        if "schedule-analysis" not in path.name
+    )
+    return file.read_text()
+
+
+def compile_kernel(topology: str, kernel: str, cache_format: str, **tuning: int):
+    """Compile `kernel`: "decode" of the engine's default shapes or "prefill" of a prompt."""
+    chosen = getattr(tpu, kernel).Tuning(**tuning) if tuning else None
+
+    def shape(*sizes, dtype: Any = jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    if kernel == "prefill":
+        op = functools.partial(prefill_attention, implementation="tpu", tuning=chosen)
+        kv = shape(1, K, PROMPT, H)
+        return compile_for(topology, op, shape(1, PROMPT, N, H), kv, kv)
+    pages = ROWS * 2048 // PAGE
+    options = {"page_table": shape(ROWS, POSITIONS // PAGE, dtype=jnp.int32)}
+    if cache_format != "bfloat16":
+        scale = shape(pages, K, PAGE, dtype=jnp.float32)
+        options |= {"k_scale": scale, "v_scale": scale}
+    kv = shape(pages, K, PAGE, H, dtype=jnp.dtype(cache_format))
+    op = functools.partial(decode_attention, implementation="tpu", tuning=chosen)
+    return compile_for(
+        topology,
+        lambda q, k, v, length, options: op(q, k, v, length, **options),
+        *(shape(ROWS, 1, N, H), kv, kv, shape(ROWS, dtype=jnp.int32), options),
+    )
+
+
+if __name__ == "__main__":
+    topology, kernel, cache_format, folder, *pairs = sys.argv[1:]
+    values = {name: int(value) for name, value in (pair.split("=") for pair in pairs)}
+    compile_kernel(topology, kernel, cache_format, **values)
+    counted = segments(read(Path(folder)))
+    print(decode_block(counted) if kernel == "decode" else largest(counted))
