@@ -1,10 +1,10 @@
-"""The instructions of a TPU kernel, counted in the schedule that libtpu makes of it: no TPU runs.
+"""The instructions of TPU kernels, counted in the schedule that libtpu makes of them: no TPU runs.
 
-    python -m tests.compile.bundles v6e:2x2 decode int8 DIR
+    python -m tests.compile.bundles v6e:2x2 decode int8 block_bytes=1048576
 
-compiles a kernel with the heads of Llama-3.1-8B and prints what a whole block takes. A bundle is
-one instruction of several units, and takes a cycle at least: what waits for memory is not counted.
-libtpu reads its flags when it is loaded, so `dump` runs this in a process of its own.
+compiles a kernel with the heads of Llama-3.1-8B and prints what a whole block of keys and values
+takes. A bundle is one instruction of several units, and takes a cycle at least: the time that it
+waits for memory is not counted. libtpu reads its flags when it is loaded, hence the child process.
 """
 
 import functools
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, tpu
-from tests.compile.compiled import compile_for
+from swiftkv_jax.topology import ENVIRONMENT
+from tests.compile.compiled import lower_for
 
 N, K, H = 32, 8, 128  # heads of Llama-3.1-8B and their dim
-ROWS, POSITIONS, PAGE = 64, 131_072, 128  # decode rows, their longest, and pages, by default
+ROWS, POSITIONS, PAGE = 64, 131_072, 128  # rows of a decode step, the longest, and their pages
+POOL = ROWS * 2048 // PAGE  # pages
 PROMPT = 8192  # tokens of prefill
 _LINE = re.compile(r" *0(?:x[0-9a-f]+)? +(?P<label>\w\w)?: +(?P<loops>>*) +\{(?P<code>.*)")
 
@@ -100,27 +103,25 @@ def decode_block(found: list[Segment]) -> Block:
     return Block(copies, sum(segment.bundles for segment in loop) - attend, attend)
 
 
-def dump(topology: str, kernel: str, cache_format: str, folder: Path, **tuning: Any) -> str:
-    """The schedule of one kernel, compiled in a child process. Raises `CalledProcessError`."""
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    command = [sys.executable, "-m", "tests.compile.bundles", topology, kernel, cache_format]
-    command += [str(folder), *(f"{name}={value}" for name, value in tuning.items())]
-    environment = os.environ | {"LIBTPU_INIT_ARGS": flags}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
-    return read(folder)
-
-
-def read(folder: Path) -> str:
-    (file,) = (
-        path
-        for path in folder.glob("*-tpu_*-final_bundles.txt")
-        if "schedule-analysis" not in path.name
-    )
-    return file.read_text()
+def schedule(topology: str, kernel: str, cache_format: str, **tuning: int) -> str:
+    """The `final_bundles` of one kernel, compiled in a child process: see `compile_kernel`."""
+    call = f"compile_kernel({topology!r}, {kernel!r}, {cache_format!r}, **{tuning!r})"
+    command = [sys.executable, "-c", f"from tests.compile.bundles import *; {call}"]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
+        child = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert child.returncode == 0, child.stderr[-2000:]
+        files = Path(folder).glob(f"*-tpu_{kernel}.*-final_bundles.txt")
+        (file,) = (file for file in files if "schedule-analysis" not in file.name)
+        return file.read_text()
 
 
 def compile_kernel(topology: str, kernel: str, cache_format: str, **tuning: int):
-    """Compile `kernel`: "decode" of the engine's default shapes or "prefill" of a prompt."""
+    """Compile `kernel`: "decode" of the engine's default shapes or "prefill" of a prompt, with the
+    tuning of the table or the one given."""
     chosen = getattr(tpu, kernel).Tuning(**tuning) if tuning else None
 
     def shape(*sizes, dtype: Any = jnp.bfloat16):
@@ -129,24 +130,23 @@ def compile_kernel(topology: str, kernel: str, cache_format: str, **tuning: int)
     if kernel == "prefill":
         op = functools.partial(prefill_attention, implementation="tpu", tuning=chosen)
         kv = shape(1, K, PROMPT, H)
-        return compile_for(topology, op, shape(1, PROMPT, N, H), kv, kv)
-    pages = ROWS * 2048 // PAGE
+        lower_for(topology, op, shape(1, PROMPT, N, H), kv, kv).compile()
+        return
+    op = functools.partial(decode_attention, implementation="tpu", tuning=chosen)
+    kv = shape(POOL, K, PAGE, H, dtype=jnp.dtype(cache_format))
     options = {"page_table": shape(ROWS, POSITIONS // PAGE, dtype=jnp.int32)}
     if cache_format != "bfloat16":
-        scale = shape(pages, K, PAGE, dtype=jnp.float32)
+        scale = shape(POOL, K, PAGE, dtype=jnp.float32)
         options |= {"k_scale": scale, "v_scale": scale}
-    kv = shape(pages, K, PAGE, H, dtype=jnp.dtype(cache_format))
-    op = functools.partial(decode_attention, implementation="tpu", tuning=chosen)
-    return compile_for(
+    lower_for(
         topology,
         lambda q, k, v, length, options: op(q, k, v, length, **options),
         *(shape(ROWS, 1, N, H), kv, kv, shape(ROWS, dtype=jnp.int32), options),
-    )
+    ).compile()
 
 
 if __name__ == "__main__":
-    topology, kernel, cache_format, folder, *pairs = sys.argv[1:]
+    topology, kernel, cache_format, *pairs = sys.argv[1:]
     values = {name: int(value) for name, value in (pair.split("=") for pair in pairs)}
-    compile_kernel(topology, kernel, cache_format, **values)
-    counted = segments(read(Path(folder)))
-    print(decode_block(counted) if kernel == "decode" else largest(counted))
+    found = segments(schedule(topology, kernel, cache_format, **values))
+    print(decode_block(found) if kernel == "decode" else largest(found))
