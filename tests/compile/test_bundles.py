@@ -44,9 +44,13 @@ def copy_cycles(chip: str, cache_format: str, positions: int) -> float:
 
 @pytest.mark.parametrize("chip", PREFILL)
 def test_prefill(chip):
-    assert largest(segments(schedule(TOPOLOGIES[chip], "prefill", "bfloat16"))).bundles <= (
-        SLACK * PREFILL[chip]
-    )
+    """A block, of one head a core, takes at most a quarter of its time to copy."""
+    bundles = largest(segments(schedule(TOPOLOGIES[chip], "prefill", "bfloat16"))).bundles
+    cores = 2 if chip == "v5p" else 1
+    cycles = copy_cycles(chip, "bfloat16", 1024) / K * cores
+    print(f"{bundles} bundles, {cycles:.0f} cycles to copy")
+    assert bundles <= SLACK * PREFILL[chip]
+    assert cycles <= bundles / 4
 
 
 @pytest.mark.parametrize(("chip", "cache_format"), DECODE)

@@ -2,7 +2,7 @@
 goes wrong, and with a statement changed or a wrong work list it goes wrong; and it is noticed.
 
 That is a property of the kernels and of JAX's interpreters, to be looked at again when either
-changes: three minutes.
+changes: some minutes.
 """
 
 import subprocess
