@@ -40,6 +40,10 @@ class Segment(NamedTuple):
     bundles: int
     copies: int
     """Copies from HBM that it starts."""
+    copied: int
+    """What they copy, in granules of 32 bytes."""
+    waited: int
+    """Granules that it waits for."""
     products: int
     """Instructions of matrix units that multiply."""
 
@@ -49,6 +53,10 @@ class Block(NamedTuple):
 
     copies: int
     """Copies that are started for a block."""
+    copied: int
+    """What they copy, in granules of 32 bytes."""
+    waited: int
+    """Granules that a block waits for: as many, or the kernel hangs or reads too early."""
     overhead: int
     """Bundles that start copies, wait, and walk the list of work."""
     attend: int
@@ -67,15 +75,21 @@ def segments(schedule: str) -> list[Segment]:
         if code != "}":  # the depth of an empty bundle is not written
             loops = len(match["loops"])
         if label or ended:
-            found.append(Segment(loops, label == "LB", 0, 0, 0))
+            found.append(Segment(loops, label == "LB", 0, 0, 0, 0, 0))
         last = found[-1]
         found[-1] = last._replace(
             bundles=last.bundles + 1,
             copies=last.copies + code.count("= dma.hbm_to_vmem"),
+            copied=last.copied + _sum(r"= dma.hbm_to_vmem [^;}]*size_in_granules=\*/(\d+)", code),
+            waited=last.waited + _sum(r"= dma.done.wait [^;}]*, (\d+)", code),
             products=last.products + len(re.findall(r"= vmatmul", code)),
         )
         ended = "sbr.rel" in code
     return found
+
+
+def _sum(pattern: str, code: str) -> int:
+    return sum(map(int, re.findall(pattern, code)))
 
 
 def largest(found: list[Segment]) -> Segment:
@@ -99,8 +113,11 @@ def innermost_loop(found: list[Segment]) -> list[Segment]:
 def decode_block(found: list[Segment]) -> Block:
     loop = innermost_loop(found)
     attend = largest(loop).bundles
-    copies = sum(segment.copies for segment in loop)
-    return Block(copies, sum(segment.bundles for segment in loop) - attend, attend)
+    copies, copied, waited, bundles = (
+        sum(getattr(segment, field) for segment in loop)
+        for field in ("copies", "copied", "waited", "bundles")
+    )
+    return Block(copies, copied, waited, bundles - attend, attend)
 
 
 def schedule(topology: str, kernel: str, cache_format: str, **tuning: int) -> str:

@@ -61,6 +61,7 @@ def test_decode(chip, cache_format):
     cycles = copy_cycles(chip, cache_format, positions)
     print(f"{block}, {cycles:.0f} cycles to copy")
     assert block.copies == positions // PAGE * (2 if cache_format == "bfloat16" else 4)
+    assert block.waited == block.copied > 0
     assert block.overhead <= SLACK * overhead
     assert block.attend <= SLACK * attend
     assert block.bundles <= COMPUTED_LONGER.get((chip, cache_format), 1) * cycles

@@ -216,7 +216,7 @@ def _kernel(
 
     def wait_for(slot, size):
         """Wait for the bytes of `size` positions in `slot`, whichever those are: a wait asks its
-        copy for the semaphore and the size alone."""
+        copy for the semaphore and the size alone, as in vLLM's ragged paged attention for TPUs."""
         parts = [buffer.at[slot, :, *kv_at(pl.ds(0, size))] for buffer in kv_buffers]
         parts += [buffer.at[slot, :, pl.ds(0, size)] for buffer in scale_buffers]
         for part in parts:
