@@ -21,6 +21,7 @@ from benchmarks.markdown import anchor
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import COMMANDS
 from tests import tiny
+from tests.compile import test_bundles
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -284,6 +285,10 @@ def test_figures_of_the_pages_are_the_measured_ones():
     assert f"{loss['forward, fused']:.2f} GiB\ninstead of {loss['forward, naive']:.1f}" in training
     kernels = text_of(ROOT / "docs" / "kernels.md")
     assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
+    for (chip, cache_format), (positions, *bundles) in test_bundles.DECODE.items():
+        cycles = round(test_bundles.copy_cycles(chip, cache_format, positions))
+        cells = chip, cache_format, positions, *bundles, f"{cycles:,}"
+        assert f"| {' | '.join(map(str, cells))} |" in kernels
 
 
 @cache

@@ -164,7 +164,7 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
 
 def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     """A decode step as the engine runs it, with an idle row."""
-    page, pages = _pages(config, positions)
+    page, pages = _pages(config, 4 * positions)  # blocks of two heads have up to 32 pages on TPUs
     keys = pages * page
     lengths = np.array([keys, 0, 1, page + 5, page, keys // 2 + 1, page + 1, keys - 1])
     position = np.arange(keys)

@@ -28,13 +28,18 @@ class Kernel(NamedTuple):
 def compile_for(topology: str, function, *shapes):
     """(compiled, [Kernel]) on one device of `topology`. Shapes are `ShapeDtypeStruct`s or trees of
     them."""
+    return with_kernels(lower_for(topology, function, *shapes))
+
+
+def lower_for(topology: str, function, *shapes):
+    """`function`, lowered for one device of `topology`."""
     mesh = topology_mesh(topology, (1, 1))
     place = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return with_kernels(jax.jit(function).lower(*shapes))
+        return jax.jit(function).lower(*shapes)
 
 
 def with_kernels(lowered):

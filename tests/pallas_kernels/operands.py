@@ -15,6 +15,8 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
 UNSEEN_KEY, UNSEEN_VALUE = jnp.nan, 1e3
 """Keys and values beyond the valid positions: read by mistake, they change the result. A cache may
 hold keys of NaN, but no such values."""
+ALIGNMENT = 3.0
+"""Length of what is added to a key, along a query, so that it weighs much."""
 
 
 def inputs(shape: Prefill | Chunks | Decode, dtype: str, keys: int | None = None):
@@ -100,9 +102,25 @@ def as_format(x, dtype: str):
     return stored, scale, stored.astype(jnp.float32) * scale[..., None]
 
 
+def with_aligned_keys(q, k, shape: Decode):
+    """k[B, K, S, H] with some keys moved along the queries of their head, so that each weighs much:
+    the last that a query sees and the next one, and the first of every 64. A mask that is wrong by
+    one position, and a page or tile that is passed over, then change the result."""
+    heads = np.float32(q).reshape(*q.shape[:2], shape.kv_heads, -1, shape.head_dim)
+    along = ALIGNMENT * (heads / np.linalg.norm(heads, axis=-1, keepdims=True)).sum(axis=3)
+    aligned = np.array(k, np.float32)
+    for row, length in enumerate(shape.lengths):
+        aligned[row, :, :length:64] += along[row].sum(axis=0)[:, None]
+        for query in range(shape.queries):
+            last = length - shape.queries + query
+            aligned[row, :, max(last, 0) : max(last + 2, 0)] += along[row, query][:, None]
+    return jnp.asarray(aligned, k.dtype)
+
+
 def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
     """(operands of the op, options of the op, q, the values of k and v row by row and the mask)."""
     q, k, v = inputs(shape, dtype)
+    k = with_aligned_keys(q, k, shape)
     mask = decode_mask(shape)
     (k, k_scale, k_values), (v, v_scale, v_values) = (
         as_format(x, cache_format) for x in hide(k, v, mask)

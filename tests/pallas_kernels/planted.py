@@ -1,9 +1,10 @@
-"""Run one kernel in the interpreter with one statement of it left out, or with a wrong work list
-or order of tiles: what the race detector and the oracle are worth.
+"""Run one kernel in the interpreter with one statement of it left out or changed, or with a wrong
+work list or order of tiles: what the race detector and the oracle are worth.
 
     python -m tests.pallas_kernels.planted hopper.prefill 'plgpu.commit_smem()'
     python -m tests.pallas_kernels.planted hopper.prefill.persistent 'a tile is left out'
     python -m tests.pallas_kernels.planted hopper.decode 'an entry starts a tile late'
+    python -m tests.pallas_kernels.planted tpu.decode 'a query sees one position too many'
 
 Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and
 leaves the interpreter unusable.
@@ -73,10 +74,45 @@ VARIANTS = {
 """Tunings of hopper.prefill that a third part of a kernel's name stands for. They run on two
 multiprocessors."""
 
+EDITS = {
+    "a query sees one position too few": (
+        "tpu.decode",
+        "end = length - queries + 1 ",
+        "end = length - queries",
+    ),
+    "a query sees one position too many": (
+        "tpu.decode",
+        "end = length - queries + 1 ",
+        "end = length - queries + 2",
+    ),
+    "all pages of a block are its first": (
+        "tpu.decode",
+        "block * block_chunks + first + part",
+        "block * block_chunks + first",
+    ),
+    "a part of the rest is attended twice": (
+        "tpu.decode",
+        "first = rest & ~(2 * part - 1)",
+        "first = rest & ~(4 * part - 1)",
+    ),
+    "no wait for a whole block": ("tpu.decode", "wait_for(slot, block_kv)", "pass"),
+    "no wait for the rest of a row": (
+        "tpu.decode",
+        "functools.partial(wait_for, slot, part * CHUNK)",
+        "lambda: None",
+    ),
+}
+"""Mistakes in a kernel: its name, what stands in its source once, and what stands there then."""
+
 SHORT = {
     "hopper": {"block_kv": 64, "stages": 2},
-    "tpu": {"block_bytes": 2**15, "buffers": 2},
+    "tpu": {"block_bytes": 2**17, "buffers": 2},
 }
+DECODE = {
+    "hopper": Decode(2, 1, 8, 2, 500, 64, (500, 300)),
+    "tpu": Decode(2, 1, 8, 2, 1024, 64, (1000, 860), page=128),
+}
+"""Rows of several blocks, the last of which is cut; on TPUs blocks of four pages."""
 
 
 def statements(kernel: str) -> dict[str, int]:
@@ -128,6 +164,15 @@ def leave_out(kernel: str, statement: str):
     pltpu.make_async_copy = copy_without_wait
 
 
+def edited(mistake: str) -> str:
+    """The source of a kernel with one of `EDITS`. Raises `ValueError` if it does not fit."""
+    kernel, old, new = EDITS[mistake]
+    source = inspect.getsource(kernel_module(*kernel.split(".")))
+    if source.count(old) != 1:
+        raise ValueError(f"{old!r} stands {source.count(old)} times in {kernel}")
+    return source.replace(old, new)
+
+
 def run(kernel: str, mistake: str = ""):
     """The kernel on a shape with several blocks of everything, against the oracle. `mistake` is one
     of `PLANS`."""
@@ -139,9 +184,7 @@ def run(kernel: str, mistake: str = ""):
             # Called as the op would, but with rings that are shorter than the row.
             module = kernel_module(implementation, op)
             tuning = module.Tuning(**SHORT[implementation])
-            operands, options, expected = decode_inputs(
-                Decode(2, 1, 8, 2, 500, 64, (500, 300)), "bfloat16"
-            )
+            operands, options, expected = decode_inputs(DECODE[implementation], "bfloat16")
             if mistake:
                 name, index, added = PLANS[mistake]
                 q, k, _, length = operands
@@ -174,9 +217,12 @@ def run(kernel: str, mistake: str = ""):
 
 
 if __name__ == "__main__":
-    kernel, statement = sys.argv[1:]
-    if statement in TILES:
-        wrong_tiles(statement)
-    elif statement and statement not in PLANS:
-        leave_out(kernel, statement)
-    run(kernel, statement if statement in PLANS else "")
+    kernel, mistake = sys.argv[1:]
+    if mistake in EDITS:
+        module = kernel_module(*kernel.split("."))
+        exec(compile(edited(mistake), str(module.__file__), "exec"), module.__dict__)
+    elif mistake in TILES:
+        wrong_tiles(mistake)
+    elif mistake and mistake not in PLANS:
+        leave_out(kernel, mistake)
+    run(kernel, mistake if mistake in PLANS else "")

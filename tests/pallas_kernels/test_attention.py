@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference, tpu
 from tests.pallas_kernels.operands import (
     TOLERANCE,
     as_format,
@@ -27,7 +27,7 @@ from tests.pallas_kernels.shapes import CHUNKS, DECODE, PREFILL, SEGMENTS, Decod
 RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
 # Absolute, and half of it relative: bfloat16 keeps 8 bits.
 GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest entry of the gradient
-parametrize = pytest.mark.parametrize
+parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
 
 # The most telling shapes are interpreted in every run of the tests; the others are `long` (make
 # test-kernels). XLA, and kernels on their own hardware, run all of them.
@@ -52,10 +52,9 @@ SHORT = {
 
 def cases(runs, names) -> list:
     """(implementation, format, name) of each combination, those marked that are `long`."""
-    long = [pytest.mark.long]
     every = [(implementation, form, name) for implementation, form in runs for name in names]
     return [
-        pytest.param(*case, marks=long if case[0] != "xla" and case[2] not in SHORT else [])
+        pytest.param(*case, marks=LONG if case[0] != "xla" and case[2] not in SHORT else [])
         for case in every
     ]
 
@@ -220,6 +219,24 @@ def test_decode(implementation, cache_format, name):
     operands, options, expected = decode_inputs(DECODE[name], cache_format, dtype)
     op = functools.partial(decode_attention, implementation=implementation)
     check(run(implementation, op, *operands, **options), *expected)
+
+
+# Blocks of a TPU: four pages, two, half of one. Rows have whole blocks and rests of one to three
+# chunks.
+BLOCKS = {
+    "bfloat16": (2**17, Decode(4, 1, 8, 2, 1024, 64, (1000, 0, 860, 129), page=128)),
+    "int8": (2**16, Decode(3, 2, 8, 2, 768, 128, (768, 1, 630), page=128)),
+    "float8_e4m3fn": (2**15, Decode(2, 1, 8, 2, 1024, 128, (1000, 300), page=256)),
+}
+
+
+@parametrize("cache_format", ["bfloat16", "int8", pytest.param("float8_e4m3fn", marks=LONG)])
+def test_decode_on_tpus_in_small_blocks(cache_format):
+    block_bytes, shape = BLOCKS[cache_format]
+    tuning = tpu.decode.Tuning(block_bytes=block_bytes, buffers=2, rows=2)
+    operands, options, expected = decode_inputs(shape, cache_format)
+    op = functools.partial(decode_attention, implementation="tpu", tuning=tuning)
+    check(run("tpu", op, *operands, **options), *expected)
 
 
 @parametrize("implementation", ["xla", "hopper", "tpu"])

@@ -38,6 +38,25 @@ def test_the_table_is_complete(kernel, head_dim):
                 )
 
 
+@pytest.mark.parametrize(
+    ("operands", "block"),
+    [
+        ((8, 128, 16, 128, 2), (256, 8)),  # two pages
+        ((8, 128, 16, 128, 1), (512, 8)),
+        ((8, 384, 16, 128, 1), (384, 8)),  # one; two do not fit
+        ((8, 768, 16, 128, 1), (384, 8)),  # half of one: 512 positions would not divide it
+        ((1, 128, 3, 128, 2), (384, 1)),  # no more than a row has
+        ((8, 1152, None, 128, 1), (512, 8)),  # of rows without pages
+        ((1, 256, None, 128, 1), (256, 1)),
+        ((64, 128, 16, 128, 2), (128, 16)),  # heads in groups
+    ],
+)
+def test_blocks_of_decode_on_tpus(operands, block):
+    """Of 512 KiB: positions and heads, by heads, positions of a page or row, pages of a row, head
+    dim and bytes of an element."""
+    assert tpu.decode.Tuning(block_bytes=2**19).block(*operands) == block
+
+
 def test_the_first_entry_that_fits_is_taken(tmp_path, monkeypatch):
     def entry(device, head_dim, dtype, block):
         return {

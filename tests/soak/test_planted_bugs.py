@@ -1,5 +1,6 @@
 """The interpreter is worth something: with one wait or fence left out, a kernel races, stops or
-goes wrong, and with a wrong work list or order of tiles it goes wrong; and it is noticed.
+goes wrong, and with a statement changed, a wrong work list or a wrong order of tiles it goes wrong;
+and it is noticed.
 
 That is a property of the kernels and of JAX's interpreters, to be looked at again when either
 changes: some minutes.
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.pallas_kernels.planted import PLANS, TILES, statements
+from tests.pallas_kernels.planted import EDITS, PLANS, TILES, edited, statements
 
 FREE = "pl.when(n >= ring.stages)(lambda: plgpu.barrier_wait(ring.free.at[ring.slot(n)]))"
 PLANTED = {
@@ -33,7 +34,7 @@ PLANTED = {
     "hopper.decode_combine": ["plgpu.commit_smem()"],
     "hopper.backward_dq": ["plgpu.barrier_wait(kv_full.at[k_stage])"],
     "hopper.backward_dkv": ["plgpu.barrier_wait(do_full.at[stage])"],
-    "tpu.decode": ["copy.wait()", "copy.wait() #2"],
+    "tpu.decode": ["pltpu.make_async_copy(part, part, copied.at[slot]).wait()"],
 }
 CASES = [(kernel, statement) for kernel, planted in PLANTED.items() for statement in planted]
 
@@ -68,6 +69,12 @@ def test_a_wrong_plan_is_noticed(mistake):
 )
 def test_a_wrong_order_of_tiles_is_noticed(kernel, mistake):
     assert run(kernel, mistake) == 1
+
+
+@pytest.mark.parametrize("mistake", EDITS)
+def test_a_changed_statement_is_noticed(mistake):
+    assert edited(mistake)
+    assert run(EDITS[mistake][0], mistake) == 1
 
 
 @pytest.mark.parametrize("kernel", PLANTED)

@@ -8,8 +8,10 @@ schedule serves the copies alone.
   `length`; rows of length 0 are not on it. A ring of `buffers` blocks runs ahead of the arithmetic
   along that list, across rows and grid steps: the next row is copied while this one is computed,
   and the copies pause only at the very end.
-- The last block of a row is copied and attended in chunks of 128 positions, and only those that
-  hold valid ones.
+- A block is several pages. Each is a copy of its own of the keys, the values and, of 8 bits, their
+  scales, all on the semaphore of the block's slot, which is waited for by the bytes of the block.
+- The last block of a row is copied in chunks of 128 positions, only those that hold valid ones, and
+  attended in parts of half a block, a quarter, and so on.
 - The T G queries that share a head are one tile. The matrix units take keys and values as weights,
   the fastest way in.
 - A grid step is `rows` rows of queries and outputs, which Pallas copies, and only those. The outer
@@ -23,7 +25,6 @@ is padded by copying the cache, each call.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -34,70 +35,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-LANES = 128
-CHUNK = LANES  # positions: the finest slice of a scale, or of a cache whose positions are minor
-VMEM_BYTES = 14 * 2**20  # of the 16 MiB that a kernel may use
+from .decode_tuning import CHUNK, LANES, Tuning, unsupported_reason
+
 # Half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16.
 FLOAT8_SHIFT = 60
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """A ring of `buffers` blocks, each of about `block_bytes` of keys and as many of values; heads
-    are split over `cores`."""
-
-    block_bytes: int = 2**19
-    buffers: int = 4
-    rows: int = 8
-    cores: int = 1
-
-    def __post_init__(self):
-        if not 2**14 <= self.block_bytes <= VMEM_BYTES:
-            raise ValueError(f"{self.block_bytes=} must be from 16 KiB to {VMEM_BYTES}")
-        if self.buffers < 2 or min(self.rows, self.cores) < 1:
-            raise ValueError(
-                f"{self.buffers=} must be at least 2, {self.rows=} and {self.cores=} positive"
-            )
-
-    def block(
-        self, kv_heads: int, positions: int, paged: bool, head_dim: int, itemsize: int
-    ) -> tuple[int, int]:
-        """(positions, heads) of a block: whole chunks of a row of `positions`, or of a page that
-        they divide."""
-        heads = kv_heads // self.cores if kv_heads % self.cores == 0 else kv_heads
-        while heads > 1 and heads * CHUNK * head_dim * itemsize > self.block_bytes:
-            heads = next(count for count in range(heads - 1, 0, -1) if kv_heads % count == 0)
-        chunks = max(
-            1, min(positions // CHUNK, self.block_bytes // (heads * CHUNK * head_dim * itemsize))
-        )
-        return CHUNK * (math.gcd(chunks, positions // CHUNK) if paged else chunks), heads
-
-
-def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. The caller
-    has checked that they fit together."""
-    (batch, queries, heads, head_dim), (all_kv_heads, page) = q.shape, k.shape[1:3]
-    if k.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
-        return (
-            f"takes bfloat16 or float32 keys, or with scales float8_e4m3fn or int8; got {k.dtype=}"
-        )
-    if page_table is not None and page % CHUNK:
-        return f"takes pages of a multiple of {CHUNK} positions, got {page} with {k.shape=}"
-    page, itemsize = pl.cdiv(page, CHUNK) * CHUNK, k.dtype.itemsize
-    block_kv, kv_heads = tuning.block(
-        all_kv_heads, page, page_table is not None, head_dim, itemsize
-    )
-    # The ring, and two buffers each of queries and outputs; those are bfloat16 but for float32
-    # keys.
-    vmem = 2 * tuning.buffers * kv_heads * head_dim * block_kv * itemsize
-    tile = max(queries * heads // all_kv_heads, 16) * pl.cdiv(head_dim, LANES) * LANES
-    vmem += 4 * min(tuning.rows, batch) * kv_heads * tile * (4 if k.dtype == jnp.float32 else 2)
-    if vmem > VMEM_BYTES:
-        return (
-            f"needs {vmem} bytes of VMEM, of {VMEM_BYTES}, with {tuning} for {q.shape=}, "
-            f"{k.shape=}, {k.dtype=}"
-        )
-    return None
 
 
 def attention(
@@ -142,9 +83,8 @@ def attention(
         tiles *= 2.0**FLOAT8_SHIFT
 
     rows = min(tuning.rows, batch)
-    block_kv, kv_heads = tuning.block(
-        all_kv_heads, page, page_table is not None, head_dim, k.dtype.itemsize
-    )
+    pages = None if page_table is None else page_table.shape[1]
+    block_kv, kv_heads = tuning.block(all_kv_heads, page, pages, head_dim, k.dtype.itemsize)
     tile_spec = pl.BlockSpec(
         (rows, kv_heads, queries * group, head_dim), lambda h, i, *_: (i, h, 0, 0)
     )
@@ -188,7 +128,11 @@ def attention(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # Checked, the start of a copy takes four times as many instructions: a block of
+        # float8_e4m3fn on v6e would then take longer to compute than to copy.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+        ),
         cost_estimate=pl.CostEstimate(
             flops=4 * work * head_dim, transcendentals=work, bytes_accessed=cache_bytes
         ),
@@ -225,6 +169,7 @@ def _kernel(
 ):
     rows, kv_heads, tile, head_dim = q_ref.shape
     buffers, page = kv_buffers[0].shape[0], kv_refs[0].shape[3 if positions_minor else 2]
+    block_chunks = block_kv // CHUNK
     head_group, first_row = pl.program_id(0), pl.program_id(1) * rows
     heads = pl.ds(head_group * kv_heads, kv_heads)
     unshift = 2.0**FLOAT8_SHIFT if kv_refs[0].dtype == jnp.float8_e4m3fn else 1.0
@@ -250,29 +195,32 @@ def _kernel(
             row,
         )
 
-    def copies(row, block, slot, first, size):
-        """The copies of `size` positions, the first `first` within their block, into the ring."""
-        if table_ref is None:
-            source, start = row, block * block_kv + first
-        else:
-            source = table_ref[row, lax.div(block * block_kv, page)]
-            start = lax.rem(block * block_kv, page) + first
-        there = pl.ds(pl.multiple_of(start, CHUNK), size)
-        here = pl.ds(pl.multiple_of(first, CHUNK), size)
-        ends = [
-            (hbm.at[source, heads, *kv_at(there)], buf.at[slot, :, *kv_at(here)])
-            for hbm, buf in zip(kv_refs, kv_buffers, strict=True)
-        ]
-        for hbm, buf in zip(scale_refs, scale_buffers, strict=True):
-            ends.append(
-                (
-                    hbm.at[source, heads if buf.shape[1] == kv_heads else slice(None), there],
-                    buf.at[slot, :, here],
-                )
-            )
+    def copies(row, block, slot, first, chunks):
+        """The copies of so many chunks, the first `first` within their block, into the ring: of a
+        pool, a page at a time."""
+        ends, step = [], chunks if table_ref is None else min(chunks, page // CHUNK)
+        for part in range(0, chunks, step):
+            source, start = row, block * block_chunks + first + part
+            if table_ref is not None:
+                source = table_ref[row, lax.div(start, page // CHUNK)]
+                start = lax.rem(start, page // CHUNK)
+            there, here = (pl.ds(at * CHUNK, step * CHUNK) for at in (start, first + part))
+            for hbm, buf in zip(kv_refs, kv_buffers, strict=True):
+                ends.append((hbm.at[source, heads, *kv_at(there)], buf.at[slot, :, *kv_at(here)]))
+            for hbm, buf in zip(scale_refs, scale_buffers, strict=True):
+                whose = heads if buf.shape[1] == kv_heads else slice(None)
+                ends.append((hbm.at[source, whose, there], buf.at[slot, :, here]))
         return [
             pltpu.make_async_copy(from_hbm, to_vmem, copied.at[slot]) for from_hbm, to_vmem in ends
         ]
+
+    def wait_for(slot, size):
+        """Wait for the bytes of `size` positions in `slot`, whichever those are: a wait asks its
+        copy for the semaphore and the size alone, as in vLLM's ragged paged attention for TPUs."""
+        parts = [buffer.at[slot, :, *kv_at(pl.ds(0, size))] for buffer in kv_buffers]
+        parts += [buffer.at[slot, :, pl.ds(0, size)] for buffer in scale_buffers]
+        for part in parts:
+            pltpu.make_async_copy(part, part, copied.at[slot]).wait()
 
     def start_copy(slot):
         """Start to fill `slot` with the block under the cursor, and move the cursor on. Past the
@@ -281,23 +229,25 @@ def _kernel(
 
         @pl.when(row < batch)
         def _():
-            left = valid(row) - block * block_kv
+            left = pl.cdiv(valid(row), CHUNK) - block * block_chunks
 
-            @pl.when(left >= block_kv)
+            @pl.when(left >= block_chunks)
             def _():
-                for copy in copies(row, block, slot, 0, block_kv):
+                for copy in copies(row, block, slot, 0, block_chunks):
                     copy.start()
 
-            @pl.when(left < block_kv)
+            @pl.when(left < block_chunks)
             def _():
-                @pl.loop(0, pl.cdiv(left, CHUNK))
+                @pl.loop(0, left)
                 def _(chunk):
-                    for copy in copies(row, block, slot, chunk * CHUNK, CHUNK):
+                    for copy in copies(row, block, slot, chunk, 1):
                         copy.start()
 
-            row_done = left <= block_kv
-            cursor[0] = next_busy(jnp.where(row_done, row + 1, row))
-            cursor[1] = jnp.where(row_done, 0, block + 1)
+            cursor[1] = block + 1
+
+            @pl.when(left <= block_chunks)
+            def _():
+                cursor[0], cursor[1] = next_busy(row + 1), 0
 
     def take_slot():
         """The slot to read next; the one read before it is free, and starts to fill again."""
@@ -348,29 +298,31 @@ def _kernel(
         start = jnp.full((kv_heads, tile, 1), jnp.finfo(jnp.float32).min, jnp.float32)
         carry = start, jnp.zeros_like(start), jnp.zeros((kv_heads, tile, head_dim), jnp.float32)
 
-        # 2. Whole blocks.
+        # 2. Whole blocks, the last chunk of which may be cut.
         def whole_block(block, carry):
             slot = take_slot()
-            for copy in copies(row, block, slot, 0, block_kv):
-                copy.wait()
+            wait_for(slot, block_kv)
             return attend(block, slot, 0, block_kv, carry)
 
-        full = lax.div(length, block_kv)
+        chunks = pl.cdiv(length, CHUNK)
+        full, rest = lax.div(chunks, block_chunks), lax.rem(chunks, block_chunks)
         carry = lax.fori_loop(0, full, whole_block, carry)
 
-        # 3. The rest of the row. Its chunks share a semaphore, which is complete only when all
-        # have arrived.
-        chunks = pl.cdiv(length - full * block_kv, CHUNK)
-        slot = lax.cond(chunks > 0, take_slot, lambda: jnp.int32(0))
-
-        @pl.loop(0, chunks)
-        def _(chunk):
-            for copy in copies(row, full, slot, chunk * CHUNK, CHUNK):
-                copy.wait()
-
-        _, total, acc = lax.fori_loop(
-            0, chunks, lambda chunk, carry: attend(full, slot, chunk * CHUNK, CHUNK, carry), carry
-        )
+        # 3. The rest of the row: the powers of two, in chunks, that add up to it. The semaphore is
+        # complete only when all of them have arrived.
+        slot = lax.cond(rest > 0, take_slot, lambda: jnp.int32(0))
+        parts = [2**i for i in reversed(range((block_chunks - 1).bit_length()))]
+        for part in parts:
+            pl.when((rest & part) > 0)(functools.partial(wait_for, slot, part * CHUNK))
+        for part in parts:
+            first = rest & ~(2 * part - 1)  # the larger parts
+            carry = lax.cond(
+                (rest & part) > 0,
+                functools.partial(attend, full, slot, first * CHUNK, part * CHUNK),
+                lambda carry: carry,
+                carry,
+            )
+        _, total, acc = carry
         out_ref[r] = jnp.where(total > 0, acc * unshift / total, 0.0).astype(out_ref.dtype)
 
 
