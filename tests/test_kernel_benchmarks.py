@@ -20,9 +20,6 @@ from benchmarks.kernels import (
     sweep,
     tune,
 )
-from benchmarks.predict import attention as predict
-from benchmarks.predict.devices import H200
-from benchmarks.timing import SMOKE_PLAN
 from swiftkv_jax.pallas_kernels import tuning
 from swiftkv_jax.roofline import Roofline
 from tests.pallas_kernels.interpreted import H100
@@ -156,22 +153,6 @@ def test_a_smoke_run(tmp_path, capsys):
         '"skipped": "the budget' in path.read_text()
         and "nothing was measured" in capsys.readouterr().err
     )
-
-
-def test_the_prediction_is_beside_the_time(monkeypatch, capsys):
-    shape, key = shapes.SMOKE[0], jax.random.key(0)
-    monkeypatch.setattr(kernels, "device_model", lambda kind: H200)
-    available = {
-        name: lambda shape, name=name: candidates.Candidate(name, candidates.op(shape, "xla"))
-        for name in ("hopper", "xla")
-    }
-    row = kernels.measure_row(shape, available, key, ROOFLINE, SMOKE_PLAN)
-    predicted = [result.get("predicted_seconds") for result in row["results"]]
-    assert predicted == [predict.seconds(H200, shape), None]
-    kernels._print_row(row)
-    hopper, xla = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert " ".join(hopper[4:6]) == report.duration(predict.seconds(H200, shape))
-    assert xla[4] == "-"
 
 
 def test_a_smoke_run_leaves_nothing_and_explains_its_marks(tmp_path, monkeypatch, capsys):

@@ -10,16 +10,19 @@ import json
 import subprocess
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import serve
-from benchmarks.kernels import shapes
+from benchmarks import report, serve
+from benchmarks.kernels import __main__ as measured
+from benchmarks.kernels import candidates, shapes
 from benchmarks.predict import __main__ as command
 from benchmarks.predict import attention, serving
 from benchmarks.predict.devices import DEVICES, H100, H200, device_model
 from benchmarks.predict.steps import StepModel
+from benchmarks.timing import SMOKE_PLAN
 from swiftkv_jax.infer.bench.summary import STUDENT
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.pallas_kernels.decode_plan import DecodePlan
@@ -332,3 +335,19 @@ def test_serving_predicts_in_a_process_without_the_device(monkeypatch):
     monkeypatch.setattr(serve, "subprocess", fake)
     parts = serve.predicted_parts(H200.kind, ["decode-2k"])
     assert parts == {"decode-2k": serving.predict(H200, serve.FULL["decode-2k"])}
+
+
+def test_the_prediction_is_beside_the_time(monkeypatch, capsys):
+    shape, key = shapes.SMOKE[0], jax.random.key(0)
+    monkeypatch.setattr(measured, "device_model", lambda kind: H200)
+    available = {
+        name: lambda shape, name=name: candidates.Candidate(name, candidates.op(shape, "xla"))
+        for name in ("hopper", "xla")
+    }
+    row = measured.measure_row(shape, available, key, serving.roofline(H200), SMOKE_PLAN)
+    predicted = [result.get("predicted_seconds") for result in row["results"]]
+    assert predicted == [attention.seconds(H200, shape), None]
+    measured._print_row(row)
+    hopper, xla = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert " ".join(hopper[4:6]) == report.duration(attention.seconds(H200, shape))
+    assert xla[4] == "-"
