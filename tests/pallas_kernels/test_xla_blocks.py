@@ -31,6 +31,7 @@ BF16 = 2
         ("tpu", 1, 128, 32, (256, 256)),
         ("gpu", 1, 128, 32, (128, 2048)),  # a page of queries of Llama-3.1-8B
         ("gpu", 1, 128, 4, (128, 16384)),  # the same on one of 8 devices
+        ("gpu", 2, 128, 32, (128, 1024)),  # two rows that are walked together
         ("gpu", 4, 8192, 32, (512, 512)),  # training
         ("cuda", 1, 70, 1, (70, 119837)),
     ],
