@@ -3,6 +3,7 @@ functions."""
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of XLA's CPU runtime: collectives between 8 devices need at least as many.
@@ -14,6 +15,10 @@ from jaxtyping import install_import_hook
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+# Processes that tests start inherit whether SIGINT is ignored, as it is where pytest runs in the
+# background.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 # The Makefile's cache of compiled programs is for the test processes themselves. JAX has read it;
 # processes that tests start do without: some are killed, or find a full disk, while they write.

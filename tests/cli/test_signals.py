@@ -7,22 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Processes inherit whether SIGINT is ignored, as it is where pytest runs in the background."""
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class Process:
