@@ -271,7 +271,7 @@ def test_parts_of_serving_are_predicted_cell_by_cell():
 def test_calls_of_a_part_take_what_their_steps_take():
     """A chunk has tiles without queries too, and rows grow from call to call."""
     (row,) = serving.predict(H200, "prefill --input-len 2k -r 1 --swiftkv on")["rows"]
-    tiles = [min(128 * page, 2047) for page in range(16, 0, -1)] + [0] * 2
+    tiles = [min(128 * (page + 1), 2047) for page in range(16)] + [0] * 2
     model, _ = step_model()
     assert row["seconds"] == pytest.approx(model.chunk_seconds(2048, tiles))
 

@@ -111,7 +111,6 @@ class PredictedRunner:
             for _, scheduled in chunk.scheduled_tokens()
             for start in range(scheduled.start // page * page, scheduled.stop, page)
         ]
-        tiles.sort(reverse=True)
         tiles += [0] * (num_tiles - len(tiles))
         return self._run(self.model.chunk_seconds(size, tiles, context))
 

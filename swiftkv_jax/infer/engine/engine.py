@@ -1,10 +1,10 @@
 """The engine: requests in, outputs out, by continuous batching over static buffers. It handles
 token ids only, and imports no JAX.
 
-Each `step` sends the device chunks of prefill, at most one for each token that a sequence decodes in
-a call, and one call of decoding, then reads the results of the step before: the host is one step
-behind, so the device always has work. Sequences are added and removed between steps. All programs
-are compiled before the first step, none after.
+Each `step` sends the device chunks of prefill, at most one for each token of a decode call, and one
+decode call, then reads the results of the step before: the host is one step behind, so the device
+always has work. Sequences are added and removed between steps. All programs are compiled before the
+first step, none after.
 
 An engine is not thread-safe: one thread makes all calls. With several processes over one mesh, each
 process has an engine and makes the same calls in the same order; each gets all outputs.

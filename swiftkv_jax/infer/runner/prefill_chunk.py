@@ -7,16 +7,15 @@ offsets that they have in the page. A chunk of 8 tokens with pages of 4, of requ
 6 .. 9) and request b (positions 0 .. 3):
 
     packed tokens  a6 a7 a8 a9 b0 b1 b2 b3
-    tiles          a8 a9 . . | . . a6 a7 | b0 b1 b2 b3
-    page_start     8           4           0
-    query_start    0           2           0
-    query_end      2           4           4
-    source         2           0           4
-    tile_index     6 7 0 1 8 9 10 11
+    tiles          . . a6 a7 | a8 a9 . . | b0 b1 b2 b3
+    page_start     4           8           0
+    query_start    2           0           0
+    query_end      4           2           4
+    source         0           2           4
+    tile_index     2 3 4 5 8 9 10 11
 
 A tile's row of the page table is that of its request, so all tiles of a request attend to the same
-pages, those of this chunk among them. Tiles that attend to the most positions come first: a kernel
-that begins with them ends sooner.
+pages, those of this chunk among them.
 """
 
 from __future__ import annotations
@@ -201,21 +200,15 @@ class _TileBuilder:
             at += end - first
 
     def tiles(self) -> QueryTiles:
-        """The tiles that were added, those that attend to most positions first."""
-        _, page_start, _, query_end, _ = self._fields
-        order = np.argsort(-(page_start + query_end), axis=1, kind="stable")
-        rank, shards = np.argsort(order, axis=1), np.arange(len(order))[:, None]
-        tile, offset = np.divmod(self._tile_index, self._page_size)
-        fields = np.take_along_axis(self._fields, order[None], axis=2)
-        page, page_start, query_start, query_end, source = fields.reshape(5, -1)
+        page, page_start, query_start, query_end, source = self._fields.reshape(5, -1)
         return QueryTiles(
             page=page,
             page_start=page_start,
             query_start=query_start,
             query_end=query_end,
             source=source,
-            page_table=self._page_table[shards, order].reshape(-1, self._page_table.shape[2]),
-            tile_index=rank[shards, tile] * self._page_size + offset,
+            page_table=self._page_table.reshape(-1, self._page_table.shape[2]),
+            tile_index=self._tile_index,
         )
 
 

@@ -93,13 +93,13 @@ def test_the_picture():
             tiles.query_end,
         )
     ] == [
-        [7, 5, 2],
-        [8, 4, 0],
-        [2, 0, 4],
-        [0, 2, 0],
-        [2, 4, 4],
+        [5, 7, 2],
+        [4, 8, 0],
+        [0, 2, 4],
+        [2, 0, 0],
+        [4, 2, 4],
     ]
-    assert tiles.tile_index.tolist() == [[6, 7, 0, 1, 8, 9, 10, 11]]
+    assert tiles.tile_index.tolist() == [[2, 3, 4, 5, 8, 9, 10, 11]]
     assert tiles.page_table[:3, :3].tolist() == [[3, 5, 7], [3, 5, 7], [2, 0, 0]]
     assert tiles.query_end[3:].tolist() == [0] * 4 and (tiles.page[3:] > 10**9).all()
     assert chunk_needs([scheduled], PAGE) == (8, 3, 2, 2, 4)
