@@ -86,7 +86,7 @@ DEVICE_PYTHON ?= python3
 test-gpu:
 	JAX_PLATFORMS=cuda $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
 	JAX_PLATFORMS=cuda,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py \
-		tests/pallas_kernels/test_prefill_tiles.py -k "not tpu"
+		tests/pallas_kernels/test_prefill_tiles.py tests/pallas_kernels/test_cudnn.py -k "not tpu"
 test-tpu:
 	JAX_PLATFORMS=tpu $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
 	JAX_PLATFORMS=tpu,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py -k "not hopper"

@@ -12,14 +12,14 @@ sums in memory: the first kernel also multiplies dS by K, and TMA adds these flo
     a sum in memory, as FlashAttention-3 does. The order of the additions is not the same twice.
 
 A multiprocessor has 4 tensor cores with 4096 FLOPs a clock together, and shared memory of 128 bytes
-a clock. The slower of the two decides, and gets `BUSY` of the clocks, which is what the schedule of
-today's kernels lets one expect. Tiles are taken in their order by the multiprocessor that is free
-first; each has `TILE` clocks that nothing hides. What memory needs counts where it is longer.
+a clock. The slower of the two decides, and gets `BUSY` of the clocks, the share that the model of
+`benchmarks.predict` has from another library's published times. Tiles are taken in their order by
+the multiprocessor that is free first; each has clocks that nothing hides. What memory needs counts
+where it is longer.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
 from swiftkv_jax.cost import train_flops_per_token
@@ -27,17 +27,17 @@ from swiftkv_jax.hardware import hardware_of
 from swiftkv_jax.presets import LLAMA_8B
 
 from ..markdown import table
+from ..predict.attention import makespan
+from ..predict.devices import H200 as MODEL
 
 LENGTHS = (2048, 4096, 8192, 16384)
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3.1-8B; one row
 KINDS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
-MULTIPROCESSORS, CLOCK = 132, 1.755e9
-BUSY = 0.85
 BANDWIDTH = 0.8  # of the published one
-TILE = 6000
 
 # Clocks of a step: 128 keys x 64 queries in the dk, dv kernel, 128 x 128 in the dq kernel.
 PRODUCT = 2 * 128 * 64 * HEAD_DIM / 4096
+BUSY = 2 * PRODUCT / MODEL.gradient_product_cycles
 DKV = 4 * PRODUCT
 DQ = 2 * 3 * PRODUCT
 # dS goes through shared memory once: 16 KiB in and out. It makes a step 8 % longer.
@@ -50,10 +50,8 @@ DKV_THAT_ADDS = 1792 + 128 + 2 * 256 + 2 * 256
 
 def scheduled(tiles: Iterable[float]) -> float:
     """Seconds until all tiles, in clocks, are done."""
-    free = [0.0] * MULTIPROCESSORS
-    for tile in tiles:
-        heapq.heapreplace(free, free[0] + TILE + tile / BUSY)
-    return max(free) / CLOCK
+    cycles = (MODEL.gradient_tile_cycles + tile / BUSY for tile in tiles)
+    return makespan(cycles, MODEL.multiprocessors) / MODEL.clock
 
 
 def dkv(length: int, step: float) -> float:

@@ -261,7 +261,7 @@ def engine_step(path: Path) -> None:
         drawing.box(x + 132, 46, 122, 42, f"read {last}:\noutputs", color=GREEN, size=11)
         drawing.arrow((x + 104, 89), (x + 104, 125), color=BLUE)
         busy = x + 112
-        drawing.box(busy, 126, prefill_width, 42, f"prefill chunk {n}", color=RED, size=11)
+        drawing.box(busy, 126, prefill_width, 42, f"prefill chunks {n}", color=RED, size=11)
         if index < 2:
             rest = step - prefill_width
             drawing.box(busy + prefill_width, 126, rest, 42, f"decode call {n}", color=RED, size=11)

@@ -77,13 +77,13 @@ def checked_implementation(
     configs = needed_from(kernels, configs)
     failed = _first_failed(kernels, configs, device, check)
     if failed is not None:
-        # cuDNN has no kernel for decode: by name it cannot serve.
-        all_the_same = f"; `attention`={kernels} uses the kernels all the same"
+        by_name = f"; `attention`={kernels} uses the kernels all the same"
         _warn(
             f"attention runs through XLA, more slowly, and not through the {kernels} kernels: on "
             f"{device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks all "
             f"of them again, its --json FILE is what to send with a report"
-            f"{'' if kernels == 'cudnn' else all_the_same}"
+            # cuDNN does not decode from pages: by name it cannot serve.
+            f"{'' if kernels == 'cudnn' else by_name}"
         )
     if any_process(failed is not None):
         if failed is None:

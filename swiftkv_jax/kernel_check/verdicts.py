@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from ..errors import UsageError
 from ..io.files import private_directory, write_json
-from ..pallas_kernels.device import device_kernels
+from ..pallas_kernels.device import cudnn_version, device_kernels
 from .configurations import KernelConfig
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ class DeviceVersion:
     """As the client reports it: the versions of CUDA, or of libtpu."""
     driver: str
     """NVIDIA's kernel driver; "" elsewhere."""
+    cudnn: int | None
+    """As JAX finds it on a GPU; None elsewhere."""
     jax: str
     jaxlib: str
     kernels: str
@@ -50,11 +52,13 @@ class DeviceVersion:
         """That of a `jax.Device`."""
         import jax
 
+        is_gpu = device.platform in ("gpu", "cuda")
         return cls(
             platform=device.platform,
             device_kind=device.device_kind,
             platform_version=" ".join(device.client.platform_version.split()),
-            driver=_nvidia_driver() if device.platform in ("gpu", "cuda") else "",
+            driver=_nvidia_driver() if is_gpu else "",
+            cudnn=cudnn_version() if is_gpu else None,
             jax=jax.__version__,
             jaxlib=importlib.metadata.version("jaxlib"),
             kernels=kernels_digest(),

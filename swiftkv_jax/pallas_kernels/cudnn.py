@@ -1,7 +1,7 @@
 """Attention in NVIDIA's cuDNN, as JAX calls it: prefill on GPUs that have no kernels of their own.
 
 cuDNN masks by causality and by lengths, both counted from position 0 of its operands, and takes
-keys and values position-major. So it attends in two ways:
+keys and values position-major. So prefill attends in two ways, and `decode` to rows without pages:
 
 - `prefill`: whole rows, one call, keys and values transposed first, a copy of as much as is read.
   Differentiable.

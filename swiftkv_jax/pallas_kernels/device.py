@@ -44,11 +44,15 @@ def is_hopper(platform: str, kind: str) -> bool:
     return platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", kind) is not None
 
 
+_BEFORE_AMPERE = re.compile(r"\b(Tesla|Quadro|TITAN|GTX|RTX 20\d\d|[KMPTV]\d+\w*)\b")
+"""Products: GeForce, workstation and data centre GPUs of Kepler to Turing."""
+
+
 def is_nvidia(platform: str, kind: str) -> bool:
-    """Whether the device is a GPU by NVIDIA, by its product name: JAX calls others 'gpu' too. Names
-    before Ampere that begin otherwise (Tesla, Quadro) are not meant: cuDNN's attention needs
-    Ampere."""
-    return platform in ("gpu", "cuda") and kind.startswith("NVIDIA ")
+    """Whether the device is a GPU by NVIDIA, by its product name, from Ampere on, as cuDNN's
+    attention needs. JAX calls those of others 'gpu' too."""
+    named = platform in ("gpu", "cuda") and kind.startswith("NVIDIA ")
+    return named and not _BEFORE_AMPERE.search(kind)
 
 
 def device_kernels(platform: str, kind: str) -> str | None:

@@ -29,8 +29,8 @@ diagonal are 6 % of its work."""
 GPU_SCORES = 2**23
 """Scores of a block, of all rows and heads, if the queries are few: 32 MiB in float32, written and
 read three times in 80 us."""
-GPU_DECODE_KEYS = 512
-"""The least keys of a block of decoding, for many rows."""
+DECODE_KEYS = 512
+"""The least keys of a block of decoding on other devices."""
 GPU_DECODE_BYTES = 2**25
 """Bytes of the keys of a decode block, of all rows and heads, and as many of values: gathered,
 written and read again in 100 us."""
@@ -54,6 +54,8 @@ def prefill_blocks(platform: str, batch: int, queries: int, heads: int) -> Block
 def decode_keys(platform: str, position_bytes: int) -> int:
     """Key positions of a decode block. `position_bytes` are the bytes of the keys at one position
     of all rows, as they are multiplied."""
-    if platform not in ("gpu", "cuda"):
+    if platform == "cpu":
         return CPU_DECODE_KEYS
-    return max(GPU_DECODE_BYTES // position_bytes, GPU_DECODE_KEYS)
+    if platform not in ("gpu", "cuda"):
+        return DECODE_KEYS
+    return max(GPU_DECODE_BYTES // position_bytes, DECODE_KEYS)

@@ -17,6 +17,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.shapes import FEW_TILES
 from swiftkv_jax.pallas_kernels import cudnn, decode_attention, ops, prefill_attention
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
@@ -84,7 +85,7 @@ CHUNK = like(TILES, 128, N, H), POOL, POOL, ints(TILES), ints(TILES), ints(TILES
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(("rows", "keys"), [(64, 512), (1, 16384)])
 def test_decode(gpu, rows, keys):
-    """A step reads `keys` positions of all rows (512 with the blocks of a CPU): 11 to 13 kernels,
+    """A step reads `keys` positions of all rows (128 with the blocks of a CPU): 11 to 13 kernels,
     of which one gathers keys and values and the others write little."""
 
     def op(q, k, v, length, table):
@@ -160,7 +161,7 @@ def test_the_prefill_program_calls_cudnn(config, machine, mesh, installed):
     for own keys and one for those before them, of either size."""
     lowered = lower_program(
         few_layers(config),
-        ("prefill", 2048, None),
+        ("prefill", 2048, 2048 // 128 + FEW_TILES, None),
         batch=64,
         max_model_len=131_072,
         mesh=topology_mesh(machine, mesh),
@@ -172,7 +173,7 @@ def test_the_prefill_program_calls_cudnn(config, machine, mesh, installed):
 
 def test_without_cudnn_the_programs_attend_through_xla():
     """As here, where JAX finds none."""
-    for key in (("prefill", 2048, None), ("decode", 64)):
+    for key in (("prefill", 2048, 2048 // 128 + FEW_TILES, None), ("decode", 64)):
         lowered = lower_program(
             few_layers(LLAMA_8B),
             key,

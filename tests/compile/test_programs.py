@@ -107,9 +107,9 @@ def test_kernels_of_a_decode_step():
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_prefill(name):
+    """With the most tiles that a chunk of an engine has."""
     config, topology, mesh, _ = MACHINES[name]
-    lowered = lower_program(
-        config, ("prefill", CHUNK, CHUNK // 128, None), **SHAPE, mesh=topology_mesh(topology, mesh)
-    )
+    key = "prefill", CHUNK, CHUNK // 128 + 32, None
+    lowered = lower_program(config, key, **SHAPE, mesh=topology_mesh(topology, mesh))
     memory = check(name, lowered, config, True)
     assert memory.temp_size_in_bytes < 2 * GIB

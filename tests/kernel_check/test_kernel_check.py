@@ -177,7 +177,7 @@ def write(configs, folder, outcome: Any = "right", device=None, **fields) -> Ver
 
 
 @pytest.mark.parametrize(
-    "field", ["device_kind", "platform_version", "driver", "jax", "jaxlib", "kernels"]
+    "field", ["device_kind", "platform_version", "driver", "cudnn", "jax", "jaxlib", "kernels"]
 )
 def test_another_version_of_anything_is_checked_again(field, tmp_path):
     version = DeviceVersion.of(gpu())

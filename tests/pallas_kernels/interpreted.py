@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from swiftkv_jax.pallas_kernels.device import is_hopper
 from tests.pallas_kernels import mosaic_interpreter
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
@@ -29,9 +30,11 @@ def under(device: str):
 
 
 def on_hardware(implementation: str) -> bool:
-    return jax.default_backend() == {"hopper": "gpu", "cudnn": "gpu", "tpu": "tpu"}.get(
-        implementation
-    )
+    """Whether the device is one that runs `implementation`."""
+    device = jax.devices()[0]
+    if implementation == "hopper":
+        return is_hopper(device.platform, device.device_kind)
+    return device.platform == {"cudnn": "gpu", "tpu": "tpu"}.get(implementation)
 
 
 @contextlib.contextmanager

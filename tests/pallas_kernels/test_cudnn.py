@@ -204,6 +204,11 @@ def test_none_does_not_choose_what_is_not_installed(monkeypatch):
     [
         ("NVIDIA L40S", "cudnn"),
         ("NVIDIA GeForce RTX 5090", "cudnn"),
+        ("NVIDIA RTX 6000 Ada Generation", "cudnn"),
+        ("NVIDIA RTX A6000", "cudnn"),
+        ("NVIDIA GeForce RTX 2080 Ti", None),
+        ("NVIDIA TITAN RTX", None),
+        ("NVIDIA T1000 8GB", None),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "cudnn"),
         ("NVIDIA GB200", "cudnn"),
         ("Tesla T4", None),

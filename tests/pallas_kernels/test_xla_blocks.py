@@ -42,7 +42,7 @@ def test_blocks_of_prefill(platform, batch, queries, heads, blocks):
 
 @pytest.mark.parametrize(
     ("platform", "rows", "keys"),
-    [("cpu", 64, 512), ("gpu", 64, 512), ("gpu", 8, 2048), ("gpu", 1, 16384)],
+    [("cpu", 64, 128), ("tpu", 64, 512), ("gpu", 64, 512), ("gpu", 8, 2048), ("gpu", 1, 16384)],
 )
 def test_blocks_of_decode(platform, rows, keys):
     assert decode_keys(platform, rows * 8 * 128 * BF16) == keys

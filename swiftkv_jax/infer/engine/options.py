@@ -26,12 +26,12 @@ class EngineOptions:
     max_num_seqs: int = 64
     """Sequences that decode together, on all devices."""
     max_num_batched_tokens: int | None = None
-    """Tokens of a chunk of prefill on each data-parallel shard. A larger chunk delays decoding; one
-    below some hundreds of tokens leaves a device's arithmetic unused. None is 2048, on a CPU
-    512."""
+    """Tokens of a chunk of prefill on each data-parallel shard, of which there are at most
+    `decode_steps` before a decode call. A larger chunk delays decoding; one below some hundreds of
+    tokens leaves a device's arithmetic unused. None is 2048, on a CPU 512."""
     decode_steps: int = 8
-    """Tokens that each sequence decodes in one call: fewer come out sooner, more cost the host
-    less."""
+    """Tokens that each sequence decodes in one call, and most chunks of prefill before it: fewer
+    come out sooner, more cost the host less."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Format of the KV cache: "auto" (the weights' dtype), "float32", "bfloat16", "fp8" or
     "int8"."""

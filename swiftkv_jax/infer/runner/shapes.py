@@ -115,7 +115,7 @@ def choose_shapes(
     # A request has at most one tile more than its tokens fill.
     most = 4 if platform == "cpu" else 32
     spare = (most if options.scoring else min(most, slots + 1),)
-    if spare[0] > FEW_TILES and not options.one_size:
+    if spare[0] >= 2 * FEW_TILES and not options.one_size:
         spare = FEW_TILES, *spare
     contexts: tuple[int | None, ...] = (None,)
     if quantized:
