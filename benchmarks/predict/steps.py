@@ -24,13 +24,17 @@ from ..kernels.shapes import Decode
 from . import attention
 from .devices import DeviceModel
 
-_SMALL_SELF, _SMALL_CROSS = 10, 7
-"""Kernels of a decode step in a layer that writes keys and values, and in one that does not, beside
-its 5 products and its attention: norms, rotary embedding, scatters, activation, sums."""
-_SMALL_PER_GROUP, _SMALL_REST = 2, 34
+PRODUCTS = 4
+"""Products of a layer: queries with keys and values, or queries; output; gate and up; down."""
+ATTENTION = 2
+"""Kernels of attention in a layer."""
+SMALL_SELF, SMALL_CROSS = 9, 6
+"""Other kernels of a decode step in a layer that writes keys and values, and in one that does not:
+norms, rotary embedding, check, scatters, activation, sums."""
+SMALL_PER_GROUP, SMALL_REST = 3, 25
 """The same for each group of upper layers (scatters of its keys and values), and for the whole
 step: embedding, rotary table, work list, final norm, sampling."""
-_LOGITS_PASSES = 3
+_LOGITS_PASSES = 2
 """Times that a greedy step writes or reads the float32 logits."""
 _KV_PASSES = 15
 """Times that a chunk reads or writes all its new keys and values in a layer, beside the products
@@ -131,10 +135,10 @@ class StepModel:
         )
         logits = _LOGITS_PASSES * 4 * rows * config.vocab_size / device.copy
         small = (
-            self._self_layers * _SMALL_SELF
-            + (config.num_layers - self._self_layers) * _SMALL_CROSS
-            + self._groups * _SMALL_PER_GROUP
-            + _SMALL_REST
+            self._self_layers * SMALL_SELF
+            + (config.num_layers - self._self_layers) * SMALL_CROSS
+            + self._groups * SMALL_PER_GROUP
+            + SMALL_REST
         )
         attended = _decode_attention(device, self._decode_shape(rows, keys), tuple(lengths))
         return products + logits + small * device.launch + config.num_layers * attended
