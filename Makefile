@@ -1,5 +1,5 @@
 # make demo   converts, distils and runs the demo model, and prints what SwiftKV saves
-# make test   lint, types and tests; make test-kernels, test-compile, test-gpu and test-tpu go further
+# make test   lint, types and tests; make test-all, test-kernels, test-compile, test-gpu and test-tpu go further
 # Both set everything up first, in .venv, from the pinned versions in requirements.lock.
 
 VENV := .venv
@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-gpu test-tpu lock clean
+.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -15,10 +15,10 @@ demo: $(VENV)/installed
 # The tests are thousands of small programs. Compiled quickly rather than well, and kept for the next
 # run, they take a half to a quarter of the processors' time. TEST_CACHE= compiles everything anew.
 TEST_CACHE ?= $(HOME)/.cache/swiftkv-jax/test-programs
-QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)" \
+QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)" \
 	JAX_COMPILATION_CACHE_DIR="$(TEST_CACHE)" \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-PYTEST := -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadgroup
+PYTEST := -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: lint
 	@if test -d "$(TEST_CACHE)"; then find "$(TEST_CACHE)" -type f -mtime +14 -delete; fi
 	$(QUICKLY) $(RUN) $(PYTEST) --durations 10
@@ -54,8 +54,12 @@ test-eval:
 	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval]'
 	.venv-eval/bin/python -m pytest -q tests/test_eval.py tests/harness
 
-# Every shape of every kernel, interpreted; `make test` has the most telling ones.
+# Everything that runs on a CPU: `make test` leaves out what takes long and has most of it in a shorter test.
 EVERY_SHAPE := -m "long or not long"
+test-all: lint
+	$(QUICKLY) $(RUN) $(PYTEST) $(EVERY_SHAPE) --durations 10
+
+# Every shape of every kernel, interpreted; `make test` has the most telling ones.
 test-kernels: $(VENV)/installed
 	$(QUICKLY) $(RUN) $(PYTEST) $(EVERY_SHAPE) tests/pallas_kernels
 

@@ -66,7 +66,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
+LONGEST = [
+    "tests/pallas_kernels/test_attention.py",
+    "tests/infer/engine/test_engine.py",
+    "tests/train/test_processes.py",
+    "tests/train/test_run.py",
+    "tests/infer/runner/test_programs.py",
+    "tests/infer/test_generate.py",
+    "tests/train/test_step.py",
+    "tests/infer/test_processes.py",
+    "tests/test_docs.py",
+]
+"""Files that take minutes. One process runs a file (`--dist loadfile`), so that its tests share what
+they make; begun last, a long one would leave the others idle."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups, each of which one process runs, come first: begun last, a long one would leave the
-    other processes idle."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """The longest files first."""
+
+    def rank(item: pytest.Item) -> int:
+        file = item.nodeid.partition("::")[0]
+        return LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)

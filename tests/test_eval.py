@@ -21,9 +21,6 @@ from swiftkv_jax.eval.text_model import TextModel, windows
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
 from tests.infer import conftest
 
-# The engine is shared: one process makes it.
-pytestmark = pytest.mark.xdist_group("eval")
-
 checkpoint, greedy = conftest.checkpoint, conftest.greedy  # the fixtures of inference
 
 LONGEST = 48

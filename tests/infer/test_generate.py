@@ -51,7 +51,13 @@ def test_greedy_tokens_are_those_of_the_full_forward(swiftkv):
     ]
 
 
-@pytest.mark.parametrize("name", ["llama-init-4of8-group1", "llama-trained-4of8-group2-tied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama-init-4of8-group1", marks=pytest.mark.long),
+        "llama-trained-4of8-group2-tied",
+    ],
+)
 @pytest.mark.parametrize("swiftkv", [True, False])
 def test_greedy_tokens_are_those_of_the_authors_model(name, swiftkv):
     reference = load_file(FIXTURES / f"{name}.reference.safetensors")

@@ -32,29 +32,17 @@ parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
 # The most telling shapes are interpreted in every run of the tests; the others are `long` (make
 # test-kernels). XLA, and kernels on their own hardware, run all of them.
 SHORT = {
-    *(
-        "8B",
-        "4 queries a head, odd",
-        "chunk up to the end of the cache",
-        "rows at different offsets",
-        "ragged rows at different offsets",
-    ),
-    *(
-        "short documents",
-        "documents across blocks",
-        "of two prompts, an idle row first",
-        "pages of 256",
-    ),
-    *("8 queries a head", "wide", "idle rows", "page table, several tokens", "odd head dim", None),
-    *("one long row, many short", "page table, most of it unused"),
+    *("8B", "rows at different offsets", "ragged rows at different offsets"),
+    *("documents across blocks", "of two prompts, an idle row first", "pages of 256"),
+    *("wide", "idle rows", "page table, several tokens", "one long row, many short", None),
 }
 
 
-def cases(runs, names) -> list:
+def cases(runs, names, short=SHORT) -> list:
     """(implementation, format, name) of each combination, those marked that are `long`."""
     every = [(implementation, form, name) for implementation, form in runs for name in names]
     return [
-        pytest.param(*case, marks=LONG if case[0] != "xla" and case[2] not in SHORT else [])
+        pytest.param(*case, marks=LONG if case[0] != "xla" and case[2] not in short else [])
         for case in every
     ]
 
@@ -137,7 +125,11 @@ def test_packed_picture(implementation, dtype):
 
 @parametrize(
     ("implementation", "dtype", "name"),
-    cases(RUNS, [None, "documents across blocks", "odd head dim", "wide"]),
+    cases(
+        RUNS,
+        [None, "documents across blocks", "odd head dim", "wide"],
+        short={"documents across blocks"},
+    ),
 )
 def test_gradient(implementation, dtype, name):
     shape, documents = SEGMENTS[name] if name else (Prefill(1, 200, 4, 1, 200, 128), None)

@@ -22,9 +22,6 @@ from safetensors.numpy import load_file
 
 from swiftkv_jax.train.__main__ import main
 
-# The runs are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).parents[2]
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"

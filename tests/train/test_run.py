@@ -17,9 +17,6 @@ from safetensors.numpy import load_file
 from swiftkv_jax import demo
 from swiftkv_jax.train.__main__ import main
 
-# The reference run is shared: one process makes it.
-pytestmark = pytest.mark.xdist_group("runs")
-
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
     * 40
@@ -74,6 +71,7 @@ def test_the_loss_falls_and_the_result_is_exported(uninterrupted):
     assert json.loads((uninterrupted / "recipe.json").read_text())["max_steps"] == STEPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["4x1", "2x2", "1x4"])
 def test_meshes_agree(mesh, data, uninterrupted, tmp_path):
     """Ten steps: later, Adam's division has made rounding visible. On 1x4 the two key/value heads
@@ -104,6 +102,7 @@ def test_the_teacher_is_unchanged_by_training(uninterrupted):
         )
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_like_one_never_killed(data, uninterrupted, tmp_path):
     """kill -9 in the middle, then SIGTERM, then to the end: weights equal bit for bit, metrics row
     for row."""

@@ -98,8 +98,8 @@ def alone():
         ("1x1", 4, False),
         ("4x1", 1, False),
         ("2x2", 1, False),
-        ("1x4", 1, False),
-        ("fsdp=4", 1, False),
+        pytest.param("1x4", 1, False, marks=pytest.mark.long),
+        pytest.param("fsdp=4", 1, False, marks=pytest.mark.long),
         ("data=2,fsdp=2,model=2", 2, True),
     ],
 )

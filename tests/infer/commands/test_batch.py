@@ -19,9 +19,6 @@ from swiftkv_jax.infer.text import encode
 from swiftkv_jax.io.jsonl import parse_object, parse_value, read_lines, scan
 from tests.infer.mock_model_runner import continuation, mock_engine
 
-# The commands' compiled model runners are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("commands")
-
 
 def written(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -15,9 +15,6 @@ import pytest
 from swiftkv_jax.infer import Engine
 from tests.infer.conftest import CHAT_TEMPLATE
 
-# The commands' compiled model runners are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("commands")
-
 
 @pytest.fixture(scope="module")
 def chat_model(checkpoint, tmp_path_factory) -> Path:

@@ -19,9 +19,6 @@ from swiftkv_jax.infer.commands.complete import DEMO_PROMPT, DEMO_SAMPLING
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
 
-# The commands' compiled model runners are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("commands")
-
 
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0

@@ -18,9 +18,6 @@ from swiftkv_jax.infer.commands.output import ProgressWriter
 from swiftkv_jax.infer.commands.resume import OutputFile, checkpoint_digest
 from tests.infer.commands.test_batch import rows_file, written
 
-# The commands' compiled model runners are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("commands")
-
 SETTINGS = {"command": "generate", "input": "abc", "sampling": {"seed": 1, "logit_bias": {5: 1.0}}}
 
 

@@ -15,9 +15,6 @@ from swiftkv_jax.infer import Engine, ScoreRequest
 from swiftkv_jax.infer.commands.score import ScoreReader, perplexity
 from tests.infer.conftest import LIMIT
 
-# The commands' compiled model runners are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("commands")
-
 
 @pytest.fixture(scope="module")
 def logprobs(checkpoint):

@@ -23,9 +23,6 @@ from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
 
-# The engines are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("engine")
-
 LENGTH = 80
 SERVED = [("auto", True), ("auto", False), ("fp8", True), ("int8", True)]  # cache format, SwiftKV
 
@@ -124,7 +121,13 @@ def prompts_of(seed: int, count: int) -> list[tuple[int, ...]]:
 # Answers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("format", "swiftkv"), SERVED)
+@pytest.mark.parametrize(
+    ("format", "swiftkv"),
+    [
+        pytest.param(*served, marks=[] if served[0] == "int8" else pytest.mark.long)
+        for served in SERVED
+    ],
+)
 def test_soak(format, swiftkv, compilations):
     """Mixed requests that come and are aborted at random: each answer is that of the request alone;
     nothing is compiled, no page leaks."""
@@ -191,7 +194,11 @@ def note(event, live, outputs, finished) -> None:
         finished.append((event.request_id, event.sample))
 
 
-@pytest.mark.parametrize(("shape", "format"), [((2, 2), "fp8"), ((1, 4), "auto")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [((2, 2), "fp8"), pytest.param((1, 4), "auto", marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_mesh_changes_nothing(shape, format):
     dp_size, prompts = shape[0], prompts_of(2, 9)
     requests = [Request(prompt, SamplingParams(max_tokens=7)) for prompt in prompts]
@@ -218,8 +225,8 @@ def logprobs_of(event: RequestOutput) -> list[float]:
 
 NON_FINITE = [
     ("auto", {}),
-    ("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}),
-    ("fp8", {}),
+    pytest.param("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}, marks=pytest.mark.long),
+    pytest.param("fp8", {}, marks=pytest.mark.long),
     ("int8", {"repetition_penalty": 1.5}),
 ]
 

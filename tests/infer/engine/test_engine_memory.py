@@ -11,9 +11,6 @@ from swiftkv_jax.infer.runner.memory import MemoryPlan
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from tests.infer.engine.test_engine import engine_of, model, options, small
 
-# The engines are shared: one process makes them.
-pytestmark = pytest.mark.xdist_group("engine")
-
 
 def plan_of(engine: Engine[ModelRunner]) -> MemoryPlan:
     assert engine.model_runner.plan is not None

@@ -251,8 +251,15 @@ def test_an_empty_batch_has_no_tokens_to_emit():
 # Costs ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [None, jnp.int8])
-@pytest.mark.parametrize(("swiftkv", "steps"), [(True, 8), (False, 1)])
+@pytest.mark.parametrize(
+    ("swiftkv", "steps", "format"),
+    [
+        (True, 8, None),
+        (True, 8, jnp.int8),
+        pytest.param(False, 1, None, marks=pytest.mark.long),
+        pytest.param(False, 1, jnp.int8, marks=pytest.mark.long),
+    ],
+)
 def test_decode_holds_one_cache(swiftkv, steps, format):
     config = config_from_hf(tiny.hf_config(key_value_group_size=2, max_position_embeddings=4096))
     shape = {"batch": 4, "max_model_len": 4096, "dtype": jnp.float32, "cache_dtype": format}
@@ -276,7 +283,7 @@ def flops(key, swiftkv: bool, max_model_len: int) -> float:
     return cost["flops"]
 
 
-@pytest.mark.parametrize("max_model_len", [512, 2048])
+@pytest.mark.parametrize("max_model_len", [512, pytest.param(2048, marks=pytest.mark.long)])
 def test_prefill_costs_half(max_model_len):
     ratio = flops(("prefill", 512, 4, None), True, max_model_len) / flops(
         ("prefill", 512, 4, None), False, max_model_len
