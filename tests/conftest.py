@@ -77,8 +77,8 @@ LONGEST = [
     "tests/infer/test_processes.py",
     "tests/test_docs.py",
 ]
-"""Files that take minutes. One process runs a file (`--dist loadfile`), so that its tests share what
-they make; begun last, a long one would leave the others idle."""
+"""Files that take minutes. One process runs a file (`--dist loadfile`), so that its tests share
+what they make; begun last, a long one would leave the others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
