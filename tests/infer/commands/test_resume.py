@@ -186,6 +186,7 @@ def without_timing(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_kill_at_any_time_and_resume(checkpoint, run, tmp_path):
     """SIGKILL while rows are being written, and again; then the whole is as if nothing had
     happened."""
