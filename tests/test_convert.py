@@ -246,6 +246,7 @@ MEASURE = textwrap.dedent("""
 """)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_bounded_by_a_few_leaves(tmp_path):
     """400 MiB of float32 in leaves of at most 32 MiB: conversion may hold three of them, and 64 MiB

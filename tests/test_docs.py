@@ -126,6 +126,7 @@ def test_the_first_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, model_folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, str(model_folder)])

@@ -105,6 +105,7 @@ def together(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["full", "delta"])
 def test_an_export_is_that_of_one_process(together, tmp_path, format):
     save_hf(model(), tmp_path / format, format=format)

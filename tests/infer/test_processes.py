@@ -37,7 +37,8 @@ def rows(path: Path) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("mesh", ["2x1", pytest.param("1x2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
 def test_two_processes_answer_like_one(mesh, tmp_path):
     prompts = [
         {"prompt_token_ids": [5 + i, *range(7, 7 + 3 * i)], "temperature": 0.8 * (i % 2), "seed": i}

@@ -22,6 +22,8 @@ from safetensors.numpy import load_file
 
 from swiftkv_jax.train.__main__ import main
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
@@ -167,7 +169,6 @@ def test_the_export_of_two_processes_is_complete(folder):
         np.testing.assert_allclose(actual, desired, rtol=relative, atol=absolute, err_msg=name)
 
 
-@pytest.mark.long
 def test_a_signal_to_one_stops_both_and_one_process_goes_on(folder):
     """On SIGTERM both finish and save the same step; another number of processes and another mesh
     continue from it."""

@@ -212,6 +212,7 @@ def test_attention_is_kept_while_the_rest_of_a_layer_is_computed_again(mesh):
     assert layer and not mlp
 
 
+@pytest.mark.long
 def test_a_sharded_sequence_keeps_a_part_of_each_layer_input():
     text = lowered("1x4", 512, shard_sequence=True, remat="layer").compile().as_text() or ""
     kept, whole = (

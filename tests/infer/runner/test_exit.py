@@ -27,7 +27,9 @@ engine = start(tiny.model_of(hf, tiny.tensors_for(hf)))
 """
 
 
-@pytest.mark.parametrize("last", ["assert engine.has_work", "del engine"])
+@pytest.mark.parametrize(
+    "last", ["assert engine.has_work", pytest.param("del engine", marks=pytest.mark.long)]
+)
 def test_a_process_may_end_before_its_requests(last):
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     run = subprocess.run(
