@@ -26,7 +26,6 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.model_runner_base import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
-from swiftkv_jax.infer.engine.scheduler import Limits
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.shapes import choose_shapes
@@ -74,12 +73,7 @@ class PredictedRunner:
             memory_limit=int(options.memory_utilization * device.published.memory_bytes),
             quantized=self.cache_dtype != DTYPE,
         )
-        self.limits = Limits(
-            max_num_seqs=self.shapes.slots,
-            chunk_tokens=self.shapes.chunks[-1],
-            max_tiles=self.shapes.tiles(self.shapes.chunks[-1])[-1],
-            context_pages=self.shapes.contexts[-1],
-        )
+        self.limits = self.shapes.limits
         self.variant = variant_of(name, config, self.weights, self.cache_dtype, self.shapes)
         self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size)
         self.clock, self._idle_from = Clock(), 0.0

@@ -24,7 +24,6 @@ from ...errors import OutOfMemoryError, UsageError, name_attention
 from ..engine.model_runner_base import AsyncOutput, SamplerOutput
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
-from ..engine.scheduler import Limits
 from ..sampling.metadata import SamplingMetadata, sampling_row
 from ..sampling.penalties import prompt_token_counts
 from .compilation import CompileCounter, compile_all
@@ -78,13 +77,7 @@ class ModelRunner:
         """Memory plan; None before `prepare`."""
         self._attention, self._device = attention, device
         self._memory_limit, self._shrink_cache = memory_limit, shrink_cache
-        self.limits = Limits(
-            max_num_seqs=shapes.slots,
-            chunk_tokens=shapes.chunks[-1],
-            max_tiles=shapes.tiles(shapes.chunks[-1])[-1],
-            context_pages=shapes.contexts[-1],
-            scored_tokens=shapes.chunks[-1] if shapes.scoring else 0,
-        )
+        self.limits = shapes.limits
         self._compiled: dict[Key, Any] = {}
 
     @property

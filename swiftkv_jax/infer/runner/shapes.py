@@ -8,6 +8,7 @@ from ...config import Config
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
 from ..engine.options import EngineOptions
+from ..engine.scheduler import Limits
 from .memory import host_memory
 
 CPU_CACHE_SHARE = 0.25
@@ -44,6 +45,18 @@ class Shapes:
     """Numbers of pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
+
+    @property
+    def limits(self) -> Limits:
+        """What the scheduler may plan."""
+        longest = self.chunks[-1]
+        return Limits(
+            max_num_seqs=self.slots,
+            chunk_tokens=longest,
+            max_tiles=self.tiles(longest)[-1],
+            context_pages=self.contexts[-1],
+            scored_tokens=longest if self.scoring else 0,
+        )
 
     def tiles(self, tokens: int) -> tuple[int, ...]:
         """Numbers of query tiles that a chunk of `tokens` can have, ascending. One that scores has
