@@ -88,18 +88,25 @@ def logits(
     tokens: Int[ArrayLike, "B T"] | Sequence[Sequence[int]],
     *,
     swiftkv: bool | None = None,
+    prompt_lengths: Int[ArrayLike, " B"] | Sequence[int] | None = None,
 ) -> Float[Array, "B T V"]:
     """Logits of every position of whole rows, float32, all layers for all tokens.
 
-    `swiftkv` False is the teacher, True the student, None the student if there is a delta. Raises
-    `ValueError` for the student of a model without a delta, for the teacher of one whose upper
-    projections were dropped, and if `tokens` are not rows of token ids that the model can take.
+    `swiftkv` False is the teacher, True the student, None the student if there is a delta. For a
+    student whose `config.generated_kv` is `own`, tokens from `prompt_lengths` - `config.exact_tail`
+    on keep their own keys and values in the upper layers; None takes each whole row for a prompt.
+    Raises `ValueError` for the student of a model without a delta, for the teacher of one whose
+    upper projections were dropped, and if `tokens` are not rows of token ids that the model can
+    take or `prompt_lengths` not a length for each.
     """
     check_model(model)
     config = model.config
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
-    attention = _attention(model, gradient=False)
-    return _logits(config, attention, model.llama, delta, _rows(config, tokens))
+    attention, tokens = _attention(model, gradient=False), _rows(config, tokens)
+    lengths = _prompt_lengths(tokens, prompt_lengths)
+    if delta is None or config.generated_kv == "boundary":
+        lengths = None
+    return _logits(config, attention, model.llama, delta, tokens, lengths)
 
 
 def _attention(model: Model, *, gradient: bool) -> Attention:
@@ -143,6 +150,29 @@ def _rows(config: Config, tokens: Any) -> Int[Array, "B T"]:
     return tokens
 
 
+def _prompt_lengths(tokens: Int[Array, "B T"], lengths: Any) -> Int[Array, " B"]:
+    """`prompt_lengths` as an array; those of whole rows for None."""
+    rows, columns = tokens.shape
+    if lengths is None:
+        return jnp.full(rows, columns, jnp.int32)
+    try:
+        lengths = jnp.asarray(lengths)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError("`prompt_lengths` must be whole numbers, one for each row") from error
+    if lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise UsageError(
+            f"`prompt_lengths` must be a whole number for each of the {rows} rows, got "
+            f"{lengths.dtype} of shape {lengths.shape}"
+        )
+    if not isinstance(lengths, Tracer) and lengths.is_fully_addressable:
+        values = np.asarray(lengths)
+        if (outside := values[(values < 0) | (values > columns)]).size:
+            raise UsageError(
+                f"`prompt_lengths`: {outside[0]} must be from 0 to the {columns} tokens of a row"
+            )
+    return lengths
+
+
 def _weights(tokens: Int[Array, "B T"], loss_mask: Any) -> Float[Array, "B T"]:
     """`loss_mask` as an array."""
     try:
@@ -157,12 +187,21 @@ def _weights(tokens: Int[Array, "B T"], loss_mask: Any) -> Float[Array, "B T"]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _logits(config: Config, attention: Attention, llama: Llama, delta: SwiftKV | None, tokens):
-    batch = transformer.unpacked_batch(tokens)
+def _logits(
+    config: Config,
+    attention: Attention,
+    llama: Llama,
+    delta: SwiftKV | None,
+    tokens: Int[Array, "B T"],
+    prompt_lengths: Int[Array, " B"] | None,
+):
+    batch, own = transformer.unpacked_batch(tokens), None
+    if prompt_lengths is not None:
+        own = batch.positions >= (prompt_lengths - config.exact_tail)[:, None]
     if delta is None:
         hidden = transformer.teacher(config, llama, batch, attention=attention)
     else:
-        hidden = transformer.student(config, llama, delta, batch, attention=attention)
+        hidden = transformer.student(config, llama, delta, batch, attention=attention, own=own)
     return unembed(config, llama, hidden)
 
 

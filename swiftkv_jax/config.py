@@ -12,6 +12,13 @@ from typing import Literal
 
 from .errors import ConfigError
 
+GeneratedKV = Literal["boundary", "own"]
+"""Where generated tokens take their upper keys and values from: see `Config.generated_kv`."""
+GENERATED_KV: tuple[GeneratedKV, ...] = ("boundary", "own")
+
+NO_OWN = 2**30
+"""A position that no sequence reaches."""
+
 MAX_LAYERS = 1_000
 """Far more than any model has. Names, programs and lists grow with the layers, so that a slip in a
 `config.json` would fill the memory."""
@@ -74,6 +81,13 @@ class Config:
     num_key_value_layers: int = 0
     """K of the paper; 0 means all layers, as in the authors' configuration."""
     key_value_group_size: int = 1
+    generated_kv: GeneratedKV = "boundary"
+    """`boundary`: every token's upper keys and values come from the hidden state that enters layer
+    `num_key_value_layers`. `own`: those of a generated token come from its own hidden state before
+    each upper layer, by the teacher's projections; queries are the student's in both."""
+    exact_tail: int = 0
+    """Number of tokens at a prompt's end that also keep their own upper keys and values, and so run
+    through all layers; needs `own`."""
 
     def __post_init__(self):
         for field in (
@@ -114,6 +128,33 @@ class Config:
                 f"from num_key_value_layers={self.num_key_value_layers} to "
                 f"num_layers={self.num_layers}"
             )
+        self._check_generated_kv()
+
+    def _check_generated_kv(self):
+        if self.generated_kv not in GENERATED_KV:
+            raise ConfigError(
+                f"generated_kv={self.generated_kv!r} is not one of {', '.join(GENERATED_KV)}"
+            )
+        tail = self.exact_tail
+        if isinstance(tail, bool) or not isinstance(tail, int) or not 0 <= tail < 2**30:
+            raise ConfigError(f"exact_tail={tail!r} must be a whole number from 0 up")
+        if tail and self.generated_kv != "own":
+            raise ConfigError(f"exact_tail={tail} needs generated_kv=own")
+        if self.generated_kv == "own" and self.key_value_group_size > 1:
+            raise ConfigError(
+                f"generated_kv=own needs key_value_group_size=1, not {self.key_value_group_size}: "
+                f"layers that share one cache have no room for keys and values of their own"
+            )
+        if self.num_upper_layers == 0:  # every token keeps its own: there is nothing to choose
+            object.__setattr__(self, "generated_kv", "boundary")
+            object.__setattr__(self, "exact_tail", 0)
+
+    def own_start(self, prompt_length: int) -> int:
+        """Position of the first token that keeps its own upper keys and values; `NO_OWN` if none
+        does."""
+        return (
+            NO_OWN if self.generated_kv == "boundary" else max(prompt_length - self.exact_tail, 0)
+        )
 
     @property
     def num_lower_layers(self) -> int:

@@ -159,8 +159,9 @@ class QKV:
 class Llama:
     """The frozen weights, shared by teacher and student.
 
-    `upper_qkv` is the teacher's only, and None where it was dropped to serve a student; `lm_head`
-    is None when tied to `embed`.
+    `upper_qkv` is the teacher's, and None where it was dropped to serve a student; one whose tokens
+    keep their own keys and values needs its k and v (`Config.generated_kv`), and its q may be None.
+    `lm_head` is None when tied to `embed`.
     """
 
     embed: Annotated[Leaf, Param("V D", "model.embed_tokens.weight", split="V")]
@@ -279,9 +280,18 @@ def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: floa
 def require_teacher(llama: Llama, purpose: str) -> QKV:
     """The teacher's upper q, k, v. Raises `ValueError` if they were dropped: `purpose`, an
     infinitive, needs them."""
-    if llama.upper_qkv is None:
+    if llama.upper_qkv is None or llama.upper_qkv.q is None:
         raise ValueError(
             f"the teacher's upper q, k, v were dropped: load the model with them to {purpose}"
+        )
+    return llama.upper_qkv
+
+
+def require_upper_kv(llama: Llama, purpose: str) -> QKV:
+    """`require_teacher` where only the upper k, v are needed: their q may have been dropped."""
+    if llama.upper_qkv is None:
+        raise ValueError(
+            f"the teacher's upper k, v were dropped: load the model with them to {purpose}"
         )
     return llama.upper_qkv
 

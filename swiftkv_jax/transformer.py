@@ -21,12 +21,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
 from .layers import apply_rope, output_and_mlp, project_heads, rms_norm, rope_table
-from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher
+from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher, require_upper_kv
 from .quantization import Quantized, product
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
@@ -148,6 +148,21 @@ def packed_attention(attention: Attention, segment_ids: Int[Array, "B T"]) -> At
     return attend
 
 
+def _own_attention(attention: Attention, segment_ids, own: Bool[Array, "B T"], k, v) -> Attend:
+    """`packed_attention` in which tokens that are not `own` have the keys and values `k` and `v`
+    (B K T H)."""
+
+    def attend(q, own_k, own_v):
+        keep = own[:, None, :, None]
+        merged = (
+            jnp.where(keep, head_major(mine), boundary)
+            for mine, boundary in ((own_k, k), (own_v, v))
+        )
+        return attention.prefill(q, *merged, segment_ids=segment_ids), None
+
+    return attend
+
+
 def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
     """The layout of the cache and of the attention ops."""
     return x.transpose(0, 2, 1, 3)
@@ -208,9 +223,15 @@ def run_upper_layers_student(
     layer_hook: LayerHook | None = None,
     remat: Remat = "none",
     attention: Attention = DEFAULT,
+    own: Bool[Array, "B T"] | None = None,
 ):
     """The student's upper layers on shared keys and values: (x, sum over layers of
-    `layer_hook(index, input)`)."""
+    `layer_hook(index, input)`).
+
+    Tokens that are `own` have keys and values by the teacher's projections of their hidden state
+    before each layer (`Config.generated_kv`); None is none. Raises `ValueError` if those
+    projections were dropped.
+    """
     mesh, queries = attention.mesh, QKV(delta.q, None, None, delta.q_bias)
     k, v = project_kv(
         config,
@@ -222,14 +243,25 @@ def run_upper_layers_student(
     # the backward pass.
     k, v = (jnp.repeat(a, config.key_value_group_size, axis=0) for a in (k, v))
 
+    if own is not None:
+        queries = dataclasses.replace(
+            require_upper_kv(llama, "keep the own keys and values of tokens"),
+            q=delta.q,
+            q_bias=delta.q_bias,
+        )
+
     def layer_step(x, layer):
         weights, k, v = layer
-        block, own = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        if own is not None:
+            attend = _own_attention(attention, segment_ids, own, k, v)
+            x, _ = self_layer(config, block, qkv, x, rope, attend)
+            return constrain_activations(mesh, x, sequence=attention.shard_sequence)
         x = cross_layer(
             config,
             block,
-            own.q,
-            own.q_bias,
+            qkv.q,
+            qkv.q_bias,
             x,
             rope,
             lambda q: attention.prefill(q, k, v, segment_ids=segment_ids),
@@ -267,11 +299,17 @@ def teacher(
 
 
 def student(
-    config: Config, llama: Llama, delta: SwiftKV, batch: Batch, *, attention: Attention = DEFAULT
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV,
+    batch: Batch,
+    *,
+    attention: Attention = DEFAULT,
+    own: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The SwiftKV model: hidden state before the final norm. Every token runs through every
-    layer."""
+    """The SwiftKV model: hidden state before the final norm. Every token runs through every layer;
+    `own` as in `run_upper_layers_student`."""
     x, rope = run_lower_layers(config, llama, batch, attention=attention)
     return run_upper_layers_student(
-        config, llama, delta, x, rope, batch.segment_ids, attention=attention
+        config, llama, delta, x, rope, batch.segment_ids, attention=attention, own=own
     )[0]

@@ -90,6 +90,8 @@ def to_hf_config(
         "swiftkv",
         "num_key_value_layers",
         "key_value_group_size",
+        "generated_kv",
+        "exact_tail",
     )
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":

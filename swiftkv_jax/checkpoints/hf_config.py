@@ -53,7 +53,7 @@ _USED = frozenset(
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
     max_position_embeddings attention_bias tie_word_embeddings num_key_value_layers
-    key_value_group_size sliding_window layer_types quantization_config
+    key_value_group_size generated_kv exact_tail sliding_window layer_types quantization_config
     """.split()
 )
 
@@ -64,11 +64,12 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
-        key_value_group_size
+        key_value_group_size exact_tail
         """,
     ),
     "a number": ((int, float), "rms_norm_eps rope_theta"),
     "true or false": ((bool,), "attention_bias tie_word_embeddings"),
+    "a string": ((str,), "generated_kv"),
     "an object": ((Mapping,), "rope_scaling rope_parameters"),
 }
 
@@ -158,6 +159,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
         num_key_value_layers=hf.get("num_key_value_layers") or 0,
         key_value_group_size=hf.get("key_value_group_size") or 1,
+        generated_kv="boundary" if hf.get("generated_kv") is None else hf["generated_kv"],
+        exact_tail=hf.get("exact_tail") or 0,
     )
 
 
@@ -191,6 +194,8 @@ def config_to_hf(config: Config) -> dict[str, Any]:
             "num_key_value_layers": config.num_key_value_layers,
             "key_value_group_size": config.key_value_group_size,
         }
+    if config.generated_kv == "own":  # not known to the authors' stack, which serves `boundary`
+        fields |= {"generated_kv": "own", "exact_tail": config.exact_tail}
     return fields
 
 

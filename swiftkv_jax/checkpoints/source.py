@@ -315,8 +315,16 @@ def parse_dtype(dtype: Any) -> np.dtype | None:
 
 
 def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
-    """Raise `CheckpointError` unless `wanted` is `stored` with, at most, another SwiftKV cut."""
-    found = dataclasses.asdict(stored.cut(wanted.num_key_value_layers, wanted.key_value_group_size))
+    """Raise `CheckpointError` unless `wanted` is `stored` with, at most, another SwiftKV cut and
+    another use of it."""
+    cut = dataclasses.replace(
+        stored,
+        num_key_value_layers=wanted.num_key_value_layers,
+        key_value_group_size=wanted.key_value_group_size,
+        generated_kv=wanted.generated_kv,
+        exact_tail=wanted.exact_tail,
+    )
+    found = dataclasses.asdict(cut)
     expected = dataclasses.asdict(wanted)
     if different := [
         f"{name}={found[name]!r} (asked for {expected[name]!r})"
