@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_per_token
+from swiftkv_jax.initialization import init_llama, init_swiftkv
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.pallas_kernels import Implementation
-from swiftkv_jax.params import Llama, init_llama, init_swiftkv, llama_shapes
+from swiftkv_jax.params import Llama, llama_shapes
 from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.train.memory import memory_per_device
 from swiftkv_jax.train.recipe import Recipe

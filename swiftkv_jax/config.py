@@ -81,6 +81,10 @@ class Config:
     num_key_value_layers: int = 0
     """K of the paper; 0 means all layers, as in the authors' configuration."""
     key_value_group_size: int = 1
+    shared_kv_heads: tuple[tuple[int, ...], ...] | None = None
+    """[U][K]: the head of its group's cache that each key/value head of an upper layer reads, for a
+    student whose layers make values of their own of the shared ones (`SwiftKV.mix`); None where
+    every head reads the one of its number, as in the authors' models."""
     generated_kv: GeneratedKV = "boundary"
     """`boundary`: every token's upper keys and values come from the hidden state that enters layer
     `num_key_value_layers`. `own`: those of a generated token come from its own hidden state before
@@ -128,7 +132,24 @@ class Config:
                 f"from num_key_value_layers={self.num_key_value_layers} to "
                 f"num_layers={self.num_layers}"
             )
+        self._check_shared_kv_heads()
         self._check_generated_kv()
+
+    def _check_shared_kv_heads(self):
+        if self.shared_kv_heads is None:
+            return
+        if self.num_upper_layers == 0:
+            object.__setattr__(self, "shared_kv_heads", None)
+        elif (
+            self.key_value_group_size == 1
+            or len(self.shared_kv_heads) != self.num_upper_layers
+            or any(sorted(row) != list(range(self.num_kv_heads)) for row in self.shared_kv_heads)
+        ):
+            raise ConfigError(
+                f"shared_kv_heads={self.shared_kv_heads} must be one permutation of the "
+                f"{self.num_kv_heads} key/value heads for each of the {self.num_upper_layers} "
+                f"upper layers, which share caches (key_value_group_size above 1)"
+            )
 
     def _check_generated_kv(self):
         if self.generated_kv not in GENERATED_KV:
@@ -178,8 +199,13 @@ class Config:
     def cut(self, num_key_value_layers: int, key_value_group_size: int = 1) -> Config:
         """The same Llama with another SwiftKV cut. Raises `ConfigError` if the cut does not fit the
         layers."""
+        same = (num_key_value_layers, key_value_group_size) == (
+            self.num_key_value_layers,
+            self.key_value_group_size,
+        )
         return dataclasses.replace(
             self,
             num_key_value_layers=num_key_value_layers,
             key_value_group_size=key_value_group_size,
+            shared_kv_heads=self.shared_kv_heads if same else None,
         )

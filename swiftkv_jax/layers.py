@@ -93,6 +93,14 @@ def project_heads(
     return out if bias is None else out + bias
 
 
+def mix_values(
+    attended: Float[Array, "B T N H"], mix: Float[Array, "K H H"]
+) -> Float[Array, "B T N H"]:
+    """What attention to the layer's own values returns, from attention to those of its group."""
+    heads = attended.reshape(*attended.shape[:2], mix.shape[0], -1, attended.shape[-1])
+    return jnp.einsum("BTKRH,KGH->BTKRG", heads, mix).reshape(attended.shape)
+
+
 def output_and_mlp(
     config: Config, block: Block, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
 ) -> Float[Array, "B T D"]:

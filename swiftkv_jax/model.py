@@ -11,7 +11,8 @@ from flax import struct
 
 from .config import Config
 from .errors import ConfigError, UsageError
-from .params import Llama, SwiftKV, init_swiftkv, split_layers
+from .initialization import init_swiftkv
+from .params import Llama, SwiftKV, split_layers
 from .quantization import Scheme, refuse_quantized, scheme_of
 
 
@@ -87,7 +88,7 @@ def default_dtype() -> jnp.dtype:
 
 
 def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: int = 1) -> Model:
-    """Give a model a fresh delta, initialised from its own teacher (see `params.init_swiftkv`).
+    """Give a model a fresh delta, copied from its own teacher (`initialization.init_swiftkv`).
 
     The first `num_key_value_layers` layers keep their keys and values; the others share one
     projection per `key_value_group_size` layers. Any delta the model has is left behind. Raises

@@ -126,6 +126,10 @@ def norm_scale(
     return Param(dims, tensor, init="ones", when=when)
 
 
+def value_mix(dims: str, tensor: str) -> Param:
+    return Param(dims, tensor, split="K", when=lambda config: config.shared_kv_heads is not None)
+
+
 def _untied(config: Config) -> bool:
     return not config.tie_word_embeddings
 
@@ -184,6 +188,9 @@ class SwiftKV:
     q_bias: Annotated[Leaf, bias("U N H", "self_attn.q_proj_swiftkv.bias", split="N")] = None
     k_bias: Annotated[Leaf, bias("J K H", "self_attn.k_proj_swiftkv.bias", split="K")] = None
     v_bias: Annotated[Leaf, bias("J K H", "self_attn.v_proj_swiftkv.bias", split="K")] = None
+    mix: Annotated[Leaf, value_mix("U K H H", "self_attn.mix_swiftkv.weight")] = None
+    """A layer's values are `mix` times those of its group, per key/value head: exact wherever it is
+    applied, so it is applied to what attention returns."""
 
 
 def _rows(cls: type, stack: str = "?") -> dict[str, Any]:
@@ -244,7 +251,7 @@ def swiftkv_params(config: Config) -> SwiftKV:
     return jax.tree.map(lambda row: row if row.when(config) else None, SWIFTKV_PARAMS)
 
 
-# Shapes and initial values ----------------------------------------------------
+# Shapes and stacks ------------------------------------------------------------
 
 
 def llama_shapes(config: Config, dtype=jnp.float32) -> Llama:
@@ -260,21 +267,6 @@ def swiftkv_shapes(config: Config, dtype=jnp.float32) -> SwiftKV:
     return jax.tree.map(
         lambda row: jax.ShapeDtypeStruct(row.shape(config), dtype), swiftkv_params(config)
     )
-
-
-def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: float = 0.02) -> Llama:
-    """Random weights: norms at one, biases at zero, matrices normal with standard deviation
-    `scale`."""
-    rows, tree = jax.tree.flatten(llama_params(config))
-
-    def draw(row: Param, key: jax.Array) -> jax.Array:
-        shape = row.shape(config)
-        if row.init == "normal":
-            return (scale * jax.random.normal(key, shape)).astype(dtype)
-        return jnp.ones(shape, dtype) if row.init == "ones" else jnp.zeros(shape, dtype)
-
-    keys = jax.random.split(key, len(rows))
-    return jax.tree.unflatten(tree, [draw(row, k) for row, k in zip(rows, keys, strict=True)])
 
 
 def require_teacher(llama: Llama, purpose: str) -> QKV:
@@ -294,42 +286,6 @@ def require_upper_kv(llama: Llama, purpose: str) -> QKV:
             f"the teacher's upper k, v were dropped: load the model with them to {purpose}"
         )
     return llama.upper_qkv
-
-
-def init_swiftkv(config: Config, llama: Llama, dtype=None) -> SwiftKV:
-    """The delta's starting point (ArcticTraining `projects/swiftkv/train.py`).
-
-    The norm is that of the first upper layer, queries are the teacher's, keys and values are the
-    mean over each group of layers, taken in float32. Every leaf is a new buffer: nothing aliases
-    the teacher, so the delta can be donated. `dtype` None keeps the teacher's. Raises `ValueError`
-    if the teacher's upper projections were dropped.
-    """
-    upper = require_teacher(llama, "start a delta")
-    if config.num_upper_layers == 0:
-        raise ValueError(
-            f"num_key_value_layers={config.num_key_value_layers} leaves no upper layer, so there "
-            f"is no delta"
-        )
-    dtype = dtype or llama.embed.dtype
-
-    def copy(leaf):
-        return None if leaf is None else jnp.array(leaf, dtype, copy=True)
-
-    def group_mean(leaf):
-        if leaf is None:
-            return None
-        grouped = leaf.reshape(config.num_kv_groups, config.key_value_group_size, *leaf.shape[1:])
-        return grouped.astype(jnp.float32).mean(axis=1).astype(dtype)
-
-    return SwiftKV(
-        norm=copy(llama.upper.attn_norm[0]),
-        q=copy(upper.q),
-        k=group_mean(upper.k),
-        v=group_mean(upper.v),
-        q_bias=copy(upper.q_bias),
-        k_bias=group_mean(upper.k_bias),
-        v_bias=group_mean(upper.v_bias),
-    )
 
 
 def split_layers(config: Config, llama: Llama) -> Llama:

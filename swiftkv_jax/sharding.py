@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,6 +87,30 @@ def constrain_activations(mesh: Mesh | None, x: jax.Array, *, sequence: bool = F
         return x
     return jax.lax.with_sharding_constraint(
         x, NamedSharding(mesh, P(row_axes(mesh), MODEL if sequence else None))
+    )
+
+
+def to_host(array: jax.Array, index: int | None) -> np.ndarray:
+    """All of an array, or entry `index` of its leading axis; of one that is spread over processes,
+    on each of them."""
+    if array.is_fully_addressable:
+        return np.asarray(array if index is None else array[index])
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, P())
+    return np.asarray(
+        _replicate(array, everywhere) if index is None else _entry(array, index, everywhere)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _replicate(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _entry(array: jax.Array, index: int, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(
+        jax.lax.dynamic_index_in_dim(array, index, keepdims=False), sharding
     )
 
 

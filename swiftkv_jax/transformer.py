@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
-from .layers import apply_rope, output_and_mlp, project_heads, rms_norm, rope_table
+from .layers import apply_rope, mix_values, output_and_mlp, project_heads, rms_norm, rope_table
 from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher, require_upper_kv
 from .quantization import Quantized, product
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
@@ -239,10 +239,8 @@ def run_upper_layers_student(
         x,
         rope,
     )
-    # A scan slices repeated inputs for free; an index per group would scatter-add whole stacks in
-    # the backward pass.
-    k, v = (jnp.repeat(a, config.key_value_group_size, axis=0) for a in (k, v))
-
+    k, v = (_repeat_groups(config, a) for a in (k, v))
+    mixes = SwiftKV(None, None, None, None, mix=delta.mix)
     if own is not None:
         queries = dataclasses.replace(
             require_upper_kv(llama, "keep the own keys and values of tokens"),
@@ -252,23 +250,33 @@ def run_upper_layers_student(
 
     def layer_step(x, layer):
         weights, k, v = layer
-        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        block, qkv, mixes = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         if own is not None:
             attend = _own_attention(attention, segment_ids, own, k, v)
             x, _ = self_layer(config, block, qkv, x, rope, attend)
             return constrain_activations(mesh, x, sequence=attention.shard_sequence)
-        x = cross_layer(
-            config,
-            block,
-            qkv.q,
-            qkv.q_bias,
-            x,
-            rope,
-            lambda q: attention.prefill(q, k, v, segment_ids=segment_ids),
-        )
+
+        def attend(q):
+            attended = attention.prefill(q, k, v, segment_ids=segment_ids)
+            return attended if mixes.mix is None else mix_values(attended, mixes.mix)
+
+        x = cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    return _scan_upper(config, layer_step, ((llama.upper, queries), k, v), x, layer_hook, remat)
+    return _scan_upper(
+        config, layer_step, ((llama.upper, queries, mixes), k, v), x, layer_hook, remat
+    )
+
+
+def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:
+    """The keys or values that each upper layer reads."""
+    # A scan slices repeated inputs for free; an index per group would scatter-add whole stacks in
+    # the backward pass.
+    repeated = jnp.repeat(shared, config.key_value_group_size, axis=0)
+    if config.shared_kv_heads is None:
+        return repeated
+    heads = jnp.asarray(config.shared_kv_heads)[:, None, :, None, None]
+    return jnp.take_along_axis(repeated, heads, axis=2)
 
 
 def _scan_upper(config: Config, layer_step, layers, x, layer_hook: LayerHook | None, remat: Remat):

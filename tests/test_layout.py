@@ -20,10 +20,10 @@ FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
     {"chat_template", "config", "distributed", "mesh", "roofline"},
     {"attention", "cut", "io", "params", "presets", "topology"},
-    {"kernel_check", "quantization"},
+    {"initialization", "kernel_check", "quantization"},
     {"cache", "layers", "model", "sharding"},
     {"checkpoints", "transformer"},
-    {"cli", "cost"},
+    {"calibration", "cli", "cost"},
     {"__main__", "check_kernels", "convert", "infer", "train"},
     {"api", "eval"},
 ]

@@ -90,6 +90,7 @@ def to_hf_config(
         "swiftkv",
         "num_key_value_layers",
         "key_value_group_size",
+        "shared_kv_heads",
         "generated_kv",
         "exact_tail",
     )

@@ -13,7 +13,10 @@ from ..config import Config, RopeScaling
 from ..errors import ConfigError
 from .compressed_tensors import check_quantization_config
 
-MODEL_TYPES = ("llama", "llama_swiftkv", "mistral")
+SHARED_BASIS = "llama_swiftkv_shared_basis"
+"""Model type of a student with `SwiftKV.mix`: one that the authors' classes do not know, because
+they would load it and leave the mixes out."""
+MODEL_TYPES = ("llama", "llama_swiftkv", SHARED_BASIS, "mistral")
 
 # Fields whose only supported value leaves the computation as it is.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -53,7 +56,8 @@ _USED = frozenset(
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
     max_position_embeddings attention_bias tie_word_embeddings num_key_value_layers
-    key_value_group_size generated_kv exact_tail sliding_window layer_types quantization_config
+    key_value_group_size shared_kv_heads generated_kv exact_tail sliding_window layer_types
+    quantization_config
     """.split()
 )
 
@@ -70,6 +74,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "a number": ((int, float), "rms_norm_eps rope_theta"),
     "true or false": ((bool,), "attention_bias tie_word_embeddings"),
     "a string": ((str,), "generated_kv"),
+    "a list": ((list,), "shared_kv_heads"),
     "an object": ((Mapping,), "rope_scaling rope_parameters"),
 }
 
@@ -159,9 +164,18 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
         num_key_value_layers=hf.get("num_key_value_layers") or 0,
         key_value_group_size=hf.get("key_value_group_size") or 1,
+        shared_kv_heads=_shared_kv_heads(hf.get("shared_kv_heads")),
         generated_kv="boundary" if hf.get("generated_kv") is None else hf["generated_kv"],
         exact_tail=hf.get("exact_tail") or 0,
     )
+
+
+def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    if not all(isinstance(row, list) and all(type(head) is int for head in row) for row in value):
+        raise ConfigError(f"shared_kv_heads={value!r} must be a list of lists of integers")
+    return tuple(map(tuple, value))
 
 
 def config_to_hf(config: Config) -> dict[str, Any]:
@@ -193,6 +207,12 @@ def config_to_hf(config: Config) -> dict[str, Any]:
             "swiftkv": True,
             "num_key_value_layers": config.num_key_value_layers,
             "key_value_group_size": config.key_value_group_size,
+        }
+    if config.shared_kv_heads is not None:
+        fields |= {
+            "architectures": ["LlamaSwiftKVSharedBasisForCausalLM"],
+            "model_type": SHARED_BASIS,
+            "shared_kv_heads": [list(row) for row in config.shared_kv_heads],
         }
     if config.generated_kv == "own":  # not known to the authors' stack, which serves `boundary`
         fields |= {"generated_kv": "own", "exact_tail": config.exact_tail}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import itertools
 import os
@@ -19,12 +18,12 @@ from typing import Any, Literal
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..config import Config
 from ..errors import UsageError
 from ..io.files import check_free, new_directory, write_json
 from ..model import Model
+from ..sharding import to_host
 from .auxiliary import write_auxiliary_files
 from .safetensors_io import crc32, write_file
 from .source import Source, from_model, parse_dtype
@@ -218,30 +217,6 @@ def _values(
             array, current = None, tensor.leaf
             array = source.read(current, dtype, where[current.name])
         assert array is not None
-        yield _to_host(array, tensor.index).reshape(tensor.leaf.tensor_shape)
+        yield to_host(array, tensor.index).reshape(tensor.leaf.tensor_shape)
     if current is not None:
         progress(current)
-
-
-def _to_host(array: jax.Array, index: int | None) -> np.ndarray:
-    """All of an array, or entry `index` of its leading axis; of one that is spread over processes,
-    on each of them."""
-    if array.is_fully_addressable:
-        return np.asarray(array if index is None else array[index])
-    assert isinstance(array.sharding, NamedSharding)
-    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return np.asarray(
-        _replicate(array, everywhere) if index is None else _entry(array, index, everywhere)
-    )
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _replicate(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array, sharding)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _entry(array: jax.Array, index: int, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(
-        jax.lax.dynamic_index_in_dim(array, index, keepdims=False), sharding
-    )

@@ -321,6 +321,7 @@ def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
         stored,
         num_key_value_layers=wanted.num_key_value_layers,
         key_value_group_size=wanted.key_value_group_size,
+        shared_kv_heads=wanted.shared_kv_heads,
         generated_kv=wanted.generated_kv,
         exact_tail=wanted.exact_tail,
     )

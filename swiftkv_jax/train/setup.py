@@ -22,9 +22,10 @@ from ..config import Config
 from ..cut import choose_cut
 from ..errors import CheckpointError, OutOfMemoryError, UsageError
 from ..hardware import GIB
+from ..initialization import init_swiftkv
 from ..io.files import write_json
 from ..model import Model
-from ..params import init_swiftkv, llama_shapes
+from ..params import llama_shapes
 from ..quantization import refuse_quantized
 from ..sharding import swiftkv_shardings
 from .data.loader import DatasetMixture

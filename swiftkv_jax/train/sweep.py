@@ -31,8 +31,8 @@ from .distill import linear_kl
 
 @dataclasses.dataclass(frozen=True)
 class CutResult:
-    """Measurements of one cut, with the delta as `params.init_swiftkv` makes it. Means are per
-    predicted token."""
+    """Measurements of one cut, with the delta as `initialization.init_swiftkv` makes it. Means are
+    per predicted token."""
 
     num_key_value_layers: int
     key_value_group_size: int

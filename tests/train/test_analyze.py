@@ -11,8 +11,8 @@ import pytest
 
 from swiftkv_jax import Config, Model, add_swiftkv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.params import init_llama
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.train import analyze, sweep
 from swiftkv_jax.train.distill import Objective, distill_sums

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Config, Model, add_swiftkv, distill_loss
-from swiftkv_jax.params import init_llama
+from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.train import distill
 from swiftkv_jax.transformer import Batch, unpacked_batch
 

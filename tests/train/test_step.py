@@ -11,8 +11,9 @@ import optax
 import pytest
 
 from swiftkv_jax.config import Config
+from swiftkv_jax.initialization import init_llama, init_swiftkv
 from swiftkv_jax.mesh import make_mesh, parse_mesh
-from swiftkv_jax.params import init_llama, init_swiftkv, llama_shapes
+from swiftkv_jax.params import llama_shapes
 from swiftkv_jax.sharding import llama_shardings
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.step import (

@@ -16,7 +16,7 @@ from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
 from .shapes import choose_shapes
-from .weights import served_config, serving_weights, shard_model
+from .weights import fold_mix, served_config, serving_weights, shard_model
 
 
 def build_model_runner(
@@ -50,9 +50,11 @@ def build_model_runner(
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
     configs = serving_configs(served, model.dtype, dtype, options.page_size, mesh)
     attention = checked_implementation(attention, configs, device, kernel_check)
-    delta = model.swiftkv if swiftkv else None
+    llama, delta = model.llama, model.swiftkv if swiftkv else None
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
-        weights = serving_weights(model.llama, delta, donate=donate)
+        if delta is not None:
+            llama, delta = fold_mix(model.config, llama, delta)
+        weights = serving_weights(llama, delta, donate=donate)
     limit = memory_limit(device, options.memory_utilization)
     shapes = choose_shapes(
         served,

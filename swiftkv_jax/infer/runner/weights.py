@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,7 +25,15 @@ from ...params import (
     swiftkv_shapes,
     unstack,
 )
-from ...quantization import Scheme, as_matrix, quantized_shapes, scheme_of
+from ...quantization import (
+    Quantized,
+    Scheme,
+    as_matrix,
+    dequantize,
+    quantize,
+    quantized_shapes,
+    scheme_of,
+)
 from ...sharding import llama_shardings, swiftkv_shardings
 
 
@@ -48,8 +57,52 @@ class Weights:
 
 
 def served_config(config: Config, swiftkv: bool) -> Config:
-    """The architecture that is served: the teacher is the cut above the last layer."""
-    return config if swiftkv else config.cut(config.num_layers)
+    """The architecture that is served: the teacher is the cut above the last layer, and a student's
+    mixes are folded into its output projections (`fold_mix`)."""
+    if not swiftkv:
+        return config.cut(config.num_layers)
+    return dataclasses.replace(config, shared_kv_heads=None)
+
+
+def fold_mix(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, SwiftKV]:
+    """The same student without `mix`: its upper layers' query heads in the order of the cache's
+    heads, and their output projections times `mix`. (The teacher is no longer the same.)
+
+    Quantised output projections are quantised anew.
+    """
+    if config.shared_kv_heads is None:
+        return llama, delta
+    mix = delta.mix
+
+    def folded(o, mix):  # D N H, K H H
+        heads = o.reshape(o.shape[0], mix.shape[0], -1, o.shape[-1])
+        wide = jnp.einsum("DKRG,KGH->DKRH", heads, mix, preferred_element_type=jnp.float32)
+        return wide.reshape(o.shape)
+
+    def fold_layer(o, mix, order):
+        if isinstance(o, Quantized):
+            wide = folded(dequantize(o, jnp.float32), mix.astype(jnp.float32))
+            return quantize(wide[:, order], 2, o.scheme)
+        return folded(o, mix).astype(o.dtype)[:, order]
+
+    order = jnp.asarray(_query_order(config))
+    o = jax.lax.map(lambda layer: fold_layer(*layer), (llama.upper.o, mix, order))
+    q, q_bias = (
+        jax.tree.map(lambda leaf: jax.vmap(lambda x, i: x[i])(leaf, order), part)
+        for part in (delta.q, delta.q_bias)
+    )
+    upper = dataclasses.replace(llama.upper, o=o)
+    return (
+        dataclasses.replace(llama, upper=upper),
+        dataclasses.replace(delta, q=q, q_bias=q_bias, mix=None),
+    )
+
+
+def _query_order(config: Config) -> np.ndarray:
+    """[U, N]: the query heads of each upper layer in the order of the cache's heads."""
+    inverse = np.argsort(np.asarray(config.shared_kv_heads), axis=1)
+    per_head = config.num_heads // config.num_kv_heads
+    return (inverse[..., None] * per_head + np.arange(per_head)).reshape(len(inverse), -1)
 
 
 def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False) -> Weights:
@@ -129,6 +182,7 @@ def weight_shapes(
 ) -> Weights:
     """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is
     that of the weights that are not quantised."""
+    config = dataclasses.replace(config, shared_kv_heads=None)
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
     return jax.eval_shape(serving_weights, llama, delta)

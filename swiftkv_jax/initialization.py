@@ -1,0 +1,75 @@
+"""What parameters start from: random weights, and a delta copied from its teacher."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from .config import Config
+from .params import Llama, Param, SwiftKV, llama_params, require_teacher, swiftkv_params
+
+
+def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: float = 0.02) -> Llama:
+    """Random weights: norms at one, biases at zero, matrices normal with standard deviation
+    `scale`."""
+    rows, tree = jax.tree.flatten(llama_params(config))
+
+    def draw(row: Param, key: jax.Array) -> jax.Array:
+        shape = row.shape(config)
+        if row.init == "normal":
+            return (scale * jax.random.normal(key, shape)).astype(dtype)
+        return jnp.ones(shape, dtype) if row.init == "ones" else jnp.zeros(shape, dtype)
+
+    keys = jax.random.split(key, len(rows))
+    return jax.tree.unflatten(tree, [draw(row, k) for row, k in zip(rows, keys, strict=True)])
+
+
+Start = Literal["authors", "leader"]
+"""How `init_swiftkv` makes a group's keys and values of its layers': `authors` the mean over them
+(ArcticTraining `projects/swiftkv/train.py`), `leader` those of the first. Without groups both are
+the layer's own."""
+
+
+def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "authors") -> SwiftKV:
+    """A delta copied from the teacher; `calibration` fits a better one to data.
+
+    The norm is that of the first upper layer, queries are the teacher's, keys and values as `start`
+    says, in float32; layers take the shared values as they are. Every leaf is a new buffer: nothing
+    aliases the teacher, so the delta can be donated. `dtype` None keeps the teacher's. Raises
+    `ValueError` if the teacher's upper projections were dropped.
+    """
+    upper = require_teacher(llama, "start a delta")
+    if config.num_upper_layers == 0:
+        raise ValueError(
+            f"num_key_value_layers={config.num_key_value_layers} leaves no upper layer, so there "
+            f"is no delta"
+        )
+    dtype = dtype or llama.embed.dtype
+
+    def copy(leaf):
+        return None if leaf is None else jnp.array(leaf, dtype, copy=True)
+
+    def shared(leaf):
+        if leaf is None:
+            return None
+        grouped = leaf.reshape(config.num_kv_groups, config.key_value_group_size, *leaf.shape[1:])
+        if start == "leader":
+            return copy(grouped[:, 0])
+        return grouped.astype(jnp.float32).mean(axis=1).astype(dtype)
+
+    mix = None
+    if config.shared_kv_heads is not None:
+        shape = swiftkv_params(config).mix.shape(config)
+        mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), shape)
+    return SwiftKV(
+        norm=copy(llama.upper.attn_norm[0]),
+        q=copy(upper.q),
+        k=shared(upper.k),
+        v=shared(upper.v),
+        q_bias=copy(upper.q_bias),
+        k_bias=shared(upper.k_bias),
+        v_bias=shared(upper.v_bias),
+        mix=mix,
+    )
