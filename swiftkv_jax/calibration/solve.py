@@ -2,8 +2,9 @@
 
 Letters as in `params`; g members of a group, E = D, or D + 1 with biases (a last input of one).
 
-With s the normalised boundary state, y the keys or values that a layer computes from its own input
-(keys before rotation) and expectations over calibration tokens, the ridge regression of y on s is
+With s the normalised hidden state that enters layer K, y the keys or values that a layer computes
+from its own input (keys before rotation) and expectations over calibration tokens, the ridge
+regression of y on s is
 
     W = W0 + (S + l I)^-1 (C - S W0),    S = E[s s'],  C = E[s y'],  l = RIDGE * trace(S) / E
 
@@ -37,7 +38,7 @@ Array = np.ndarray
 
 
 class Ridge(NamedTuple):
-    """A layer's keys, or values, as a linear function of the boundary state."""
+    """A layer's keys, or values, as a linear function of the hidden state that enters layer K."""
 
     weights: Float[Array, "K E H"]
     r2: Float[Array, " K"]
