@@ -92,6 +92,8 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
             recorded["num_key_value_layers"], recorded["key_value_group_size"]
         ),
         shared_kv_heads=None if heads is None else tuple(map(tuple, heads)),
+        generated_kv=recorded.get("generated_kv", "boundary"),
+        exact_tail=recorded.get("exact_tail", 0),
     )
     found = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := [
