@@ -91,7 +91,7 @@ class MockModelRunner:
         if scheduled_tokens:
             needs, limits = chunk_needs(chunk.shards, size), self.limits
             assert needs.tokens <= limits.chunk_tokens and needs.tiles <= limits.max_tiles
-            assert needs.scored_tokens <= limits.scored_tokens
+            assert needs.upper_tokens <= limits.upper_tokens
             assert limits.context_pages is None or needs.context_pages <= limits.context_pages
             self.calls.append(f"prefill {needs.tokens}")
         written: set[tuple[int, int]] = set()
