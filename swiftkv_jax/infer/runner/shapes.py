@@ -55,6 +55,7 @@ class Shapes:
     scoring: bool
     """Whether tokens of a chunk can be scored."""
     kv: KVPrograms = "boundary"
+    """Upper keys and values of tokens that run through all layers."""
     tail: int = 0
     """Tokens of a prompt, at least, for which there is a prefill program that runs them through all
     layers; 0 if there is none."""
@@ -105,12 +106,10 @@ class Shapes:
     def tails(self, tokens: int) -> tuple[int, ...]:
         """Numbers of tokens in a chunk of `tokens` that can run through all layers without being
         scored, ascending; the last is all."""
-        least = max(16, 1 << (self.tail - 1).bit_length()) if self.tail else 0
-        return (
-            tuple(sorted({min(size, tokens) for size in (least, 8 * least, tokens)}))
-            if least
-            else ()
-        )
+        if not self.tail:
+            return ()
+        least = max(16, 1 << (self.tail - 1).bit_length())
+        return tuple(sorted({min(size, tokens) for size in (least, 8 * least, tokens)}))
 
 
 def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:
