@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
@@ -23,6 +24,7 @@ from tests import own_kv_oracle, tiny
 LENGTH, TAIL = 64, 6
 HF = tiny.hf_config(num_hidden_layers=4, num_key_value_layers=2)
 TENSORS = tiny.tensors_for(HF)
+LONG = pytest.mark.long
 MODES = {"boundary": (None, 0), "own": ("own", 0), "tail 1": ("own", 1), "tail 6": ("own", TAIL)}
 
 
@@ -106,7 +108,7 @@ def check_answer(mode: str, prompt, answer: tuple[list[int], list[float]], atol:
 # Against the oracle -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["own", "tail 1", "tail 6"])
+@pytest.mark.parametrize("mode", ["own", pytest.param("tail 1", marks=LONG), "tail 6"])
 def test_answers_are_the_oracles(mode):
     prompts = prompts_of(0, 6)
     for prompt, (tokens, logprobs) in zip(
@@ -119,7 +121,7 @@ def test_answers_are_the_oracles(mode):
         np.testing.assert_allclose(logprobs, likelihoods, atol=3e-5)
 
 
-@pytest.mark.parametrize("mode", ["own", "tail 1", "tail 6"])
+@pytest.mark.parametrize("mode", ["own", pytest.param("tail 1", marks=LONG), "tail 6"])
 def test_scores_are_the_oracles(mode):
     rng = random.Random(1)
     rows = [(*prompt, *prompt) for prompt in prompts_of(1, 5, longest=20)]
@@ -145,8 +147,17 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", FIELDS)
-@pytest.mark.parametrize("mode", ["own", "tail 6"])
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("tail 6", "tiny chunks"),
+        *(
+            pytest.param(mode, fields, marks=LONG)
+            for mode in ("own", "tail 6")
+            for fields in FIELDS
+        ),
+    ],
+)
 def test_shapes_change_nothing(mode, fields):
     engine = Engine.from_model(model(), options(mode, **FIELDS[fields]))
     prompts = prompts_of(2, 8)
@@ -161,7 +172,9 @@ def test_shapes_change_nothing(mode, fields):
     assert engine.pages_in_use == 0 and engine.stats.compilations == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["own", "tail 6", *(pytest.param(mode, marks=LONG) for mode in ("boundary", "tail 1"))]
+)
 def test_answers_do_not_depend_on_the_cache(mode):
     """A conversation of three turns, each of which contains the answers before it, over a cold
     cache and over one that holds the earlier turns, scores and other continuations of them."""
@@ -178,37 +191,29 @@ def test_answers_do_not_depend_on_the_cache(mode):
         # The same tokens with other prompts: what is own there must not reach the next turn.
         row = [*conversation, *tokens, 1, 2, 3]
         for start in (3, len(conversation), len(row) - 1):
-            scores = [run(engine, [ScoreRequest(row, start)])[0][1] for engine in (warm, cold)]
-            np.testing.assert_allclose(*scores, atol=2e-5)
+            one, other = (run(engine, [ScoreRequest(row, start)])[0][1] for engine in (warm, cold))
+            np.testing.assert_allclose(one, other, atol=2e-5)
         run(warm, [greedy(row[:cut]) for cut in range(5, len(row), 4)])
         conversation += [*tokens, *range(turn, turn + 5)]
     assert warm.prefix_stats.hits > 0 == cold.prefix_stats.hits
     assert warm.pages_in_use == 0
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-def test_samples_share_their_prompt(samples):
-    """Samples copy the page that is partly filled, own keys and values included."""
-    params = SamplingParams(max_tokens=6, n=samples, temperature=1.0, seed=3, ignore_eos=True)
+def test_samples_share_their_prompt():
+    """They copy the page that is partly filled, own keys and values included; each answer has the
+    log-probabilities of whole rows."""
+    params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=3, ignore_eos=True, logprobs=0)
     for prompt in prompts_of(4, 4):
         outputs = [output for _, output in engine_of("tail 6").run([Request(prompt, params)])]
-        for sample in range(samples):
-            tokens = [t for output in outputs if output.sample == sample for t in output.token_ids]
-            alone = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
-            if sample == 0:
-                ((expected, _),) = run(
-                    engine_of("own", ("exact_tail", TAIL)), [Request(prompt, alone)]
-                )
-                assert tokens == expected
-            ((_, scores),) = run(
-                engine_of("tail 6"), [ScoreRequest([*prompt, *tokens], len(prompt))]
-            )
-            row = full_logprobs("tail 6", [*prompt, *tokens], len(prompt))
-            expected = row[range(len(prompt) - 1, len(row) - 1), tokens]
-            np.testing.assert_allclose(scores, expected, atol=2e-5)
+        for sample in range(3):
+            mine = [output for output in outputs if output.sample == sample]
+            tokens = [token for output in mine for token in output.token_ids]
+            logprobs = [entry.logprob for output in mine for entry in output.logprobs or ()]
+            row = full_logprobs("tail 6", [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
+            np.testing.assert_allclose(logprobs, row[range(6), tokens], atol=2e-5)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=LONG)])
 def test_a_cache_in_eight_bits(format):
     """Nearly the same log-probabilities, and the same ones cold and warm."""
     engine = engine_of("tail 6", ("kv_cache_dtype", format))
@@ -221,7 +226,7 @@ def test_a_cache_in_eight_bits(format):
     assert engine.prefix_stats.hits > 0
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=LONG)], ids=str)
 def test_a_mesh_changes_nothing(shape):
     engine = Engine.from_model(
         model(), options(decode_rows=(4 // shape[0],)), mesh=make_mesh(shape)
@@ -249,9 +254,91 @@ def test_modes_differ():
             assert np.abs(np.subtract(one, other)).max() > 1e-3
 
 
+SOAKED = {"own": 0.4, "tail 6": 0.4, "boundary": 0.2}
+"""Share of each mode."""
+
+
+def test_soak(compilations):
+    """Requests of all modes that come and are aborted at random: each answer is that of the request
+    alone in an engine of its mode. `make test-soak` has a longer one."""
+    soak(rounds=60, seed=0, compilations=compilations)
+
+
+def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> None:
+    engine = mixed_engine(*fields.items())
+    rng = random.Random(seed)
+    compilations.clear()
+    live: dict[int, tuple[str, Request | ScoreRequest]] = {}
+    outputs: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+    finished: list[tuple[int, int]] = []
+
+    def step() -> None:
+        for output in engine.step():
+            key = output.request_id, output.sample
+            tokens, logprobs = outputs.setdefault(key, ([], []))
+            tokens += output.token_ids
+            logprobs += [entry.logprob for entry in output.logprobs or ()]
+            if output.finish_reason:
+                finished.append(key)
+
+    for prompt in prompts_of(seed, rounds):
+        mode = rng.choices(list(SOAKED), list(SOAKED.values()))[0]
+        kv, tail = MODES[mode]
+        chosen: dict[str, Any] = {"generated_kv": kv, "exact_tail": tail or None}
+        if outputs and rng.random() < 0.3:  # a later turn of what another request has answered
+            number, sample = rng.choice(list(outputs))
+            if number in live and isinstance(live[number][1], Request):
+                prompt = (*live[number][1].prompt, *outputs[number, sample][0], *prompt)[:40]
+        if rng.random() < 0.3:
+            request = ScoreRequest(prompt * 2, rng.randint(1, 2 * len(prompt) - 1), **chosen)
+            request = dataclasses.replace(request, tokens=request.tokens[:LENGTH])
+            request = dataclasses.replace(
+                request, start=min(request.start, len(request.tokens) - 1)
+            )
+        else:
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 10), logprobs=0, n=rng.choice([1, 1, 2])
+            )
+            request = Request(prompt, params, **chosen)
+        live[engine.add_request(request)] = mode, request
+        if rng.random() < 0.15:
+            engine.abort_request(gone := rng.choice(list(live)))
+            live.pop(gone)
+        if rng.random() < 0.6:
+            step()
+    while engine.has_work:
+        step()
+    assert compilations == [] and engine.stats.compilations == 0
+    assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
+    checked = [
+        (live[number], outputs[number, sample]) for number, sample in finished if number in live
+    ]
+    assert len(checked) > rounds / 2 and {mode for (mode, _), _ in checked} == set(SOAKED)
+    for (mode, request), found in checked:
+        alone = dataclasses.replace(request, generated_kv=None, exact_tail=None)
+        if isinstance(alone, Request):
+            alone = dataclasses.replace(alone, params=dataclasses.replace(alone.params, n=1))
+        ((tokens, logprobs),) = run(alone_engine(mode, *fields.items()), [alone])
+        assert found[0] == tokens, (mode, request)
+        np.testing.assert_allclose(found[1], logprobs, atol=2e-5)
+
+
+@functools.cache
+def mixed_engine(*fields: tuple[str, Any]) -> Engine[ModelRunner]:
+    """An engine for all modes, with few pages, so that they are used again."""
+    room = 60 * 4 * bytes_per_token(model().config, jnp.float32)
+    chosen = options("boundary", mixed_generated_kv=True, kv_cache_memory=room, **dict(fields))
+    return Engine.from_model(model(), chosen)
+
+
+@functools.cache
+def alone_engine(mode: str, *fields: tuple[str, Any]) -> Engine[ModelRunner]:
+    return Engine.from_model(model(), options(mode, enable_prefix_caching=False, **dict(fields)))
+
+
 def test_requests_choose_their_mode():
     """Each in one engine, next to each other and over each other's pages."""
-    engine = Engine.from_model(model(), options("boundary", mixed_generated_kv=True))
+    engine = mixed_engine()
     rng, requests, expected = random.Random(8), [], []
     for prompt in prompts_of(8, 24):
         mode = rng.choice(list(MODES))
@@ -314,6 +401,6 @@ def test_models_without_room_or_weights_are_refused():
 def test_requests_cannot_choose_unless_the_engine_lets_them():
     with pytest.raises(skv.UsageError, match="mixed_generated_kv"):
         engine_of("tail 6").add_request(greedy([1, 2], generated_kv="own"))
-    engine = engine_of("boundary", ("mixed_generated_kv", True))
+    engine = mixed_engine()
     with pytest.raises(skv.UsageError, match="`exact_tail`=3 of a request needs"):
         engine.add_request(greedy([1, 2], exact_tail=3))
