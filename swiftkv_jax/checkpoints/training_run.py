@@ -86,8 +86,12 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
             else f"`base`={where}"
         )
         raise CheckpointError(f"{said}: no such directory here; give its directory as `base`")
-    config = open_any(where).config.cut(
-        recorded["num_key_value_layers"], recorded["key_value_group_size"]
+    config = dataclasses.replace(
+        open_any(where).config,
+        num_key_value_layers=recorded["num_key_value_layers"],
+        key_value_group_size=recorded["key_value_group_size"],
+        generated_kv=recorded.get("generated_kv", "boundary"),
+        exact_tail=recorded.get("exact_tail", 0),
     )
     found = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := [

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.infer.conftest import compilations
-from tests.infer.engine.test_generated_kv import soak
+from tests.infer.engine.test_mixed_generated_kv import soak
 
 __all__ = ["compilations"]
 

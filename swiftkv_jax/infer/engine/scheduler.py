@@ -214,7 +214,8 @@ class Scheduler:
         if self.running.pop(sequence.slot, None) is not None:
             if aborted:
                 self.pending_removals.append(sequence.slot)
-            if state.own_start == NO_OWN:
+            decoded = sequence.token_ids or sequence.num_in_flight_tokens
+            if state.own_start == NO_OWN and decoded:
                 prompt_keys = state.page_keys[: state.prefill_target // self.page_size]
                 keys = pool.keys(
                     [*state.prompt_token_ids, *sequence.token_ids[:-1]],
