@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swiftkv_jax.train.data.packing import EMPTY_ROW, pack
+from swiftkv_jax.train.data.packing import EMPTY_ROW, PackedRow, pack
 from swiftkv_jax.train.data.tokenize import Example
 
 
