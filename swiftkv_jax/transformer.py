@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
 from .layers import apply_rope, output_and_mlp, project_heads, rms_norm, rope_table
-from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher
+from .params import QKV, Block, Leaf, Llama, ServingBlock, SwiftKV, require_teacher
 from .quantization import Quantized, product
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
@@ -76,7 +76,7 @@ def unpacked_batch(
 # Layers -----------------------------------------------------------------------
 
 
-def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
+def self_layer(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, attend: Attend):
     """A layer with keys and values of its own: (x, state), where `attend(q, k, v)` returns
     (attended, state)."""
     with jax.named_scope("qkv"):
@@ -89,7 +89,9 @@ def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
     return output_and_mlp(config, block, x, attended), state
 
 
-def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend: Attend):
+def cross_layer(
+    config: Config, block: Block | ServingBlock, q_weight, q_bias, x, rope, attend: Attend
+):
     """An upper layer of the student, with queries of its own: x. `attend(q)` attends to the keys
     and values of its group."""
     with jax.named_scope("q"):
