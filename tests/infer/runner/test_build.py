@@ -79,6 +79,4 @@ def test_pages_are_gathered_for_a_kernel_that_would_widen_all(device):
 
 def test_pages_are_not_gathered_on_a_mesh_of_cpus():
     served = model("float32", 8)
-    assert programs(served, "fp8", mesh_shape=(2, 2)) == programs(
-        served, "auto", mesh_shape=(2, 2)
-    )
+    assert programs(served, "fp8", mesh_shape=(2, 2)) == programs(served, "auto", mesh_shape=(2, 2))
