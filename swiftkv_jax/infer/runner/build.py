@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...attention import Attention
@@ -16,7 +20,7 @@ from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
 from .mix import fold_mix
 from .model_runner import ModelRunner
-from .shapes import choose_shapes, kv_programs
+from .shapes import Shapes, choose_shapes, kv_programs, with_contexts
 from .weights import served_config, serving_weights, shard_model
 
 
@@ -68,14 +72,16 @@ def build_model_runner(
         page_bytes=layout.page_bytes(options.page_size),
         weight_bytes=bytes_per_device(weights),
         memory_limit=limit,
-        quantized=dtype != model.dtype,
     )
+    ops = Attention(mesh, attention)
+    if _widens_pool(layout, shapes, model.dtype, ops):
+        shapes = with_contexts(shapes)
     return ModelRunner(
         weights,
         shapes,
         layout,
         eos_token_ids=model.eos_token_ids,
-        attention=Attention(mesh, attention),
+        attention=ops,
         device=device,
         memory_limit=limit,
         shrink_cache=options.kv_cache_memory is None,
@@ -95,3 +101,15 @@ def _check_own_kv(model: Model) -> None:
             "`generated_kv`=own needs the teacher's upper k and v, which this model was saved or "
             "loaded without"
         )
+
+
+def _widens_pool(layout: Layout, shapes: Shapes, dtype: Any, attention: Attention) -> bool:
+    """Whether attention of a chunk to a cache of this layout would widen all of it.
+
+    Asked for one tile on each shard. A kernel may refuse more of them, whose page tables it has no
+    room for, and leave them to XLA, which reads gathered pages too.
+    """
+    config, shards = layout.config, shapes.dp_size
+    q = jax.ShapeDtypeStruct((shards, shapes.page_size, config.num_heads, config.head_dim), dtype)
+    page_table = jax.ShapeDtypeStruct((shards, shapes.table_pages), jnp.int32)
+    return attention.widens_pool(q, layout.cache(shapes).k[0].values, page_table)

@@ -60,7 +60,7 @@ class PrefillChunk:
     tokens: Leaf  # i32[A, T]
     positions: Leaf  # i32[A, T]; 0 for padding
     tiles: QueryTiles
-    gathered_pages: Leaf = None  # i32[A X]; all pages that the chunk reads, for a cache in 8 bits
+    gathered_pages: Leaf = None  # i32[A X]; all pages that the chunk reads; None without a gather
 
 
 @struct.dataclass

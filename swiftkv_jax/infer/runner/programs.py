@@ -195,7 +195,7 @@ def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attent
     def read(q, k: Pool, v: Pool):
         page_size = k.values.shape[2]
         if gathered_pages is not None:
-            # A device kernel widens the whole pool that it is given: so only what the chunk reads.
+            # Attention widens the whole pool that it is given: so only what the chunk reads.
             k = gather_pages(k, gathered_pages, sharding)
             v = gather_pages(v, gathered_pages, sharding)
         out = attention.prefill(

@@ -51,7 +51,8 @@ class Shapes:
     """Query tiles of a chunk beyond those of one long prompt, ascending: how many short ones can
     share it. An unused tile costs attention a block of padding."""
     contexts: tuple[int | None, ...]
-    """Numbers of pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
+    """Numbers of pages that a chunk can read, ascending, where they are gathered first
+    (`with_contexts`); else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
     kv: KVPrograms = "boundary"
@@ -133,7 +134,6 @@ def choose_shapes(
     page_bytes: int,
     weight_bytes: int,
     memory_limit: int | None,
-    quantized: bool,
 ) -> Shapes:
     """The shapes for these options.
 
@@ -162,10 +162,6 @@ def choose_shapes(
     spare = (most if options.scoring else min(most, slots + 1),)
     if spare[0] >= 2 * FEW_TILES and not options.one_size:
         spare = FEW_TILES, *spare
-    contexts: tuple[int | None, ...] = (None,)
-    if quantized:
-        tiles = -(-chunks[-1] // size) + spare[-1]
-        contexts = buckets(max(table_pages, tiles), smallest=tiles, count=3)
     decode_rows = options.decode_rows or buckets(slots, smallest=1, count=count**2)
     if decode_rows[-1] != slots or any(
         sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
@@ -205,7 +201,7 @@ def choose_shapes(
             greedy_programs=platform == "gpu" and not options.one_size,
             chunks=chunks,
             spare_tiles=spare,
-            contexts=contexts,
+            contexts=(None,),
             scoring=options.scoring,
             kv=kv_programs(config, mixed=options.mixed_generated_kv),
             tail=_tail(config, mixed=options.mixed_generated_kv),
@@ -227,6 +223,17 @@ def _tail(config: Config, *, mixed: bool) -> int:
     """`Shapes.tail`: the last token of a prompt is decoded, not prefilled."""
     least = MIXED_TAIL if mixed and config.num_upper_layers else 0
     return max(config.exact_tail - 1, least)
+
+
+def with_contexts(shapes: Shapes) -> Shapes:
+    """`shapes` for chunks whose pages are gathered first, with up to three numbers of them.
+
+    For attention that widens the whole pool that it is given (`Attention.widens_pool`): so it gets
+    only what a chunk reads.
+    """
+    tiles = shapes.tiles(shapes.chunks[-1])[-1]
+    contexts = buckets(max(shapes.table_pages, tiles), smallest=tiles, count=3)
+    return dataclasses.replace(shapes, contexts=contexts)
 
 
 def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:

@@ -20,6 +20,7 @@ from ...params import (
     Block,
     Leaf,
     Llama,
+    ServingBlock,
     SwiftKV,
     llama_shapes,
     require_teacher,
@@ -39,16 +40,15 @@ from ...sharding import llama_shardings, swiftkv_shardings
 @struct.dataclass
 class Weights:
     """Weights of a student, or of a teacher, which is served as a model without upper layers.
-    Matrices may be `Quantized`. A `Block` has `o` as a matrix D x N H, and both `gate` and `up`
-    (None) in `gate`, 2 F D."""
+    Matrices may be `Quantized`."""
 
     embed: Leaf  # V D
-    lower: tuple[Block, ...]
+    lower: tuple[ServingBlock, ...]
     lower_qkv: tuple[QKV, ...]
     norm_swiftkv: Leaf  # D; this and the next two are None in a teacher
     kv: Leaf  # 2 J K H D; all upper keys and values are one product
     kv_bias: Leaf  # 2 J K H, with `attention_bias` only
-    upper: tuple[Block, ...]  # empty in a teacher
+    upper: tuple[ServingBlock, ...]  # empty in a teacher
     upper_q: tuple[Leaf, ...]  # each N H D
     upper_q_bias: tuple[Leaf, ...]  # each N H, with `attention_bias` only; else None
     final_norm: Leaf  # D
@@ -65,8 +65,9 @@ def served_config(
     exact_tail: int | None = None,
 ) -> Config:
     """The architecture that is served: the teacher is the cut above the last layer, and a student's
-    mixes are folded into its output projections (`mix.fold_mix`). `generated_kv` and `exact_tail` replace those of `config` unless they are None. Raises `UsageError` if the
-    student cannot have them."""
+    mixes are folded into its output projections (`mix.fold_mix`). `generated_kv` and `exact_tail`
+    replace those of `config` unless they are None. Raises `UsageError` if the student cannot have
+    them."""
     if not swiftkv:
         return config.cut(config.num_layers)
     kv = config.generated_kv if generated_kv is None else generated_kv
@@ -132,7 +133,7 @@ def _kv(qkv):
     return dataclasses.replace(qkv, q=None, q_bias=None)
 
 
-def _teacher(llama: Llama, layers: tuple[Block, ...], qkv: tuple[QKV, ...]) -> Weights:
+def _teacher(llama: Llama, layers: tuple[ServingBlock, ...], qkv: tuple[QKV, ...]) -> Weights:
     return Weights(
         embed=llama.embed,
         lower=layers,
@@ -148,18 +149,27 @@ def _teacher(llama: Llama, layers: tuple[Block, ...], qkv: tuple[QKV, ...]) -> W
     )
 
 
-def _blocks(stack: Block, donate: bool) -> tuple[Block, ...]:
-    """The layers of a stack, with the output projection as a matrix D x N H, and gate and up as
-    one, 2 F D.
+def _blocks(stack: Block, donate: bool) -> tuple[ServingBlock, ...]:
+    """The layers of a stack.
 
     A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every
     decode step. Gate and up joined are one product instead of two.
     """
-    blocks = list(unstack(stack, donate=donate))
+    blocks: list[Any] = list(unstack(stack, donate=donate))
     for i, block in enumerate(blocks):  # one by one: a layer's separate matrices are then freed
-        gate = _joined(block.gate, block.up)
-        blocks[i] = dataclasses.replace(block, o=as_matrix(block.o), gate=gate, up=None)
+        blocks[i] = _serving_block(block, as_matrix(block.o), _joined(block.gate, block.up))
     return tuple(blocks)
+
+
+def _serving_block(block: Block, o: Any, gate_up: Any) -> ServingBlock:
+    return ServingBlock(
+        attn_norm=block.attn_norm,
+        o=o,
+        mlp_norm=block.mlp_norm,
+        gate_up=gate_up,
+        down=block.down,
+        o_bias=block.o_bias,
+    )
 
 
 def _joined(*parts):
@@ -197,10 +207,9 @@ def weight_shardings(
         """Shardings of `_joined` leaves."""
         return jax.tree.map(lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), tree)
 
-    def blocks(stacked: Block, count: int) -> tuple[Block, ...]:
+    def blocks(stacked: Block, count: int) -> tuple[ServingBlock, ...]:
         return tuple(
-            dataclasses.replace(block, gate=joined(block.gate), up=None)
-            for block in layers(stacked, count)
+            _serving_block(block, block.o, joined(block.gate)) for block in layers(stacked, count)
         )
 
     def layers(stacked, count: int) -> tuple:
