@@ -34,7 +34,6 @@ RETIRED = {
     "wants": "needs",
     "anybody": "the subject",
     "anyone": "the subject",
-    "boundary": "layer K",
     "bundle": "model",
     "everybody": "the subject",
     "everyone": "the subject",
@@ -120,7 +119,7 @@ def test_retired_words_stay_away():
 def test_the_glossary_names_what_replaced_them():
     """The words for things of the engine and its cache."""
     glossary = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    words = ("page_table", "dp_rank", "dp_size", "layer K", "norm_swiftkv", "Engine.from_model")
+    words = ("page_table", "dp_rank", "dp_size", "norm_swiftkv", "Engine.from_model")
     for word in words:
         assert word in (RETIRED | RETIRED_NAMES).values() and word in glossary
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ...config import NO_OWN, Config
+from ...config import Config
 from ...errors import UsageError
 from .options import EngineOptions, check_generated_kv
 from .requests import Request, ScoreRequest
@@ -63,12 +64,12 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
 
 def own_start(request: Request | ScoreRequest, config: Config) -> int:
     """`RequestState.own_start` of a request that has been checked, for the served `config`."""
-    kv = request.generated_kv or config.generated_kv
-    if kv == "boundary" or not config.num_upper_layers:
-        return NO_OWN
-    tail = config.exact_tail if request.exact_tail is None else request.exact_tail
     length = len(request.prompt) if isinstance(request, Request) else request.start
-    return max(length - tail, 0)
+    if (kv := request.generated_kv) is not None:
+        tail = config.exact_tail if request.exact_tail is None else request.exact_tail
+        tail = tail if kv == "own" else 0
+        config = dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
+    return config.own_start(length)
 
 
 def iterate[T](requests: Iterable[T]) -> Iterator[T]:

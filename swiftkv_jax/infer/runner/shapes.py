@@ -63,7 +63,7 @@ class Shapes:
 
     @property
     def has_own_start(self) -> bool:
-        """Whether programs are told from which position on tokens keep their own keys and
+        """Whether programs take the position from which on tokens keep their own keys and
         values."""
         return self.kv == "both"
 

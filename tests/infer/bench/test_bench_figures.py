@@ -14,7 +14,9 @@ from swiftkv_jax.infer.bench import summary
 from swiftkv_jax.infer.bench.cells import Cell
 from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, Variant
+from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.quantization import Scheme, dequantize
 from swiftkv_jax.roofline import measure_roofline
@@ -190,3 +192,32 @@ def test_dummy_weights_in_8_bits(format):
     gate = model.llama.lower.gate
     assert gate.values.dtype == Scheme(format).dtype
     assert dequantize(gate, jnp.float32).std() == pytest.approx(STANDARD_DEVIATION, rel=0.05)
+
+
+def test_a_student_whose_tokens_keep_their_own():
+    """Random weights without a teacher have its upper keys and values; a decode step reads as much
+    as the teacher's, and only the end of a prompt reads the upper layers."""
+    config = dataclasses.replace(CONFIG, generated_kv="own", exact_tail=4)
+    model = dummy_model(config, jnp.float32, teacher=False)
+    assert model.llama.upper_qkv is not None and model.llama.upper_qkv.q is None
+    options = EngineOptions(max_model_len=32, max_num_seqs=1, chunks=(16,))
+    runner = build_model_runner(model, options)
+    student, plain = (
+        summary.variant_of(name, config, weights, runner.cache_dtype, runner.shapes)
+        for name, weights in (
+            (STUDENT, runner.weights),
+            (TEACHER, weight_shapes(config, False, jnp.float32)),
+        )
+    )
+    assert student.weight_bytes == plain.weight_bytes
+    boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
+    filling = weight_shapes(boundary, True, jnp.float32)
+    assert student.prefill_bytes == num_bytes(
+        (filling.lower, filling.lower_qkv, filling.norm_swiftkv, filling.kv)
+    )
+    weights = runner.weights
+    assert student.tail_bytes == num_bytes((weights.upper, weights.upper_q, weights.upper_kv))
+    raws = [{"seconds": 1.0, "ttft": 1.0, "chunks": 1, "compilations": 0}]
+    row = summary.derive("prefill", CELL, raws, student, ROOFLINE)
+    tail = dataclasses.replace(config, exact_tail=3)  # the fourth token is decoded
+    assert row["flops"] == 2 * prefill_flops(tail, 20, swiftkv=True)
