@@ -68,7 +68,8 @@ class SamplingParams:
 
     The order is vLLM's: `min_tokens` and `logit_bias`, then the penalties, on the logits; a
     temperature of 0 takes the largest of those; otherwise `temperature`, `min_p`, `top_k`, `top_p`,
-    each within what the one before left, and a draw. Of equal tokens the lower id ranks first.
+    each within what the one before left, and a draw. Of tokens whose probabilities are equal in
+    float32 the lower id ranks first.
     Raises `UsageError` (a `ValueError`) that names the parameter, its value and the range.
     """
 

@@ -7,7 +7,7 @@ prompt, the bits below count how often the token was generated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,29 +58,35 @@ def apply_penalties(
     sampling: SamplingMetadata,
     token_counts: UInt16[Array, "B V"],
     position: Int[Array, " B"],
+    then: Callable[[Float[Array, "..."]], Float[Array, "..."]] = lambda logits: logits,
 ) -> Float[Array, "B V"]:
-    """Logits after the mask of `min_tokens`, the bias and the penalties, in vLLM's order."""
+    """Logits after the mask of `min_tokens`, the bias and the penalties, in vLLM's order; or what
+    `then` makes of them, element by element, without an array of the logits themselves."""
     rows, vocab_size = jnp.arange(len(logits))[:, None], logits.shape[-1]
-    masked = (sampling.stop_token_ids >= 0) & _below_min_tokens(sampling, position)[:, None]
-    # An index past the end is dropped; -1 would be the last token.
-    logits = logits.at[rows, jnp.where(masked, sampling.stop_token_ids, vocab_size)].set(
-        -jnp.inf, mode="drop"
-    )
-    biased = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab_size)
-    logits = logits.at[rows, biased].add(sampling.bias, mode="drop")
 
-    repetition, presence, frequency = (
-        penalty[:, None]
-        for penalty in (
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
+    def penalized(logits, counts):
+        repetition, presence, frequency = (
+            penalty[:, None]
+            for penalty in (
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            )
         )
-    )
-    times = (token_counts & _COUNT).astype(jnp.float32)
-    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(token_counts > 0, repeated, logits)
-    return logits - frequency * times - jnp.where(times > 0, presence, 0)
+        times = (counts & _COUNT).astype(jnp.float32)
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(counts > 0, repeated, logits)
+        return then(logits - frequency * times - jnp.where(times > 0, presence, 0))
+
+    # All tokens, and then the few with a bias or a mask in their place. An index past the end is
+    # dropped; -1 would be the last token.
+    ids = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab_size)
+    biased = logits.at[rows, ids].get(mode="clip") + sampling.bias
+    biased = penalized(biased, token_counts.at[rows, ids].get(mode="clip"))
+    changed = penalized(logits, token_counts).at[rows, ids].set(biased, mode="drop")
+    masked = (sampling.stop_token_ids >= 0) & _below_min_tokens(sampling, position)[:, None]
+    ids = jnp.where(masked, sampling.stop_token_ids, vocab_size)
+    return changed.at[rows, ids].set(then(jnp.full(ids.shape, -jnp.inf)), mode="drop")
 
 
 def _below_min_tokens(sampling: SamplingMetadata, position: Int[Array, " B"]) -> Bool[Array, " B"]:

@@ -3,16 +3,17 @@ in one program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt16, UInt32
+from jaxtyping import Array, Float, Int, UInt16
 
 from ..engine.model_runner_base import NON_FINITE, SamplerOutput
 from .logprobs import empty_logprobs, gather_logprobs
 from .metadata import SamplingMetadata
 from .penalties import apply_penalties, changes_logits
-
-_DIGIT = 4  # bits found by one pass over the vocabulary
 
 
 def sample(
@@ -35,14 +36,24 @@ def sample(
 
     def penalized():
         counts = token_counts.at[slots].get(mode="clip")
-        return apply_penalties(logits, sampling, counts, position)
+        greedy, largest = _likeliest(apply_penalties(logits, sampling, counts, position))
+        # Once more from the logits: the changed logits and the weights, one after the other in the
+        # same memory.
+        again, largest = jax.lax.optimization_barrier((logits, largest))
+        weight = apply_penalties(
+            again, sampling, counts, position, then=lambda x: _weight(x, largest, sampling)
+        )
+        return greedy, largest, weight
+
+    def plain():
+        greedy, largest = _likeliest(logits)
+        return greedy, largest, _weight(logits, largest, sampling)
 
     def full():
-        changed = jax.lax.cond(changes, penalized, lambda: logits)
-        greedy = _greedy(changed)
-        drawn = jax.lax.cond(draws, lambda: _draw(changed, sampling, position), lambda: greedy)
+        greedy, largest, weight = jax.lax.cond(changes, penalized, plain)
+        drawn = jax.lax.cond(draws, lambda: _draw(weight, sampling, position), lambda: greedy)
         token = jnp.where(sampling.temperature > 0, drawn, greedy)
-        token = _mark_non_finite(token, greedy, changed)
+        token = _mark_non_finite(token, largest)
         logprobs = jax.lax.cond(
             reports,
             lambda: gather_logprobs(logits, token, sampling.num_logprobs),
@@ -56,34 +67,43 @@ def sample(
 
 def sample_greedy(logits: Float[Array, "B V"]) -> SamplerOutput:
     """`sample` for rows that ask for nothing but the likeliest token."""
-    greedy = _greedy(logits)
-    return SamplerOutput(_mark_non_finite(greedy, greedy, logits), *empty_logprobs(logits.shape[0]))
+    token, largest = _likeliest(logits)
+    return SamplerOutput(_mark_non_finite(token, largest), *empty_logprobs(logits.shape[0]))
 
 
-def _mark_non_finite(
-    token: Int[Array, " B"], greedy: Int[Array, " B"], logits: Float[Array, "B V"]
-) -> Int[Array, " B"]:
-    """`token`, or `NON_FINITE` where the largest logit, at `greedy`, is not finite: it is NaN if
-    any logit is."""
-    largest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
+def _likeliest(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """(likeliest token, its logit, which is NaN if any logit is)."""
+    token = _argmax(logits)
+    return token, jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+
+
+def _argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _mark_non_finite(token: Int[Array, " B"], largest: Float[Array, " B"]) -> Int[Array, " B"]:
+    """`token`, or `NON_FINITE` where the largest logit is not finite."""
     return jnp.where(jnp.isfinite(largest), token, NON_FINITE)
 
 
-def _greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def _weight(
+    logits: Float[Array, "..."], largest: Float[Array, " B"], sampling: SamplingMetadata
+) -> Float[Array, "..."]:
+    """Probabilities at the temperature of the row, relative to that of the likeliest token."""
+    # Relative to the largest logit, so that no small temperature gives infinity minus infinity.
+    temperature = jnp.maximum(sampling.temperature, 1e-6)
+    return jnp.exp((logits - largest[:, None]) / temperature[:, None])
 
 
 def _draw(
-    logits: Float[Array, "B V"], sampling: SamplingMetadata, position: Int[Array, " B"]
+    weight: Float[Array, "B V"], sampling: SamplingMetadata, position: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """A draw from each row's distribution: the argmax of its log-probabilities with Gumbel noise.
 
     https://arxiv.org/abs/1411.0030
     """
-    # Relative to the largest logit, so that no small temperature gives infinity minus infinity.
-    temperature = jnp.maximum(sampling.temperature, 1e-6)[:, None]
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    return _greedy(filtered(scaled, sampling) + gumbel_noise(sampling, position, logits.shape[-1]))
+    noise = gumbel_noise(sampling, position, weight.shape[-1])
+    return _argmax(jnp.log(filtered(weight, sampling)) + noise)
 
 
 def gumbel_noise(
@@ -109,79 +129,121 @@ def gumbel_noise(
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
 
-def filtered(scaled: Float[Array, "B V"], sampling: SamplingMetadata) -> Float[Array, "B V"]:
-    """`scaled` with minus infinity for the tokens that min-p, then top-k, then top-p of the rest,
-    leave out. `scaled` is 0 at the largest of each row.
+# Filters ----------------------------------------------------------------------
+#
+# In the order of a stable sort, the likeliest first and of equals the lowest id, each filter keeps
+# the first tokens of a row. So all filters of a row together are one token, the last that stays:
+# its rank and its id. Both are found from their bits by sums over the row, and each sum computes
+# from the weights anew what it adds up: no other array with a number for each token is in memory.
+
+_ONE = 0x3F800000  # the bits of 1.0
+_DIGIT = 3  # bits found by one pass over the vocabulary
+
+_Mass = Callable[[], Int[Array, "B V"]]
+
+
+class _Last(NamedTuple):
+    """The last token that stays in each row."""
+
+    rank: Int[Array, " B"]
+    id: Int[Array, " B"]
+
+
+def filtered(weight: Float[Array, "B V"], sampling: SamplingMetadata) -> Float[Array, "B V"]:
+    """`weight`, which is 1 for the likeliest token of each row, with 0 for the tokens that min-p,
+    then top-k, then top-p of the rest, leave out.
 
     The tokens that stay are those that a stable sort would rank first: of equals the lower ids.
     """
-    # The logarithm for rows without min-p is minus infinity.
-    scaled = jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
+    last = _Last(_rank(sampling.min_p), jnp.full(len(weight), weight.shape[-1], jnp.int32))
     draws = sampling.temperature > 0
-    for asks, keeps in (
+    for asks, find in (
         (draws & (sampling.top_k > 0), _top_k),
         (draws & (sampling.top_p < 1), _top_p),
     ):
 
-        def keep(scaled, asks=asks, keeps=keeps):
-            return jnp.where(keeps(scaled, sampling) | ~asks[:, None], scaled, -jnp.inf)
+        def tighten(last: _Last, asks=asks, find=find) -> _Last:
+            new = find(weight, last, sampling)
+            earlier = (new.rank < last.rank) | (new.rank == last.rank) & (new.id < last.id)
+            return jax.tree.map(lambda a, b: jnp.where(asks & earlier, a, b), new, last)
 
-        scaled = jax.lax.cond(jnp.any(asks), keep, lambda scaled: scaled, scaled)
-    return scaled
-
-
-def _top_k(scaled: Float[Array, "B V"], sampling: SamplingMetadata) -> Bool[Array, "B V"]:
-    return _first(
-        scaled, jnp.ones(scaled.shape, jnp.int32), jnp.clip(sampling.top_k, 1, scaled.shape[-1])
-    )
+        last = jax.lax.cond(jnp.any(asks), tighten, lambda last: last, last)
+    return _kept(weight, last)
 
 
-def _top_p(scaled: Float[Array, "B V"], sampling: SamplingMetadata) -> Bool[Array, "B V"]:
+def _kept(weight: Float[Array, "B V"], last: _Last) -> Float[Array, "B V"]:
+    rank, bound = _rank(weight), last.rank[:, None]
+    stays = (rank < bound) | (rank == bound) & (_ids(weight) <= last.id[:, None])
+    return jnp.where(stays, weight, 0)
+
+
+def _rank(weight: Float[Array, "..."]) -> Int[Array, "..."]:
+    """0 for the weight 1, more for a smaller one, below 2**30 for 0. The bits of floats that are
+    not negative are, as integers, in the order of the floats."""
+    return _ONE - jax.lax.bitcast_convert_type(weight, jnp.int32)
+
+
+def _ids(weight: Float[Array, "B V"]) -> Int[Array, "B V"]:
+    return jax.lax.broadcasted_iota(jnp.int32, weight.shape, 1)
+
+
+def _top_k(weight: Float[Array, "B V"], last: _Last, sampling: SamplingMetadata) -> _Last:
+    enough = jnp.clip(sampling.top_k, 1, weight.shape[-1])
+    return _first(weight, lambda: jnp.ones(weight.shape, jnp.int32), enough)
+
+
+def _top_p(weight: Float[Array, "B V"], last: _Last, sampling: SamplingMetadata) -> _Last:
+    total = _kept(weight, last).sum(axis=-1, keepdims=True)
+
     # Integers, whose sum is the same in any order: so the tokens are those that a sort would find,
     # on any mesh. A unit is 2**-30 of the row, whose sum therefore fits whatever the vocabulary.
-    mass = jnp.round(jax.nn.softmax(scaled, axis=-1) * 2.0**30).astype(jnp.int32)
-    total = mass.sum(axis=-1)
-    enough = jnp.ceil(sampling.top_p * total.astype(jnp.float32)).astype(jnp.int32)
-    return _first(scaled, mass, jnp.clip(enough, 1, total))
+    def mass() -> Int[Array, "B V"]:
+        return jnp.round(_kept(weight, last) / total * 2.0**30).astype(jnp.int32)
+
+    whole = mass().sum(axis=-1)
+    enough = jnp.ceil(sampling.top_p * whole.astype(jnp.float32)).astype(jnp.int32)
+    return _first(weight, mass, jnp.clip(enough, 1, whole))
 
 
-def _first(
-    scaled: Float[Array, "B V"], weight: Int[Array, "B V"], enough: Int[Array, " B"]
-) -> Bool[Array, "B V"]:
-    """The fewest tokens, the likeliest first and of equals the lowest id, whose weights are
-    `enough` together.
+def _first(weight: Float[Array, "B V"], mass: _Mass, enough: Int[Array, " B"]) -> _Last:
+    """The last of the fewest tokens, the likeliest first and of equals the lowest id, whose masses
+    are `enough` together.
 
-    Without a sort: the value of the last of them is found from its bits, and only where its equals
-    are too many, the id of the last.
+    Without a sort: its rank is found first, and only where its equals are too many, its id.
     """
-    # The bits of floats that are not negative are, as integers, in the order of the floats.
-    rank = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)
-    last = _reach(rank, weight, enough, bits=32)[:, None]
-    above, equals = rank < last, rank == last
-    ids = jax.lax.broadcasted_iota(jnp.uint32, scaled.shape, 1)
-    missing = enough - jnp.where(above, weight, 0).sum(axis=-1)
-    equal_weight = jnp.where(equals, weight, 0)
+    rank = _reach(lambda: _rank(weight), mass, enough, bits=30)
+    above = jnp.where(_rank(weight) < rank[:, None], mass(), 0).sum(axis=-1)
+    equal = jnp.where(_rank(weight) == rank[:, None], mass(), 0).sum(axis=-1)
+    bits = weight.shape[-1].bit_length()
+
+    def id_of_equals() -> Int[Array, "B V"]:
+        # Others are beyond all ids. Not by a comparison: XLA would keep its result in memory.
+        others = jnp.minimum(_rank(weight) ^ rank[:, None], 1)
+        return _ids(weight) | others << bits
+
     last_id = jax.lax.cond(
-        jnp.any(equal_weight.sum(axis=-1) > missing),
-        lambda: _reach(ids, equal_weight, missing, bits=scaled.shape[-1].bit_length())[:, None],
-        lambda: jnp.full_like(last, scaled.shape[-1]),
+        jnp.any(equal > enough - above),
+        lambda: _reach(id_of_equals, mass, enough - above, bits=bits),
+        lambda: jnp.full_like(rank, weight.shape[-1]),
     )
-    return above | equals & (ids <= last_id)
+    return _Last(rank, last_id)
 
 
 def _reach(
-    key: UInt32[Array, "B V"], weight: Int[Array, "B V"], enough: Int[Array, " B"], *, bits: int
-) -> UInt32[Array, " B"]:
-    """The smallest bound of so many bits such that the weights of the keys up to it are `enough`
+    key: Callable[[], Int[Array, "B V"]], mass: _Mass, enough: Int[Array, " B"], *, bits: int
+) -> Int[Array, " B"]:
+    """The smallest bound of so many bits such that the masses of the keys up to it are `enough`
     together.
 
-    Four bits a pass: 15 sums in one reduction, which costs little more than one sum.
+    Three bits a pass, the highest first: 7 sums in one reduction, which costs little more than one
+    sum.
     """
 
-    def narrow(i, bound):
-        step = jnp.uint32(1) << (_DIGIT * (passes - 1 - i)).astype(jnp.uint32)
+    def narrow(carry):
+        shift, found = carry
+        found = found << _DIGIT
         parts = [
-            jnp.where(key < (bound + digit * step)[:, None], weight, 0)
+            jnp.where(key() >> shift < found[:, None] + digit, mass(), 0)
             for digit in range(1, 1 << _DIGIT)
         ]
         sums = jax.lax.reduce(
@@ -190,7 +252,8 @@ def _reach(
             lambda x, y: [a + b for a, b in zip(x, y, strict=True)],
             (1,),
         )
-        return bound + step * sum((part < enough).astype(jnp.uint32) for part in sums)
+        return shift - _DIGIT, found + sum((part < enough).astype(jnp.int32) for part in sums)
 
-    passes = -(-bits // _DIGIT)
-    return jax.lax.fori_loop(0, passes, narrow, jnp.zeros(enough.shape, jnp.uint32))
+    highest = (bits - 1) // _DIGIT * _DIGIT
+    begin = jnp.int32(highest), jnp.zeros(enough.shape, jnp.int32)
+    return jax.lax.while_loop(lambda carry: carry[0] >= 0, narrow, begin)[1]

@@ -68,7 +68,7 @@ def test_filters_keep_what_a_stable_sort_keeps(vocab_size):
             top_p = min(weights[:size].sum() - weights[size - 1] / 2, 1.0)
             params.append(SamplingParams(temperature=1.0, top_k=int(top_k), top_p=top_p))
             keep.append(np.isin(np.arange(vocab_size), order[:size]))
-        kept = np.isfinite(jitted_filter(scaled, rows(*params)))
+        kept = np.asarray(jitted_filter(np.exp(scaled), rows(*params))) > 0
         assert np.array_equal(kept, np.stack(keep)), (kept.sum(-1), np.stack(keep).sum(-1))
 
 
@@ -76,9 +76,8 @@ def test_filters_keep_what_a_stable_sort_keeps(vocab_size):
 def test_top_k_counts_exactly_among_equals(top_k):
     values = np.random.default_rng(top_k).integers(0, 4, size=(8, 1000)).astype(np.float32)
     values[0] = 3
-    kept = np.isfinite(
-        jitted_filter(values - 3, rows(*[SamplingParams(temperature=1.0, top_k=top_k)] * 8))
-    )
+    params = [SamplingParams(temperature=1.0, top_k=top_k)] * 8
+    kept = np.asarray(jitted_filter(np.exp(values - 3), rows(*params))) > 0
     for row, found in zip(values, kept, strict=True):
         assert set(np.flatnonzero(found)) == set(np.argsort(-row, kind="stable")[:top_k])
 
@@ -88,25 +87,75 @@ def test_top_p_is_reached_not_passed():
     weights = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
     cases = {0.5: 1, 0.500001: 2, 0.75: 2, 0.750001: 3, 0.9375: 4, 0.94: 5, 1.0: 5}
     batch = rows(*[SamplingParams(temperature=1.0, top_p=p) for p in cases])
-    kept = np.isfinite(
-        jitted_filter(
-            np.tile(np.log2(weights) * np.log(2) - np.log(0.5), (len(cases), 1)).astype(np.float32),
-            batch,
-        )
-    )
+    weights = np.tile(weights / weights.max(), (len(cases), 1)).astype(np.float32)
+    kept = np.asarray(jitted_filter(weights, batch)) > 0
     assert kept.sum(axis=-1).tolist() == list(cases.values())
 
 
 def test_a_filter_of_one_row_leaves_the_others():
     """The tail holds too little to weigh anything, and stays where nothing is asked."""
-    scaled = np.tile(-np.arange(64, dtype=np.float32), (4, 1))
+    weights = np.tile(np.exp(-np.arange(64, dtype=np.float32)), (4, 1))
     params = [
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.0, top_p=0.5),
         SamplingParams(temperature=1.0, top_k=3),
     ]
-    kept = np.isfinite(jitted_filter(scaled, rows(*params, SamplingParams(top_k=3, top_p=0.5))))
+    params.append(SamplingParams(top_k=3, top_p=0.5))
+    kept = np.asarray(jitted_filter(weights, rows(*params))) > 0
     assert kept.sum(axis=-1).tolist() == [64, 1, 3, 64]
+
+
+def sorted_and_cut(weights: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """`filtered` of one row by a stable sort. Masses are those of the sampler: whole units."""
+    order = np.argsort(-weights, kind="stable")
+    ranked = weights[order] * (weights[order] >= np.float32(params.min_p))
+    if params.top_k > 0:
+        ranked[params.top_k :] = 0
+    if params.top_p < 1:
+        share = ranked / ranked.sum(dtype=np.float32)
+        mass = np.round(share * np.float32(2**30)).astype(np.int64)
+        enough = np.ceil(np.float32(params.top_p) * np.float32(mass.sum()))
+        ranked[np.cumsum(mass) - mass >= max(enough, 1)] = 0
+    kept = np.zeros_like(weights)
+    kept[order] = ranked
+    return kept
+
+
+SORTED = [
+    {"top_k": k, "top_p": p, "min_p": m}
+    for k in (0, 1, 3, 50, 1000, 5000)
+    for p in (1.0, 1e-9, 0.25, 0.5, 0.9, 0.9999)
+    for m in (0.0, 0.03125, 1.0)
+]
+
+
+def test_filters_are_those_of_a_sort_bit_for_bit():
+    """Weights are powers of two, whose sums are exact, or none, as that of a logit of minus
+    infinity; some are too small to count. Equals are many, and the last of them decided by its
+    id."""
+    rng = np.random.default_rng(5)
+    powers = rng.choice([*range(12), *range(100, 126, 5)], size=(len(SORTED), 1000))
+    weights = np.float32(2.0) ** -powers.astype(np.float32)
+    weights[::2] *= rng.random(weights[::2].shape) < 0.3
+    weights[::5] = 1
+    weights[1::9] = 0
+    weights[:, 7] = 1
+    params = [SamplingParams(temperature=0.7, **fields) for fields in SORTED]
+    kept = np.asarray(jitted_filter(weights, rows(*params)))
+    for fields, row, found, each in zip(SORTED, weights, kept, params, strict=True):
+        assert np.array_equal(found, sorted_and_cut(row, each)), fields
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
+def test_the_first_of_the_likeliest_alone(fields):
+    """What leaves one token leaves the one that a greedy row takes; of equals the first, but that
+    min-p leaves all."""
+    logits, token_counts, position = mixture_inputs(8)
+    logits[:, [9, 5]] = 7
+    found = jitted_sample(
+        logits, rows(*[SamplingParams(temperature=2.0, **fields)] * 8), token_counts, position
+    )
+    assert set(found.token.tolist()) <= ({5, 9} if "min_p" in fields else {5})
 
 
 def test_edits_are_those_of_numpy():
