@@ -32,8 +32,8 @@ def data(tmp_path_factory) -> Path:
 
 
 def arguments(data: Path, output: Path, **flags) -> list[str]:
-    """A short run of the demo model. From a copy of the teacher's projections: the closed form leaves
-    nothing to learn from so little text."""
+    """A short run of the demo model. From a copy of the teacher's projections: the closed form
+    leaves nothing to learn from so little text."""
     settings = {
         "init": "authors",
         "data": data,
