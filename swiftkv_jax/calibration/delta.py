@@ -24,8 +24,8 @@ from .moments import Moments
 
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
-    """How well an upper layer's keys and values follow from the boundary state, as shares of their
-    mean square on the calibration tokens, averaged over key/value heads."""
+    """How well an upper layer's keys and values follow from the input of layer K, as shares of
+    their mean square on the calibration tokens, averaged over key/value heads."""
 
     layer: int
     r2_k: float

@@ -33,9 +33,8 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
-from ..transformer import Batch
+from .data.batches import batches_of
 from .data.excerpts import read_excerpts
-from .data.packing import EMPTY_ROW, PackedRow
 from .plots import draw_analysis
 from .recipe import DEMO, Init, Recipe
 from .start import TOKENS_PER_DIMENSION
@@ -289,18 +288,6 @@ def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
     if config.num_layers < 2:
         raise UsageError("`model`: a model of one layer has no upper layers to cut")
     return prompt_length
-
-
-def batches_of(rows: list[PackedRow], size: int, length: int) -> list[Batch]:
-    """Batches of `size` rows; rows of padding fill the last one."""
-    batches = []
-    for start in range(0, len(rows), size):
-        chosen = rows[start : start + size]
-        fields = [row.fields(length) for row in chosen + [EMPTY_ROW] * (size - len(chosen))]
-        batches.append(
-            Batch(**{name: np.stack([row[name] for row in fields]) for name in fields[0]})
-        )
-    return batches
 
 
 def table(analysis: Analysis, num_layers: int) -> str:
