@@ -60,6 +60,7 @@ class Batch:
     positions: Leaf  # i32[B, T]; restart at 0 in every document
     segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
     loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
+    own: Leaf = None  # bool[B, T]; tokens that keep upper keys and values of their own; None: none
 
 
 def unpacked_batch(

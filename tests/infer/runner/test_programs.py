@@ -22,7 +22,7 @@ from swiftkv_jax.infer.runner.decode_state import (
     make_batch,
 )
 from swiftkv_jax.infer.runner.lowering import lower_program
-from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_scored
+from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.programs import (
     copy_pages,
     decode,
@@ -67,8 +67,8 @@ def request_state(tokens, start: int, pages: list[int]) -> RequestState:
 
 def arrays(scheduled: list[ScheduledTokens], tokens: int):
     common = {"page_size": PAGE, "table_pages": TABLE, "context_pages": None}
-    return pack_chunk([scheduled], tokens=tokens, tiles=7, **common), pack_scored(
-        [scheduled], scored=tokens, tiles=7, **common
+    return pack_chunk([scheduled], tokens=tokens, tiles=7, **common), pack_upper(
+        [scheduled], tokens=tokens, tiles=7, **common
     )
 
 
