@@ -10,6 +10,7 @@ The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable
 from html import escape
@@ -291,7 +292,7 @@ def analysis(path: Path) -> None:
 
     found = json.loads((DATA / "analysis.json").read_text(encoding="utf-8"))
     cuts = [CutResult(**cut) for cut in found["cuts"]]
-    names = ("tokens", "teacher_perplexity", "similarity")
+    names = {field.name for field in dataclasses.fields(Analysis)} - {"cuts"}
     draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts), path)
 
 

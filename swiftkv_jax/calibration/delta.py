@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +51,9 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     upper projections were dropped.
     """
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
-    groups, fits = zip(*_fit_groups(config, llama, upper, moments), strict=True)
+    metrics = output_metrics(llama.upper.o, config.num_kv_heads)
+    layers = fit_layers(config, upper, metrics, moments)
+    groups, fits = zip(*share_layers(layers, config.key_value_group_size, moments), strict=True)
     shared = config.key_value_group_size > 1
     heads = tuple(tuple(map(int, row)) for group in groups for row in group.shared_kv_heads)
     config = dataclasses.replace(config, shared_kv_heads=heads if shared else None)
@@ -95,7 +97,20 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     return Fit(config, delta, tuple(itertools.chain(*fits)))
 
 
-class _FittedGroup(NamedTuple):
+class FittedLayer(NamedTuple):
+    """Keys and values of an upper layer of its own, before it shares them."""
+
+    layer: int
+    entry: int
+    """Of the layer in the moments."""
+    member: solve.Member
+    r2_k: float
+    r2_v: float
+
+
+class FittedGroup(NamedTuple):
+    """What the layers of a group share, and what each makes of it."""
+
     k: Float[np.ndarray, "K H E"]
     v: Float[np.ndarray, "K H E"]
     shared_kv_heads: Int[np.ndarray, "g K"]
@@ -105,79 +120,118 @@ class _FittedGroup(NamedTuple):
     kept_k: float
     kept_v: float
 
+    def expanded(self) -> list[tuple[Float[np.ndarray, "K H E"], Float[np.ndarray, "K H E"]]]:
+        """Keys and values of each layer as projections of its own, for the teacher's queries."""
+        layers = []
+        for heads, factors, mix in zip(
+            self.shared_kv_heads, self.query_factors, self.mix, strict=True
+        ):
+            real, imag = np.split(self.k[heads], 2, axis=1)
+            turned = (real + 1j * imag) * factors[..., None]
+            layers.append((np.concatenate([turned.real, turned.imag], 1), mix @ self.v[heads]))
+        return layers
 
-def _fit_groups(
-    config: Config, llama: Llama, upper: QKV, moments: Moments
-) -> Iterator[tuple[_FittedGroup, list[LayerFit]]]:
-    metrics = np.asarray(_output_metrics(llama.upper.o, config.num_kv_heads), np.float64)
+
+def fit_layers(
+    config: Config,
+    qkv: QKV,
+    metrics: Float[np.ndarray, "L K H H"],
+    moments: Moments,
+    *,
+    first: int = 0,
+    entry: int = 0,
+) -> Iterator[FittedLayer]:
+    """The upper layers of `config` one after another. They begin at layer `first` of the stacks
+    `qkv` and `metrics` (of `output_metrics`), and at `entry` of the moments."""
     tokens = float(to_host(moments.tokens, None))
-    for first in range(0, config.num_upper_layers, config.key_value_group_size):
-        layers = range(first, first + config.key_value_group_size)
-        members, inputs, r2 = [], np.zeros(()), []
-        for layer in layers:
-            moment = _layer_moments(moments, layer, tokens)
-            k, v = _regress(upper, layer, moment)
-            energy = moment.query_energy.reshape(
-                config.num_kv_heads, -1, moment.query_energy.shape[-1]
-            )
-            members.append(solve.Member(k.weights, v.weights, energy.sum(1), metrics[layer]))
-            inputs = inputs + moment.inputs / len(layers)
-            r2.append((float(k.r2.mean()), float(v.r2.mean())))
-        group = from_process_0(_join(inputs, members))
+    for index in range(config.num_upper_layers):
+        moment = _layer_moments(moments, entry + index, tokens)
+        fitted = _regress(qkv, first + index, moment)
+        k, v = np.split(fitted.weights, 2)
+        r2_k, r2_v = (float(half.mean()) for half in np.split(fitted.r2, 2))
+        energy = moment.query_energy.reshape(len(k), -1, moment.query_energy.shape[-1]).sum(1)
+        member = solve.Member(k, v, energy, metrics[first + index])
+        yield FittedLayer(config.num_lower_layers + index, entry + index, member, r2_k, r2_v)
+
+
+def share_layers(
+    layers: Iterable[FittedLayer], group_size: int, moments: Moments
+) -> Iterator[tuple[FittedGroup, list[LayerFit]]]:
+    """Groups of `group_size` successive layers; with several processes that of process 0."""
+    for layers_of_group in itertools.batched(layers, group_size):
+        members = [layer.member for layer in layers_of_group]
+        entries = [layer.entry for layer in layers_of_group]
+        group = from_process_0(
+            _alone(*members) if group_size == 1 else _shared(_inputs(moments, entries), members)
+        )
         yield (
             group,
             [
-                LayerFit(config.num_lower_layers + layer, k, v, group.kept_k, group.kept_v)
-                for layer, (k, v) in zip(layers, r2, strict=True)
+                LayerFit(layer.layer, layer.r2_k, layer.r2_v, group.kept_k, group.kept_v)
+                for layer in layers_of_group
             ],
         )
 
 
-def _layer_moments(moments: Moments, layer: int, tokens: float) -> Moments:
+def _layer_moments(moments: Moments, entry: int, tokens: float) -> Moments:
     """Expectations of one upper layer, in float64."""
 
     def expectation(stack):
-        return to_host(stack, layer).astype(np.float64) / tokens if stack.ndim else tokens
+        return to_host(stack, entry).astype(np.float64) / tokens if stack.ndim else tokens
 
     return jax.tree.map(expectation, moments)
 
 
-def _regress(upper: QKV, layer: int, moment: Moments) -> list[solve.Ridge]:
-    """Keys and values of a layer, from the input of layer K."""
-    results = []
-    for part, (weight, bias) in enumerate(((upper.k, upper.k_bias), (upper.v, upper.v_bias))):
+def _regress(qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:
+    """Keys and then values of a layer, from the input of layer K: 2 K heads, one factorisation."""
+    prior = []
+    for weight, bias in ((qkv.k, qkv.k_bias), (qkv.v, qkv.v_bias)):
         own = to_host(weight, layer).astype(np.float64)  # K H D
         if bias is not None:
             own = np.concatenate([own, to_host(bias, layer)[..., None].astype(np.float64)], -1)
-        prior, cross = own.transpose(2, 0, 1), moment.cross[:, part]
-        results.append(solve.ridge(moment.inputs, cross, moment.energy[part], prior))
-    return results
+        prior.append(own.transpose(2, 0, 1))
+    cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
+    return solve.ridge(moment.inputs, cross, moment.energy.ravel(), np.concatenate(prior, 1))
 
 
-def _join(inputs: np.ndarray, members: list[solve.Member]) -> _FittedGroup:
-    if len(members) == 1:
-        kv_heads, _, head_dim = members[0].k.shape
-        return _FittedGroup(
-            members[0].k.mT,
-            members[0].v.mT,
-            np.arange(kv_heads)[None],
-            np.ones((1, kv_heads, head_dim // 2), np.complex128),
-            np.broadcast_to(np.eye(head_dim), (1, kv_heads, head_dim, head_dim)),
-            1.0,
-            1.0,
-        )
+def _inputs(moments: Moments, entries: list[int]) -> Float[np.ndarray, "E E"]:
+    """Expectation of the inputs' second moments, averaged over layers."""
+    total = np.zeros(moments.inputs.shape[1:])
+    for entry in entries:
+        total += to_host(moments.inputs, entry)
+    return total / (float(to_host(moments.tokens, None)) * len(entries))
+
+
+def _alone(member: solve.Member) -> FittedGroup:
+    kv_heads, _, head_dim = member.k.shape
+    return FittedGroup(
+        member.k.mT,
+        member.v.mT,
+        np.arange(kv_heads)[None],
+        np.ones((1, kv_heads, head_dim // 2), np.complex128),
+        np.broadcast_to(np.eye(head_dim), (1, kv_heads, head_dim, head_dim)),
+        1.0,
+        1.0,
+    )
+
+
+def _shared(inputs: Float[np.ndarray, "E E"], members: list[solve.Member]) -> FittedGroup:
     group = solve.share(inputs, members)
     reads = np.argsort(np.asarray(group.head_order), axis=1)
     factors, mix = (
         np.stack([part[heads] for part, heads in zip(parts, reads, strict=True)])
         for parts in (group.key_factors, group.mix)
     )
-    return _FittedGroup(group.k.mT, group.v.mT, reads, factors, mix, group.kept_k, group.kept_v)
+    return FittedGroup(group.k.mT, group.v.mT, reads, factors, mix, group.kept_k, group.kept_v)
+
+
+def output_metrics(o: Float[Array, "U D N H"], kv_heads: int) -> Float[np.ndarray, "U K H H"]:
+    """Sum of O'O over the query heads of each key/value head, on the host."""
+    return to_host(_output_metrics(o, kv_heads), None).astype(np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _output_metrics(o: Float[Array, "U D N H"], kv_heads: int) -> Float[Array, "U K H H"]:
-    """Sum of O'O over the query heads of each key/value head."""
     heads = o.reshape(*o.shape[:2], kv_heads, -1, o.shape[-1]).astype(jnp.float32)
     return jnp.einsum("UDKRH,UDKRG->UKHG", heads, heads, precision=jax.lax.Precision.HIGHEST)
 

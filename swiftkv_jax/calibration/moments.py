@@ -21,15 +21,14 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..config import Config
-from ..layers import project_heads, rms_norm
-from ..mesh import FSDP, MODEL
-from ..params import Leaf, Llama, require_teacher
+from ..layers import apply_rope, project_heads, rms_norm
+from ..mesh import FSDP, MODEL, dp_size
+from ..params import QKV, Block, Leaf, Llama, require_teacher
 from ..sharding import all_gather_fsdp, constrain_activations
-from ..transformer import Batch, head_major, run_lower_layers, self_layer
+from ..transformer import Batch, packed_attention, run_lower_layers, self_layer
 
 PROBABILITIES_PER_CHUNK = 2**26
-"""Entries of the attention probabilities that exist at a time, 256 MiB in float32, over all
-devices that share the rows."""
+"""Entries of the attention probabilities that exist at a time on a device, 256 MiB in float32."""
 
 
 @struct.dataclass
@@ -43,13 +42,10 @@ class Moments:
     tokens: Leaf  # f32[]
 
 
-def moment_shapes(config: Config) -> Moments:
-    u, n, k, h = (
-        config.num_upper_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-    )
+def moment_shapes(config: Config, layers: int | None = None) -> Moments:
+    """Of `layers` layers; None is all upper ones."""
+    u = config.num_upper_layers if layers is None else layers
+    n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
     e = config.embed_dim + config.attention_bias
     shapes = Moments((u, e, e), (u, e, 2, k, h), (u, 2, k), (u, n, h // 2), ())
     return jax.tree.map(
@@ -80,11 +76,13 @@ def moment_shardings(config: Config, mesh: Mesh) -> Moments:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def zero_moments(config: Config, mesh: Mesh | None) -> Moments:
-    """The moments of no tokens; on the default device without a mesh."""
+def zero_moments(config: Config, mesh: Mesh | None, layers: int | None = None) -> Moments:
+    """The moments of no tokens, of as many layers as in `moment_shapes`; on the default device
+    without a mesh."""
+    shapes = moment_shapes(config, layers)
 
     def zeros():
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), moment_shapes(config))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     where = None if mesh is None else moment_shardings(config, mesh)
     return jax.jit(zeros, out_shardings=where)()
@@ -95,49 +93,84 @@ def add_batch(
     config: Config, attention: Attention, moments: Moments, llama: Llama, batch: Batch
 ) -> Moments:
     """`moments` with those of one more batch of packed rows."""
-    mesh, real = attention.mesh, (batch.segment_ids > 0).astype(jnp.float32)
-    tokens = real.sum()
+    mesh, segment_ids = attention.mesh, batch.segment_ids
+    attend = packed_attention(attention, segment_ids)
     x, rope = run_lower_layers(config, llama, batch, attention=attention)
-    s = rms_norm(x, llama.upper.attn_norm[0], config.norm_eps)
-    if config.attention_bias:
-        s = jnp.concatenate([s, jnp.ones((*s.shape[:2], 1), s.dtype)], -1)
-    constrain = (lambda tree: tree) if mesh is None else functools.partial(_constrain, config, mesh)
-
-    def attend(q, k, v):
-        out = attention.prefill(q, head_major(k), head_major(v), segment_ids=batch.segment_ids)
-        return out, (received_attention(q, k, batch.segment_ids), pair_energy(q, real))
+    s = regressors(config, x, llama.upper.attn_norm[0])
 
     def step(carry, indexed_layer):
         x, moments = carry
         index, layer = indexed_layer
         block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
-        following, (weight, query_energy) = self_layer(config, block, qkv, x, rope, attend)
-        weight = weight * real
-        weight = weight * (tokens / jnp.maximum(weight.sum(), jnp.finfo(jnp.float32).tiny))
-        h = rms_norm(x, block.attn_norm, config.norm_eps)  # as in the layer: compiled once
-        y = jnp.stack(
-            [project_heads(h, qkv.k, qkv.k_bias), project_heads(h, qkv.v, qkv.v_bias)], axis=2
-        )
-        weighted = (s * weight[..., None]).astype(jnp.float32)
-        added = Moments(
-            inputs=_products("BTD,BTE->DE", weighted, s),
-            cross=_products("BTE,BTPKH->EPKH", weighted, y),
-            energy=_products("BT,BTPKH->PK", weight, jnp.square(y.astype(jnp.float32))),
-            query_energy=query_energy,
-            tokens=jnp.zeros(()),
-        )
-        moments = jax.tree.map(
-            lambda total, part: total if total.ndim == 0 else total.at[index].add(part),
-            moments,
-            added,
-        )
-        return (constrain_activations(mesh, following), constrain(moments)), None
+        added = layer_moments(config, block, qkv, x, s, rope, segment_ids, mesh=mesh)
+        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        return (
+            constrain_activations(mesh, x),
+            add_layer(config, mesh, moments, added, index),
+        ), None
 
     layers = (llama.upper, require_teacher(llama, "calibrate"))
     (_, moments), _ = jax.lax.scan(
         step, (x, moments), (jnp.arange(config.num_upper_layers), layers)
     )
-    return dataclasses.replace(moments, tokens=moments.tokens + tokens)
+    return dataclasses.replace(moments, tokens=moments.tokens + (segment_ids > 0).sum())
+
+
+def regressors(
+    config: Config, x: Float[Array, "B T D"], norm: Float[Array, " D"]
+) -> Float[Array, "B T E"]:
+    """s of every token, from the hidden state that enters layer K and that layer's norm."""
+    s = rms_norm(x, norm, config.norm_eps)
+    ones = jnp.ones((*s.shape[:2], int(config.attention_bias)), s.dtype)
+    return jnp.concatenate([s, ones], -1)
+
+
+def layer_moments(
+    config: Config,
+    block: Block,
+    qkv: QKV,
+    x: Float[Array, "B T D"],
+    s: Float[Array, "B T E"],
+    rope: Float[Array, "2 B T H_half"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    mesh: Mesh | None = None,
+) -> Moments:
+    """The sums of one layer over a batch, without its number of tokens: fields as in `Moments` but
+    for the first axis. `x` enters the layer."""
+    real = (segment_ids > 0).astype(jnp.float32)
+    # As in `self_layer`: where that runs too, the compiler keeps one of both.
+    h = rms_norm(x, block.attn_norm, config.norm_eps)
+    q, k, v = (
+        project_heads(h, weight, bias)
+        for weight, bias in ((qkv.q, qkv.q_bias), (qkv.k, qkv.k_bias), (qkv.v, qkv.v_bias))
+    )
+    y, q = jnp.stack([k, v], axis=2), apply_rope(q, rope)
+    weight = received_attention(q, apply_rope(k, rope), segment_ids, mesh=mesh) * real
+    weight *= real.sum() / jnp.maximum(weight.sum(), jnp.finfo(jnp.float32).tiny)
+    weighted = s.astype(jnp.float32) * weight[..., None]
+    return Moments(
+        inputs=_products("BTD,BTE->DE", weighted, s),
+        cross=_products("BTE,BTPKH->EPKH", weighted, y),
+        energy=_products("BT,BTPKH->PK", weight, jnp.square(y.astype(jnp.float32))),
+        query_energy=pair_energy(q, real),
+        tokens=jnp.zeros(()),
+    )
+
+
+def add_layer(
+    config: Config, mesh: Mesh | None, moments: Moments, added: Moments, index: Int[Array, ""]
+) -> Moments:
+    """`moments` with those of a layer, `added`, in entry `index`; the number of tokens stays."""
+
+    def add(total, part):
+        if total.ndim == 0:
+            return total
+        part += jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, part, index, 0)
+
+    moments = jax.tree.map(add, moments, added)
+    return moments if mesh is None else _constrain(config, mesh, moments)
 
 
 def _constrain(config: Config, mesh: Mesh, moments: Moments) -> Moments:
@@ -159,13 +192,19 @@ def pair_energy(q: Float[Array, "B T N H"], real: Float[Array, "B T"]) -> Float[
 
 
 def received_attention(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], segment_ids: Int[Array, "B T"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
     """Sum over heads and queries of the squared attention probability of each key, for rotated
     `q` and `k` in packed causal rows; of padding, whatever it is."""
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    chunk = max(1, min(length, PROBABILITIES_PER_CHUNK // (rows * heads * length)))
+    shards = dp_size(mesh) * (1 if mesh is None else mesh.shape[MODEL])
+    entries = -(-rows * heads * length // shards)  # of one query position, on a device
+    chunk = max(1, min(length, PROBABILITIES_PER_CHUNK // entries))
     chunks = -(-length // chunk)
     padding = chunks * chunk - length
 

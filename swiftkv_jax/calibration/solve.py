@@ -97,21 +97,24 @@ class Group(NamedTuple):
 
 
 def share(inputs: Float[Array, "E E"], members: list[Member], *, pair_heads: bool = True) -> Group:
-    """The best shared keys and values of the members, which see the same `inputs` (their mean)."""
-    root = _root(inputs)
-    orders = (
-        _pair(root, members) if pair_heads else [tuple(range(len(members[0].k)))] * len(members)
-    )
+    """The best shared keys and values of the members, which see the same `inputs` (their mean).
+
+    Time and memory go into the second moments of all members' keys and values together: a product
+    of E x E and E x 2 g K H, and (g K H)^2 numbers.
+    """
+    count = len(members[0].k)
+    keys = np.concatenate([_weighted_keys(member) for member in members])  # gK E F, complex
+    values = np.concatenate([_weighted_values(member) for member in members])  # gK E H
+    k_moments, v_moments = _key_moments(inputs, keys), _value_moments(inputs, values)
+    orders = [tuple(range(count))] * len(members)
+    if pair_heads:
+        orders = _pair(k_moments, v_moments, count)
+    # [K][g]: the members' heads for each shared one, as `keys` and `values` count them.
+    heads = np.stack([number * count + np.array(order) for number, order in enumerate(orders)], 1)
     members = [member.reordered(order) for member, order in zip(members, orders, strict=True)]
-    k, key_factors, kept_k = _share_keys(root, members)
-    v, mix, kept_v = _share_values(root, members)
+    k, key_factors, kept_k = _share_keys(keys, k_moments, heads, members)
+    v, mix, kept_v = _share_values(values, v_moments, heads, members)
     return Group(k, v, tuple(orders), key_factors, mix, kept_k, kept_v)
-
-
-def _root(inputs: Float[Array, "E E"]) -> Float[Array, "E E"]:
-    """R with R'R = inputs, however close to singular they are."""
-    values, vectors = np.linalg.eigh(inputs)
-    return np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
 
 
 def _pairs(x: Float[Array, "*a H"]) -> Complex[Array, "*a H_half"]:
@@ -119,13 +122,28 @@ def _pairs(x: Float[Array, "*a H"]) -> Complex[Array, "*a H_half"]:
     return x[..., :half] + 1j * x[..., half:]
 
 
-def _key_parts(root: Array, member: Member) -> Complex[Array, "K E H_half"]:
-    """Weighted keys of a member in coordinates in which inputs are white."""
-    return _pairs(root @ member.k) * np.sqrt(member.query_energy)[:, None]
+def _weighted_keys(member: Member) -> Complex[Array, "K E H_half"]:
+    return _pairs(member.k) * np.sqrt(member.query_energy)[:, None]
 
 
-def _value_parts(root: Array, member: Member) -> Float[Array, "K E H"]:
-    return root @ member.v @ _roots(member.output_metric)[0]
+def _weighted_values(member: Member) -> Float[Array, "K E H"]:
+    return member.v @ _roots(member.output_metric)[0]
+
+
+def _key_moments(
+    inputs: Float[Array, "E E"], keys: Complex[Array, "M E F"]
+) -> Complex[Array, "F M M"]:
+    """Of each rotary pair over heads: x' S x, with x' the conjugate transpose."""
+    seen = inputs @ np.real(keys) + 1j * (inputs @ np.imag(keys))
+    return keys.transpose(2, 0, 1).conj() @ seen.transpose(2, 1, 0)
+
+
+def _value_moments(
+    inputs: Float[Array, "E E"], values: Float[Array, "M E H"]
+) -> Float[Array, "M H M H"]:
+    heads, size, head_dim = values.shape
+    flat = values.transpose(1, 0, 2).reshape(size, -1)
+    return (flat.T @ (inputs @ flat)).reshape(heads, head_dim, heads, head_dim)
 
 
 def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
@@ -137,14 +155,14 @@ def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
     ) @ vectors.mT
 
 
-def _share_keys(root: Array, members: list[Member]) -> tuple[Array, Array, float]:
-    parts = np.stack([_key_parts(root, member) for member in members])  # g K E F
-    gram = np.einsum("jaef,laef->afjl", parts.conj(), parts)
-    values, vectors = np.linalg.eigh(gram)
+def _share_keys(
+    keys: Array, moments: Array, heads: Array, members: list[Member]
+) -> tuple[Array, Array, float]:
+    chosen = moments[:, heads[:, :, None], heads[:, None]].transpose(1, 0, 2, 3)  # K F g g
+    values, vectors = np.linalg.eigh(chosen)
     top = vectors[..., -1]  # K F g
     weights = np.sqrt(np.stack([member.query_energy for member in members], -1))  # K F g
-    maps = np.stack([_pairs(member.k) for member in members])  # g K E F
-    shared = np.einsum("jaef,afj->aef", maps, top * weights)
+    shared = np.einsum("ajef,afj->aef", keys[heads], top)
     # Scaled to a mean square of one: the gradient's scale, and 8-bit caches.
     scale = np.sqrt(np.maximum(values[..., -1].mean(-1), _TINY) / 2)
     shared /= scale[:, None, None]
@@ -153,14 +171,16 @@ def _share_keys(root: Array, members: list[Member]) -> tuple[Array, Array, float
     return flat, factors.transpose(2, 0, 1), float(values[..., -1].sum() / values.sum())
 
 
-def _share_values(root: Array, members: list[Member]) -> tuple[Array, Array, float]:
-    head_dim = members[0].v.shape[-1]
-    parts = np.concatenate([_value_parts(root, member) for member in members], -1)  # K E gH
-    values, vectors = np.linalg.eigh(parts.mT @ parts)
+def _share_values(
+    values: Array, moments: Array, heads: Array, members: list[Member]
+) -> tuple[Array, Array, float]:
+    head_dim = moments.shape[-1]
+    chosen = np.stack([_block(moments, group) for group in heads])  # K gH gH
+    stacked = np.stack([np.concatenate(values[group], -1) for group in heads])  # K E gH
+    energies, vectors = np.linalg.eigh(chosen)
     top = vectors[..., -head_dim:]
-    roots, inverses = zip(*(_roots(member.output_metric) for member in members), strict=True)
-    stacked = np.concatenate([member.v @ r for member, r in zip(members, roots, strict=True)], -1)
-    scale = np.sqrt(np.maximum(values[..., -head_dim:].mean(-1), _TINY))
+    inverses = [_roots(member.output_metric)[1] for member in members]
+    scale = np.sqrt(np.maximum(energies[..., -head_dim:].mean(-1), _TINY))
     shared = stacked @ top / scale[:, None, None]
     blocks = np.split(top, len(members), axis=-2)
     mix = np.stack(
@@ -169,31 +189,32 @@ def _share_values(root: Array, members: list[Member]) -> tuple[Array, Array, flo
             for inverse, block in zip(inverses, blocks, strict=True)
         ]
     )
-    return shared, mix, float(values[..., -head_dim:].sum() / values.sum())
+    return shared, mix, float(energies[..., -head_dim:].sum() / energies.sum())
 
 
-def _pair(root: Array, members: list[Member]) -> list[tuple[int, ...]]:
+def _block(moments: Float[Array, "M H M H"], heads: Array) -> Float[Array, "nH nH"]:
+    """The second moments of some heads."""
+    size = len(heads) * moments.shape[-1]
+    return moments[heads][:, :, heads].reshape(size, size)
+
+
+def _pair(k_moments: Array, v_moments: Array, count: int) -> list[tuple[int, ...]]:
     """For each member the heads that go with the first one's: the assignment that keeps the largest
     share of the energy, one member after another (Hungarian method)."""
-    count, head_dim = members[0].v.shape[0], members[0].v.shape[-1]
-    parts = [(_key_parts(root, m), _value_parts(root, m)) for m in members]
+    head_dim = v_moments.shape[-1]
+    k_energy = np.trace(k_moments, axis1=1, axis2=2).real.sum()
+    v_energy = np.trace(_block(v_moments, np.arange(len(v_moments))))
     orders = [tuple(range(count))]
-    # Per shared head what has been assigned to it: keys g E F, values E gH.
-    k_sets, v_sets = [[k] for k in parts[0][0]], [[v] for v in parts[0][1]]
-    for k_parts, v_parts in parts[1:]:
+    sets = [[a] for a in range(count)]  # what has been assigned to each shared head
+    for first in range(count, len(v_moments), count):
         gain = np.zeros((count, count))
         for a, b in itertools.product(range(count), range(count)):
-            k = np.stack([*k_sets[a], k_parts[b]])
-            gram = np.einsum("jef,lef->fjl", k.conj(), k)
-            v = np.concatenate([*v_sets[a], v_parts[b]], -1)
-            gain[a, b] = np.linalg.eigvalsh(gram)[:, -1].sum() / sum(
-                np.square(np.abs(p)).sum() for p, _ in parts
-            ) + np.linalg.eigvalsh(v.T @ v)[-head_dim:].sum() / sum(
-                np.square(p).sum() for _, p in parts
-            )
-        _, order = scipy.optimize.linear_sum_assignment(gain, maximize=True)
+            heads = np.array([*sets[a], first + b])
+            k, v = k_moments[:, heads[:, None], heads], _block(v_moments, heads)
+            gain[a, b] = np.linalg.eigvalsh(k)[:, -1].sum() / k_energy
+            gain[a, b] += np.linalg.eigvalsh(v)[-head_dim:].sum() / v_energy
+        order = scipy.optimize.linear_sum_assignment(gain, maximize=True)[1].tolist()
         for a, b in enumerate(order):
-            k_sets[a].append(k_parts[b])
-            v_sets[a].append(v_parts[b])
-        orders.append(tuple(int(b) for b in order))
+            sets[a].append(first + b)
+        orders.append(tuple(order))
     return orders

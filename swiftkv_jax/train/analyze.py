@@ -2,8 +2,9 @@
 distillation.
 
 For a choice of K (layers that keep their own keys and values) and g (layers that share one
-projection) it shows the student's distance from the teacher on a text, and what the cut saves. With
-no --model it analyses the demo model. Example:
+projection) it shows the student's distance from the teacher on a text, and what the cut saves. The
+student is the one that training starts from: in closed form, fitted to text that it is not measured
+on. With no --model it analyses the demo model. Example:
 
     python -m swiftkv_jax.train analyze --model llama-3.1-8b-instruct --data chat.jsonl
 """
@@ -12,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
-from tqdm import tqdm
+import numpy as np
 
 from .. import cli
 from ..attention import Attention
@@ -34,11 +34,10 @@ from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
 from .data.batches import batches_of
-from .data.packing import PackedRow, pack
-from .data.sources import STDLIB, find_files, parse_source, read_file
-from .data.tokenize import Example, tokenize
+from .data.excerpts import read_excerpts
 from .plots import draw_analysis
-from .recipe import DEMO
+from .recipe import DEMO, Init, Recipe
+from .start import TOKENS_PER_DIMENSION
 from .sweep import Analysis, CutResult, analyze_cuts, possible_cuts
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,25 @@ def parser() -> argparse.ArgumentParser:
         help="upper layers that share one key/value cache, where they divide evenly (default: "
         "%(default)s)",
     )
-    flag("--rows", type=int, default=16, help="packed rows of text (default: %(default)s)")
+    flag(
+        "--init",
+        choices=get_args(Init),
+        default=Recipe.init,
+        help="start of the students, as in training (default: %(default)s)",
+    )
+    flag(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help="tokens for --init closed-form, as far as the text goes (default: "
+        f"{TOKENS_PER_DIMENSION} per entry of the hidden state)",
+    )
+    flag(
+        "--rows",
+        type=int,
+        default=16,
+        help="packed rows of text to measure on (default: %(default)s)",
+    )
     flag("--max-length", type=int, default=512, help="tokens in a row (default: %(default)s)")
     flag(
         "--prompt-length",
@@ -107,7 +124,11 @@ class AnalyzeOptions:
     data: tuple[str, ...]
     cuts: str
     groups: str
+    init: Init
+    calibration_tokens: int | None
+    """None is `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
     rows: int
+    """Rows to measure on."""
     max_length: int
     """Tokens in a row."""
     prompt_length: int | None
@@ -153,23 +174,43 @@ def analyze(options: AnalyzeOptions) -> int:
     settings.folder.mkdir(parents=True, exist_ok=True)
     config = settings.config
     model = load(settings.model, dtype=options.dtype, mesh=mesh, config=config)
-    rows = read_rows(settings.data, model.tokenizer, options.rows, options.max_length)
+    wanted = options.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
+    excerpts = read_excerpts(
+        settings.data,
+        model.tokenizer,
+        options.max_length,
+        options.rows,
+        wanted if options.init == "closed-form" else 0,
+    )
+    if options.init == "closed-form" and not excerpts.calibration:
+        raise DataError(
+            f"`data`={' '.join(settings.data)}: no text is left beside the rows that are measured; "
+            f"more text, fewer `rows`, or another `init` than closed-form"
+        )
 
     configs = forward_configs(config, model.dtype, mesh)
     attention = checked_implementation(None, configs, mesh.local_devices[0])
     bytes_per_row = (
         (config.num_layers + 1) * options.max_length * config.embed_dim * model.dtype.itemsize
     )
-    per_device = max(1, min(STATES_BYTES // bytes_per_row, -(-len(rows) // dp_size(mesh))))
-    batches = batches_of(rows, per_device * dp_size(mesh), options.max_length)
-    on_mesh = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
+    measured_rows = -(-len(excerpts.measured) // dp_size(mesh))
+    per_device = max(1, min(STATES_BYTES // bytes_per_row, measured_rows))
+    measured, calibration = (
+        [
+            jax.device_put(batch, batch_sharding(mesh))
+            for batch in batches_of(rows, per_device * dp_size(mesh), options.max_length)
+        ]
+        for rows in excerpts
+    )
     analysis = analyze_cuts(
         config,
         model.llama,
-        tqdm(on_mesh, desc="analysing", unit="batch", leave=False, disable=None),
+        measured,
         settings.cuts,
         prompt_length=settings.prompt_length,
         attention=Attention(mesh, attention),
+        init=options.init,
+        calibration=calibration,
     )
     if is_main_process():
         print(table(analysis, config.num_layers))
@@ -235,8 +276,9 @@ def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
     if prompt_length is None:
         prompt_length = min(8192, config.max_position_embeddings)
     lengths = {"max_length": options.max_length, "prompt_length": prompt_length}
-    for name, value in ({"rows": options.rows} | lengths).items():
-        if value < 1:
+    counts = {"rows": options.rows, "calibration_tokens": options.calibration_tokens}
+    for name, value in (counts | lengths).items():
+        if value is not None and value < 1:
             raise UsageError(f"`{name}`={value}: must be at least 1")
     for name, value in lengths.items():
         if value > config.max_position_embeddings:
@@ -248,41 +290,9 @@ def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
     return prompt_length
 
 
-def read_rows(texts: tuple[str, ...], tokenizer, count: int, length: int) -> list[PackedRow]:
-    """About `count` packed rows from the first documents of every source in turn; unreadable ones
-    are left out.
-
-    At most `length` tokens of a document are used, so that the text is varied. Raises `DataError`
-    if there is nothing to predict, `UsageError` without a tokenizer.
-    """
-    if tokenizer is None:
-        raise UsageError("`model`: it has no tokenizer, so text cannot be read")
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*map(_documents, texts)))
-    examples, missing = [], count * length
-    for example in tokenize((document for document in in_turn if document is not None), tokenizer):
-        if isinstance(example, Example) and example.is_target[1:length].any():
-            examples.append(
-                dataclasses.replace(
-                    example, tokens=example.tokens[:length], is_target=example.is_target[:length]
-                )
-            )
-            missing -= len(examples[-1].tokens)
-        if missing <= 0:
-            break
-    if not examples:
-        raise DataError(f"`data`={' '.join(texts)}: no token to predict in it")
-    return list(pack(examples, length))
-
-
-def _documents(text: str):
-    source = parse_source(text)
-    for file in find_files(source, held_out=source.path == STDLIB):
-        yield from read_file(file)
-
-
 def table(analysis: Analysis, num_layers: int) -> str:
     """One line per cut, sorted by K, then g."""
-    head = (
+    columns = [
         "K",
         "of layers",
         "g",
@@ -292,22 +302,29 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "prefill FLOPs",
         "KV bytes/token",
         "KV cache",
-    )
+    ]
+    if analysis.calibration_tokens:
+        columns += ["R2 of K", "R2 of V"]
     rows = [_cells(cut, num_layers) for cut in analysis.cuts]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        for cells in (head, *rows)
+        for cells in (columns, *rows)
     ]
-    title = (
-        f"undistilled students on {analysis.tokens:,} predicted tokens; teacher's perplexity "
-        f"{analysis.teacher_perplexity:,.2f}"
-    )
+    title = f"undistilled students, {_describe_init(analysis)}, on {analysis.tokens:,} predicted"
+    title += f" tokens; teacher's perplexity {analysis.teacher_perplexity:,.2f}"
     return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _cells(cut: CutResult, num_layers: int) -> tuple[str, ...]:
-    return (
+def _describe_init(analysis: Analysis) -> str:
+    """What the students start from."""
+    if analysis.init != "closed-form":
+        return f"copied ({analysis.init})"
+    return f"in closed form from {analysis.calibration_tokens:,} other tokens"
+
+
+def _cells(cut: CutResult, num_layers: int) -> list[str]:
+    cells = [
         str(cut.num_key_value_layers),
         f"{cut.num_key_value_layers / num_layers:.1%}",
         str(cut.key_value_group_size),
@@ -317,7 +334,11 @@ def _cells(cut: CutResult, num_layers: int) -> tuple[str, ...]:
         f"{cut.prefill_flops_share:.1%}",
         f"{cut.kv_bytes_per_token:,}",
         f"{cut.kv_bytes_share:.1%}",
-    )
+    ]
+    if cut.layers:  # means over the upper layers
+        cells += [f"{np.mean([layer.r2_k for layer in cut.layers]):.3f}"]
+        cells += [f"{np.mean([layer.r2_v for layer in cut.layers]):.3f}"]
+    return cells
 
 
 def write(folder: Path, analysis: Analysis, settings: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def _draw_cuts(axes: Any, analysis: Analysis) -> None:
         xlabel="prefill FLOPs, % of the teacher's", ylabel="KL(teacher ‖ student), nats per token"
     )
     _set_log(axes)
-    axes.set_title("Before distillation")
+    axes.set_title(f"Before distillation ({analysis.init})")
     axes.margins(x=0.12, y=0.15)
     axes.legend()
 

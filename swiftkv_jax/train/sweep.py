@@ -1,38 +1,43 @@
-"""The quality of every SwiftKV cut of a model before distillation, in three compiled programs.
+"""The quality of every SwiftKV cut of a model before distillation, in a few compiled programs.
 
 The weights are one stack of all layers. The teacher runs once per batch and keeps the hidden state
 that enters each layer. From those states the student of any cut starts: where its upper layers
-begin and how many share a projection are arguments of one program, not shapes, so a model of 126
-layers compiles as quickly as one of 8.
+begin is an argument of one program, not a shape, so a model of 126 layers compiles as quickly as
+one of 8. Every upper layer reads keys and values of its own there, those that it makes of its
+group's (see `cut_kv`), so that groups are no shapes either.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from tqdm import tqdm
 
 from ..attention import Attention
 from ..cache import bytes_per_token
+from ..calibration import LayerFit
 from ..config import Config
 from ..cost import prefill_flops
 from ..layers import head_weights, rms_norm, rope_table
-from ..params import QKV, Llama, SwiftKV
+from ..params import Llama, SwiftKV
 from ..sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations, replicated
 from ..transformer import Batch, cross_layer, packed_attention, project_kv, self_layer
+from .cut_kv import States, calibrated_kv, copied_kv, layer_of
 from .distill import linear_kl
+from .recipe import Init
 
 
 @dataclasses.dataclass(frozen=True)
 class CutResult:
-    """Measurements of one cut, with the delta as `initialization.init_swiftkv` makes it. Means are
-    per predicted token."""
+    """Measurements of one cut, with a delta that has not been trained. Means are per predicted
+    token."""
 
     num_key_value_layers: int
     key_value_group_size: int
@@ -46,14 +51,21 @@ class CutResult:
     kv_bytes_per_token: int
     kv_bytes_share: float
     """Bytes of the KV cache as a share of the teacher's."""
+    layers: list[LayerFit]
+    """How well each upper layer's keys and values follow from the input of layer K, for a start in
+    closed form."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
     """Measurements on one text."""
 
+    init: Init
+    """What the students start from."""
     tokens: int
     """Number of predicted tokens."""
+    calibration_tokens: int
+    """Number of other tokens that a start in closed form is fitted to."""
     teacher_perplexity: float
     similarity: list[list[float]]
     """[L+1][L+1]: mean cosine between the hidden states that enter layers i and j; L is the output
@@ -72,44 +84,76 @@ def possible_cuts(
 def analyze_cuts(
     config: Config,
     llama: Llama,
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
     cuts: Sequence[tuple[int, int]],
     *,
     prompt_length: int,
     attention: Attention,
+    init: Init = "closed-form",
+    calibration: Sequence[Batch] = (),
 ) -> Analysis:
-    """Run teacher and students over `batches`, of one shape. `llama` has all its layers in the
-    lower stack.
+    """Run teacher and students over `batches`. `llama` has all its layers in the lower stack, and
+    `cuts` are (K, g), sorted.
 
-    `prompt_length` is the number of tokens of the prefill whose FLOPs are counted.
+    A start in closed form is fitted to the tokens of `calibration`, batches of the same shape. It
+    needs device memory for the second moments, see `cut_kv.plan_passes`; every start for the
+    projections of one K, once for each of its g. `prompt_length` is the number of tokens of the
+    prefill whose FLOPs are counted. Raises `ValueError` if there is no token to fit to.
     """
-    cosines, real = np.zeros((config.num_layers + 1,) * 2), 0.0
-    sums, targets = np.zeros((len(cuts), 4)), 0.0
-    for batch in batches:
-        inputs, last = teacher_states(config, attention, llama, batch)
-        results = [
-            cut_sums(config, attention, llama, batch, inputs, last, jnp.int32(k), jnp.int32(g))
-            for k, g in cuts
-        ]
-        cosines += np.asarray(cosine_sums(attention, inputs, last, batch.segment_ids))
-        real, targets = (
-            real + float((batch.segment_ids > 0).sum()),
-            targets + float(batch.loss_mask.sum()),
-        )
-        sums += np.array(jax.device_get(results))
-    means = sums / targets
+    states = functools.partial(_states, config, attention, llama)
+    groups = {k: [g for _, g in found] for k, found in itertools.groupby(cuts, lambda cut: cut[0])}
+    if init == "closed-form":
+        fitted_to = functools.partial(states, calibration, "calibrating")
+        starts = calibrated_kv(config, llama, groups, fitted_to, attention)
+    else:
+        calibration = ()
+        starts = copied_kv(config, llama, groups, init, attention.mesh)
+    results, teacher_nll, targets = [], 0.0, sum(float(b.loss_mask.sum()) for b in batches)
+    for k, students in starts:
+        sums = np.zeros((len(students), 4))
+        for batch, inputs, last in states(batches, f"K={k}"):
+            first = jnp.int32(k)
+            parts = [
+                cut_sums(config, attention, llama, batch, inputs, last, first, student.kv)
+                for student in students
+            ]
+            sums += np.array(jax.device_get(parts))
+        for g, student, means in zip(groups[k], students, sums / targets, strict=True):
+            row = _cut(config, k, g, means, student.layers, prompt_length, llama.embed.dtype)
+            results.append(row)
+            teacher_nll = float(means[2])
     return Analysis(
+        init=init,
         tokens=int(targets),
-        teacher_perplexity=float(np.exp(means[0, 2])),
-        similarity=(cosines / real).tolist(),
-        cuts=[
-            _cut(config, k, g, row, prompt_length, llama.embed.dtype)
-            for (k, g), row in zip(cuts, means, strict=True)
-        ],
+        calibration_tokens=_real_tokens(calibration),
+        teacher_perplexity=float(np.exp(teacher_nll)),
+        similarity=_similarity(attention, states(batches, "similarity")),
+        cuts=results,
     )
 
 
-def _cut(config: Config, k: int, g: int, means, prompt_length: int, dtype) -> CutResult:
+def _states(
+    config: Config, attention: Attention, llama: Llama, batches: Sequence[Batch], description: str
+) -> Iterator[States]:
+    for batch in tqdm(batches, desc=description, unit="batch", leave=False, disable=None):
+        yield batch, *teacher_states(config, attention, llama, batch)
+
+
+def _similarity(attention: Attention, states: Iterable[States]) -> list[list[float]]:
+    sums, tokens = np.zeros(()), 0
+    for batch, inputs, last in states:
+        sums = sums + np.asarray(cosine_sums(attention, inputs, last, batch.segment_ids))
+        tokens += _real_tokens([batch])
+    return (sums / tokens).tolist()
+
+
+def _real_tokens(batches: Iterable[Batch]) -> int:
+    return sum(int((batch.segment_ids > 0).sum()) for batch in batches)
+
+
+def _cut(
+    config: Config, k: int, g: int, means, layers: tuple[LayerFit, ...], prompt_length: int, dtype
+) -> CutResult:
     kl, agreement, _, student_nll = map(float, means)
     cut = config.cut(k, g)
     kv_bytes = bytes_per_token(cut, dtype)
@@ -123,6 +167,7 @@ def _cut(config: Config, k: int, g: int, means, prompt_length: int, dtype) -> Cu
         / prefill_flops(cut, prompt_length, swiftkv=False),
         kv_bytes_per_token=kv_bytes,
         kv_bytes_share=kv_bytes / bytes_per_token(cut, dtype, swiftkv=False),
+        layers=list(layers),
     )
 
 
@@ -179,70 +224,35 @@ def cut_sums(
     inputs: Float[Array, "L B T D"],
     last: Float[Array, "B T D"],
     first_upper: Int[Array, ""],
-    group_size: Int[Array, ""],
+    kv: SwiftKV,
 ) -> tuple[Array, Array, Array, Array]:
     """`linear_kl` at temperature 1 between the teacher, which is `last`, and the student of one
-    cut."""
+    cut, whose upper layers' keys and values are projected by the entries of `kv` in turn."""
     mesh, rope = attention.mesh, rope_table(config, batch.positions)
     first_x = layer_of(inputs, first_upper)
     norm = layer_of(llama.lower.attn_norm, first_upper)
 
-    def run_group(group, x):
-        start = first_upper + group * group_size
-        delta = all_gather_fsdp(
-            mesh, group_delta(norm, llama.lower_qkv, start, group_size), layer=False
+    def run_layer(index, x):
+        block, qkv, own = (
+            all_gather_fsdp(mesh, layer_of(stack, at), layer=True)
+            for stack, at in (
+                (llama.lower, index),
+                (llama.lower_qkv, index),
+                (kv, index - first_upper),
+            )
         )
+        delta = dataclasses.replace(jax.tree.map(lambda leaf: leaf[None], own), norm=norm)
         k, v = (heads[0] for heads in project_kv(config, delta, first_x, rope))
+        attend = functools.partial(attention.prefill, k=k, v=v, segment_ids=batch.segment_ids)
+        return constrain_activations(
+            mesh, cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend)
+        )
 
-        def run_layer(index, x):
-            block, qkv = (
-                all_gather_fsdp(mesh, layer_of(stack, index), layer=True)
-                for stack in (llama.lower, llama.lower_qkv)
-            )
-            attend = functools.partial(attention.prefill, k=k, v=v, segment_ids=batch.segment_ids)
-            return constrain_activations(
-                mesh, cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend)
-            )
-
-        return jax.lax.fori_loop(start, start + group_size, run_layer, x)
-
-    student_x = jax.lax.fori_loop(
-        0, (config.num_layers - first_upper) // group_size, run_group, first_x
-    )
+    student_x = jax.lax.fori_loop(first_upper, config.num_layers, run_layer, first_x)
     student_x, teacher_x = (
         rms_norm(x, llama.final_norm, config.norm_eps) for x in (student_x, last)
     )
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
     return linear_kl(
         1.0, student_x, teacher_x, head_weights(llama), next_tokens, batch.loss_mask, mesh=mesh
-    )
-
-
-def group_delta(norm: Float[Array, " D"], qkv: QKV, start, size) -> SwiftKV:
-    """The delta of one group, without its queries: the mean of `size` layers' projections, taken in
-    float32."""
-
-    def mean(stack):
-        if stack is None:
-            return None
-        zero = jnp.zeros(stack.shape[1:], jnp.float32)
-        total = jax.lax.fori_loop(
-            start, start + size, lambda index, total: total + layer_of(stack, index), zero
-        )
-        return (total / size).astype(stack.dtype)[None]
-
-    return SwiftKV(
-        norm=norm,
-        q=None,
-        k=mean(qkv.k),
-        v=mean(qkv.v),
-        k_bias=mean(qkv.k_bias),
-        v_bias=mean(qkv.v_bias),
-    )
-
-
-def layer_of(stack: Any, index) -> Any:
-    """One layer out of a tree of stacks."""
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack
     )

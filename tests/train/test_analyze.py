@@ -1,8 +1,10 @@
-"""The analysis of cuts: equal to building each student and running it, in three programs; and its
+"""The analysis of cuts: equal to building each student and running it, in four programs; and its
 command."""
 
+import dataclasses
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,16 @@ import pytest
 
 from swiftkv_jax import Config, Model, add_swiftkv
 from swiftkv_jax.attention import Attention
-from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.calibration import LayerFit, calibrate
+from swiftkv_jax.calibration.moments import zero_moments
+from swiftkv_jax.initialization import init_llama, init_swiftkv
 from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.params import Llama, SwiftKV, split_layers
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
-from swiftkv_jax.train import analyze, sweep
+from swiftkv_jax.train import analyze, cut_kv, sweep
+from swiftkv_jax.train.cut_kv import plan_passes
 from swiftkv_jax.train.distill import Objective, distill_sums
+from swiftkv_jax.train.recipe import Init
 from swiftkv_jax.train.sweep import Analysis, CutResult, analyze_cuts, possible_cuts
 from swiftkv_jax.transformer import Batch, run_lower_layers, teacher
 
@@ -31,6 +38,7 @@ CONFIG = Config(
 )
 LLAMA = init_llama(CONFIG, jax.random.key(0), scale=0.3)
 CUTS = possible_cuts(6, range(1, 6), (1, 2, 4))
+FUNCTION = "def f(x):\n    return x + 1\n\n\n"
 FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,75", "--groups", "1,2"]
 
 
@@ -44,40 +52,92 @@ def packed_batch(seed: int) -> Batch:
 
 
 BATCHES = [packed_batch(1), packed_batch(2)]
+OTHERS = [packed_batch(seed) for seed in range(3, 7)]
 
 
-PROGRAMS: tuple[Any, ...] = (sweep.teacher_states, sweep.cosine_sums, sweep.cut_sums)
+PROGRAMS: tuple[Any, ...] = (
+    sweep.teacher_states,
+    sweep.cosine_sums,
+    sweep.cut_sums,
+    cut_kv.add_cut,
+)
 direct_sums: Any = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")
+
+
+def analyzed(init: Init = "closed-form", **changes) -> Analysis:
+    arguments = {"prompt_length": 100, "attention": Attention(), "calibration": OTHERS}
+    return analyze_cuts(CONFIG, LLAMA, BATCHES, CUTS, init=init, **(arguments | changes))
 
 
 @pytest.fixture(scope="module")
 def analysis() -> Analysis:
     for program in PROGRAMS:
         program.clear_cache()
-    return analyze_cuts(CONFIG, LLAMA, BATCHES, CUTS, prompt_length=100, attention=Attention())
+    return analyzed()
+
+
+@pytest.fixture(scope="module")
+def copies(analysis) -> dict[Init, Analysis]:
+    found: dict[Init, Analysis] = {init: analyzed(init) for init in ("authors", "leader")}
+    return found | {"closed-form": analysis}
 
 
 def test_possible_cuts():
     assert CUTS == [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (4, 1), (4, 2), (5, 1)]
 
 
-def test_all_cuts_take_three_programs(analysis):
-    assert [program._cache_size() for program in PROGRAMS] == [1, 1, 1]
+def test_all_cuts_take_four_programs(analysis):
+    assert [program._cache_size() for program in PROGRAMS] == [1, 1, 1, 1]
 
 
+@pytest.mark.long
+def test_more_layers_take_no_more_programs():
+    """Not even small ones."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event)
+    )
+    counts = []
+    for num_layers in (3, 5):
+        config = dataclasses.replace(CONFIG, num_layers=num_layers, num_key_value_layers=0)
+        llama = init_llama(config, jax.random.key(0))
+        cuts = possible_cuts(num_layers, range(1, num_layers), (1, 2))
+        compiled.clear()
+        analyze_cuts(
+            config,
+            llama,
+            BATCHES,
+            cuts,
+            prompt_length=100,
+            attention=Attention(),
+            calibration=OTHERS,
+        )
+        counts.append(compiled.count("/jax/core/compile/backend_compile_duration"))
+    assert 5 < counts[1] <= counts[0]
+
+
+def student_of(k: int, g: int, init: Init) -> tuple[Config, Llama, SwiftKV, list[LayerFit]]:
+    config = CONFIG.cut(k, g)
+    llama = split_layers(config, LLAMA)
+    if init == "closed-form":
+        fit = calibrate(config, llama, OTHERS, attention=Attention())
+        return fit.config, llama, fit.delta, list(fit.layers)
+    return config, llama, init_swiftkv(config, llama, start=init), []
+
+
+@pytest.mark.parametrize("init", get_args(Init))
 @pytest.mark.parametrize(("k", "g"), [(1, 1), (2, 4), (4, 2), (5, 1)])
-def test_a_cut_equals_its_student(k, g, analysis):
+def test_a_cut_equals_its_student(k, g, init, copies):
+    """The one that training starts from, with groups that share caches and layers that mix."""
+    analysis = copies[init]
     cut = analysis.cuts[CUTS.index((k, g))]
     assert (cut.num_key_value_layers, cut.key_value_group_size) == (k, g)
-    student = add_swiftkv(Model(llama=LLAMA, swiftkv=None, config=CONFIG), k, g)
-    sums = [
-        direct_sums(
-            student.config, student.swiftkv, student.llama, b, objective=Objective(temperature=1.0)
-        )
-        for b in BATCHES
-    ]
+    config, llama, delta, layers = student_of(k, g, init)
+    assert (delta.mix is not None) == (g > 1 and init == "closed-form")
+    objective = Objective(temperature=1.0)
+    sums = [direct_sums(config, delta, llama, batch, objective=objective) for batch in BATCHES]
     expected = jax.tree.map(lambda *parts: float(sum(parts)), *sums)
-    np.testing.assert_allclose(cut.kl, expected.kl / expected.targets, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(cut.kl, expected.kl / expected.targets, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(cut.agreement, expected.agreement / expected.targets, rtol=1e-6)
     np.testing.assert_allclose(
         np.log(cut.student_perplexity), expected.student_nll / expected.targets, rtol=1e-4
@@ -86,6 +146,42 @@ def test_a_cut_equals_its_student(k, g, analysis):
         np.log(analysis.teacher_perplexity), expected.teacher_nll / expected.targets, rtol=1e-4
     )
     assert analysis.tokens == expected.targets
+    assert [fit.layer for fit in cut.layers] == [fit.layer for fit in layers]
+    ours, theirs = ([dataclasses.astuple(fit) for fit in fits] for fits in (cut.layers, layers))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
+def test_only_the_closed_form_counts_calibration_tokens(copies):
+    counted = {init: found.calibration_tokens for init, found in copies.items()}
+    assert counted == {"authors": 0, "leader": 0, "closed-form": len(OTHERS) * 4 * 13}
+
+
+def test_passes_over_the_calibration_tokens_change_nothing(analysis, monkeypatch):
+    """Room for the moments of one K: as many passes as there are K, all with stacks of one size."""
+    monkeypatch.setattr(cut_kv, "MOMENTS_BYTES", 1)
+    lower = sorted({k for k, _ in CUTS})
+    passes = list(plan_passes(CONFIG, lower, None))
+    assert passes == [(5, {1: 0}), (5, {2: 0}), (5, {3: 0, 4: 3}), (5, {5: 0})]
+    np.testing.assert_allclose(
+        [cut.kl for cut in analyzed().cuts], [cut.kl for cut in analysis.cuts], rtol=1e-3, atol=1e-6
+    )
+
+
+def test_moments_stay_within_their_bytes(monkeypatch):
+    """On a mesh each device has a part of them."""
+    for mesh in (None, make_mesh("fsdp=2,model=2")):
+        leaves = jax.tree.leaves(zero_moments(CONFIG, mesh, 1))
+        layer = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        monkeypatch.setattr(cut_kv, "MOMENTS_BYTES", 7 * layer)
+        passes = list(plan_passes(CONFIG, [1, 2, 3, 4, 5], mesh))
+        assert passes == [(7, {1: 0}), (7, {2: 0, 3: 4}), (7, {4: 0, 5: 2})]
+        monkeypatch.setattr(cut_kv, "MOMENTS_BYTES", 2**33)
+        assert list(plan_passes(CONFIG, [1, 5], mesh)) == [(6, {1: 0, 5: 5})]
+
+
+def test_without_a_token_to_calibrate_on():
+    with pytest.raises(ValueError, match="no token to calibrate on"):
+        analyzed(calibration=[])
 
 
 def test_costs(analysis):
@@ -124,7 +220,16 @@ def test_a_mesh_gives_the_same(analysis):
     mesh = make_mesh((2, 2))
     llama = jax.device_put(LLAMA, llama_shardings(CONFIG, mesh))
     batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in BATCHES]
-    ours = analyze_cuts(CONFIG, llama, batches, CUTS, prompt_length=100, attention=Attention(mesh))
+    others = [jax.device_put(batch, batch_sharding(mesh)) for batch in OTHERS]
+    ours = analyze_cuts(
+        CONFIG,
+        llama,
+        batches,
+        CUTS,
+        prompt_length=100,
+        attention=Attention(mesh),
+        calibration=others,
+    )
     np.testing.assert_allclose(
         [cut.kl for cut in ours.cuts], [cut.kl for cut in analysis.cuts], rtol=1e-4, atol=1e-6
     )
@@ -134,12 +239,19 @@ def test_a_mesh_gives_the_same(analysis):
 # The command ------------------------------------------------------------------
 
 
+def run_command(folder: Path, text: str, *flags: str) -> dict[str, Any]:
+    """`analysis.json` of a run on one document."""
+    (folder / "code.txt").write_text(text)
+    data = ["--data", str(folder / "code.txt"), "--output-dir", str(folder / "out")]
+    assert analyze.main([*data, *FLAGS, *flags]) == 0
+    return json.loads((folder / "out" / "analysis.json").read_text())
+
+
 def test_the_command_on_the_demo_model(tmp_path, capsys):
-    text = tmp_path / "code.txt"
-    text.write_text("def f(x):\n    return x + 1\n\n\n" * 20)
-    assert analyze.main(["--data", str(text), "--output-dir", str(tmp_path / "out"), *FLAGS]) == 0
+    result = run_command(tmp_path, FUNCTION * 20)
     lines = capsys.readouterr().out.splitlines()
     assert "teacher's perplexity" in lines[0]
+    assert f"in closed form from {result['calibration_tokens']:,} other tokens" in lines[0]
     assert [line.split()[:3] for line in lines[3:]] == [
         ["4", "50.0%", "1"],
         ["4", "50.0%", "2"],
@@ -147,14 +259,44 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
         ["6", "75.0%", "2"],
     ]
     assert len({len(line) for line in lines[1:]}) == 1, "columns line up"
-    result = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert (
         result["prompt_length"] == 1024
-        and result["data"] == [str(text)]
+        and result["data"] == [str(tmp_path / "code.txt")]
+        and result["init"] == "closed-form"
         and np.shape(result["similarity"]) == (9, 9)
     )
     assert [CutResult(**cut).num_key_value_layers for cut in result["cuts"]] == [4, 4, 6, 6]
+    for cut, line in zip(result["cuts"], lines[3:], strict=True):
+        fits = [LayerFit(**layer) for layer in cut["layers"]]
+        assert [fit.layer for fit in fits] == list(range(cut["num_key_value_layers"], 8))
+        means = [np.mean([getattr(fit, name) for fit in fits]) for name in ("r2_k", "r2_v")]
+        assert line.split()[-2:] == [f"{mean:.3f}" for mean in means]
+        assert all(fit.kept_k <= 1 and fit.kept_v <= 1 for fit in fits)
     assert (tmp_path / "out" / "analysis.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
+    """A document as long as a row: all of it is measured."""
+    result = run_command(tmp_path, FUNCTION, "--init", "leader")
+    lines = capsys.readouterr().out.splitlines()
+    assert "undistilled students, copied (leader), on" in lines[0] and "R2" not in lines[1]
+    assert result["calibration_tokens"] == 0 and result["cuts"][0]["layers"] == []
+
+
+def test_the_number_of_calibration_tokens(tmp_path):
+    assert (
+        run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")["calibration_tokens"]
+        == 50
+    )
+
+
+def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
+    (tmp_path / "code.txt").write_text(FUNCTION)
+    data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(tmp_path / "out")]
+    assert analyze.main([*data, *FLAGS]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and "no text is left beside the rows that are measured" in error[0]
+    assert "--rows" in error[0] and "--init" in error[0]
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log, analysis):
@@ -176,6 +318,10 @@ BAD_FLAGS = {
     "groups": ("--groups 1,0", "--groups '1,0': expected whole numbers from 1"),
     "no group fits": ("--cuts 50 --groups 3", "--groups 3: none divides"),
     "rows": ("--rows 0", "--rows 0: must be at least 1"),
+    "calibration tokens": (
+        "--calibration-tokens 0",
+        "--calibration-tokens 0: must be at least 1",
+    ),
     "rows too long": ("--max-length 1025", "--max-length 1025: this model has 1024 positions"),
     "prompt too long": (
         "--prompt-length 2000",

@@ -1,0 +1,253 @@
+"""The keys and values that the upper layers of every cut start from, for `sweep`.
+
+Each is a stack of projections with an entry per upper layer of the lowest cut, whatever the cut:
+its upper layers come first, each with keys and values of its own, those that it makes of its
+group's. With them it needs no queries but the teacher's (`calibration.delta.FittedGroup.expanded`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jaxtyping import Array, Float, Int
+
+from ..attention import Attention
+from ..calibration import LayerFit
+from ..calibration.delta import fit_layers, output_metrics, share_layers
+from ..calibration.moments import (
+    Moments,
+    add_layer,
+    layer_moments,
+    moment_shapes,
+    moment_shardings,
+    regressors,
+    zero_moments,
+)
+from ..config import Config
+from ..initialization import Start
+from ..layers import rope_table
+from ..params import Llama, SwiftKV, swiftkv_shapes
+from ..sharding import all_gather_fsdp, swiftkv_shardings
+from ..transformer import Batch
+
+MOMENTS_BYTES = 2**33
+"""Bytes of the second moments on one device, unless those of a single K are more."""
+
+States = tuple[Batch, Float[Array, "L B T D"], Float[Array, "B T D"]]
+"""A batch, the hidden state that enters each of its layers, and the output of the last one."""
+
+
+class CutKV(NamedTuple):
+    """What the upper layers of a cut start from."""
+
+    kv: SwiftKV
+    """k, v and their biases, of every upper layer."""
+    layers: tuple[LayerFit, ...]
+    """How well they follow; of copies nothing is known."""
+
+
+def copied_kv(
+    config: Config,
+    llama: Llama,
+    groups: Mapping[int, Sequence[int]],
+    start: Start,
+    mesh: Mesh | None,
+) -> Iterator[tuple[int, list[CutKV]]]:
+    """For each K of `groups` the start of each of its g, as `initialization.init_swiftkv` makes
+    them."""
+    size = config.num_layers - min(groups)
+    where = _shardings(config, size, mesh)
+    for k, sizes in groups.items():
+        students = []
+        for g in sizes:
+            members = np.zeros((size, config.num_layers), bool)
+            for layer in range(k, config.num_layers):
+                leader = layer - (layer - k) % g
+                members[layer - k, leader : leader + (g if start == "authors" else 1)] = True
+            stacks = {name: getattr(llama.lower_qkv, name) for name in ("k", "v")}
+            stacks |= {name: getattr(llama.lower_qkv, name) for name in ("k_bias", "v_bias")}
+            means = {
+                name: _means(stack, members, getattr(where, name))
+                for name, stack in stacks.items()
+                if stack is not None
+            }
+            students.append(CutKV(SwiftKV(**{"norm": None, "q": None, **means}), ()))
+        yield k, students
+
+
+def calibrated_kv(
+    config: Config,
+    llama: Llama,
+    groups: Mapping[int, Sequence[int]],
+    states: Callable[[], Iterable[States]],
+    attention: Attention,
+) -> Iterator[tuple[int, list[CutKV]]]:
+    """For each K of `groups` the start of each of its g in closed form, fitted to `states`.
+
+    Those are run through once for as many K as `plan_passes` puts together. Host memory holds the
+    float64 keys and values of one K's layers, and the second moments of one layer at a time. Raises
+    `ValueError` if `states` hold no token.
+    """
+    size = config.num_layers - min(groups)
+    metrics = output_metrics(llama.lower.o, config.num_kv_heads)
+    for entries, chosen in plan_passes(config, list(groups), attention.mesh):
+        moments = _gather(config, llama, entries, chosen, states(), attention)
+        for k, entry in chosen.items():
+            layers = list(
+                fit_layers(config.cut(k), llama.lower_qkv, metrics, moments, first=k, entry=entry)
+            )
+            students = []
+            for g in groups[k]:
+                shared, fits = zip(*share_layers(layers, g, moments), strict=True)
+                expanded = [kv for group in shared for kv in group.expanded()]
+                kv = _put(config, expanded, size, llama.embed.dtype, attention.mesh)
+                students.append(CutKV(kv, tuple(fit for group in fits for fit in group)))
+            yield k, students
+
+
+def plan_passes(
+    config: Config, lower: Sequence[int], mesh: Mesh | None
+) -> Iterator[tuple[int, dict[int, int]]]:
+    """How the moments of every K in `lower` are gathered in stacks of at most `MOMENTS_BYTES` on
+    each device, or of one K: for each pass over the data the entries of the stack, the same in
+    all, and the first entry of each K."""
+    one = moment_shapes(config, 1)
+    if mesh is None:
+        parts = [leaf.shape for leaf in jax.tree.leaves(one)]
+    else:
+        placed = jax.tree.map(
+            lambda leaf, sharding: sharding.shard_shape(leaf.shape),
+            one,
+            moment_shardings(config, mesh),
+        )
+        parts = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    layer_bytes = 4 * sum(map(math.prod, parts))
+    upper = [config.num_layers - k for k in lower]
+    entries = max(max(upper), min(sum(upper), MOMENTS_BYTES // layer_bytes))
+    chosen, used = {}, 0
+    for k, layers in zip(lower, upper, strict=True):
+        if used + layers > entries:
+            yield entries, chosen
+            chosen, used = {}, 0
+        chosen[k] = used
+        used += layers
+    yield entries, chosen
+
+
+def _gather(
+    config: Config,
+    llama: Llama,
+    entries: int,
+    chosen: Mapping[int, int],
+    states: Iterable[States],
+    attention: Attention,
+) -> Moments:
+    moments, tokens = zero_moments(config, attention.mesh, entries), 0.0
+    for batch, inputs, _ in states:
+        for k, entry in chosen.items():
+            moments = add_cut(
+                config, attention, moments, llama, batch, inputs, jnp.int32(k), jnp.int32(entry)
+            )
+        tokens += float((batch.segment_ids > 0).sum())
+    if not tokens:
+        raise ValueError("there is no token to calibrate on")
+    return dataclasses.replace(moments, tokens=jnp.float32(tokens))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def add_cut(
+    config: Config,
+    attention: Attention,
+    moments: Moments,
+    llama: Llama,
+    batch: Batch,
+    inputs: Float[Array, "L B T D"],
+    first_upper: Int[Array, ""],
+    entry: Int[Array, ""],
+) -> Moments:
+    """`moments` with those of one more batch for the upper layers of one cut, from `entry` on; not
+    the number of tokens."""
+    mesh, rope = attention.mesh, rope_table(config, batch.positions)
+    norm = layer_of(llama.lower.attn_norm, first_upper)
+    s = regressors(config, layer_of(inputs, first_upper), norm)
+
+    def step(index, moments):
+        block, qkv = (
+            all_gather_fsdp(mesh, layer_of(stack, index), layer=True)
+            for stack in (llama.lower, llama.lower_qkv)
+        )
+        x = layer_of(inputs, index)
+        added = layer_moments(config, block, qkv, x, s, rope, batch.segment_ids, mesh=mesh)
+        return add_layer(config, mesh, moments, added, entry + index - first_upper)
+
+    return jax.lax.fori_loop(first_upper, config.num_layers, step, moments)
+
+
+def layer_of(stack: Any, index) -> Any:
+    """One layer out of a tree of stacks."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack
+    )
+
+
+def _means(stack: jax.Array, members: np.ndarray, sharding: Sharding) -> jax.Array:
+    """[size, ...]: for each row of `members` the mean of its layers, zeros where it has none."""
+    mean = jax.jit(_row_means, out_shardings=sharding)
+    return mean(stack, jnp.asarray(members, stack.dtype))
+
+
+def _row_means(stack: Float[Array, "L *A"], members: Float[Array, "U L"]) -> Float[Array, "U *A"]:
+    sums = jnp.einsum(
+        "UL,L...->U...",
+        members,
+        stack,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    counts = jnp.maximum(members.astype(jnp.float32).sum(1), 1)
+    return (sums / counts.reshape(-1, *(1,) * (sums.ndim - 1))).astype(stack.dtype)
+
+
+def _shardings(config: Config, size: int, mesh: Mesh | None) -> SwiftKV:
+    cut = config.cut(config.num_layers - size)
+    if mesh is not None:
+        return swiftkv_shardings(cut, mesh)
+    first = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda _: first, swiftkv_shapes(cut))
+
+
+def _put(
+    config: Config,
+    layers: Sequence[tuple[np.ndarray, np.ndarray]],
+    size: int,
+    dtype,
+    mesh: Mesh | None,
+) -> SwiftKV:
+    """Stacks of `size` entries from each layer's k and v (K H E), zeros behind them."""
+    where, width = _shardings(config, size, mesh), config.embed_dim
+    parts = {"k": [k for k, _ in layers], "v": [v for _, v in layers]}
+
+    def put(arrays: list[np.ndarray], sharding: Sharding) -> jax.Array:
+        stack = np.zeros((size, *arrays[0].shape), dtype)
+        for entry, array in enumerate(arrays):
+            stack[entry] = array
+        return jax.make_array_from_callback(stack.shape, sharding, lambda part: stack[part])
+
+    stacks = {
+        name: put([x[..., :width] for x in arrays], getattr(where, name))
+        for name, arrays in parts.items()
+    }
+    if config.attention_bias:
+        stacks |= {
+            f"{name}_bias": put([x[..., width] for x in arrays], getattr(where, f"{name}_bias"))
+            for name, arrays in parts.items()
+        }
+    return SwiftKV(**{"norm": None, "q": None, **stacks})

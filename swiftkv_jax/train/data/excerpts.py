@@ -1,0 +1,71 @@
+"""The beginnings of documents, as packed rows: a varied sample of large data, read in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+from ...errors import DataError, UsageError
+from .packing import PackedRow, pack
+from .sources import STDLIB, find_files, parse_source, read_file
+from .tokenize import Example, tokenize
+
+
+class Excerpts(NamedTuple):
+    """Rows of two purposes; no token is in both."""
+
+    measured: list[PackedRow]
+    calibration: list[PackedRow]
+
+
+def read_excerpts(
+    texts: tuple[str, ...], tokenizer: Any, length: int, rows: int, calibration_tokens: int
+) -> Excerpts:
+    """About `rows` packed rows of `length` to measure on, and others of `calibration_tokens` or
+    fewer, as far as the text goes; unreadable documents are left out.
+
+    The first documents of every source in turn are measured, the following ones are for
+    calibration, each with `length` tokens at most, so that the text is varied. Where they are too
+    few, what follows in them is for calibration too, and then what follows in those that are
+    measured. Raises `DataError` if there is nothing to predict, `UsageError` without a tokenizer.
+    """
+    if tokenizer is None:
+        raise UsageError("`model`: it has no tokenizer, so text cannot be read")
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*map(_documents, texts)))
+    measured, calibration = [], []
+    rest: dict[bool, list[Example]] = {False: [], True: []}  # True: of documents that are measured
+    missing, wanted = rows * length, calibration_tokens
+    for example in tokenize((document for document in in_turn if document is not None), tokenizer):
+        if not isinstance(example, Example):
+            continue
+        first, following = _part(example, 0, length), _part(example, length, None)
+        measures = missing > 0 and bool(first.is_target[1:].any())
+        if measures:
+            measured.append(first)
+            missing -= len(first.tokens)
+        elif wanted > 0:
+            calibration.append(_part(first, 0, wanted))
+            wanted -= len(first.tokens)
+        rest[measures].append(following)
+        if missing <= 0 and wanted <= 0:
+            break
+    if not measured:
+        raise DataError(f"`data`={' '.join(texts)}: no token to predict in it")
+    for following in rest[False] + rest[True]:
+        if wanted > 0 and len(following.tokens):
+            calibration.append(_part(following, 0, wanted))
+            wanted -= len(following.tokens)
+    return Excerpts(list(pack(measured, length)), list(pack(calibration, length)))
+
+
+def _part(example: Example, start: int, stop: int | None) -> Example:
+    return dataclasses.replace(
+        example, tokens=example.tokens[start:stop], is_target=example.is_target[start:stop]
+    )
+
+
+def _documents(text: str):
+    source = parse_source(text)
+    for file in find_files(source, held_out=source.path == STDLIB):
+        yield from read_file(file)
