@@ -127,8 +127,8 @@ def _fit_groups(
         yield (
             group,
             [
-                LayerFit(config.num_lower_layers + layer, *shares, group.kept_k, group.kept_v)
-                for layer, shares in zip(layers, r2, strict=True)
+                LayerFit(config.num_lower_layers + layer, k, v, group.kept_k, group.kept_v)
+                for layer, (k, v) in zip(layers, r2, strict=True)
             ],
         )
 

@@ -86,8 +86,12 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
             else f"`base`={where}"
         )
         raise CheckpointError(f"{said}: no such directory here; give its directory as `base`")
-    config = open_any(where).config.cut(
-        recorded["num_key_value_layers"], recorded["key_value_group_size"]
+    heads = recorded.get("shared_kv_heads")
+    config = dataclasses.replace(
+        open_any(where).config.cut(
+            recorded["num_key_value_layers"], recorded["key_value_group_size"]
+        ),
+        shared_kv_heads=None if heads is None else tuple(map(tuple, heads)),
     )
     found = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := [

@@ -11,6 +11,7 @@ Also:
 
     python -m swiftkv_jax.train analyze ...    which cut to choose: undistilled divergence, FLOPs
                                                and KV bytes of each
+    python -m swiftkv_jax.train calibrate ...  a model in closed form, without training
     python -m swiftkv_jax.train prepare ...    read, tokenise and pack the data once, for many runs
     python -m swiftkv_jax.train show FOLDER    look at prepared rows, targets marked
     python -m swiftkv_jax.train report RUN     the curves of a run, also while it goes on
@@ -37,10 +38,10 @@ from ..errors import UsageError
 from ..mesh import parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
-from .data.packing import LossMask
-from .distill import LossAverage
+from .data.packing import LossMask, Padding
+from .distill import HiddenLoss, LossAverage
 from .metrics import parse_report_to
-from .recipe import DEMO, RECIPES, Recipe
+from .recipe import DEMO, RECIPES, Init, Recipe
 
 # Arguments that are no fields of `Recipe`.
 _NOT_IN_RECIPE = (
@@ -84,6 +85,18 @@ def parser() -> argparse.ArgumentParser:
         help="JSONL (messages, prompt and completion, conversations or text), text files, "
         "Parquet, ArrayRecord, a Hugging Face dataset "
         "folder, a folder of such files, a prepared one, or `stdlib`; repeat to mix, by weight",
+    )
+    flag(
+        "--init",
+        choices=get_args(Init),
+        help="start of a fresh delta: closed-form, least squares on --calibration-tokens of the "
+        f"data; or copies of the teacher's projections (default: {Recipe.init})",
+    )
+    flag(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help="tokens for --init closed-form (default: 256 per entry of the hidden state)",
     )
     flag("--eval-data", metavar="PATH", help="held-out data, in the same forms")
     flag(
@@ -188,8 +201,9 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--recipe",
         choices=tuple(RECIPES),
-        help="authors: the loss as in the authors' trainer, also on data with masked "
-        "prompts: --loss-average positions --loss-mask unshifted",
+        help="authors: start and losses as in the authors' trainer, also on data with masked "
+        "prompts: --init authors --loss-average positions --loss-mask unshifted --padding joined "
+        "--hidden-loss absolute --hidden-loss-weight 1",
     )
     flag(
         "--temperature",
@@ -213,6 +227,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"weight of the hidden-state error (default: {Recipe.hidden_loss_weight:g})",
     )
     flag(
+        "--hidden-loss",
+        choices=get_args(HiddenLoss),
+        help="hidden-state error of a token relative to the teacher's mean square, or as it is "
+        f"(default: {Recipe.hidden_loss})",
+    )
+    flag(
         "--hidden-loss-layer",
         type=int,
         help=f"hidden state compared, as Hugging Face counts (default: {Recipe.hidden_loss_layer})",
@@ -228,6 +248,12 @@ def parser() -> argparse.ArgumentParser:
         choices=get_args(LossMask),
         help="predictions that count: those of targets, or with unshifted those at targets "
         f"(default: {Recipe.loss_mask})",
+    )
+    flag(
+        "--padding",
+        choices=get_args(Padding),
+        help="the end of a row that no document fills: counted nowhere, or joined to the last "
+        f"document (default: {Recipe.padding})",
     )
 
     flag = result.add_argument_group("checkpoints and reports").add_argument
@@ -321,6 +347,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
 
 _COMMANDS = {  # first argument: module and function
     "analyze": ("analyze", "main"),
+    "calibrate": ("calibrate", "main"),
     "prepare": ("data.commands", "prepare_main"),
     "show": ("data.commands", "show_main"),
     "report": ("report", "main"),

@@ -40,11 +40,15 @@ LossAverage = Literal["targets", "positions"]
 """What the summed KL divergence is divided by: the predictions that count (the sum of `loss_mask`),
 or all positions that hold a token, as in the authors' trainer. Padding counts in neither."""
 
+HiddenLoss = Literal["relative", "absolute"]
+"""Mean squared difference of the hidden states: of each token relative to the teacher's mean square
+there, or as it is, as in the authors' trainer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What the loss consists of. The defaults are the authors' (ArcticTraining
-    `projects/swiftkv/train.py`), `average` excepted."""
+    `projects/swiftkv/train.py`), `average` excepted; those of a run are `recipe.Recipe`'s."""
 
     temperature: float = 2.0
     """Temperature of both softmaxes; the divergence is multiplied by its square."""
@@ -58,6 +62,7 @@ class Objective:
     """Hidden state that is compared, counted as Hugging Face does: 0 is the embedding, j the input
     of layer j, L (or -1) the output of the final norm; -2 is the input of the last layer."""
     average: LossAverage = "targets"
+    hidden: HiddenLoss = "absolute"
 
     def layer_index(self, num_layers: int) -> int:
         """`hidden_layer` counted from 0. Raises `ValueError` if it is out of range or `temperature`
@@ -80,7 +85,7 @@ class Sums:
     delta."""
 
     kl: Array  # sum over positions of loss_mask * temperature^2 * KL(teacher || student), nats
-    hidden: Array  # sum over real tokens of the mean squared difference of the hidden states
+    hidden: Array  # sum over real tokens of the hidden states' error, see `HiddenLoss`
     targets: Array  # sum of loss_mask
     tokens: Array  # real (not padding) tokens
     agreement: Array  # sum of loss_mask where both models rank the same token first
@@ -123,8 +128,11 @@ def distill_sums(
     real = (batch.segment_ids > 0).astype(jnp.float32)
 
     def squared_error(student_x, teacher_x):
-        difference = student_x.astype(jnp.float32) - teacher_x.astype(jnp.float32)
-        return (jnp.square(difference).mean(axis=-1) * real).sum()
+        wide = teacher_x.astype(jnp.float32)
+        error = jnp.square(student_x.astype(jnp.float32) - wide).mean(axis=-1)
+        if objective.hidden == "relative":
+            error /= jnp.square(wide).mean(axis=-1) + jnp.finfo(jnp.float32).tiny
+        return (error * real).sum()
 
     with jax.named_scope("lower"):
         x, rope = run_lower_layers(config, llama, batch, attention=attention)

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from ..checkpoints import open_any, save_hf
+from ..checkpoints.training_run import run_steps
 from ..cli.exit import INTERRUPTED, OK
 from ..config import Config
 from ..cost import train_flops_per_token
@@ -43,6 +44,7 @@ from .setup import (
     write_settings,
 )
 from .signals import StopSignals
+from .start import start_of_run
 from .step import (
     TrainState,
     init_state,
@@ -77,15 +79,18 @@ def run(recipe: Recipe) -> int:
 
     model = load_model(recipe, config, mesh)
     export_dtype = source_dtype(model)
-    logger.info("%s", describe_run(recipe, model, mesh))
     configs = training_configs(config, model.dtype, mesh)
     attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
     recipe = dataclasses.replace(recipe, attention=attention)
+    continues = bool(run_steps(recipe.output_dir))
+    model, first_delta = start_of_run(recipe, model, data, mesh, continues=continues)
+    config = model.config
+    logger.info("%s", describe_run(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)
     shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
     checkpoints = RunCheckpoints(
         recipe.output_dir,
-        fingerprint(recipe, model, data, steps),
+        fingerprint(recipe, model, first_delta, data, steps),
         keep=recipe.save_total_limit,
         resume=recipe.resume,
     )
@@ -215,6 +220,7 @@ def train(
             start=first,
             stop=steps,
             loss_mask=recipe.loss_mask,
+            padding=recipe.padding,
         )
         local_batches = stack.enter_context(contextlib.closing(reading))
         for step, local in enumerate(local_batches, start=first + 1):

@@ -11,10 +11,15 @@ from .checkpointing import DAMAGED, REPLACED
 from .metrics import METRICS
 from .report import REPORT
 from .setup import DATA
+from .start import START
 
 EXPORT = "model"
 """Folder of the exported model."""
-_OF_A_RUN = {RECIPE, METRICS, REPORT, EXPORT, DATA, FOLDER, DAMAGED, REPLACED, "profile"} | {
+CALIBRATION = "calibration.json"
+"""What `calibrate` fitted and measured."""
+_OF_A_RUN = {RECIPE, START, CALIBRATION, METRICS, REPORT, EXPORT, DATA, FOLDER, DAMAGED} | {
+    REPLACED,
+    "profile",
     "tensorboard",
     "wandb",
     "wandb_id",

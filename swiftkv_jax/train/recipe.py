@@ -12,12 +12,14 @@ from ..errors import UsageError
 from ..mesh import MeshShape
 from ..pallas_kernels import Implementation
 from ..transformer import Remat
-from .data.packing import LossMask
+from .data.packing import LossMask, Padding
 from .data.sources import STDLIB
-from .distill import AUTHORS, LossAverage, Objective
+from .distill import AUTHORS, HiddenLoss, LossAverage, Objective
 from .divergence import Divergence
 from .profiling import parse_steps
 
+Init = Literal["closed-form", "leader", "authors"]
+"""The start of a fresh delta; see `initialization.Start` for the last two."""
 Schedule = Literal["linear", "cosine", "constant"]
 """Course of the learning rate after its warm-up."""
 Resume = Literal["auto", "must", "never"] | int
@@ -28,7 +30,7 @@ start over one; a number: continue from exactly that step."""
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining
-    `projects/swiftkv/configs`), but for `loss_average` and `loss_mask`: see `AUTHORS_RECIPE`.
+    `projects/swiftkv/configs`) but for the start and the losses: see `AUTHORS_RECIPE`.
 
     Raises `UsageError` for values that no run can have.
     """
@@ -43,6 +45,13 @@ class Recipe:
     half the layers."""
     key_value_group_size: int | None = None
     """Upper layers that share one key/value cache. None is that of the model's own delta, or 1."""
+    init: Init = "closed-form"
+    """What a delta starts from where the checkpoint has none at this cut: least squares on
+    calibration tokens (`calibration`), or a copy of the teacher's projections
+    (`initialization.init_swiftkv`)."""
+    calibration_tokens: int | None = None
+    """Tokens of the training data that `closed-form` is fitted to. None is 256 per entry of the
+    hidden state."""
     eval_data: str | None = None
     max_length: int = 8192
     """Tokens in a packed row."""
@@ -61,12 +70,15 @@ class Recipe:
     temperature: float = AUTHORS.temperature
     kl: Divergence = AUTHORS.divergence
     kl_top_k: int | None = None
-    hidden_loss_weight: float = AUTHORS.hidden_weight
+    hidden_loss: HiddenLoss = "relative"
+    hidden_loss_weight: float = 0.1
     hidden_loss_layer: int = AUTHORS.hidden_layer
     loss_average: LossAverage = "targets"
     """Number that the summed KL divergence of a step is divided by."""
     loss_mask: LossMask = "shifted"
     """Positions whose predictions count in the KL divergence."""
+    padding: Padding = "separate"
+    """What the padding at a row's end is: left out of every mean, or part of the last document."""
     dtype: str | None = None
     """Dtype of the frozen weights and the arithmetic; the delta and its moments are always
     float32."""
@@ -99,6 +111,7 @@ class Recipe:
             "num_train_epochs save_steps save_total_limit"
         )
         at_least_one += " logging_steps eval_steps eval_batches early_stopping_patience kl_top_k"
+        at_least_one += " calibration_tokens"
         for name in f"{at_least_one} num_key_value_layers key_value_group_size".split():
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -163,6 +176,7 @@ class Recipe:
             self.hidden_loss_weight,
             self.hidden_loss_layer,
             self.loss_average,
+            self.hidden_loss,
         )
 
 
@@ -180,10 +194,18 @@ DEMO = Recipe(
 """What runs when no model is named: the demo teacher on the standard library, a few minutes on two
 CPU cores."""
 
-AUTHORS_RECIPE: dict[str, Any] = {"loss_average": "positions", "loss_mask": "unshifted"}
-"""Settings by which the defaults differ from the authors' trainer on data with masked prompts: it
-divides the KL divergence by all positions, and counts the prediction at position n if token n, not
-token n + 1, is a target. (It also trains on the padding of a row, which is left out here.)"""
+AUTHORS_RECIPE: dict[str, Any] = {
+    "init": "authors",
+    "loss_average": "positions",
+    "loss_mask": "unshifted",
+    "padding": "joined",
+    "hidden_loss": "absolute",
+    "hidden_loss_weight": AUTHORS.hidden_weight,
+}
+"""The settings in which the defaults differ from the authors' trainer. It starts from the mean of a
+group's projections, divides both losses by all positions, padding among them, which continues the
+last document, counts the prediction at position n if token n, not token n + 1, is a target, and
+does not scale the hidden-state error."""
 
 RECIPES = {"authors": AUTHORS_RECIPE}
 """Settings that go together, by name."""

@@ -22,12 +22,10 @@ from ..config import Config
 from ..cut import choose_cut
 from ..errors import CheckpointError, OutOfMemoryError, UsageError
 from ..hardware import GIB
-from ..initialization import init_swiftkv
 from ..io.files import write_json
 from ..model import Model
-from ..params import llama_shapes
+from ..params import llama_shapes, swiftkv_shapes
 from ..quantization import refuse_quantized
-from ..sharding import swiftkv_shardings
 from .data.loader import DatasetMixture
 from .data.prepare import prepare
 from .data.sources import STDLIB, parse_source
@@ -64,16 +62,14 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
 
 
 def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
-    """The frozen weights split at the cut, and a delta: the checkpoint's own if it has this cut,
-    else a fresh one. Raises `OutOfMemoryError` if the host's memory does not suffice."""
+    """The frozen weights split at the cut, and the checkpoint's delta if it has this cut.
+
+    Raises `OutOfMemoryError` if the host's memory does not suffice, `UsageError` for a quantised
+    model.
+    """
     with _host_memory_for(recipe, config):
         model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
     refuse_quantized(model.llama, f"{recipe.model}: training")
-    if model.swiftkv is None:
-        init = jax.jit(
-            init_swiftkv, static_argnums=0, out_shardings=swiftkv_shardings(config, mesh)
-        )
-        model = dataclasses.replace(model, swiftkv=init(config, model.llama))
     return model
 
 
@@ -136,22 +132,31 @@ def _mixture(
     return DatasetMixture(tuple(datasets), tuple(source.weight for source in sources))
 
 
-def fingerprint(recipe: Recipe, model: Model, data: DatasetMixture, steps: int) -> dict[str, Any]:
+def fingerprint(
+    recipe: Recipe, model: Model, first_delta: str, data: DatasetMixture, steps: int
+) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that
-    steer the updates.
+    steer the updates. `first_delta` is the digest of the delta before the first step.
 
     Not the mesh, the micro-batches or what is recomputed: they change nothing but rounding.
-    Settings that earlier checkpoints do not have are in it only where they differ from the default.
+    Settings that earlier checkpoints do not have are in it only where they differ from what those
+    were trained with.
     """
     settings = (
         "batch_size max_length learning_rate lr_schedule warmup_ratio max_grad_norm "
         "temperature kl kl_top_k "
     )
     settings += "hidden_loss_weight hidden_loss_layer seed"
+    earlier = {
+        "loss_average": "targets",
+        "loss_mask": "shifted",
+        "hidden_loss": "absolute",
+        "padding": "separate",
+    }
     later = {
         name: getattr(recipe, name)
-        for name in ("loss_average", "loss_mask")
-        if getattr(recipe, name) != getattr(Recipe, name)
+        for name, value in earlier.items()
+        if getattr(recipe, name) != value
     }
     return (
         {name: getattr(recipe, name) for name in settings.split()}
@@ -161,7 +166,7 @@ def fingerprint(recipe: Recipe, model: Model, data: DatasetMixture, steps: int) 
             "num_key_value_layers": model.config.num_key_value_layers,
             "key_value_group_size": model.config.key_value_group_size,
             "base_model": digest_all(jax.tree.leaves(model.llama)),
-            "first_delta": digest_all(jax.tree.leaves(model.swiftkv)),
+            "first_delta": first_delta,
             "data": data.fingerprint,
         }
         | later
@@ -172,7 +177,8 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
     """Two lines: the model and its cut, and the devices."""
     config = model.config
     frozen, trained = (
-        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (model.llama, model.swiftkv)
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+        for tree in (model.llama, swiftkv_shapes(config))
     )
     device = mesh.devices.flat[0]
     emulated = (

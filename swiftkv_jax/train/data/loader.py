@@ -24,7 +24,7 @@ import numpy as np
 from ...errors import DataError
 from ...transformer import Batch
 from .dataset import PackedDataset
-from .packing import EMPTY_ROW, LossMask, PackedRow
+from .packing import EMPTY_ROW, LossMask, PackedRow, Padding
 
 _NamedRow = tuple[str, PackedRow]
 
@@ -113,6 +113,7 @@ def batches(
     start: int = 0,
     stop: int,
     loss_mask: LossMask = "shifted",
+    padding: Padding = "separate",
     workers: int = 0,
 ) -> Generator[LocalBatch, None, None]:
     """Batches `start` to `stop - 1` of the endless shuffled mixture.
@@ -128,7 +129,7 @@ def batches(
         chosen = [choose(batch * batch_size + at, mixture.proportions) for at in positions]
         return [shuffled[dataset][index] for dataset, index in chosen]
 
-    stack = functools.partial(_stack, length=mixture.length, loss_mask=loss_mask)
+    stack = functools.partial(_stack, length=mixture.length, loss_mask=loss_mask, padding=padding)
     found = grain.MapDataset.range(start, stop).map(read)
     dataset = (
         _in_processes(found.to_iter_dataset(_READ), workers).map(stack)
@@ -206,8 +207,13 @@ def _ignore_interrupts(worker: int, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _stack(rows: list[_NamedRow], length: int, loss_mask: LossMask = "shifted") -> LocalBatch:
-    fields = [row.fields(length, loss_mask) for _, row in rows]
+def _stack(
+    rows: list[_NamedRow],
+    length: int,
+    loss_mask: LossMask = "shifted",
+    padding: Padding = "separate",
+) -> LocalBatch:
+    fields = [row.fields(length, loss_mask, padding) for _, row in rows]
     return LocalBatch(
         Batch(**{name: np.stack([field[name] for field in fields]) for name in fields[0]}),
         [name for name, _ in rows],

@@ -16,6 +16,9 @@ WINDOW_TOKENS = 2**24
 LossMask = Literal["shifted", "unshifted"]
 """Which predictions count: shifted, those whose token, the next one, is a target of the same
 document; unshifted, those at a target, whatever comes next, as in the authors' trainer."""
+Padding = Literal["separate", "joined"]
+"""The end of a row that no document fills: separate, segment 0, which counts nowhere; joined, more
+tokens of the row's last document that are no targets, as in the authors' trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,9 @@ class PackedRow:
         mask[np.cumsum(self.lengths) - 1] = False
         return mask
 
-    def fields(self, length: int, loss_mask: LossMask = "shifted") -> dict[str, np.ndarray]:
+    def fields(
+        self, length: int, loss_mask: LossMask = "shifted", padding: Padding = "separate"
+    ) -> dict[str, np.ndarray]:
         """The fields of `transformer.Batch` for this row, each [length].
 
         row      a a a b b .        two documents and one position left over
@@ -54,7 +59,12 @@ class PackedRow:
             ),
             "loss_mask": mask.astype(np.float32),
         }
-        return {name: np.pad(field, (0, length - len(field))) for name, field in found.items()}
+        missing = length - len(self.tokens)
+        padded = {name: np.pad(field, (0, missing)) for name, field in found.items()}
+        if padding == "joined" and missing and len(self.lengths):
+            padded["segment_ids"][-missing:] = len(self.lengths)
+            padded["positions"][-missing:] = self.lengths[-1] + np.arange(missing)
+        return padded
 
 
 EMPTY_ROW = PackedRow(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32))

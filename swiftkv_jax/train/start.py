@@ -1,0 +1,136 @@
+"""The delta that a run starts from, and the record of it in the output folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from ..attention import Attention
+from ..calibration import LayerFit, calibrate
+from ..checkpoints.auxiliary import read_json
+from ..checkpoints.digest import digest_all
+from ..config import Config
+from ..distributed import is_main_process
+from ..initialization import init_swiftkv
+from ..io.files import write_json
+from ..model import Model
+from ..sharding import batch_sharding, swiftkv_shardings
+from ..transformer import Batch
+from .batch_sharder import BatchSharder
+from .data.loader import DatasetMixture, batches
+from .recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+START = "start.json"
+"""The record of a run's first delta, in its output folder."""
+TOKENS_PER_DIMENSION = 256
+"""Calibration tokens per entry of the hidden state, by default: the fit is as good as with many
+more (see docs/measurements.md)."""
+
+
+class Start(NamedTuple):
+    """What a run starts from."""
+
+    model: Model
+    """With its delta, unless the run continues: then None stands in its place."""
+    digest: str
+    """`digest_all` of the delta."""
+
+
+def start_of_run(
+    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, *, continues: bool
+) -> Start:
+    """The model with the delta that the recipe's `init` says; one that came with the checkpoint
+    stays. Of a run that continues only the record is read."""
+    record = recipe.output_dir / START
+    if continues and record.is_file():
+        found = read_json(record)
+        return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
+    if model.swiftkv is None:
+        model, layers = first_delta(recipe, model, data, mesh)
+    else:
+        layers = ()
+    start = Start(model, digest_all(jax.tree.leaves(model.swiftkv)))
+    if is_main_process():
+        write_json(
+            record,
+            {
+                "init": recipe.init,
+                "shared_kv_heads": model.config.shared_kv_heads,
+                "digest": start.digest,
+                "layers": [dataclasses.asdict(layer) for layer in layers],
+            },
+        )
+    return start
+
+
+def _with_heads(model: Model, heads: list[list[int]] | None) -> Model:
+    config = dataclasses.replace(
+        model.config, shared_kv_heads=None if heads is None else tuple(map(tuple, heads))
+    )
+    return dataclasses.replace(model, config=config, swiftkv=None)
+
+
+def first_delta(
+    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
+) -> tuple[Model, tuple[LayerFit, ...]]:
+    """The model with a fresh delta as `init` says, and how well it fits where that is closed-form.
+    The rows are those that training begins with."""
+    config = model.config
+    if recipe.init != "closed-form":
+        init = jax.jit(
+            init_swiftkv,
+            static_argnums=0,
+            static_argnames="start",
+            out_shardings=swiftkv_shardings(config, mesh),
+        )
+        return dataclasses.replace(model, swiftkv=init(config, model.llama, start=recipe.init)), ()
+    rows, tokens = recipe.micro_batch_size, calibration_tokens(recipe, config)
+    count = min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
+    attention = Attention(mesh, recipe.attention)
+    fit = calibrate(config, model.llama, _batches(recipe, data, mesh, count), attention=attention)
+    logger.info("%s", describe_fit(fit.layers))
+    return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
+
+
+def calibration_tokens(recipe: Recipe, config: Config) -> int:
+    """The recipe's, or `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
+    return recipe.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
+
+
+def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, count: int) -> Iterator[Batch]:
+    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
+    reading = batches(
+        data,
+        sharder.num_rows,
+        positions=sharder.positions,
+        seed=recipe.seed,
+        start=0,
+        stop=count,
+    )
+    try:
+        for local in tqdm(
+            reading, desc="calibrating", unit="batch", total=count, leave=False, disable=None
+        ):
+            yield sharder.shard(local.batch)
+    finally:
+        reading.close()
+
+
+def describe_fit(layers: tuple[LayerFit, ...]) -> str:
+    """A table: what share of each upper layer's keys and values the boundary state explains, and
+    what share of that its group keeps."""
+    lines = ["layer  R2 of K  R2 of V  K kept  V kept"]
+    lines += [
+        f"{fit.layer:>5}  {fit.r2_k:7.3f}  {fit.r2_v:7.3f}  {fit.kept_k:6.3f}  {fit.kept_v:6.3f}"
+        for fit in layers
+    ]
+    return "\n".join(lines)
