@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api import distill_loss, load, logits, save, save_hf
+    from .api import calibrate, distill_loss, load, logits, save, save_hf
     from .config import Config, RopeScaling
     from .errors import CheckpointError, ConfigError, DataError, UsageError
     from .infer.generate import chat, generate
@@ -31,6 +31,7 @@ _MODULES = {
     "RopeScaling": "config",
     "UsageError": "errors",
     "add_swiftkv": "model",
+    "calibrate": "api",
     "chat": "infer.generate",
     "distill_loss": "api",
     "generate": "infer.generate",
@@ -51,6 +52,7 @@ __all__ = [
     "RopeScaling",
     "UsageError",
     "add_swiftkv",
+    "calibrate",
     "chat",
     "distill_loss",
     "generate",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from . import transformer
+from . import calibration, transformer
 from .attention import Attention
+from .calibration import LayerFit
 from .config import Config
 from .errors import UsageError
 from .kernel_check import (
@@ -26,10 +28,12 @@ from .kernel_check import (
 )
 from .layers import unembed
 from .mesh import mesh_of
-from .model import Model, check_model
+from .model import Model, check_model, cut_of
 from .pallas_kernels import Implementation
-from .params import Llama, SwiftKV
+from .params import Llama, SwiftKV, split_layers
 from .quantization import refuse_quantized
+from .sharding import batch_sharding
+from .train.data.batches import calibration_batches
 from .train.distill import Objective, distill_sums
 
 
@@ -239,6 +243,47 @@ def distill_loss(
     )
     metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
     return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics
+
+
+class Calibrated(NamedTuple):
+    """What `calibrate` returns."""
+
+    model: Model
+    layers: tuple[LayerFit, ...]
+    """How well the upper layers' keys and values are fitted."""
+
+
+def calibrate(
+    model: Model,
+    data: Sequence[str] | Sequence[Sequence[int]] | Int[ArrayLike, "B T"],
+    num_key_value_layers: int,
+    key_value_group_size: int = 1,
+    *,
+    max_length: int = 2048,
+    batch_size: int = 1,
+) -> Calibrated:
+    """A student in closed form, without training: the upper layers' keys and values by least
+    squares from the hidden state that enters the first of them (see `calibration`).
+
+    `data` are texts, for a model with a tokenizer, or rows of token ids; about 256 tokens per entry
+    of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
+    `batch_size` run at a time. Any delta that the model has is left behind. Raises `ConfigError` if
+    the cut does not fit, `UsageError` for a quantised model and for data that are neither or
+    without tokens, and `ValueError` if the teacher's upper projections were dropped.
+    """
+    config = cut_of(model, num_key_value_layers, key_value_group_size)
+    refuse_quantized(model.llama, "calibrate")
+    if config.num_upper_layers == 0:
+        raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")
+    length = min(max_length, config.max_position_embeddings)
+    llama, attention = split_layers(config, model.llama), _attention(model, gradient=False)
+    batches = calibration_batches(data, model.tokenizer, config.vocab_size, length, batch_size)
+    if attention.mesh is not None:
+        where = batch_sharding(attention.mesh)
+        batches = (jax.device_put(batch, where) for batch in batches)
+    fit = calibration.calibrate(config, llama, batches, attention=attention)
+    fitted = dataclasses.replace(model, config=fit.config, llama=llama, swiftkv=fit.delta)
+    return Calibrated(fitted, fit.layers)
 
 
 _distill_sums = jax.jit(distill_sums, static_argnames=("config", "objective", "attention"))

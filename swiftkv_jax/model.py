@@ -87,13 +87,9 @@ def default_dtype() -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: int = 1) -> Model:
-    """Give a model a fresh delta, copied from its own teacher (`initialization.init_swiftkv`).
-
-    The first `num_key_value_layers` layers keep their keys and values; the others share one
-    projection per `key_value_group_size` layers. Any delta the model has is left behind. Raises
-    `ConfigError` if the cut does not fit and `UsageError` if the model is quantised, or none.
-    """
+def cut_of(model: Model, num_key_value_layers: int, key_value_group_size: int) -> Config:
+    """The architecture of `model` at a cut, for a fresh delta. Raises `ConfigError` if the cut does
+    not fit, and `UsageError` if `model` is none."""
     check_model(model)
     for name, value in (
         ("num_key_value_layers", num_key_value_layers),
@@ -101,12 +97,23 @@ def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: i
     ):
         if not isinstance(value, int):
             raise UsageError(f"`{name}`={value!r} must be a whole number")
-    refuse_quantized(model.llama, "add_swiftkv")
     if num_key_value_layers < 1:  # 0 means "all" in a configuration file; here it would be a slip
         raise ConfigError(
             f"{num_key_value_layers=} must be from 1 to num_layers={model.config.num_layers}"
         )
     config = model.config.cut(num_key_value_layers, key_value_group_size)
+    return dataclasses.replace(config, shared_kv_heads=None)
+
+
+def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: int = 1) -> Model:
+    """Give a model a fresh delta, copied from its own teacher (`initialization.init_swiftkv`).
+
+    The first `num_key_value_layers` layers keep their keys and values; the others share one
+    projection per `key_value_group_size` layers. Any delta the model has is left behind. Raises
+    `ConfigError` if the cut does not fit and `UsageError` if the model is quantised, or none.
+    """
+    config = cut_of(model, num_key_value_layers, key_value_group_size)
+    refuse_quantized(model.llama, "add_swiftkv")
     llama = split_layers(config, model.llama)
     delta = init_swiftkv(config, llama) if config.num_upper_layers else None
     return dataclasses.replace(model, config=config, llama=llama, swiftkv=delta)

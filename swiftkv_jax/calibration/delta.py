@@ -24,8 +24,8 @@ from .moments import Moments
 
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
-    """How well an upper layer's keys and values follow from the boundary state, as shares of their
-    mean square on the calibration tokens, averaged over key/value heads."""
+    """How well an upper layer's keys and values follow from the input of layer K, as shares of
+    their mean square on the calibration tokens, averaged over key/value heads."""
 
     layer: int
     r2_k: float
@@ -143,7 +143,7 @@ def _layer_moments(moments: Moments, layer: int, tokens: float) -> Moments:
 
 
 def _regress(upper: QKV, layer: int, moment: Moments) -> list[solve.Ridge]:
-    """Keys and values of a layer, from the boundary state."""
+    """Keys and values of a layer, from the input of layer K."""
     results = []
     for part, (weight, bias) in enumerate(((upper.k, upper.k_bias), (upper.v, upper.v_bias))):
         own = to_host(weight, layer).astype(np.float64)  # K H D

@@ -3,7 +3,7 @@
 Letters as in `params` and `solve`. Every token counts with the attention that it receives: in layer
 j its weight is the sum over query heads and later tokens m of p_jm^2, where p are the attention
 probabilities, scaled so that a batch's weights sum to its tokens. An error in the keys or values of
-a token that nobody attends to costs nothing.
+a token that is not attended to costs nothing.
 """
 
 from __future__ import annotations

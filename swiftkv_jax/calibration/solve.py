@@ -2,8 +2,9 @@
 
 Letters as in `params`; g members of a group, E = D, or D + 1 with biases (a last input of one).
 
-With s the normalised boundary state, y the keys or values that a layer computes from its own input
-(keys before rotation) and expectations over calibration tokens, the ridge regression of y on s is
+With s the normalised hidden state that enters layer K, y the keys or values that a layer computes
+from its own input (keys before rotation) and expectations over calibration tokens, the ridge
+regression of y on s is
 
     W = W0 + (S + l I)^-1 (C - S W0),    S = E[s s'],  C = E[s y'],  l = RIDGE * trace(S) / E
 
@@ -31,13 +32,14 @@ from jaxtyping import Complex, Float
 
 RIDGE = 1e-4
 """Ridge penalty relative to the mean eigenvalue of the inputs' second moments."""
+_TINY = np.finfo(np.float64).tiny
 _SMALLEST = 1e-8  # eigenvalues of an output metric below this share of the largest count as it
 
 Array = np.ndarray
 
 
 class Ridge(NamedTuple):
-    """A layer's keys, or values, as a linear function of the boundary state."""
+    """A layer's keys, or values, as a linear function of the hidden state that enters layer K."""
 
     weights: Float[Array, "K E H"]
     r2: Float[Array, " K"]
@@ -60,7 +62,7 @@ def ridge(
     explained = 2 * flat * cross.reshape(size, -1) - flat * (inputs @ flat)
     explained = explained.reshape(size, heads, head_dim).sum((0, 2))
     weights = flat.reshape(size, heads, head_dim).transpose(1, 0, 2)
-    return Ridge(weights, explained / np.maximum(energy, np.finfo(np.float64).tiny))
+    return Ridge(weights, explained / np.maximum(energy, _TINY))
 
 
 class Member(NamedTuple):
@@ -129,7 +131,7 @@ def _value_parts(root: Array, member: Member) -> Float[Array, "K E H"]:
 def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
     """Square roots of symmetric positive matrices, and their inverses."""
     values, vectors = np.linalg.eigh((metric + metric.mT) / 2)
-    values = np.sqrt(np.maximum(values, values[..., -1:] * _SMALLEST))
+    values = np.sqrt(np.maximum(values, np.maximum(values[..., -1:] * _SMALLEST, _TINY)))
     return (vectors * values[..., None, :]) @ vectors.mT, (
         vectors / values[..., None, :]
     ) @ vectors.mT
@@ -144,9 +146,9 @@ def _share_keys(root: Array, members: list[Member]) -> tuple[Array, Array, float
     maps = np.stack([_pairs(member.k) for member in members])  # g K E F
     shared = np.einsum("jaef,afj->aef", maps, top * weights)
     # Scaled to a mean square of one: the gradient's scale, and 8-bit caches.
-    scale = np.sqrt(np.maximum(values[..., -1].mean(-1), np.finfo(np.float64).tiny) / 2)
+    scale = np.sqrt(np.maximum(values[..., -1].mean(-1), _TINY) / 2)
     shared /= scale[:, None, None]
-    factors = (top.conj() / np.maximum(weights, np.finfo(np.float64).tiny)) * scale[:, None, None]
+    factors = (top.conj() / np.maximum(weights, _TINY)) * scale[:, None, None]
     flat = np.concatenate([shared.real, shared.imag], -1)
     return flat, factors.transpose(2, 0, 1), float(values[..., -1].sum() / values.sum())
 
@@ -158,7 +160,7 @@ def _share_values(root: Array, members: list[Member]) -> tuple[Array, Array, flo
     top = vectors[..., -head_dim:]
     roots, inverses = zip(*(_roots(member.output_metric) for member in members), strict=True)
     stacked = np.concatenate([member.v @ r for member, r in zip(members, roots, strict=True)], -1)
-    scale = np.sqrt(np.maximum(values[..., -head_dim:].mean(-1), np.finfo(np.float64).tiny))
+    scale = np.sqrt(np.maximum(values[..., -head_dim:].mean(-1), _TINY))
     shared = stacked @ top / scale[:, None, None]
     blocks = np.split(top, len(members), axis=-2)
     mix = np.stack(

@@ -1,8 +1,9 @@
 """Write Hugging Face checkpoints, a tensor at a time.
 
-`full` is what the authors' PyTorch class and vLLM plugin load: teacher and delta. `expanded`
-repeats each group's keys and values for every layer of the group, for loaders without support for
-groups. `delta` is only what was trained.
+`full` is what the authors' PyTorch class and vLLM plugin load: teacher and delta. A student whose
+layers mix shared values (`SwiftKV.mix`) gets a model type that they refuse, for they would leave
+the mixes out. `expanded` gives every upper layer keys and values of its own, equal to what it makes
+of its group's: for loaders without support for groups or mixes. `delta` is only what was trained.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ..model import Model
 from ..sharding import to_host
 from .auxiliary import write_auxiliary_files
 from .safetensors_io import crc32, write_file
-from .source import Source, from_model, parse_dtype
-from .tensor_map import MappedLeaf, repeat_groups
+from .source import Source, from_model, parse_dtype, with_expanded_groups
+from .tensor_map import MappedLeaf
 
 Format = Literal["full", "delta", "expanded"]
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -79,6 +80,8 @@ def write_hf(
     """
     check_free(path)
     _check_format(source, format)
+    if format == "expanded" and source.has_delta:
+        source = with_expanded_groups(source)
     wanted = parse_dtype(dtype)
     tensors = _plan(source, format, wanted)
     metadata = {}
@@ -117,7 +120,7 @@ def write_hf(
             dtype_name = (source.dtypes["embed"] if wanted is None else wanted).name
             write_auxiliary_files(
                 partial,
-                _config(source, format),
+                _config(source),
                 source.auxiliary_files,
                 dtype_name,
                 source.quantization,
@@ -162,11 +165,11 @@ def _check_format(source: Source, format: str) -> None:
         )
 
 
-def _config(source: Source, format: str) -> Config:
+def _config(source: Source) -> Config:
     config = source.config
     if not source.has_delta:
         return config.cut(config.num_layers)
-    return config.cut(config.num_key_value_layers) if format == "expanded" else config
+    return config
 
 
 def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Tensor]:
@@ -179,12 +182,9 @@ def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Tensor]:
     }
     tensors = []
     for leaf in sorted(chosen, key=lambda leaf: -dtypes[leaf.name].itemsize):
-        named = (
-            repeat_groups(source.config, leaf) if format == "expanded" else enumerate(leaf.tensors)
-        )
         tensors += [
             _Tensor(leaf, index if leaf.stacked else None, name, dtypes[leaf.name])
-            for index, name in named
+            for index, name in enumerate(leaf.tensors)
         ]
     return tensors
 

@@ -142,16 +142,6 @@ def to_trees(
     return llama, delta
 
 
-def repeat_groups(config: Config, leaf: MappedLeaf) -> tuple[tuple[int, str], ...]:
-    """(index on the leading axis, tensor name) of every tensor, keys and values of a group once per
-    layer of the group."""
-    if leaf.param.axes[0] != "J":
-        return tuple(enumerate(leaf.tensors))
-    upper = range(config.num_lower_layers, config.num_layers)
-    names = _tensor_names(leaf.param, upper, leaf.part == SCALE)
-    return tuple((i // config.key_value_group_size, name) for i, name in enumerate(names))
-
-
 def check_no_problems(path: Path, problems: Mapping[str, Sequence[str]]) -> None:
     """Raise `CheckpointError` if there are problems: kind -> where. It is one line, whatever their
     number."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from .. import cli
@@ -34,8 +33,8 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
-from ..transformer import Batch
-from .data.packing import EMPTY_ROW, PackedRow, pack
+from .data.batches import batches_of
+from .data.packing import PackedRow, pack
 from .data.sources import STDLIB, find_files, parse_source, read_file
 from .data.tokenize import Example, tokenize
 from .plots import draw_analysis
@@ -279,18 +278,6 @@ def _documents(text: str):
     source = parse_source(text)
     for file in find_files(source, held_out=source.path == STDLIB):
         yield from read_file(file)
-
-
-def batches_of(rows: list[PackedRow], size: int, length: int) -> list[Batch]:
-    """Batches of `size` rows; rows of padding fill the last one."""
-    batches = []
-    for start in range(0, len(rows), size):
-        chosen = rows[start : start + size]
-        fields = [row.fields(length) for row in chosen + [EMPTY_ROW] * (size - len(chosen))]
-        batches.append(
-            Batch(**{name: np.stack([row[name] for row in fields]) for name in fields[0]})
-        )
-    return batches
 
 
 def table(analysis: Analysis, num_layers: int) -> str:

@@ -126,7 +126,7 @@ def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, count: int) -> It
 
 
 def describe_fit(layers: tuple[LayerFit, ...]) -> str:
-    """A table: what share of each upper layer's keys and values the boundary state explains, and
+    """A table: what share of each upper layer's keys and values the input of layer K explains, and
     what share of that its group keeps."""
     lines = ["layer  R2 of K  R2 of V  K kept  V kept"]
     lines += [

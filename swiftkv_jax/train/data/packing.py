@@ -59,8 +59,8 @@ class PackedRow:
             ),
             "loss_mask": mask.astype(np.float32),
         }
+        padded = {name: np.pad(field, (0, length - len(field))) for name, field in found.items()}
         missing = length - len(self.tokens)
-        padded = {name: np.pad(field, (0, missing)) for name, field in found.items()}
         if padding == "joined" and missing and len(self.lengths):
             padded["segment_ids"][-missing:] = len(self.lengths)
             padded["positions"][-missing:] = self.lengths[-1] + np.arange(missing)

@@ -1,0 +1,421 @@
+"""A delta in closed form: the formulas against brute force, and whole models that it fits
+exactly."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.attention import Attention
+from swiftkv_jax.calibration import moments, solve
+from swiftkv_jax.checkpoints.hf_read import load_delta
+from swiftkv_jax.initialization import init_swiftkv
+from swiftkv_jax.model import Model
+from swiftkv_jax.params import split_layers
+from swiftkv_jax.transformer import unpacked_batch
+from tests import tiny
+
+RNG = np.random.default_rng(0)
+HF = tiny.hf_config()
+
+
+def random_inputs(size: int, count: int = 400) -> np.ndarray:
+    return RNG.normal(size=(count, size)) @ RNG.normal(size=(size, size))
+
+
+# The formulas -----------------------------------------------------------------
+
+
+def test_ridge_finds_a_linear_map_and_says_how_much_it_explains():
+    s = random_inputs(6)
+    weights = RNG.normal(size=(2, 6, 4))  # K E H
+    y = np.einsum("ne,keh->nkh", s, weights)
+    noisy = y + RNG.normal(size=y.shape) * y.std()
+    for target, explained in ((y, 1.0), (noisy, None)):
+        moment = s.T @ s / len(s)
+        cross = np.einsum("ne,nkh->ekh", s, target) / len(s)
+        energy = np.square(target).sum(-1).mean(0)
+        found = solve.ridge(moment, cross, energy, np.zeros((6, 2, 4)))
+        fitted = np.einsum("ne,keh->nkh", s, found.weights)
+        left = np.square(target - fitted).sum(-1).mean(0)
+        np.testing.assert_allclose(found.r2, 1 - left / energy, atol=1e-9)
+        if explained:
+            np.testing.assert_allclose(found.r2, explained, atol=1e-5)
+            np.testing.assert_allclose(found.weights, weights, rtol=0.01, atol=0.01)
+
+
+def test_ridge_keeps_its_prior_where_no_token_says_anything():
+    s = random_inputs(6)
+    s[:, 3:] = 0
+    prior = RNG.normal(size=(6, 1, 4))
+    y = s @ RNG.normal(size=(6, 4))
+    found = solve.ridge(
+        s.T @ s / len(s), (s.T @ y / len(s))[:, None], np.square(y).sum(1).mean()[None], prior
+    )
+    np.testing.assert_allclose(found.weights[0, 3:], prior[3:, 0], rtol=1e-6)
+
+
+def test_shared_keys_of_one_pair_are_the_best_there_are():
+    """Two layers, one head, one rotary pair: no complex direction c = t_1 y_1 + t_2 y_2 leaves less
+    of the keys unexplained, weighted by the queries' energy."""
+    s = random_inputs(5)
+    inputs = s.T @ s / len(s)
+    energies = (0.7, 2.1)
+    members = [
+        solve.Member(
+            k=RNG.normal(size=(1, 5, 2)),
+            v=RNG.normal(size=(1, 5, 2)),
+            query_energy=np.array([[energy]]),
+            output_metric=np.eye(2)[None],
+        )
+        for energy in energies
+    ]
+    group = solve.share(inputs, members)
+    y = np.stack([s @ (m.k[0, :, 0] + 1j * m.k[0, :, 1]) for m in members], 1)
+
+    def loss(c, factors):
+        left = np.square(np.abs(y - np.outer(c, factors))).mean(0)
+        return left @ np.array(energies)
+
+    shared = s @ (group.k[0, :, 0] + 1j * group.k[0, :, 1])
+    ours = loss(shared, group.key_factors[:, 0, 0])
+    assert np.isclose(np.square(np.abs(shared)).mean(), 2.0)  # one per real number
+    total = np.square(np.abs(y)).mean(0) @ np.array(energies)
+    assert np.isclose(group.kept_k, 1 - ours / total)
+    angles = np.linspace(0, np.pi / 2, 40)
+    for angle in angles:
+        for phase in np.linspace(0, 2 * np.pi, 40):
+            c = y @ np.array([np.cos(angle), np.exp(1j * phase) * np.sin(angle)])
+            best = c.conj() @ y / (c.conj() @ c)
+            assert ours <= loss(c, best) + 1e-9
+
+
+def test_shared_values_reach_the_bound_of_their_rank():
+    """The outputs' error is that of the best approximation of rank H (Eckart and Young)."""
+    s = random_inputs(7)
+    o = [RNG.normal(size=(9, 2)) for _ in range(3)]
+    members = [
+        solve.Member(
+            k=RNG.normal(size=(1, 7, 2)),
+            v=RNG.normal(size=(1, 7, 2)),
+            query_energy=np.ones((1, 1)),
+            output_metric=(matrix.T @ matrix)[None],
+        )
+        for matrix in o
+    ]
+    group = solve.share(s.T @ s / len(s), members)
+    outputs = np.concatenate(
+        [s @ m.v[0] @ matrix.T for m, matrix in zip(members, o, strict=True)], 1
+    )
+    fitted = np.concatenate(
+        [s @ group.v[0] @ mix[0].T @ matrix.T for mix, matrix in zip(group.mix, o, strict=True)], 1
+    )
+    smallest = np.linalg.svd(outputs, compute_uv=False)[2:]
+    np.testing.assert_allclose(np.square(outputs - fitted).sum(), np.square(smallest).sum())
+    np.testing.assert_allclose(
+        group.kept_v, 1 - np.square(smallest).sum() / np.square(outputs).sum()
+    )
+
+
+def test_heads_are_paired_whatever_their_order():
+    """A member's heads in another order: the same shared heads, and the order says which is
+    which."""
+    s = random_inputs(12)
+    base = RNG.normal(size=(2, 3, 12, 4))
+    first = solve.Member(base[0], base[1], RNG.uniform(0.5, 2, (3, 2)), np.stack([np.eye(4)] * 3))
+    near = solve.Member(
+        first.k + 0.1 * RNG.normal(size=first.k.shape),
+        first.v + 0.1 * RNG.normal(size=first.v.shape),
+        first.query_energy,
+        first.output_metric,
+    )
+    inputs = s.T @ s / len(s)
+    straight = solve.share(inputs, [first, near])
+    turned = solve.share(inputs, [first, near.reordered((2, 0, 1))])
+    assert straight.head_order == ((0, 1, 2), (0, 1, 2))
+    assert turned.head_order == ((0, 1, 2), (1, 2, 0))
+    np.testing.assert_allclose(turned.kept_k, straight.kept_k)
+    unpaired = solve.share(inputs, [first, near.reordered((2, 0, 1))], pair_heads=False)
+    assert unpaired.kept_k < straight.kept_k - 0.05
+
+
+# The moments ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [2**26, 96, 17])
+def test_received_attention(chunk, monkeypatch):
+    monkeypatch.setattr(moments, "PROBABILITIES_PER_CHUNK", chunk)
+    q, k = (RNG.normal(size=(2, 7, heads, 4)).astype(np.float32) for heads in (4, 2))
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
+    found = moments.received_attention(jnp.array(q), jnp.array(k), jnp.array(segments))
+    expected = np.zeros((2, 7))
+    for row in range(2):
+        for head in range(4):
+            for query in range(7):
+                seen = [n for n in range(query + 1) if segments[row, n] == segments[row, query]]
+                if segments[row, query] == 0:
+                    continue
+                scores = k[row, seen, head // 2] @ q[row, query, head] / 2
+                weights = np.exp(scores - scores.max())
+                expected[row, seen] += np.square(weights / weights.sum())
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# Whole models -----------------------------------------------------------------
+
+
+def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
+    """A Llama whose upper layers add next to nothing to the stream, all behind one norm: their keys
+    and values are linear in the input of layer K. In a group they are those of the first layer,
+    with each rotary pair of the keys turned and scaled, values mixed, heads in another order."""
+    hf = HF | overrides | {"key_value_group_size": group}
+    model = tiny.model_of(hf, tiny.tensors_for(hf, seed))
+    config, llama = model.config, model.llama
+    rng = np.random.default_rng(seed)
+    upper = llama.upper
+    upper = dataclasses.replace(
+        upper,
+        attn_norm=jnp.broadcast_to(upper.attn_norm[0], upper.attn_norm.shape),
+        down=jnp.zeros_like(upper.down).at[-1].set(upper.down[-1]),
+        o=(1e-3 * upper.o).at[-1].set(upper.o[-1]),
+    )
+    if upper.o_bias is not None:
+        upper = dataclasses.replace(upper, o_bias=jnp.zeros_like(upper.o_bias))
+    qkv = jax.tree.map(np.array, llama.upper_qkv)
+    half = config.head_dim // 2
+    for layer in range(config.num_upper_layers):
+        leader = layer - layer % group
+        if layer == leader:
+            continue
+        order = rng.permutation(config.num_kv_heads)
+        factor = rng.uniform(0.5, 2, (2, half)) * np.exp(1j * rng.uniform(0, 6, (2, half)))
+        mix = rng.normal(size=(2, config.head_dim, config.head_dim))
+        for target in (qkv.k, qkv.k_bias):
+            if target is None:
+                continue
+            z = target[leader][:, :half] + 1j * target[leader][:, half:]
+            z = z * factor.reshape(2, half, *(1,) * (z.ndim - 2))
+            target[layer] = np.concatenate([z.real, z.imag], 1)[order]
+        for target in (qkv.v, qkv.v_bias):
+            if target is not None:
+                target[layer] = np.einsum("kgh,kh...->kg...", mix, target[leader])[order]
+    llama = dataclasses.replace(llama, upper=upper, upper_qkv=jax.tree.map(jnp.array, qkv))
+    return dataclasses.replace(model, llama=llama, swiftkv=None)
+
+
+TOKENS = RNG.integers(0, HF["vocab_size"], (12, 40))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias):
+    teacher = linear_teacher(group, attention_bias=bias)
+    student, layers = skv.calibrate(teacher, TOKENS, 2, group)
+    assert [fit.layer for fit in layers] == [2, 3, 4, 5]
+    shares = [(fit.r2_k, fit.r2_v, fit.kept_k, fit.kept_v) for fit in layers]
+    np.testing.assert_allclose(shares, 1, atol=1e-4)
+    expected = skv.logits(student, TOKENS[:3], swiftkv=False)
+    np.testing.assert_allclose(
+        skv.logits(student, TOKENS[:3], swiftkv=True), expected, atol=2e-3 * np.abs(expected).max()
+    )
+    copied = skv.add_swiftkv(teacher, 2, group)
+    if group > 1:  # the control: a copy is far away
+        far = np.abs(skv.logits(copied, TOKENS[:3]) - expected).max()
+        assert far > 0.05 * np.abs(expected).max()
+
+
+def random_teacher(**overrides) -> Model:
+    hf = HF | overrides
+    return dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
+
+
+def divergence(model: Model, tokens=TOKENS) -> float:
+    teacher, student = (
+        jax.nn.log_softmax(skv.logits(model, tokens, swiftkv=swiftkv)) for swiftkv in (False, True)
+    )
+    return float((jnp.exp(teacher) * (teacher - student)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_the_fit_is_nearer_to_the_teacher_than_a_copy(group):
+    teacher = random_teacher()
+    copied = skv.add_swiftkv(teacher, 2, group)
+    fitted = skv.calibrate(teacher, RNG.integers(0, 61, (64, 40)), 2, group).model
+    assert divergence(fitted) < 0.8 * divergence(copied)
+
+
+def test_layer_k_keeps_its_own_projections():
+    """States up to the input of layer K + 1 are the teacher's, without groups."""
+    teacher = random_teacher()
+    delta, qkv = skv.calibrate(teacher, TOKENS, 2).model.swiftkv, teacher.llama.upper_qkv
+    np.testing.assert_allclose(delta.k[0], qkv.k[0], atol=1e-4)
+    np.testing.assert_allclose(delta.v[0], qkv.v[0], atol=1e-4)
+    assert np.abs(delta.k[1] - qkv.k[1]).max() > 0.1
+
+
+def test_the_order_of_a_layers_heads_does_not_matter():
+    """The heads of one layer in another order are the same teacher, and give the same student."""
+    teacher = random_teacher()
+    order, queries = jnp.array([1, 0]), jnp.array([2, 3, 0, 1])
+    qkv, upper = teacher.llama.upper_qkv, teacher.llama.upper
+    permuted = dataclasses.replace(
+        teacher.llama,
+        upper=dataclasses.replace(upper, o=upper.o.at[1].set(upper.o[1][:, queries])),
+        upper_qkv=dataclasses.replace(
+            qkv,
+            q=qkv.q.at[1].set(qkv.q[1][queries]),
+            k=qkv.k.at[1].set(qkv.k[1][order]),
+            v=qkv.v.at[1].set(qkv.v[1][order]),
+        ),
+    )
+    students = [
+        skv.calibrate(dataclasses.replace(teacher, llama=llama), TOKENS, 2, 2).model
+        for llama in (teacher.llama, permuted)
+    ]
+    heads = [student.config.shared_kv_heads for student in students]
+    assert heads[0][1] != heads[1][1] and heads[0][0] == heads[1][0]
+    for swiftkv in (False, True):
+        first, second = (skv.logits(student, TOKENS[:2], swiftkv=swiftkv) for student in students)
+        np.testing.assert_allclose(first, second, atol=1e-3)
+
+
+def test_padding_counts_nowhere():
+    teacher = random_teacher()
+    config = teacher.config.cut(2)
+    llama = split_layers(config, teacher.llama)
+    tokens = TOKENS[:2]
+    padded = np.pad(tokens, ((0, 1), (0, 5)))
+    batch = unpacked_batch(jnp.array(padded))
+    segments = np.pad(np.ones_like(tokens), ((0, 1), (0, 5)))
+    batch = dataclasses.replace(batch, segment_ids=jnp.array(segments))
+    attention = Attention()
+    plain, with_padding = (
+        moments.add_batch(config, attention, moments.zero_moments(config, None), llama, b)
+        for b in (unpacked_batch(jnp.array(tokens)), batch)
+    )
+    assert float(plain.tokens) == tokens.size == float(with_padding.tokens)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(a).max()),
+        plain,
+        with_padding,
+    )
+
+
+# What becomes of the student --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Model:
+    """A student whose layers mix shared values and read heads in different orders."""
+    model = skv.calibrate(random_teacher(), TOKENS, 2, 2).model
+    heads = ((0, 1), (1, 0), (1, 0), (0, 1))
+    return dataclasses.replace(
+        model, config=dataclasses.replace(model.config, shared_kv_heads=heads)
+    )
+
+
+def test_it_is_served_as_the_full_pass_computes_it(mixed):
+    prompts = [TOKENS[0, :9].tolist(), TOKENS[1, :30].tolist(), TOKENS[2, :1].tolist()]
+    found = skv.generate(mixed, prompts, max_tokens=6, ignore_eos=True)
+    for prompt, answer in zip(prompts, found, strict=True):
+        row = np.array([prompt + answer])
+        best = np.argmax(skv.logits(mixed, row)[0], -1)
+        np.testing.assert_array_equal(best[len(prompt) - 1 : -1], answer)
+
+
+@pytest.mark.parametrize("format", ["full", "expanded", "delta"])
+def test_it_comes_back_from_every_format(mixed, format, tmp_path):
+    skv.save_hf(mixed, tmp_path / "hf", format=format)
+    if format == "delta":
+        plain = dataclasses.replace(mixed, swiftkv=None)
+        back = load_delta(tmp_path / "hf", plain)
+    else:
+        back = skv.load(tmp_path / "hf", dtype="float32")
+    assert (back.config.shared_kv_heads is None) == (format == "expanded")
+    for swiftkv in (False, True):
+        expected = np.asarray(skv.logits(mixed, TOKENS[:2], swiftkv=swiftkv))
+        np.testing.assert_allclose(
+            skv.logits(back, TOKENS[:2], swiftkv=swiftkv),
+            expected,
+            atol=3e-6 * np.abs(expected).max() if format == "expanded" else 0,
+        )
+
+
+def test_it_comes_back_from_orbax(mixed, tmp_path):
+    skv.save(mixed, tmp_path / "orbax")
+    back = skv.load(tmp_path / "orbax", dtype="float32")
+    assert back.config == mixed.config
+    jax.tree.map(np.testing.assert_array_equal, back.swiftkv, mixed.swiftkv)
+
+
+def test_the_authors_classes_do_not_know_its_type(mixed, tmp_path):
+    """They would load it and leave out what they do not know."""
+    skv.save_hf(mixed, tmp_path / "full")
+    written = json.loads((tmp_path / "full/config.json").read_text())
+    assert written["model_type"] == "llama_swiftkv_shared_basis"
+    skv.save_hf(mixed, tmp_path / "expanded", format="expanded")
+    written = json.loads((tmp_path / "expanded/config.json").read_text())
+    assert written["model_type"] == "llama_swiftkv" and "shared_kv_heads" not in written
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_it_is_served_with_8_bit_weights(mixed, quantization, tmp_path):
+    skv.save_hf(mixed, tmp_path / "hf")
+    small = skv.load(tmp_path / "hf", dtype="float32", quantization=quantization)
+    exact = skv.logits(mixed, TOKENS[:1])
+    rounded = skv.logits(small, TOKENS[:1])
+    answer = skv.generate(small, [TOKENS[0].tolist()], max_tokens=1)[0]
+    close = 0.2 * np.abs(exact).max()
+    assert np.abs(rounded - exact).max() < close
+    assert rounded[0, -1].max() - rounded[0, -1, answer[0]] < close
+
+
+# Bad input --------------------------------------------------------------------
+
+BAD_DATA = {
+    "one text": ("text", "several texts"),
+    "nothing": ([], "no token"),
+    "empty rows": ([[], []], "no token"),
+    "outside": ([[1, 61]], "token id 61 in row 0 is outside the vocabulary of 61"),
+    "floats": ([[1.5]], "row 0 is neither"),
+    "no tokenizer": (["text"], "need a model with a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data_is_one_line(case):
+    data, message = BAD_DATA[case]
+    with pytest.raises(skv.UsageError, match=message) as error:
+        skv.calibrate(random_teacher(), data, 2)
+    assert "\n" not in str(error.value)
+
+
+def test_cuts_that_do_not_fit():
+    with pytest.raises(skv.ConfigError, match="must divide"):
+        skv.calibrate(random_teacher(), TOKENS, 2, 3)
+    with pytest.raises(skv.UsageError, match="no layer is left"):
+        skv.calibrate(random_teacher(), TOKENS, 6)
+
+
+def test_heads_in_the_config():
+    config = random_teacher().config.cut(2, 2)
+    heads = ((0, 1), (1, 0), (0, 1), (0, 1))
+    mixed = dataclasses.replace(config, shared_kv_heads=heads)
+    assert mixed.cut(2, 2) == mixed and mixed.cut(2).shared_kv_heads is None
+    assert mixed.cut(6).shared_kv_heads is None
+    for wrong in (heads[:3], ((0, 0), *heads[1:]), ((0, 1, 2), *heads[1:])):
+        with pytest.raises(skv.ConfigError, match="one permutation of the 2 key/value heads"):
+            dataclasses.replace(config, shared_kv_heads=wrong)
+    with pytest.raises(skv.ConfigError, match="which share caches"):
+        dataclasses.replace(config.cut(2), shared_kv_heads=heads)
+
+
+def test_a_copied_start_with_mixes_takes_values_as_they_are(mixed):
+    start = init_swiftkv(mixed.config, mixed.llama)
+    np.testing.assert_array_equal(start.mix[2, 1], np.eye(8))
+    leader = init_swiftkv(mixed.config, mixed.llama, start="leader")
+    np.testing.assert_array_equal(leader.k[1], mixed.llama.upper_qkv.k[2])
