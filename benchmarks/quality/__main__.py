@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality                             everything; hours on two cores
     python -m benchmarks.quality --cuts 50 --groups 1 --steps 0
-    python -m benchmarks.quality --quick                     a minute: does everything run?
+    python -m benchmarks.quality --quick                     a few minutes: does everything run?
 
 A student has a cut (share of the layers that keep their own keys and values), a group size g (upper
 layers that share a cache), a start (`authors`: the mean of a group's projections; `leader`: those
@@ -47,11 +47,11 @@ logger = logging.getLogger("swiftkv_jax.benchmarks")
 QUICK: dict[str, Any] = {
     "cuts": "50",
     "groups": "1,2",
-    "starts": "authors,closed-form",
-    "steps": "0,2",
+    "starts": "closed-form",
+    "steps": "0,1",
     "seeds": 1,
-    "rows": 16,
-    "prompts": 4,
+    "rows": 8,
+    "prompts": 2,
     "folder": Path("runs/quality-quick"),
     "output": Path("runs/quality-quick/result.json"),
 }

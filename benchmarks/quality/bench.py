@@ -1,14 +1,13 @@
 """Measures students one by one and keeps every one in a folder.
 
-    FOLDER/data/             packed training rows
-    FOLDER/teacher.json      sums of the teacher's scores over each held-out file
-    FOLDER/cells/NAME.json   those of a student in every mode, and which of its blocks parse
-    FOLDER/deltas/NAME.npz   what was trained
+FOLDER/data/             packed training rows
+FOLDER/teacher.json      sums of the teacher's scores over each held-out file
+FOLDER/cells/NAME.json   those of a student in every mode, and which of its blocks parse
+FOLDER/deltas/NAME.npz   what was trained
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -38,6 +37,8 @@ from .scores import MODES, Mode
 from .students import Arm
 from .summary import Cell, loss
 
+WRITTEN_IN = ("boundary",)
+"""Modes in which functions are written: those that the engine serves."""
 FORMAT = 1
 """To be counted up where the content of the kept files changes."""
 
@@ -78,14 +79,14 @@ class Bench:
     def cells_of(self, arm: Arm, seeds: int) -> Iterator[tuple[list[Cell], list[Cell]]]:
         """(cells that count, cells of all learning rates) after each cell: the best rate of the
         first seed, then the other seeds at that rate. What diverged does not count."""
-        tried = []
+        tried, cells = list[Cell](), list[Cell]()
         for rate in arm.rates:
             tried.append(self._cell(arm, rate, 0))
-            cells = [min(tried, key=loss)] if math.isfinite(min(map(loss, tried))) else []
+            cells = [cell for cell in sorted(tried, key=loss)[:1] if math.isfinite(loss(cell))]
             yield cells, tried
         for seed in range(1, seeds if arm.steps and cells else 1):
             cell = self._cell(arm, cells[0]["learning_rate"], seed)
-            cells += [cell] if math.isfinite(loss(cell)) else []
+            cells = cells + [cell] * math.isfinite(loss(cell))
             yield cells, tried
 
     def _cell(self, arm: Arm, rate: float, seed: int) -> Cell:
@@ -123,16 +124,16 @@ class Bench:
         """Add the sums of every mode, and the blocks that parse."""
         teacher = self._teacher
         for mode in modes_of(model):
-            found = scores.score_student(
-                model.config, model.llama, model.swiftkv, teacher, self._mesh, mode
-            )
+            found = scores.score_student(model, teacher, self._mesh, mode)
             masks = dict(teacher.masks)
             if mode.exact_tail is not None:
                 del masks["all"]
             cell["modes"][mode.name] = scores.sums(found, masks, self.held_out.per_document)
         if prompts:
             served = students.on_one_device(model)
-            cell["blocks"]["boundary"] = parsed_blocks(served, prompts, swiftkv=True)
+            for mode in modes_of(model):
+                if mode.name in WRITTEN_IN:
+                    cell["blocks"][mode.name] = parsed_blocks(served, prompts, mode)
 
     def teacher_cell(self) -> Cell:
         """The teacher's sums, with the number of predictions of each set as `count`."""
@@ -149,7 +150,7 @@ class Bench:
             found[name]["count"] = sum_over(np.ones(mask.shape), mask)
         blocks = None
         if self._prompts:
-            blocks = parsed_blocks(load(DEMO.model, dtype="float32"), self._prompts, swiftkv=False)
+            blocks = parsed_blocks(load(DEMO.model, dtype="float32"), self._prompts, None)
         layers = open_any(DEMO.model).config.num_layers
         cell = {"identity": identity, "layers": layers, "sums": found, "blocks": blocks}
         _keep(file, cell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import codeop
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.model import Model
 
 from .held_out import PROMPT
+from .scores import Mode
 
 NEW_TOKENS = 96
 PROMPTS = 64
@@ -85,19 +87,23 @@ def parses(block: str, ended: bool) -> bool:
 
 
 def parsed_blocks(
-    model: Model, prompts: list[Prompt], *, swiftkv: bool, new_tokens: int = NEW_TOKENS
+    model: Model, prompts: list[Prompt], mode: Mode | None, *, new_tokens: int = NEW_TOKENS
 ) -> list[bool]:
-    """For each prompt whether its greedy continuation parses."""
-    options = EngineOptions(
-        max_model_len=PROMPT + new_tokens, max_num_seqs=SEQUENCES, one_size=True
+    """For each prompt whether its greedy continuation parses; those of the student in a mode, or
+    of the teacher."""
+    if mode is not None and mode.exact_tail is not None:
+        own = dataclasses.replace(model.config, generated_kv="own", exact_tail=mode.exact_tail)
+        model = dataclasses.replace(model, config=own)
+    engine = Engine.from_model(
+        model,
+        EngineOptions(max_model_len=PROMPT + new_tokens, max_num_seqs=SEQUENCES, one_size=True),
+        swiftkv=mode is not None,
     )
-    engine = Engine.from_model(model, options, swiftkv=swiftkv)
     params = SamplingParams(max_tokens=new_tokens)
-    requests = [Request(prompt.tokens, params) for prompt in prompts]
-    new: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-    for number, output in engine.run(requests):
+    new: list[list[int]] = [[] for _ in prompts]
+    for number, output in engine.run([Request(prompt.tokens, params) for prompt in prompts]):
         new[number] += output.token_ids
     return [
-        parses(*block_of(prompt.header, model.tokenizer.decode(new[number])))
-        for number, prompt in enumerate(prompts)
+        parses(*block_of(prompt.header, model.tokenizer.decode(ids)))
+        for prompt, ids in zip(prompts, new, strict=True)
     ]

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
 from swiftkv_jax.layers import rope_table, unembed
-from swiftkv_jax.params import Llama, SwiftKV
+from swiftkv_jax.model import Model
+from swiftkv_jax.params import Llama
 from swiftkv_jax.sharding import batch_sharding
 from swiftkv_jax.train.sweep import teacher_states
 from swiftkv_jax.transformer import Batch, run_lower_layers, run_upper_layers_student
@@ -128,37 +129,34 @@ def _all_layers(config: Config, attention: Attention, llama: Llama, batch: Batch
     return run_lower_layers(config, llama, batch, attention=attention)[0]
 
 
-def score_student(
-    config: Config, llama: Llama, delta: SwiftKV, teacher: Teacher, mesh: Mesh, mode: Mode
-) -> Scores:
+def score_student(model: Model, teacher: Teacher, mesh: Mesh, mode: Mode) -> Scores:
     """The student's scores. In a mode in which tokens keep their own keys and values only rows
     that reach beyond the prompt are run: the others are zeros."""
-    attention, sharding = Attention(mesh), batch_sharding(mesh)
+    config, attention, sharding = model.config, Attention(mesh), batch_sharding(mesh)
     inputs, scores = teacher.states[config.num_key_value_layers], list[Scores]()
-    start = 0
-    for batch, states, last in zip(teacher.batches, inputs, teacher.last, strict=True):
-        if mode.exact_tail is not None and start >= teacher.held_out.num_long_rows:
-            zeros = np.zeros(batch.tokens.shape, np.float32)
-            scores.append(Scores(zeros, zeros, zeros, zeros))
-            continue
+    for number, (batch, x, last) in enumerate(
+        zip(teacher.batches, inputs, teacher.last, strict=True)
+    ):
         own = None
         if mode.exact_tail is not None:
+            if number * len(batch.tokens) >= teacher.held_out.num_long_rows:
+                scores.append(Scores(*[np.zeros(batch.tokens.shape, np.float32)] * 4))
+                continue
             columns = np.arange(batch.tokens.shape[1]) >= PROMPT - mode.exact_tail
             own = jax.device_put(np.broadcast_to(columns, batch.tokens.shape), sharding)
-        scores.append(
-            _to_host(_student(config, attention, llama, delta, batch, states, last, own))
-        )
-        start += len(batch.tokens)
+        found = _student(config, attention, model.llama, model.swiftkv, batch, x, last, own)
+        scores.append(_to_host(found))
     return _joined(scores)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _student(config, attention, llama, delta, batch: Batch, states, last, own) -> Scores:
+def _student(config, attention, llama, delta, batch: Batch, x, last, own) -> Scores:
+    """`x` enters the first upper layer, `last` is the teacher's output."""
     x, _ = run_upper_layers_student(
         config,
         llama,
         delta,
-        states,
+        x,
         rope_table(config, batch.positions),
         batch.segment_ids,
         attention=attention,

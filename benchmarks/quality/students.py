@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,7 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
 
     Raises `UsageError` if the file is of another recipe or other data.
     """
-    config = open_any(recipe.model).config.cut(
-        arm.num_key_value_layers, arm.key_value_group_size
-    )
+    config = open_any(recipe.model).config.cut(arm.num_key_value_layers, arm.key_value_group_size)
     model = load_model(recipe, config, mesh)
     identity = json.dumps(describe(recipe, data), sort_keys=True)
     if file.exists():
@@ -162,11 +160,14 @@ def _program(config: Config, recipe: Recipe, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _save(file: Path, model: Model, identity: str) -> None:
-    leaves = {f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(model.swiftkv))}
+    heads = json.dumps(model.config.shared_kv_heads)
+    arrays: dict[str, Any] = {
+        f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(model.swiftkv))
+    }
+    arrays |= {"identity": np.array(identity), _HEADS: np.array(heads)}
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial.npz")
-    heads = json.dumps(model.config.shared_kv_heads)
-    np.savez(partial, identity=np.array(identity), **{_HEADS: np.array(heads)}, **leaves)
+    np.savez(partial, **arrays)
     os.replace(partial, file)
 
 
@@ -196,7 +197,3 @@ def on_one_device(model: Model) -> Model:
 def is_finite(model: Model) -> bool:
     """False after a training run that diverged."""
     return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(model.swiftkv))
-
-
-def names(arm: Arm, rates: Sequence[float], seeds: Sequence[int]) -> Iterator[str]:
-    return (arm.name(rate, seed) for rate in rates for seed in seeds)
