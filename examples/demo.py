@@ -1,5 +1,5 @@
-"""The whole path on the demo model: convert, distil, generate, compare. `make demo` runs it, in
-under three minutes on two cores.
+"""The whole path on the demo model: convert, calibrate, distil, generate, compare. `make demo` runs
+it, in under three minutes on two cores.
 
     python examples/demo.py [FOLDER]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -28,10 +29,27 @@ from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.mesh import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
+from swiftkv_jax.train.data.packing import PackedRow
+from swiftkv_jax.train.data.prepare import prepare
+from swiftkv_jax.train.data.sources import STDLIB, DataSource
+from swiftkv_jax.train.output_folder import CALIBRATION, EXPORT
+from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.setup import open_tokenizer
 
 DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does
-STEPS = {1: 16, 2: 32}  # by group size: sharing a cache is the larger change
+GROUPS = {1: "SwiftKV 50%", 2: "+ 2-way AcrossKV", 4: "+ 4-way AcrossKV"}
+"""By the number of layers that share a cache."""
+STEPS = 16
+DEMO_FLAGS = (
+    f"--max-length {DEMO.max_length} --learning-rate {DEMO.learning_rate} --remat none".split()
+)
+MODES = (
+    ("keys and values from layer K's input", "boundary", 0),
+    ("generated tokens keep their own", "own", 0),
+    ("and the last 64 tokens of the prompt", "own", 64),
+)
+OWN_ROWS = 16
 PROMPT = "def read_lines(path):"
 ROWS = 4
 PROMPT_TOKENS = 897  # seven pages of 128, and the token that goes into the first decode step
@@ -46,7 +64,8 @@ class Column:
     model: skv.Model
     swiftkv: bool
     quality: dict[str, float]
-    """The last held-out evaluation of its distillation run."""
+    """Held-out perplexities of the start copied from the teacher, of the closed form and of the
+    distilled student, and the agreement of that one; of the teacher its perplexity alone."""
 
 
 def run(name: str, main: Callable[[list[str]], int], *arguments: str) -> None:
@@ -56,17 +75,64 @@ def run(name: str, main: Callable[[list[str]], int], *arguments: str) -> None:
         sys.exit(code)
 
 
-def distil(folder: Path, group: int) -> tuple[skv.Model, dict[str, float]]:
-    """A fresh delta for half the layers: the exported model, and its held-out quality before and
-    after."""
-    output = folder / f"group-{group}"
+def convert_and_distil(folder: Path, group: int) -> tuple[skv.Model, skv.Model, dict[str, float]]:
+    """Half the layers, in `group`-way shared caches: the model in closed form, the one distilled
+    from it, and their held-out quality."""
     mesh = "x".join(map(str, MESH))
-    flags = f"--mesh {mesh} --key-value-group-size {group} --max-steps {STEPS[group]}".split()
-    run("train", train, *flags, "--logging-steps", "4", "--output-dir", str(output))
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    before, after = (row for row in rows if "eval_agreement" in row)
-    initial = {"initial_perplexity": before["eval_student_perplexity"]}
-    return skv.load(output / "model"), after | initial
+    calibrated, distilled = folder / f"calibrated-{group}", folder / f"distilled-{group}"
+    flags = ["--mesh", mesh, "--key-value-group-size", str(group)]
+    run("train", train, "calibrate", *flags, "--output-dir", str(calibrated))
+    found = json.loads((calibrated / CALIBRATION).read_text())["held_out"]
+    flags = ["--mesh", mesh, "--max-steps", str(STEPS), "--logging-steps", "4"]
+    flags += ["--model", str(calibrated / EXPORT), "--output-dir", str(distilled)]
+    data = [flag for name in ("data", "eval-data") for flag in (f"--{name}", "stdlib")]
+    run("train", train, *flags, *data, *DEMO_FLAGS)
+    rows = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
+    after = [row for row in rows if "eval_agreement" in row][-1]
+    quality = {
+        "teacher": found["calibrated"]["teacher_perplexity"],
+        "copied": found["copied"]["perplexity"],
+        "closed form": found["calibrated"]["perplexity"],
+        "distilled": after["eval_student_perplexity"],
+        "agreement": after["eval_agreement"],
+    }
+    return skv.load(calibrated / EXPORT), skv.load(distilled / EXPORT), quality
+
+
+def own_kv(model: skv.Model, folder: Path) -> str:
+    """How far a student is from its teacher on the second half of held-out rows, by where the
+    tokens of that half take their upper keys and values from."""
+    rows = np.stack([row.tokens for row in held_out_rows(folder)])
+    half = rows.shape[1] // 2
+    teacher = log_softmax(skv.logits(model, rows, swiftkv=False)[:, half:])
+    lines = []
+    for name, mode, tail in MODES:
+        config = dataclasses.replace(model.config, generated_kv=mode, exact_tail=tail)
+        student = log_softmax(
+            skv.logits(
+                dataclasses.replace(model, config=config),
+                rows,
+                prompt_lengths=np.full(len(rows), half),
+            )[:, half:]
+        )
+        kl = (np.exp(teacher) * (teacher - student)).sum(-1).mean()
+        agree = (teacher.argmax(-1) == student.argmax(-1)).mean()
+        lines.append(f"  {name:<44} KL {kl:.4f}   agreement {agree:.1%}")
+    return "\n".join(lines)
+
+
+def log_softmax(logits) -> np.ndarray:
+    logits = np.asarray(logits)
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def held_out_rows(folder: Path) -> list[PackedRow]:
+    """Rows of one document each."""
+    data = prepare(DataSource(STDLIB), open_tokenizer(DEMO), DEMO.max_length, folder, held_out=True)
+    rows = (data[i] for i in range(len(data)))
+    whole = (row for row in rows if list(row.lengths) == [DEMO.max_length])
+    return list(itertools.islice(whole, OWN_ROWS))
 
 
 def measure(column: Column) -> tuple[float, float, str]:
@@ -114,10 +180,16 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
     def share(values, number):
         return [f"{number(value)}  ({value / values[0]:.0%})" for value in values]
 
-    quality = [column.quality for column in columns[1:]]
-    original = quality[0]["eval_teacher_perplexity"]
-    perplexity = [original, *(q["eval_student_perplexity"] for q in quality)]
-    steps = " and ".join(map(str, STEPS.values()))
+    quality = [column.quality for column in columns]
+    original = quality[1]["teacher"]
+
+    def perplexity(name: str) -> list[str]:
+        students = (q[name] for q in quality[1:])
+        return [
+            f"{original:.3f}",
+            *(f"{value:.3f}  ({value / original - 1:+.2%})" for value in students),
+        ]
+
     rows += [
         (f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G")),
         (
@@ -126,19 +198,13 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
         ),
         (f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms")),
         (f"KV cache bytes per token, {teacher.dtype}", *share(bytes_, lambda v: f"{v:,}")),
-        (
-            "held-out perplexity before distilling",
-            f"{original:.3f}",
-            *(f"{q['initial_perplexity']:.3f}" for q in quality),
-        ),
-        (
-            f"held-out perplexity after {steps} steps",
-            *(f"{value:.3f}  ({value / original - 1:+.2%})" for value in perplexity),
-        ),
+        ("held-out perplexity, projections copied", *perplexity("copied")),
+        ("the same in closed form, no training", *perplexity("closed form")),
+        (f"the same after {STEPS} steps from there", *perplexity("distilled")),
         (
             "next token agrees with the teacher",
             "100.0%",
-            *(f"{q['eval_agreement']:.1%}" for q in quality),
+            *(f"{q['agreement']:.1%}" for q in quality[1:]),
         ),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -166,21 +232,22 @@ def main() -> int:
 
     run("convert", convert, "hf2orbax", str(demo.LLAMA), str(folder / "orbax"))
     run("convert", convert, "inspect", str(folder / "orbax"))
-    alone, alone_quality = distil(folder, 1)
-    across, across_quality = distil(folder, 2)
-    columns = [
-        Column("teacher", skv.load(folder / "orbax"), False, {}),
-        Column("SwiftKV 50%", alone, True, alone_quality),
-        Column("SwiftKV 50% + 2-way AcrossKV", across, True, across_quality),
-    ]
+    columns = [Column("teacher", skv.load(folder / "orbax"), False, {})]
+    closed_form = {}
+    for group, title in GROUPS.items():
+        closed_form[group], distilled, quality = convert_and_distil(folder, group)
+        columns.append(Column(title, distilled, True, quality))
     measured = [measure(column) for column in columns]
     for column, (_, _, text) in zip(columns, measured, strict=True):
         print(f"\n--- {column.title}, greedy " + "-" * (90 - len(column.title)))
         print(PROMPT + text)
+    print(f"\n{table(columns, measured)}")
     print(
-        f"\n{table(columns, measured)}\n\n{time.time() - started:.0f} s in all; everything is in "
-        f"{folder}"
+        f"\nSwiftKV 50% in closed form against the teacher, tokens after the first "
+        f"{DEMO.max_length // 2} of {OWN_ROWS} held-out rows:"
     )
+    print(own_kv(closed_form[1], folder / "calibrated-1" / "data"))
+    print(f"\n{time.time() - started:.0f} s in all; everything is in {folder}")
     return cli.OK
 
 

@@ -120,31 +120,34 @@ class Attention:
         Each data-parallel shard plans its own rows, for the heads that one of its devices has: the
         plans of the shards follow one another, and an entry counts from its shard's first row.
         """
-        implementation = self.implementation
+        op = functools.partial(pallas_kernels.plan_decode, implementation=self.implementation)
         if self.mesh is None:
-            return pallas_kernels.plan_decode(
-                q, k, length, page_table=page_table, implementation=implementation
-            )
+            return op(q, k, length, page_table=page_table)
         split = _Split.of(self.mesh, q, k, page_table)
-        (queries, heads, head_dim), (pages, _, page, _) = q.shape[1:], k.shape
-        if split.rows is not None:
-            pages //= dp_size(self.mesh)
-        q_shape = queries, heads // split.head_shards, head_dim
-        k_shape = pages, split.local_kv_heads, page, head_dim
+        local_q, local_k = split.local_shapes(q, k)
 
         def local(length, page_table):
-            return pallas_kernels.plan_decode(
-                jax.ShapeDtypeStruct((*length.shape, *q_shape), q.dtype),
-                jax.ShapeDtypeStruct(k_shape, k.dtype),
-                length,
-                page_table=page_table,
-                implementation=implementation,
-            )
+            return op(local_q, local_k, length, page_table=page_table)
 
         spec = P(split.rows)
         return jax.shard_map(
             local, mesh=self.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
         )(length, page_table)
+
+    def widens_pool(
+        self,
+        q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+        k: Num[Array, "X K page H"] | jax.ShapeDtypeStruct,
+        page_table: Int[Array, "B P"] | jax.ShapeDtypeStruct,
+    ) -> bool:
+        """`pallas_kernels.widens_pool` on this mesh."""
+        op = functools.partial(pallas_kernels.widens_pool, implementation=self.implementation)
+        if self.mesh is None:
+            return op(q, k, page_table)
+        local_q, local_k = _Split.of(self.mesh, q, k, page_table).local_shapes(q, k)
+        local_table = (local_q.shape[0], page_table.shape[1])
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return op(local_q, local_k, jax.ShapeDtypeStruct(local_table, page_table.dtype))
 
     @staticmethod
     def _per_device(mesh, op, q, kv, per_row):
@@ -189,6 +192,8 @@ class _Split(NamedTuple):
 
     rows: tuple[str, ...] | None
     """Axes that rows are split over; None where the shards do not divide them."""
+    row_shards: int
+    """Parts of the rows, and of the pages of a pool; 1 where `rows` is None."""
     split_kv: bool
     """Whether each device has some of the key/value heads."""
     share_kv: bool
@@ -201,6 +206,13 @@ class _Split(NamedTuple):
     def local_kv_heads(self) -> int:
         return 1 if self.share_kv else self.kv_heads // self.head_shards
 
+    def local_shapes(self, q, k) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """What one device has of `q` B T N H and of `k` B K S H or X K page H."""
+        (rows, queries, heads, head_dim), (pages, _, page, _) = q.shape, k.shape
+        local_q = rows // self.row_shards, queries, heads // self.head_shards, head_dim
+        local_k = pages // self.row_shards, self.local_kv_heads, page, head_dim
+        return jax.ShapeDtypeStruct(local_q, q.dtype), jax.ShapeDtypeStruct(local_k, k.dtype)
+
     @staticmethod
     def of(mesh: Mesh, q, k, page_table) -> _Split:
         """The split of `q` B T N H and `k`. Raises `ValueError` if shards do not divide a pool and
@@ -212,8 +224,10 @@ class _Split(NamedTuple):
                 f"data-parallel shards, got {batch} and {pages}"
             )
         split_kv, share_kv = split_heads(mesh, q.shape[2], k.shape[1])
+        split_rows = batch % shards == 0
         return _Split(
-            rows=row_axes(mesh) if batch % shards == 0 else None,
+            rows=row_axes(mesh) if split_rows else None,
+            row_shards=shards if split_rows else 1,
             split_kv=split_kv,
             share_kv=share_kv,
             head_shards=mesh.shape[MODEL] if split_kv or share_kv else 1,

@@ -13,26 +13,49 @@ from .transformer import Remat
 def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     """Operations to fill the cache with a prompt of `length` tokens: no logits are needed for that.
 
-    The student runs the lower layers and one key/value projection per group. The teacher runs every
-    layer but the last, of which it needs the keys and values only.
+    The student runs the lower layers and one key/value projection per group, and the last
+    `config.exact_tail` tokens through the upper layers too. The teacher, and the tail, run every
+    layer but the last, of which they need the keys and values only.
     """
     layers, projections = (
         (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
     )
-    return layers * _layer_flops(config, length) + projections * 2 * length * kv_weights(config)
+    tail = min(config.exact_tail, length) if swiftkv else 0
+    upper = tail_flops(config, length, tail) if tail else 0
+    return (
+        layers * _layer_flops(config, length)
+        + projections * 2 * length * kv_weights(config)
+        + upper
+    )
+
+
+def tail_flops(config: Config, length: int, tail: int) -> int:
+    """Operations of the upper layers for the last `tail` of `length` tokens, to fill the cache."""
+    attention = _attention_flops(config, length) - _attention_flops(config, length - tail)
+    layers = (config.num_upper_layers - 1) * (2 * tail * layer_weights(config) + attention)
+    return layers + 2 * tail * kv_weights(config)
+
+
+def kv_projections(config: Config, *, swiftkv: bool) -> int:
+    """Layers' projections of keys and values in a decode step.
+
+    Where generated tokens keep their own, those from the boundary are computed too if there is no
+    `exact_tail`: the last token of a prompt, the input of the first step, is then no own one.
+    """
+    if not swiftkv:
+        return config.num_layers
+    own = config.num_upper_layers if config.generated_kv == "own" else 0
+    boundary = 0 if own and config.exact_tail else config.num_kv_groups
+    return config.num_lower_layers + own + boundary
 
 
 def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     """Operations for one token of one row: every layer, attention to `context` positions, its own
     among them, and the logits."""
     attention = 2 * 2 * config.num_heads * config.head_dim * context
-    kv_projections = (
-        (config.num_lower_layers + config.num_kv_groups) if swiftkv else config.num_layers
-    )
+    projections = kv_projections(config, swiftkv=swiftkv)
     layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
-    return (
-        layers + kv_projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
-    )
+    return layers + projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:

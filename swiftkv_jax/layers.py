@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .config import Config
-from .params import Block, Leaf
+from .params import Block, Leaf, ServingBlock
 from .quantization import Quantized, as_matrix, product
 
 
@@ -102,12 +102,15 @@ def mix_values(
 
 
 def output_and_mlp(
-    config: Config, block: Block, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
+    config: Config,
+    block: Block | ServingBlock,
+    x: Float[Array, "B T D"],
+    attended: Float[Array, "B T N H"],
 ) -> Float[Array, "B T D"]:
     """All that follows attention: output projection, residual, SwiGLU MLP, residual."""
     with jax.named_scope("attention_output"):
         heads = attended.reshape(*x.shape[:2], -1)
-        # M = N H; serving keeps `o` in this form.
+        # M = N H
         out = product("BTM,DM->BTD", heads, as_matrix(block.o))
         x = x + (out if block.o_bias is None else out + block.o_bias)
     with jax.named_scope("mlp"):
@@ -116,10 +119,10 @@ def output_and_mlp(
 
 
 def _gate_and_up(
-    block: Block, h: Float[Array, "B T D"]
+    block: Block | ServingBlock, h: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    if block.up is None:  # serving keeps both in `gate`: one product
-        both = product("BTD,PFD->BTPF", h, block.gate)
+    if isinstance(block, ServingBlock):
+        both = product("BTD,PFD->BTPF", h, block.gate_up)
         return both[:, :, 0], both[:, :, 1]
     return product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)
 

@@ -148,6 +148,18 @@ class Block:
 
 
 @struct.dataclass
+class ServingBlock:
+    """The `Block` of one layer as serving holds it: `o` is a matrix, gate and up are one array."""
+
+    attn_norm: Leaf  # D
+    o: Leaf  # D M; M = N H
+    mlp_norm: Leaf  # D
+    gate_up: Leaf  # 2 F D
+    down: Leaf  # D F
+    o_bias: Leaf = None  # D
+
+
+@struct.dataclass
 class QKV:
     """Projections of a layer that owns its keys and values. `?` is L or U."""
 

@@ -26,7 +26,16 @@ from jaxtyping import Array, Bool, Float, Int
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
 from .layers import apply_rope, mix_values, output_and_mlp, project_heads, rms_norm, rope_table
-from .params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher, require_upper_kv
+from .params import (
+    QKV,
+    Block,
+    Leaf,
+    Llama,
+    ServingBlock,
+    SwiftKV,
+    require_teacher,
+    require_upper_kv,
+)
 from .quantization import Quantized, product
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
@@ -60,6 +69,7 @@ class Batch:
     positions: Leaf  # i32[B, T]; restart at 0 in every document
     segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
     loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
+    own: Leaf = None  # bool[B, T]; tokens that keep upper keys and values of their own; None: none
 
 
 def unpacked_batch(
@@ -76,7 +86,7 @@ def unpacked_batch(
 # Layers -----------------------------------------------------------------------
 
 
-def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
+def self_layer(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, attend: Attend):
     """A layer with keys and values of its own: (x, state), where `attend(q, k, v)` returns
     (attended, state)."""
     with jax.named_scope("qkv"):
@@ -89,7 +99,9 @@ def self_layer(config: Config, block: Block, qkv: QKV, x, rope, attend: Attend):
     return output_and_mlp(config, block, x, attended), state
 
 
-def cross_layer(config: Config, block: Block, q_weight, q_bias, x, rope, attend: Attend):
+def cross_layer(
+    config: Config, block: Block | ServingBlock, q_weight, q_bias, x, rope, attend: Attend
+):
     """An upper layer of the student, with queries of its own: x. `attend(q)` attends to the keys
     and values of its group."""
     with jax.named_scope("q"):

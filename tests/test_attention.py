@@ -10,6 +10,7 @@ import pytest
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.pallas_kernels.decode_plan import make_plan
+from tests.pallas_kernels.interpreted import under
 
 B, T, N, S, H = 4, 6, 16, 24, 8
 
@@ -225,6 +226,24 @@ def test_a_plan_of_a_pool_on_a_mesh(monkeypatch):
     )
     assert call() is None
     assert seen == [((6, 2, 16, H), (2, 3))]
+
+
+def test_whether_a_pool_is_widened_is_asked_of_the_devices_of_the_mesh(monkeypatch):
+    """With the shapes that one of them has; a name is obeyed."""
+    q, kv = jnp.zeros((B, 128, N, 64)), jnp.zeros((12, 8, 128, 64), jnp.int8)
+    q, table, mesh = q.astype(jnp.bfloat16), jnp.zeros((B, 3), int), make_mesh((2, 4))
+    with under("H100"):
+        assert Attention().widens_pool(q, kv, table)
+        assert not Attention(mesh).widens_pool(q, kv, table)
+        assert Attention(mesh, "hopper").widens_pool(q, kv, table)
+        assert not Attention(mesh, "hopper").widens_pool(q, kv.astype(q.dtype), table)
+    seen = []
+    monkeypatch.setattr(
+        "swiftkv_jax.pallas_kernels.widens_pool",
+        lambda *arrays, **_: bool(seen.append([array.shape for array in arrays])),
+    )
+    Attention(mesh).widens_pool(q, kv, table)
+    assert seen == [[(2, 128, 4, 64), (6, 2, 128, 64), (2, 3)]]
 
 
 @pytest.mark.parametrize(("rows", "pages"), [(3, 12), (4, 11)])

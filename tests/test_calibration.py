@@ -31,7 +31,7 @@ def random_inputs(size: int, count: int = 400) -> np.ndarray:
 
 
 def test_ridge_finds_a_linear_map_and_says_how_much_it_explains():
-    s = random_inputs(6)
+    s = RNG.normal(size=(400, 6))
     weights = RNG.normal(size=(2, 6, 4))  # K E H
     y = np.einsum("ne,keh->nkh", s, weights)
     noisy = y + RNG.normal(size=y.shape) * y.std()
@@ -252,6 +252,7 @@ def test_layer_k_keeps_its_own_projections():
     """States up to the input of layer K + 1 are the teacher's, without groups."""
     teacher = random_teacher()
     delta, qkv = skv.calibrate(teacher, TOKENS, 2).model.swiftkv, teacher.llama.upper_qkv
+    assert delta is not None and qkv is not None
     np.testing.assert_allclose(delta.k[0], qkv.k[0], atol=1e-4)
     np.testing.assert_allclose(delta.v[0], qkv.v[0], atol=1e-4)
     assert np.abs(delta.k[1] - qkv.k[1]).max() > 0.1
@@ -262,6 +263,7 @@ def test_the_order_of_a_layers_heads_does_not_matter():
     teacher = random_teacher()
     order, queries = jnp.array([1, 0]), jnp.array([2, 3, 0, 1])
     qkv, upper = teacher.llama.upper_qkv, teacher.llama.upper
+    assert qkv is not None
     permuted = dataclasses.replace(
         teacher.llama,
         upper=dataclasses.replace(upper, o=upper.o.at[1].set(upper.o[1][:, queries])),
@@ -277,6 +279,7 @@ def test_the_order_of_a_layers_heads_does_not_matter():
         for llama in (teacher.llama, permuted)
     ]
     heads = [student.config.shared_kv_heads for student in students]
+    assert heads[0] is not None and heads[1] is not None
     assert heads[0][1] != heads[1][1] and heads[0][0] == heads[1][0]
     for swiftkv in (False, True):
         first, second = (skv.logits(student, TOKENS[:2], swiftkv=swiftkv) for student in students)

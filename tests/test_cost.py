@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.config import Config
-from swiftkv_jax.cost import prefill_flops, train_flops_per_token
+from swiftkv_jax.cost import decode_flops, prefill_flops, train_flops_per_token
+from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, variant_of
 from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
+from swiftkv_jax.infer.runner.weights import weight_shapes
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.train.distill import mean_loss
 from swiftkv_jax.transformer import unpacked_batch
 
@@ -49,6 +53,123 @@ def test_prefill(swiftkv):
     assert prefill_flops(CONFIG, LENGTH, swiftkv=swiftkv) == pytest.approx(
         counted_flops(compiled), rel=0.05
     )
+
+
+# Tokens that keep their own keys and values -----------------------------------
+
+
+def own(config: Config, exact_tail: int) -> Config:
+    return dataclasses.replace(config, generated_kv="own", exact_tail=exact_tail)
+
+
+def counted(config: Config, key, swiftkv: bool = True, max_model_len: int = LENGTH, **fields):
+    """XLA's figures of one program, before it is optimised."""
+    defaults = {"batch": 1, "page_size": LENGTH, "dtype": jnp.float32}
+    lowered = lower_program(
+        config, key, max_model_len=max_model_len, swiftkv=swiftkv, **defaults | fields
+    )
+    figures = lowered.cost_analysis()
+    assert figures is not None
+    return figures["flops"]
+
+
+def test_prefill_with_a_tail():
+    """All of a chunk: XLA's program runs the upper layers for a fixed number of tokens."""
+    deep = dataclasses.replace(CONFIG, num_layers=5, num_key_value_layers=2)
+    for config in own(deep, LENGTH + 1), own(deep, LENGTH):
+        key = "tail", LENGTH, LENGTH, None
+        assert prefill_flops(config, LENGTH, swiftkv=True) == pytest.approx(
+            counted(config, key), rel=0.05
+        )
+    assert prefill_flops(own(deep, 1000), LENGTH, swiftkv=True) == prefill_flops(
+        own(deep, LENGTH), LENGTH, swiftkv=True
+    )
+    assert prefill_flops(own(deep, 0), LENGTH, swiftkv=True) == prefill_flops(
+        deep, LENGTH, swiftkv=True
+    )
+
+
+def test_decode_of_own_keys_and_values():
+    """With a tail as many operations as the teacher. Without one, the keys and values of the three
+    upper layers twice."""
+    config = dataclasses.replace(CONFIG, num_layers=5, num_key_value_layers=2)
+    teacher = decode_flops(config, LENGTH, swiftkv=False)
+    again = 3 * 2 * 2 * 4 * 32 * 256
+    assert decode_flops(own(config, 8), LENGTH, swiftkv=True) == teacher
+    assert decode_flops(own(config, 0), LENGTH, swiftkv=True) == teacher + again
+    both, one = (counted(own(config, tail), ("decode", 1)) for tail in (0, 8))
+    assert both - one == pytest.approx(again, rel=0.05)
+    assert one == pytest.approx(counted(config, ("decode", 1), swiftkv=False), rel=0.01)
+
+
+CONFIG_8B = LLAMA_8B.cut(12)
+SHAPE_8B = {"page_size": 128, "max_model_len": 8192, "dtype": jnp.bfloat16}
+
+
+@pytest.mark.long
+def test_prefill_of_8b_with_a_tail():
+    """K = 12 of 32 layers, a prompt of 8,192 of which the last 64 run through all layers. The
+    engine's teacher stops at the keys and values of its last layer; a 33rd layer stops there
+    instead."""
+    config, filling = own(CONFIG_8B, 64), ("prefill", 2048, 16, None)
+    student = 3 * counted(config, filling, **SHAPE_8B)
+    student += counted(config, ("tail", 2048, 64, None), **SHAPE_8B)
+    for layers, limit in (32, 0.42), (33, 0.41):
+        plain = dataclasses.replace(LLAMA_8B, num_layers=layers, num_key_value_layers=0)
+        teacher = 4 * counted(plain, filling, swiftkv=False, **SHAPE_8B)
+        formula = prefill_flops(config, 8192, swiftkv=True)
+        formula /= prefill_flops(plain, 8192, swiftkv=False)
+        print(
+            f"prefill operations to the teacher's: {student / teacher:.4f}, formula {formula:.4f}"
+        )
+        assert formula <= student / teacher <= limit
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tail", [64, 0])
+def test_decode_of_8b(tail):
+    """XLA counts one step of the loop over pages, that is almost no attention."""
+    config = own(CONFIG_8B, tail)
+    one, plain = (
+        counted(config, ("decode", 1), swiftkv=swiftkv, **SHAPE_8B) for swiftkv in (True, False)
+    )
+    without, whole = (
+        decode_flops(config, context, swiftkv=True) / decode_flops(config, context, swiftkv=False)
+        for context in (1, 8192)
+    )
+    student, teacher = (
+        variant_of(name, config, weight_shapes(config, swiftkv, BF16), BF16, shapes_of(config))
+        for name, swiftkv in ((STUDENT, True), (TEACHER, False))
+    )
+    read, floor = (each.weight_bytes + 8192 * each.kv_bytes for each in (student, teacher))
+    print(f"decode, tail {tail}: operations {whole:.4f}, bytes {read / floor:.4f} of the teacher's")
+    assert one / plain == pytest.approx(without, abs=2e-3)
+    assert whole <= 1.02 and read / floor <= 1.03
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def shapes_of(config: Config) -> Shapes:
+    """Shapes of an engine for one sequence."""
+    return Shapes(
+        dp_size=1,
+        page_size=128,
+        num_pages=64,
+        table_pages=64,
+        slots=1,
+        decode_rows=(1,),
+        decode_steps=1,
+        greedy_programs=False,
+        chunks=(2048,),
+        spare_tiles=(4,),
+        contexts=(None,),
+        scoring=False,
+        kv=kv_programs(config),
+    )
+
+
+# Training ---------------------------------------------------------------------
 
 
 def train_count(config, remat) -> float:

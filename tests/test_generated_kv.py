@@ -134,6 +134,7 @@ def test_own_tokens_anywhere():
     hf, tensors, model = setup()
     tokens = tiny.tokens_for(hf, 2, 9)
     own = np.random.default_rng(0).random((2, 9)) < 0.5
+    assert model.swiftkv is not None
     hidden = transformer.student(
         model.config,
         model.llama,
@@ -170,8 +171,8 @@ def test_only_the_teachers_keys_and_values_are_needed():
     hf, _, model = setup(2)
     tokens = tiny.tokens_for(hf, 2, 9)
     whole = model.llama.upper_qkv
+    assert isinstance(whole, QKV)
     slim = dataclasses.replace(whole, q=None, q_bias=None)
-    assert isinstance(slim, QKV)
 
     def with_upper(qkv):
         return dataclasses.replace(model, llama=dataclasses.replace(model.llama, upper_qkv=qkv))

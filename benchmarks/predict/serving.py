@@ -28,7 +28,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
-from swiftkv_jax.infer.runner.shapes import choose_shapes
+from swiftkv_jax.infer.runner.shapes import choose_shapes, with_contexts
 from swiftkv_jax.infer.runner.weights import num_bytes, served_config, weight_shapes
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.roofline import Roofline
@@ -71,8 +71,9 @@ class PredictedRunner:
             page_bytes=Layout(self.config, self.cache_dtype, None).page_bytes(options.page_size),
             weight_bytes=num_bytes(self.weights),
             memory_limit=int(options.memory_utilization * device.published.memory_bytes),
-            quantized=self.cache_dtype != DTYPE,
         )
+        if self.cache_dtype != DTYPE:  # Hopper's kernel widens the pool that it is given
+            self.shapes = with_contexts(self.shapes)
         self.limits = self.shapes.limits
         self.variant = variant_of(name, config, self.weights, self.cache_dtype, self.shapes)
         self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size)

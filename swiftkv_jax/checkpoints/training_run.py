@@ -88,10 +88,12 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         raise CheckpointError(f"{said}: no such directory here; give its directory as `base`")
     heads = recorded.get("shared_kv_heads")
     config = dataclasses.replace(
-        open_any(where).config.cut(
-            recorded["num_key_value_layers"], recorded["key_value_group_size"]
-        ),
+        open_any(where).config,
+        num_key_value_layers=recorded["num_key_value_layers"],
+        key_value_group_size=recorded["key_value_group_size"],
         shared_kv_heads=None if heads is None else tuple(map(tuple, heads)),
+        generated_kv=recorded.get("generated_kv", "boundary"),
+        exact_tail=recorded.get("exact_tail", 0),
     )
     found = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := [

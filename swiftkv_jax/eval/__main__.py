@@ -224,7 +224,14 @@ def run(args: argparse.Namespace) -> int:
         if options.output:
             settings = {"swiftkv": args.swiftkv, "limit": options.limit} | {
                 name: getattr(args, name)
-                for name in ("dtype", "quantization", "kv_cache_dtype", "max_model_len")
+                for name in (
+                    "dtype",
+                    "quantization",
+                    "kv_cache_dtype",
+                    "max_model_len",
+                    "generated_kv",
+                    "exact_tail",
+                )
             }
             write_json(options.output, document(model_options.path, settings, reports))
     return cli.OK

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..cache import KVCacheDtype
+from ..config import GeneratedKV
 from ..errors import DataError, UsageError
 from ..model import Model, check_model
 from ..pallas_kernels import Implementation
@@ -60,6 +61,8 @@ def generate(
     max_num_seqs: int = 64,
     decode_steps: int = 8,
     kv_cache_dtype: KVCacheDtype = "auto",
+    generated_kv: GeneratedKV | None = None,
+    exact_tail: int | None = None,
     mesh: Mesh | None = None,
     attention: Implementation | None = None,
     **sampling: Any,
@@ -129,6 +132,8 @@ def generate(
         max_num_seqs=min(max_num_seqs, max(len(many), 1)),
         decode_steps=decode_steps,
         kv_cache_dtype=kv_cache_dtype,
+        generated_kv=generated_kv,
+        exact_tail=exact_tail,
         one_size=True,
     )
     for number, request in enumerate(requests):

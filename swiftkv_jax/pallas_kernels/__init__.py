@@ -10,7 +10,7 @@ from typing import get_args
 
 from .checks import check_decode, check_prefill
 from .decode_plan import DecodePlan
-from .ops import Implementation, decode_attention, plan_decode, prefill_attention
+from .ops import Implementation, decode_attention, plan_decode, prefill_attention, widens_pool
 from .remat import ATTENTION_OUTPUT
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -25,4 +25,5 @@ __all__ = [
     "decode_attention",
     "plan_decode",
     "prefill_attention",
+    "widens_pool",
 ]

@@ -29,13 +29,11 @@ from .device import (
     is_hopper,
     is_nvidia,
 )
+from .no_gradient import SCALED_OR_PAGED, without_gradient
 from .remat import checkpoint_names
 from .tuning import tuning_for
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
-NO_GRADIENT = (
-    "attention to scaled or paged keys and values has no gradient: widen or gather them first"
-)
 
 
 def prefill_attention(
@@ -71,9 +69,9 @@ def prefill_attention(
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per
     position and head: the value is what is stored times its scale. The device kernels read them
     widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
-    prefill chunk's attention. With a pool that is a copy of all X pages: gather those of the table
-    first and pass them as rows. XLA and cuDNN widen what they read, one block at a time. What no
-    query sees must be finite: its weight is zero, but zero times infinity is NaN.
+    prefill chunk's attention. With a pool that is a copy of all X pages: where `widens_pool`,
+    gather those of the table first. XLA and cuDNN widen what they read, one block at a time. What
+    no query sees must be finite: its weight is zero, but zero times infinity is NaN.
 
     `tuning` and `backward_tuning` are the kernel's `Tuning` and that of its gradient, instead of
     the entries of the table (`tuning.tuning_for`); they need a named device kernel.
@@ -110,11 +108,11 @@ def prefill_attention(
     )
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
     if k_scale is not None or page_table is not None:
-        q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
+        q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
     if name == "xla":
         return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table)
     if name == "cudnn" and (page_table is not None or not starts_at_zero):
-        q, k, v = _without_gradient(
+        q, k, v = without_gradient(
             "implementation='cudnn' has no gradient with q_offset; 'xla' has", (q, k, v)
         )
         return cudnn.chunk(q, k, v, offset, lengths, k_scale, v_scale, page_table)
@@ -123,7 +121,7 @@ def prefill_attention(
         return cudnn.prefill(q, k, v, lengths)
     if starts_at_zero and keys == queries and lengths is None and page_table is None:
         return _whole_rows(name, tuning, backward_tuning, q, k, v, segment_ids)
-    q, k, v = _without_gradient(
+    q, k, v = without_gradient(
         f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
         (q, k, v),
     )
@@ -174,12 +172,12 @@ def decode_attention(
         "decode", implementation, q, k, page_table=page_table, tuning=tuning
     )
     if k_scale is not None or page_table is not None:
-        q, k, v, k_scale, v_scale = _without_gradient(NO_GRADIENT, (q, k, v, k_scale, v_scale))
+        q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
     if name == "xla":
         return xla.decode(q, k, v, length, k_scale, v_scale, page_table)
     if name == "cudnn":
         return cudnn.decode(q, k, v, length)
-    q, k, v = _without_gradient(
+    q, k, v = without_gradient(
         f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
     )
     kernel = _kernels(name).decode
@@ -217,6 +215,21 @@ def plan_decode(
 
 
 # Choosing ---------------------------------------------------------------------
+
+
+def widens_pool(
+    q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+    k: Num[Array, "X K page H"] | jax.ShapeDtypeStruct,
+    page_table: Int[Array, "B P"] | jax.ShapeDtypeStruct,
+    *,
+    implementation: Implementation | None = None,
+) -> bool:
+    """Whether `prefill_attention` with these operands and options widens the whole pool before it
+    reads pages of it: with keys in 8 bits, on a device kernel. Only shapes and dtypes count."""
+    if k.dtype == q.dtype:
+        return False
+    name = implementation or choose_implementation("prefill", None, q, k, page_table=page_table)
+    return name in ("hopper", "tpu")
 
 
 def choose_implementation(
@@ -371,19 +384,6 @@ def _whole_rows_backward(name, tuning, backward_tuning, residuals, d_out):
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _without_gradient(message: str, operands):
-    """`operands`; differentiating them raises `NotImplementedError(message)`."""
-    return operands
-
-
-def _refuse_gradient(message, *_):
-    raise NotImplementedError(message)
-
-
-_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _widened(q, x, scale):

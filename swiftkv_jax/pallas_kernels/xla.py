@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from . import segments
 from .device import current_device
+from .no_gradient import SCALED_OR_PAGED
 from .remat import checkpoint_names
 from .xla_blocks import decode_keys, prefill_blocks
 
@@ -185,10 +186,7 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
 
 def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int):
     if keys.k_scale is not None or keys.page_table is not None:
-        raise NotImplementedError(
-            "attention to scaled or paged keys and values has no gradient: widen or gather them "
-            "first"
-        )
+        raise NotImplementedError(SCALED_OR_PAGED)
     q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv))
     return out, (q, keys, last, out, lse)
 

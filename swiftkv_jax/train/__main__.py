@@ -34,6 +34,7 @@ from typing import get_args
 from .. import cli
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
+from ..config import GENERATED_KV
 from ..errors import UsageError
 from ..mesh import parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS
@@ -85,6 +86,18 @@ def parser() -> argparse.ArgumentParser:
         help="JSONL (messages, prompt and completion, conversations or text), text files, "
         "Parquet, ArrayRecord, a Hugging Face dataset "
         "folder, a folder of such files, a prepared one, or `stdlib`; repeat to mix, by weight",
+    )
+    flag(
+        "--generated-kv",
+        choices=GENERATED_KV,
+        help="train for, and export, generated tokens that keep upper keys and values of their own "
+        "(default: as the model says)",
+    )
+    flag(
+        "--exact-tail",
+        type=int,
+        metavar="W",
+        help="with --generated-kv own: so do the last W tokens of a prompt (default: as the model)",
     )
     flag(
         "--init",

@@ -116,7 +116,8 @@ def distill_sums(
     attention: Attention = DEFAULT,
     chunk: int | None = None,
 ) -> Sums:
-    """Run teacher and student on one batch. The fields of `batch` are B T.
+    """Run teacher and student on one batch. The fields of `batch` are B T; its `own` tokens keep
+    upper keys and values of their own.
 
     The delta may be wider than the frozen weights (a float32 master copy): it is cast to their
     dtype. `chunk` is the argument of `linear_kl`. Raises `ValueError` as `Objective.layer_index`
@@ -161,6 +162,7 @@ def distill_sums(
             ),
             remat=remat,
             attention=attention,
+            own=batch.own,
         )
     teacher_x, student_x = (
         constrain_activations(attention.mesh, x) for x in (teacher_x, student_x)

@@ -22,15 +22,22 @@ def evaluate(
     data: DatasetMixture,
     recipe: Recipe,
     sharder: BatchSharder,
+    *,
+    own_tail: int | None = None,
 ) -> dict[str, float]:
     """Perplexities, agreement, divergence and hidden loss per token on the first rows of `data`,
     under names that begin with `eval_`.
 
     They are means over the predictions of targets (`hidden_loss`: over tokens), whatever the
     recipe's `loss_average` and `loss_mask` are: those are about the loss that is trained on.
+    `own_tail` as in `PackedRow.fields`.
     """
     batches = first_batches(
-        data, sharder.num_rows, positions=sharder.positions, limit=recipe.eval_batches
+        data,
+        sharder.num_rows,
+        positions=sharder.positions,
+        limit=recipe.eval_batches,
+        own_tail=own_tail,
     )
     parts = [eval_step(delta, llama, sharder.shard(local.batch)) for local in batches]
     totals: Sums = jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)

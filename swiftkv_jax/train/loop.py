@@ -40,6 +40,7 @@ from .setup import (
     load_data,
     load_model,
     open_tokenizer,
+    own_tail,
     source_dtype,
     write_settings,
 )
@@ -190,7 +191,13 @@ def train(
             if context.eval_data is None:
                 return None
             results = evaluate(
-                eval_step, state.delta, context.llama, context.eval_data, recipe, eval_batches
+                eval_step,
+                state.delta,
+                context.llama,
+                context.eval_data,
+                recipe,
+                eval_batches,
+                own_tail=own_tail(context.config),
             )
             metrics.record_evaluation(step, results)
             return results[EVAL_LOSS]
@@ -221,6 +228,7 @@ def train(
             stop=steps,
             loss_mask=recipe.loss_mask,
             padding=recipe.padding,
+            own_tail=own_tail(context.config),
         )
         local_batches = stack.enter_context(contextlib.closing(reading))
         for step, local in enumerate(local_batches, start=first + 1):

@@ -184,7 +184,13 @@ def lower_step(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> 
     return step.lower(
         state_shapes(config, optimizer),
         llama_shapes(config, dtype),
-        Batch(integers, integers, integers, floats),
+        Batch(
+            integers,
+            integers,
+            integers,
+            floats,
+            None if config.generated_kv == "boundary" else jax.ShapeDtypeStruct(shape, jnp.bool_),
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import demo
+from ..config import GeneratedKV
 from ..errors import UsageError
 from ..mesh import MeshShape
 from ..pallas_kernels import Implementation
@@ -45,6 +46,11 @@ class Recipe:
     half the layers."""
     key_value_group_size: int | None = None
     """Upper layers that share one key/value cache. None is that of the model's own delta, or 1."""
+    generated_kv: GeneratedKV | None = None
+    """Where generated tokens take their upper keys and values from, in training and in the exported
+    model (`Config.generated_kv`); None is as the model says."""
+    exact_tail: int | None = None
+    """`Config.exact_tail`; None is as the model says."""
     init: Init = "closed-form"
     """What a delta starts from where the checkpoint has none at this cut: least squares on
     calibration tokens (`calibration`), or a copy of the teacher's projections

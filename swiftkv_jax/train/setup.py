@@ -20,7 +20,7 @@ from ..checkpoints.digest import digest_all
 from ..checkpoints.training_run import RECIPE
 from ..config import Config
 from ..cut import choose_cut
-from ..errors import CheckpointError, OutOfMemoryError, UsageError
+from ..errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ..hardware import GIB
 from ..io.files import write_json
 from ..model import Model
@@ -43,6 +43,12 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
     Raises `UsageError` for settings that do not fit the model.
     """
     config = choose_cut(found, recipe.num_key_value_layers, recipe.key_value_group_size)
+    own = {"generated_kv": recipe.generated_kv, "exact_tail": recipe.exact_tail}
+    given = {name: value for name, value in own.items() if value is not None}
+    try:
+        config = dataclasses.replace(config, **given)
+    except ConfigError as error:
+        raise UsageError(f"`generated_kv`, `exact_tail`: {error}") from None
     if recipe.max_length > config.max_position_embeddings:
         raise UsageError(
             f"`max_length`={recipe.max_length}: this model has {config.max_position_embeddings} "
@@ -165,12 +171,26 @@ def fingerprint(
             "dtype": str(model.dtype),
             "num_key_value_layers": model.config.num_key_value_layers,
             "key_value_group_size": model.config.key_value_group_size,
+            **own_settings(model.config),
             "base_model": digest_all(jax.tree.leaves(model.llama)),
             "first_delta": first_delta,
             "data": data.fingerprint,
         }
         | later
     )
+
+
+def own_settings(config: Config) -> dict[str, Any]:
+    """What a fingerprint says of tokens with upper keys and values of their own; nothing where
+    there are none, as in earlier checkpoints."""
+    if config.generated_kv == "boundary":
+        return {}
+    return {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail}
+
+
+def own_tail(config: Config) -> int | None:
+    """The `own_tail` of the data's rows."""
+    return None if config.generated_kv == "boundary" else config.exact_tail
 
 
 def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:

@@ -1,5 +1,5 @@
-"""A model runner without a model. Its cache holds the tokens themselves, so every read of a page
-can check that it holds the right ones."""
+"""A model runner without a model. Its cache holds the tokens themselves, and which of them keep
+their own keys and values, so every read of a page can check that it holds the right ones."""
 
 import dataclasses
 import hashlib
@@ -11,7 +11,7 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.model_runner_base import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
+from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, Sequence
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS, Limits
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
@@ -23,6 +23,7 @@ CONFIG = Config(
     embed_dim=8,
     mlp_dim=8,
     num_layers=2,
+    num_key_value_layers=1,
     num_heads=1,
     num_kv_heads=1,
     head_dim=8,
@@ -91,7 +92,7 @@ class MockModelRunner:
         if scheduled_tokens:
             needs, limits = chunk_needs(chunk.shards, size), self.limits
             assert needs.tokens <= limits.chunk_tokens and needs.tiles <= limits.max_tiles
-            assert needs.scored_tokens <= limits.scored_tokens
+            assert needs.upper_tokens <= limits.upper_tokens
             assert limits.context_pages is None or needs.context_pages <= limits.context_pages
             self.calls.append(f"prefill {needs.tokens}")
         written: set[tuple[int, int]] = set()
@@ -104,12 +105,12 @@ class MockModelRunner:
             assert not pages & written, "two requests write one page"
             written |= pages
             tokens = state.prompt_token_ids[scheduled.start : scheduled.stop]
-            self._write(state.dp_rank, state.pages, scheduled.start, tokens)
+            self._write(state, state.pages, scheduled.start, tokens)
         likeliest = []
         # All is written before a request reads what is before its last token.
         for scheduled in scheduled_tokens:
             state = scheduled.request_state
-            self._check(state.dp_rank, state.pages, state.prompt_token_ids[: scheduled.stop])
+            self._check(state, state.pages, state.prompt_token_ids[: scheduled.stop])
             if isinstance(state.request, ScoreRequest):
                 prompt = state.prompt_token_ids
                 likeliest += [next_token(prompt[: at + 1]) for at in scheduled.scored]
@@ -125,10 +126,10 @@ class MockModelRunner:
         for out, sequence in zip(emitted, sequences, strict=True):
             row, ends = self.rows[sequence.slot], not sequence.params.ignore_eos
             assert row.sequence is sequence
-            dp_rank, pages = sequence.request_state.dp_rank, sequence.pages
+            state, pages = sequence.request_state, sequence.pages
             for step in range(self.shapes.decode_steps if row.remaining else 0):
-                self._write(dp_rank, pages, len(row.tokens) - 1, row.tokens[-1:])
-                self._check(dp_rank, pages, row.tokens)
+                self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
+                self._check(state, pages, row.tokens)
                 out[step] = next_token(row.tokens, sequence.index, ends)
                 row.tokens.append(int(out[step]))
                 row.remaining = 0 if out[step] == END else row.remaining - 1
@@ -148,15 +149,23 @@ class MockModelRunner:
         )
 
     def _write(
-        self, dp_rank: int, pages: abc.Sequence[int], start: int, tokens: abc.Sequence[int]
+        self, state: RequestState, pages: abc.Sequence[int], start: int, tokens: abc.Sequence[int]
     ) -> None:
         size = self.shapes.page_size
         for at, token in enumerate(tokens, start):
-            self.pages[dp_rank, pages[at // size], at % size] = token
+            self.pages[state.dp_rank, pages[at // size], at % size] = _entry(state, at, token)
 
-    def _check(self, dp_rank: int, pages: abc.Sequence[int], tokens: abc.Sequence[int]) -> None:
-        cached = self.pages[dp_rank, list(pages)].reshape(-1)[: len(tokens)]
-        assert cached.tolist() == list(tokens), "a page holds other tokens"
+    def _check(
+        self, state: RequestState, pages: abc.Sequence[int], tokens: abc.Sequence[int]
+    ) -> None:
+        cached = self.pages[state.dp_rank, list(pages)].reshape(-1)[: len(tokens)]
+        expected = [_entry(state, at, token) for at, token in enumerate(tokens)]
+        assert cached.tolist() == expected, "a page holds other tokens, or of another kind"
+
+
+def _entry(state: RequestState, position: int, token: int) -> int:
+    """What the cache holds of a token."""
+    return token + VOCAB * (position >= state.own_start)
 
 
 def mock_engine(

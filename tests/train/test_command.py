@@ -133,7 +133,7 @@ def test_flags():
         --coordinator-address --num-processes --process-id --dry-run --topology --batch-size
         --gradient-accumulation-steps --max-steps --num-train-epochs --learning-rate --lr-schedule
         --warmup-ratio --max-grad-norm --seed --recipe --temperature --kl --kl-top-k
-        --init --calibration-tokens --hidden-loss --padding
+        --init --calibration-tokens --hidden-loss --padding --generated-kv --exact-tail
         --hidden-loss-weight --hidden-loss-layer --loss-average --loss-mask --resume --save-steps
         --save-total-limit --logging-steps --report-to --profile-steps --eval-steps --eval-batches
         --early-stopping-patience --load-best-model-at-end""".split()

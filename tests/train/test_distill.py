@@ -170,3 +170,56 @@ def test_a_model_without_delta_is_refused():
     model = dataclasses.replace(make_model(), swiftkv=None)
     with pytest.raises(ValueError, match="needs a model with a delta"):
         distill_loss(model, make_tokens(), jnp.ones((2, 13)))
+
+
+def sums_of(model, batch, **options):
+    objective = distill.Objective(**options)
+    run = jax.jit(distill.distill_sums, static_argnums=0, static_argnames="objective")
+    return run(model.config, model.swiftkv, model.llama, batch, objective=objective)
+
+
+def test_the_relative_error_of_a_hidden_state():
+    """Of each token relative to the teacher's mean square there: twice the stream in all weights
+    that write to it is the same relative error, four times the absolute one."""
+    model, batch = make_model(noise=0.1), unpacked_batch(make_tokens())
+    llama = model.llama
+
+    def doubled(block):
+        return dataclasses.replace(block, o=2 * block.o, down=2 * block.down)
+
+    twice = dataclasses.replace(
+        model,
+        llama=dataclasses.replace(
+            llama,
+            embed=2 * llama.embed,
+            lower=doubled(llama.lower),
+            upper=doubled(llama.upper),
+            lm_head=llama.lm_head,
+        ),
+    )
+    for hidden, ratio in (("relative", 1), ("absolute", 4)):
+        once, both = (float(sums_of(m, batch, hidden=hidden).hidden) for m in (model, twice))
+        np.testing.assert_allclose(both, ratio * once, rtol=1e-3)
+
+
+def test_tokens_of_their_own_give_the_shared_projections_no_gradient():
+    """A batch of own tokens alone: the student's keys and values are the teacher's projections, so
+    that only queries are trained; with one prompt token all are."""
+    model, batch = make_model(noise=0.1), unpacked_batch(make_tokens())
+
+    def gradient(own):
+        def loss(delta):
+            fields = dataclasses.replace(batch, own=own)
+            return distill.mean_loss(model.config, delta, model.llama, fields)[0]
+
+        return jax.jit(jax.grad(loss))(model.swiftkv)
+
+    everything = jnp.ones(batch.tokens.shape, bool)
+    alone = gradient(everything)
+    assert not np.any(alone.k) and not np.any(alone.v) and np.any(alone.q)
+    first = gradient(everything.at[:, 0].set(False))
+    assert np.any(first.k) and np.any(first.v)
+    nothing = gradient(~everything)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), nothing, gradient(None)
+    )

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ...config import Config
 from ...model import Model
-from ...params import llama_shapes, swiftkv_shapes
+from ...params import Llama, llama_shapes, swiftkv_shapes
 from ...quantization import Format, Quantized, Scheme, quantized_shapes
 from ...sharding import llama_shardings, swiftkv_shardings
 
@@ -38,7 +38,7 @@ def dummy_model(
 ) -> Model:
     """A model with random weights, each shard made on its device.
 
-    Without `teacher` it lacks the teacher's upper q, k, v, which a served student does not read;
+    Without `teacher` it lacks what a served student does not read of the teacher's upper q, k, v;
     without `student` the delta.
     """
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
@@ -52,18 +52,23 @@ def dummy_model(
         )
     )
     if not teacher:
-        llama = dataclasses.replace(llama, upper_qkv=None)
-        shardings = (
-            shardings
-            if mesh is None
-            else (dataclasses.replace(shardings[0], upper_qkv=None), shardings[1])
-        )
+        llama = _without_teacher(config, llama)
+        if mesh is not None:
+            shardings = _without_teacher(config, shardings[0]), shardings[1]
     wanted = student and config.num_upper_layers > 0
     made = [
         _make_tree(_with_shardings(tree, where))
         for tree, where in zip((llama, delta if wanted else None), shardings, strict=True)
     ]
     return Model(made[0], made[1], config)
+
+
+def _without_teacher(config: Config, llama: Llama) -> Llama:
+    """Without the upper q, k, v, or with k and v alone if tokens keep their own."""
+    kept = None
+    if config.generated_kv == "own" and llama.upper_qkv is not None:
+        kept = dataclasses.replace(llama.upper_qkv, q=None, q_bias=None)
+    return dataclasses.replace(llama, upper_qkv=kept)
 
 
 def _with_shardings(shapes, shardings):

@@ -52,6 +52,15 @@ class Variant:
     written_bytes: int
     """Bytes of keys and values that are written for each token."""
     decode_steps: int
+    tail_bytes: int = 0
+    """Bytes of weights besides `prefill_bytes` that a chunk reads which runs the end of a prompt
+    through all layers."""
+
+    @property
+    def prompt_config(self) -> Config:
+        """The config that counts prefill's operations: the last token of a prompt is the first that
+        is decoded, so the tail is one token shorter."""
+        return dataclasses.replace(self.config, exact_tail=max(self.config.exact_tail - 1, 0))
 
     @property
     def swiftkv(self) -> bool:
@@ -70,6 +79,9 @@ def variant_of(
             weights.lower_qkv[-1].q
         )
     unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
+    if shapes.kv == "own":
+        unread += num_bytes((weights.norm_swiftkv, weights.kv, weights.kv_bias))
+    tail = num_bytes((weights.upper, weights.upper_q, weights.upper_q_bias, weights.upper_kv))
     dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)
     return Variant(
         name=name,
@@ -79,6 +91,7 @@ def variant_of(
         kv_bytes=bytes_per_token(config, cache_dtype, swiftkv=False),
         written_bytes=bytes_per_token(served, cache_dtype),
         decode_steps=shapes.decode_steps,
+        tail_bytes=dp_size * tail if shapes.tail else 0,
     )
 
 
@@ -151,9 +164,10 @@ def _rates(variant: Variant, executed: float, tokens: int, seconds: float) -> di
 def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     length = cell.input_len - 1
     tokens = cell.prompts * length
-    executed = cell.prompts * prefill_flops(variant.config, length, swiftkv=variant.swiftkv)
+    executed = cell.prompts * prefill_flops(variant.prompt_config, length, swiftkv=variant.swiftkv)
     ttft = statistics.median(raw["ttft"] for raw in raws)
     moved = raws[0]["chunks"] * variant.prefill_bytes + tokens * variant.written_bytes
+    moved += variant.tail_bytes  # at least once
     return {
         "tokens_per_s": tokens / seconds,
         "ttft": ttft,
@@ -184,13 +198,14 @@ def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
         variant.config, (first + last) / 2, swiftkv=variant.swiftkv
     )
     executed = cell.prompts * (
-        prefill_flops(variant.config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding
+        prefill_flops(variant.prompt_config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding
     )
     calls = [statistics.median(raw[kind] for raw in raws) for kind in ("chunks", "decode_calls")]
     moved = (
         calls[0] * variant.prefill_bytes + calls[1] * variant.decode_steps * variant.weight_bytes
     )
     moved += total * variant.written_bytes + new * (first + last) / 2 * variant.kv_bytes
+    moved += variant.tail_bytes
     return {
         "tokens_per_s": total / seconds,
         "output_tokens_per_s": new / seconds,

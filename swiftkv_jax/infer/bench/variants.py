@@ -83,6 +83,7 @@ def _dummy_source(options: BenchOptions) -> Source:
     config, name = _dummy_config(options)
     if STUDENT in options.variants:
         config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
+    config = _with_generated_kv(options, config)
     dtype, scheme = jnp.dtype(model.dtype or default_dtype()), None
     if model.quantization not in (None, "none"):
         scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
@@ -122,7 +123,16 @@ def _with_cut(options: BenchOptions, model: Model) -> Model:
     """The model with a new delta if the options name a cut: speed does not depend on what a delta
     has learnt."""
     layers, group = options.num_key_value_layers, options.key_value_group_size
-    return model if layers is None else add_swiftkv(model, layers, group or 1)
+    model = model if layers is None else add_swiftkv(model, layers, group or 1)
+    return dataclasses.replace(model, config=_with_generated_kv(options, model.config))
+
+
+def _with_generated_kv(options: BenchOptions, config: Config) -> Config:
+    """The config that the student is served with."""
+    if STUDENT not in options.variants:
+        return config
+    given = (options.engine.get(name) for name in ("generated_kv", "exact_tail"))
+    return served_config(config, True, *given)
 
 
 def _dummy_config(options: BenchOptions) -> tuple[Config, str]:

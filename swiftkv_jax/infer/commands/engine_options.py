@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from ...cache import KV_CACHE_DTYPES
 from ...cli.devices import parse_size
 from ...cli.model_options import ModelOptions
+from ...config import GENERATED_KV
 from ...errors import UsageError
 from ...model import Model
 from ..engine.engine import Engine
@@ -89,6 +90,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="--no-enable-prefix-caching",
     )
+    add(
+        "--generated-kv",
+        choices=GENERATED_KV,
+        help="own: generated tokens keep their own upper keys and values (default: the "
+        "checkpoint's, or boundary)",
+    )
+    add(
+        "--exact-tail",
+        type=token_count,
+        metavar="N",
+        help="with own: so do the last N tokens of a prompt (default: the checkpoint's, or 0)",
+    )
 
 
 def token_count(text: str) -> int:
@@ -133,5 +146,9 @@ def start_engine(
         attention=model_options.attention,
         donate=True,
     )
+    if engine.config.generated_kv == "own":
+        tail = engine.config.exact_tail
+        prompt = f", and so do the last {tail} of a prompt" if tail else ""
+        logger.info(f"generated tokens keep their own keys and values{prompt}")
     logger.info(f"ready in {time.perf_counter() - start:.1f} s")
     return engine

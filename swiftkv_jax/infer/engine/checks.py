@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ...config import Config
+from ...config import NO_OWN, Config
 from ...errors import UsageError
-from .options import EngineOptions
+from .options import EngineOptions, check_generated_kv
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -17,6 +17,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
     """Raise `UsageError` (a `ValueError`) for a request that can never run on an engine with these
     options."""
     limit = options.max_model_len or config.max_position_embeddings
+    if isinstance(request, Request | ScoreRequest):
+        _check_generated_kv(request, options)
     if isinstance(request, ScoreRequest):
         _check_ids("tokens", request.tokens, config)
         if not options.scoring:
@@ -59,6 +61,16 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         )
 
 
+def own_start(request: Request | ScoreRequest, config: Config) -> int:
+    """`RequestState.own_start` of a request that has been checked, for the served `config`."""
+    kv = request.generated_kv or config.generated_kv
+    if kv == "boundary" or not config.num_upper_layers:
+        return NO_OWN
+    tail = config.exact_tail if request.exact_tail is None else request.exact_tail
+    length = len(request.prompt) if isinstance(request, Request) else request.start
+    return max(length - tail, 0)
+
+
 def iterate[T](requests: Iterable[T]) -> Iterator[T]:
     """`iter`, which raises `UsageError` for what is not iterable."""
     if not isinstance(requests, Iterable):
@@ -66,6 +78,19 @@ def iterate[T](requests: Iterable[T]) -> Iterator[T]:
             f"`requests` must be an iterable of requests, got {type(requests).__name__}"
         )
     return iter(requests)
+
+
+def _check_generated_kv(request: Request | ScoreRequest, options: EngineOptions) -> None:
+    kv, tail = request.generated_kv, request.exact_tail
+    check_generated_kv(kv, tail)
+    if options.mixed_generated_kv:
+        if tail and kv is None:
+            raise UsageError(f"`exact_tail`={tail} of a request needs its `generated_kv`=own")
+    elif (kv, tail) != (None, None):
+        raise UsageError(
+            "this engine serves all requests alike: make it with the option "
+            "`mixed_generated_kv`=True for `generated_kv` and `exact_tail` of a request"
+        )
 
 
 def _check_ids(what: str, tokens: Sequence[int], config: Config) -> None:

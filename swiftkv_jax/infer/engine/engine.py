@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ...config import Config
 from ...errors import UsageError
-from .checks import check_request, iterate
+from .checks import check_request, iterate, own_start
 from .model_runner_base import NON_FINITE, AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
 from .page_pool import PagePool, PrefixStats
@@ -156,12 +156,11 @@ class Engine[R: ModelRunnerBase]:
     # Requests -----------------------------------------------------------------
 
     def add_request(self, request: Request | ScoreRequest) -> int:
-        """Queue a request and return its id, which its outputs carry.
-
-        Raises `UsageError` for a request that can never run.
-        """
+        """Queue a request and return its id, which its outputs carry. Raises `UsageError` for one
+        that can never run."""
         check_request(request, self.config, self.options)
-        state, shapes = RequestState(next(self._ids), request), self.model_runner.shapes
+        start, shapes = own_start(request, self.config), self.model_runner.shapes
+        state = RequestState(next(self._ids), request, start)
         needed = state.pages_of_one(shapes.page_size) + state.pages_of_others(shapes.page_size)
         if needed > shapes.num_pages or state.num_samples > shapes.slots:
             raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ...config import GENERATED_KV, NO_OWN, GeneratedKV
 from ...errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +48,17 @@ class EngineOptions:
     """Positions of a page. Prefixes are shared in whole pages. The device kernels take multiples of
     128."""
     enable_prefix_caching: bool = True
-    """Keep the pages of prompts and answers for later requests that begin with the same tokens."""
+    """Keep the pages of prompts and answers for later requests that begin with the same tokens.
+    Tokens that keep their own keys and values are not kept for others."""
+    generated_kv: GeneratedKV | None = None
+    """Where generated tokens of a student, and the continuation that is scored, take their upper
+    keys and values from; None is the model's `Config.generated_kv`. A teacher's are always its
+    own."""
+    exact_tail: int | None = None
+    """Tokens at a prompt's end that keep their own keys and values too; None is the model's."""
+    mixed_generated_kv: bool = False
+    """Let each request choose its `generated_kv` and `exact_tail`; every decode step then computes
+    both kinds of keys and values."""
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     decode_rows: tuple[int, ...] | None = None
@@ -74,7 +85,20 @@ class EngineOptions:
                 f"`decode_steps`={self.decode_steps} must be at most {MAX_DECODE_STEPS}: a call "
                 f"runs all of them, also for sequences that have ended"
             )
+        check_generated_kv(self.generated_kv, self.exact_tail)
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(
                 f"`memory_utilization`={self.memory_utilization} must be above 0 and at most 1"
             )
+
+
+def check_generated_kv(generated_kv: object, exact_tail: object) -> None:
+    """Raise `UsageError` unless these are values of the options of their names, or None."""
+    if generated_kv not in (None, *GENERATED_KV):
+        raise UsageError(f"`generated_kv`={generated_kv!r} is not one of {', '.join(GENERATED_KV)}")
+    if exact_tail is None:
+        return
+    if type(exact_tail) is not int or not 0 <= exact_tail < NO_OWN:
+        raise UsageError(f"`exact_tail`={exact_tail!r} must be a whole number from 0 up")
+    if exact_tail and generated_kv == "boundary":
+        raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own")

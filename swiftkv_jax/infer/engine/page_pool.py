@@ -3,8 +3,12 @@
 Under SwiftKV, as in a plain Llama, every entry of the cache depends on the tokens up to its own and
 on nothing else, not even on whether its token ran through the upper layers. So a full page can be
 shared by all sequences that begin with the same tokens, whether prefill, decoding or scoring wrote
-it. A page's key is a BLAKE2b digest (RFC 7693) of 256 bits of the key of the page before it and its
-own tokens: equal for equal tokens up to its end, and different for others, since no collision of
+it. The exception are tokens that keep their own upper keys and values (`Config.generated_kv`):
+those depend on where the prompt ended, so a page that holds any is never shared, and no answer
+depends on what is cached.
+
+A page's key is a BLAKE2b digest (RFC 7693) of 256 bits of the key of the page before it and its own
+tokens: equal for equal tokens up to its end, and different for others, since no collision of
 BLAKE2b is known. An engine has its own pools, so model, weights, SwiftKV layer and cache format are
 the same for all keys.
 """

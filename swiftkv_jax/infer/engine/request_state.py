@@ -7,6 +7,7 @@ import dataclasses
 from collections import abc
 from collections.abc import Iterator
 
+from ...config import NO_OWN
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
 
@@ -14,8 +15,10 @@ from .sampling_params import SamplingParams
 class RequestState:
     """A request in the engine: first its prompt is cached, then its sequences decode."""
 
-    def __init__(self, request_id: int, request: Request | ScoreRequest):
-        self.request_id, self.request = request_id, request
+    def __init__(self, request_id: int, request: Request | ScoreRequest, own_start: int = NO_OWN):
+        self.request_id, self.request, self.own_start = request_id, request, own_start
+        """`own_start`: position of the first token that keeps its own upper keys and values;
+        `NO_OWN` if none does."""
         self.timing = Timing()
         self.prompt_token_ids: abc.Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
@@ -30,6 +33,10 @@ class RequestState:
             else range(0)
         )
         """Positions whose predictions are scored."""
+        upper = min(own_start, self.scored.start if self.scored else own_start)
+        self.upper = range(min(upper, self.prefill_target), self.prefill_target)
+        """Positions that run through all layers before decoding: those that are scored, and those
+        that keep their own upper keys and values."""
         self.num_computed_tokens = 0
         """Positions that are cached once the chunks planned so far have run."""
         self.num_cached_tokens = 0
@@ -37,7 +44,8 @@ class RequestState:
         self.dp_rank = -1
         """Data-parallel shard that holds the request; -1 before it is admitted."""
         self.page_keys: list[bytes] = []
-        """Keys of the full pages of the prompt (`PagePool.keys`)."""
+        """Keys of the prompt's full pages that other requests may share (`PagePool.keys`): those
+        before `own_start`."""
         self.pages: list[int] = []
         """Pages of the first sequence, or of the scored tokens."""
         self.sequences: list[Sequence] = []
@@ -111,9 +119,16 @@ class ScheduledTokens:
     @property
     def scored(self) -> range:
         """Positions of this chunk whose predictions are scored."""
-        scored = self.request_state.scored
-        start = max(self.start, scored.start)
-        return range(start, max(start, min(self.stop, scored.stop)))
+        return self._within(self.request_state.scored)
+
+    @property
+    def upper(self) -> range:
+        """Positions of this chunk that run through all layers."""
+        return self._within(self.request_state.upper)
+
+    def _within(self, positions: range) -> range:
+        start = max(self.start, positions.start)
+        return range(start, max(start, min(self.stop, positions.stop)))
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from ...config import GeneratedKV
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
@@ -30,6 +31,11 @@ class Request:
     cache_salt: str = ""
     """Salt of the prefix cache: only requests with the same salt share pages, so the time to the
     first token does not tell what others have asked."""
+    generated_kv: GeneratedKV | None = None
+    """`EngineOptions.generated_kv` for this request, with `mixed_generated_kv`; None is the
+    engine's."""
+    exact_tail: int | None = None
+    """`EngineOptions.exact_tail` for this request; None is the engine's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,9 @@ class ScoreRequest:
     """Number of the likeliest alternatives to return at each position, at most
     `sampling_params.MAX_LOGPROBS`."""
     cache_salt: str = ""
+    generated_kv: GeneratedKV | None = None
+    """As in `Request`; the prompt is what precedes `start`."""
+    exact_tail: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ import itertools
 import time
 from collections import abc
 
+from ...config import NO_OWN
 from .page_pool import PagePool
 from .request_state import Chunk, RequestState, ScheduledTokens, Sequence
 from .requests import Request
@@ -39,8 +40,8 @@ class Limits:
     """Query tiles of a chunk (see `prefill_chunk`)."""
     context_pages: int | None = None
     """Pages that one chunk can read; None for all of them."""
-    scored_tokens: int = 0
-    """Tokens of a chunk that can be scored."""
+    upper_tokens: int = 0
+    """Tokens of a chunk that can run through all layers."""
 
 
 class Scheduler:
@@ -71,7 +72,8 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
-        state.page_keys = self.pools[0].keys(state.prompt_token_ids, state.request.cache_salt)
+        shareable = state.prompt_token_ids[: state.own_start]
+        state.page_keys = self.pools[0].keys(shareable, state.request.cache_salt)
         self.waiting[state] = None
 
     # Prefill ------------------------------------------------------------------
@@ -150,10 +152,8 @@ class Scheduler:
             for dp_rank, slots in enumerate(self._free_slots)
             if state.num_samples <= len(slots) and builders[dp_rank].has_room_for(state)
         ]
-        # Scored tokens must run through the layers: at most the pages before them are reused.
-        usable = min(
-            state.prefill_target, state.scored.start if state.scored else state.prefill_target
-        )
+        # Some tokens must run through all layers: at most the pages before them are reused.
+        usable = state.upper.start if state.upper else state.prefill_target
         keys = state.page_keys[: usable // self.page_size]
         cached = {dp_rank: self.pools[dp_rank].match(keys) for dp_rank in candidates}
 
@@ -207,19 +207,22 @@ class Scheduler:
         return sequences
 
     def finish(self, sequence: Sequence, *, aborted: bool = False) -> None:
-        """Free the slot and pages of a sequence that has ended; the pages can be shared. An
-        `aborted` one still has to be removed from the model runner."""
+        """Free the slot and pages of a sequence that has ended; the pages can be shared, unless
+        generated tokens kept their own keys and values. An `aborted` one still has to be removed
+        from the model runner."""
         state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
         if self.running.pop(sequence.slot, None) is not None:
             if aborted:
                 self.pending_removals.append(sequence.slot)
-            prompt_keys = state.page_keys[: state.prefill_target // self.page_size]
-            keys = pool.keys(
-                [*state.prompt_token_ids, *sequence.token_ids[:-1]],
-                state.request.cache_salt,
-                known=prompt_keys,
-            )
-            pool.cache(keys, sequence.pages)
+            decoded = sequence.token_ids or sequence.num_in_flight_tokens
+            if state.own_start == NO_OWN and decoded:
+                prompt_keys = state.page_keys[: state.prefill_target // self.page_size]
+                keys = pool.keys(
+                    [*state.prompt_token_ids, *sequence.token_ids[:-1]],
+                    state.request.cache_salt,
+                    known=prompt_keys,
+                )
+                pool.cache(keys, sequence.pages)
         pool.release(sequence.pages)
         self._free_slots[state.dp_rank].append(sequence.slot)
         state.sequences.remove(sequence)
@@ -244,7 +247,7 @@ class _ChunkBuilder:
     def __init__(self, limits: Limits, page_size: int):
         self._page_size, self._context_pages = page_size, limits.context_pages
         self._tokens, self._tiles = limits.chunk_tokens, limits.max_tiles
-        self._scored = limits.scored_tokens
+        self._upper = limits.upper_tokens
         self._context: set[int] = set()
         self.scheduled: list[ScheduledTokens] = []
 
@@ -253,22 +256,22 @@ class _ChunkBuilder:
 
     def has_room_for(self, state: RequestState) -> bool:
         """Whether any token of a request whose prefill has not begun may fit."""
-        return self.has_room() and (not state.scored or self._scored > 0)
+        return self.has_room() and (not state.upper or self._upper > 0)
 
     def add(self, state: RequestState) -> int:
         """Plan the next tokens of a request, as many as fit. Returns the position up to which it is
         planned now."""
         size, start = self._page_size, state.num_computed_tokens
         stop = min(state.prefill_target, start + self._tokens, (start // size + self._tiles) * size)
-        if state.scored:
-            stop = min(stop, max(start, state.scored.start) + self._scored)
+        if state.upper:
+            stop = min(stop, max(start, state.upper.start) + self._upper)
         if stop <= start or not self._add_context(state.pages[: -(-stop // size)]):
             return start
         scheduled = ScheduledTokens(state, start, stop)
         self.scheduled.append(scheduled)
         self._tokens -= scheduled.num_tokens
         self._tiles -= -(-stop // size) - start // size
-        self._scored -= len(scheduled.scored)
+        self._upper -= len(scheduled.upper)
         state.num_computed_tokens = stop
         return stop
 

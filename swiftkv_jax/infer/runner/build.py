@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...attention import Attention
@@ -14,9 +18,10 @@ from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
 from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
+from .mix import fold_mix
 from .model_runner import ModelRunner
-from .shapes import choose_shapes
-from .weights import fold_mix, served_config, serving_weights, shard_model
+from .shapes import Shapes, choose_shapes, kv_programs, with_contexts
+from .weights import served_config, serving_weights, shard_model
 
 
 def build_model_runner(
@@ -37,7 +42,10 @@ def build_model_runner(
     if not isinstance(options, EngineOptions):
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
-    served = served_config(model.config, swiftkv)
+    served = served_config(model.config, swiftkv, options.generated_kv, options.exact_tail)
+    own_kv = kv_programs(served, mixed=options.mixed_generated_kv) != "boundary"
+    if own_kv:
+        _check_own_kv(model)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     mesh = mesh or mesh_of(model.llama.embed)
     # All arrays are committed to their devices from the start: a program compiled for uncommitted
@@ -54,7 +62,7 @@ def build_model_runner(
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
         if delta is not None:
             llama, delta = fold_mix(model.config, llama, delta)
-        weights = serving_weights(llama, delta, donate=donate)
+        weights = serving_weights(llama, delta, own_kv=own_kv, donate=donate)
     limit = memory_limit(device, options.memory_utilization)
     shapes = choose_shapes(
         served,
@@ -64,15 +72,44 @@ def build_model_runner(
         page_bytes=layout.page_bytes(options.page_size),
         weight_bytes=bytes_per_device(weights),
         memory_limit=limit,
-        quantized=dtype != model.dtype,
     )
+    ops = Attention(mesh, attention)
+    if _widens_pool(layout, shapes, model.dtype, ops):
+        shapes = with_contexts(shapes)
     return ModelRunner(
         weights,
         shapes,
         layout,
         eos_token_ids=model.eos_token_ids,
-        attention=Attention(mesh, attention),
+        attention=ops,
         device=device,
         memory_limit=limit,
         shrink_cache=options.kv_cache_memory is None,
     )
+
+
+def _check_own_kv(model: Model) -> None:
+    """Raise `UsageError` for a student whose tokens cannot keep their own keys and values."""
+    if model.config.key_value_group_size > 1:
+        raise UsageError(
+            f"`mixed_generated_kv` needs key_value_group_size=1, not "
+            f"{model.config.key_value_group_size}: layers that share one cache have no room for "
+            f"keys and values of their own"
+        )
+    if model.llama.upper_qkv is None:
+        raise UsageError(
+            "`generated_kv`=own needs the teacher's upper k and v, which this model was saved or "
+            "loaded without"
+        )
+
+
+def _widens_pool(layout: Layout, shapes: Shapes, dtype: Any, attention: Attention) -> bool:
+    """Whether attention of a chunk to a cache of this layout would widen all of it.
+
+    Asked for one tile on each shard. A kernel may refuse more of them, whose page tables it has no
+    room for, and leave them to XLA, which reads gathered pages too.
+    """
+    config, shards = layout.config, shapes.dp_size
+    q = jax.ShapeDtypeStruct((shards, shapes.page_size, config.num_heads, config.head_dim), dtype)
+    page_table = jax.ShapeDtypeStruct((shards, shapes.table_pages), jnp.int32)
+    return attention.widens_pool(q, layout.cache(shapes).k[0].values, page_table)

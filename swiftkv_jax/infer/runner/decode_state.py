@@ -30,6 +30,7 @@ class DecodeBatch:
     )
     page_table: Leaf  # i32[B, P]; the pages of the sequence
     sampling: SamplingMetadata
+    own_start: Leaf = None  # i32[B]; see `RequestState`; None where no sequence needs it
 
     def gather(self, slots: Int[Array, " B"]) -> DecodeBatch:
         """The sequences in these slots. A slot past the last is empty."""
@@ -80,6 +81,7 @@ def make_batch(
     remaining: Sequence[int],
     page_tables,
     sampling: Sequence[SamplingMetadata],
+    own_start: Sequence[int] | None = None,
 ) -> DecodeBatch:
     """A batch in NumPy."""
     return DecodeBatch(
@@ -88,14 +90,16 @@ def make_batch(
         remaining=np.array(remaining, np.int32),
         page_table=np.asarray(page_tables, np.int32),
         sampling=jax.tree.map(lambda *leaves: np.stack(leaves), *sampling),
+        own_start=None if own_start is None else np.array(own_start, np.int32),
     )
 
 
-def empty_batch(batch: int, table_pages: int) -> DecodeBatch:
-    """A batch in NumPy of slots without sequences."""
+def empty_batch(batch: int, table_pages: int, *, own_start: bool = False) -> DecodeBatch:
+    """A batch in NumPy of slots without sequences, with `own_start` or without it."""
     zeros = np.zeros(batch, np.int32)
     page_table = np.zeros((batch, table_pages), np.int32)
-    return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch))
+    own = zeros if own_start else None
+    return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch), own)
 
 
 @functools.partial(jax.jit, donate_argnames="batch")

@@ -13,7 +13,7 @@ from ...cache import KVCache, cache_shapes, cache_sharding, init_cache, row_shar
 from ...config import Config
 from ...mesh import dp_size
 from ...sharding import replicated
-from .decode_state import DecodeBatch, DecodeState, empty_batch
+from .decode_state import DecodeBatch, DecodeState
 from .memory import bytes_per_device
 from .shapes import Shapes
 
@@ -51,16 +51,16 @@ class Layout:
         """The `ShapeDtypeStruct` of every array of the cache."""
         return self._cache(shapes.dp_size * shapes.num_pages, shapes.page_size)
 
-    def batch(self, count: int, table_pages: int) -> DecodeBatch:
+    def batch(self, count: int, shapes: Shapes) -> DecodeBatch:
         """The `ShapeDtypeStruct` of every array of a batch of `count` sequences."""
-        batch = empty_batch(count, table_pages)
+        batch = shapes.empty_batch(count)
         return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), batch)
 
     def state(self, shapes: Shapes) -> DecodeState:
         """The `ShapeDtypeStruct` of every array of the decode state."""
         slots = shapes.dp_size * shapes.slots
         counts = self.array((slots, self.config.vocab_size), jnp.uint16)
-        return DecodeState(self.cache(shapes), self.batch(slots, shapes.table_pages), counts)
+        return DecodeState(self.cache(shapes), self.batch(slots, shapes), counts)
 
     def init_state(self, shapes: Shapes) -> DecodeState:
         """The decode state of an engine without requests."""
@@ -72,7 +72,7 @@ class Layout:
             self.cache_dtype,
             self.cache_sharding,
         )
-        batch = jax.device_put(empty_batch(slots, shapes.table_pages), self.replicated)
+        batch = jax.device_put(shapes.empty_batch(slots), self.replicated)
         counts = (slots, self.config.vocab_size)
         return DecodeState(cache, batch, jnp.zeros(counts, jnp.uint16, device=self.replicated))
 

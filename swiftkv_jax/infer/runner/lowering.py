@@ -17,9 +17,9 @@ from ...pallas_kernels import Implementation
 from ...quantization import Scheme
 from .decode_state import insert_sequences, insert_token_counts
 from .layout import Layout
-from .prefill_chunk import PrefillChunk, QueryTiles, ScoredTokens
-from .programs import copy_pages, decode, prefill_chunk, score_chunk
-from .shapes import Shapes
+from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
+from .programs import copy_pages, decode, prefill_chunk, prefill_tail, score_chunk
+from .shapes import Shapes, kv_programs
 from .weights import Weights, served_config, weight_shapes, weight_shardings
 
 INSERT_SEQUENCES = 8
@@ -32,9 +32,13 @@ DECODE = "decode", GREEDY
 """Names of the programs that decode; the first for all sequences, the second for those whose
 `SamplingParams.is_plain_greedy`."""
 
+CHUNKED = "prefill", "tail", "score"
+"""Names of the programs that run a chunk."""
+
 Key = tuple[Any, ...]
-"""Name of a program: ("prefill", tokens, query tiles, context pages), ("score", tokens, scored
-tokens, context pages), ("decode", rows), ("decode greedy", rows), ("insert",), ("token_counts",) or
+"""Name of a program: ("prefill", tokens, query tiles, context pages), ("tail", tokens,
+tokens that run through all layers, context pages), ("score", tokens, the same with those that are
+scored, context pages), ("decode", rows), ("decode greedy", rows), ("insert",), ("token_counts",) or
 ("copy",)."""
 
 
@@ -63,16 +67,20 @@ def lower_all(
                 key = "prefill", tokens, tiles, context
                 add(key, prefill_chunk, *operands, state.cache, attention=attention)
             chunk = _chunk(layout, shapes, tokens, shapes.tiles(tokens)[-1], context)
-            for scored in shapes.scored(tokens):
-                operands = served, weights, chunk, _scored(layout, shapes, scored), state.cache
-                add(("score", tokens, scored, context), score_chunk, *operands, attention=attention)
+            for upper in shapes.tails(tokens):
+                operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
+                add(("tail", tokens, upper, context), prefill_tail, *operands, attention=attention)
+            for upper in shapes.scored(tokens):
+                operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
+                static = {"attention": attention, "kv": shapes.kv}
+                add(("score", tokens, upper, context), score_chunk, *operands, **static)
     for rows in shapes.decode_rows:
         operands = served, weights, ints(shapes.dp_size * rows), state
-        static = {"steps": shapes.decode_steps, "attention": attention}
+        static = {"steps": shapes.decode_steps, "attention": attention, "kv": shapes.kv}
         add(("decode", rows), decode, *operands, **static)
         if shapes.greedy_programs:
             add((GREEDY, rows), decode, *operands, **static, greedy=True)
-    new = layout.batch(INSERT_SEQUENCES, shapes.table_pages)
+    new = layout.batch(INSERT_SEQUENCES, shapes)
     add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     counts = layout.array((served.vocab_size,), jnp.uint16)
     add(("token_counts",), insert_token_counts, state.token_counts, ints(), counts)
@@ -95,9 +103,10 @@ def _chunk(
     return PrefillChunk(ids, ids, _tiles(layout, shapes, tokens, tiles), pages)
 
 
-def _scored(layout: Layout, shapes: Shapes, scored: int) -> ScoredTokens:
-    ids = layout.rows(shapes.dp_size, scored)
-    return ScoredTokens(ids, ids, ids, _tiles(layout, shapes, scored, shapes.tiles(scored)[-1]))
+def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:
+    ids, tiles = layout.rows(shapes.dp_size, tokens), shapes.tiles(tokens)[-1]
+    own_start = layout.rows(shapes.dp_size * tiles) if shapes.has_own_start else None
+    return UpperTokens(ids, ids, ids, _tiles(layout, shapes, tokens, tiles), own_start)
 
 
 def _tiles(layout: Layout, shapes: Shapes, tokens: int, tiles: int) -> QueryTiles:
@@ -139,9 +148,9 @@ def lower_program(
     `key` is one of `Key`; `num_pages` are those of the KV cache, None as many as all sequences can
     fill. The devices of `mesh` need not exist (`topology.topology_mesh`).
     """
-    shards = dp_size(mesh)
+    shards, served = dp_size(mesh), served_config(config, swiftkv)
     table_pages = -(-max_model_len // page_size)
-    chunked = key[0] in ("prefill", "score")
+    chunked = key[0] in CHUNKED
     shapes = Shapes(
         dp_size=shards,
         page_size=page_size,
@@ -155,8 +164,9 @@ def lower_program(
         spare_tiles=(key[2] - -(-key[1] // page_size) if key[0] == "prefill" else 0,),
         contexts=key[-1:] if chunked else (None,),
         scoring=key[0] == "score",
+        kv=kv_programs(served),
+        tail=key[2] if key[0] == "tail" else 0,
     )
-    served = served_config(config, swiftkv)
     weights = weight_shapes(config, swiftkv, dtype, quantization)
     where = None if mesh is None else weight_shardings(config, swiftkv, mesh, quantization)
     if where is None:

@@ -27,16 +27,16 @@ from ..engine.requests import Request
 from ..sampling.metadata import SamplingMetadata, sampling_row
 from ..sampling.penalties import prompt_token_counts
 from .compilation import CompileCounter, compile_all
-from .decode_state import DecodeBatch, empty_batch, make_batch
+from .decode_state import DecodeBatch, make_batch
 from .layout import Layout
-from .lowering import COPY_PAGES, DECODE, GREEDY, INSERT_SEQUENCES, Key, lower_all
+from .lowering import CHUNKED, COPY_PAGES, DECODE, GREEDY, INSERT_SEQUENCES, Key, lower_all
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import (
     INVALID_PAGE,
     ScheduledShards,
     chunk_needs,
     pack_chunk,
-    pack_scored,
+    pack_upper,
     scored_index,
 )
 from .shapes import Shapes, check_pages
@@ -158,7 +158,7 @@ class ModelRunner:
         empty: ScheduledShards = [[] for _ in range(self.shapes.dp_size)]
         for _ in range(3 if self._device.platform == "gpu" else 1):
             for key in self._compiled:
-                if key[0] in ("prefill", "score"):
+                if key[0] in CHUNKED:
                     self._prefill(key, empty)
                 elif key[0] in DECODE:
                     self._decode(key, [[] for _ in empty])
@@ -172,7 +172,7 @@ class ModelRunner:
     def remove_sequences(self, slots: abc.Sequence[int]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(slots, INSERT_SEQUENCES):
-            self._insert(some, empty_batch(len(some), self.shapes.table_pages))
+            self._insert(some, self.shapes.empty_batch(len(some)))
 
     def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
         """See `ModelRunnerBase`."""
@@ -187,6 +187,9 @@ class ModelRunner:
                 remaining=[sequence.num_remaining_tokens for sequence in some],
                 page_tables=page_tables,
                 sampling=[self._sampling(sequence) for sequence in some],
+                own_start=[state.own_start for state in states]
+                if self.shapes.has_own_start
+                else None,
             )
             self._insert([sequence.slot for sequence in some], batch)
         for sequence in sequences:
@@ -206,14 +209,15 @@ class ModelRunner:
         """The smallest compiled program that can run a chunk."""
         shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
         size, tiles, context = shapes.chunk(needs.tokens, needs.tiles, needs.context_pages)
-        if not needs.scored_tokens:
+        if not needs.upper_tokens:
             return "prefill", size, tiles, context
-        scored = next(
+        scores = any(scheduled.scored for shard in shards for scheduled in shard)
+        upper = next(
             n
-            for n in shapes.scored(size)
-            if n >= needs.scored_tokens and shapes.tiles(n)[-1] >= needs.scored_tiles
+            for n in (shapes.scored if scores else shapes.tails)(size)
+            if n >= needs.upper_tokens and shapes.tiles(n)[-1] >= needs.upper_tiles
         )
-        return "score", size, scored, context
+        return "score" if scores else "tail", size, upper, context
 
     def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
         """See `ModelRunnerBase`."""
@@ -251,10 +255,18 @@ class ModelRunner:
             cache, done = self._compiled[key](self.weights, chunk, self._state.cache)
             output = AsyncOutput(done)
         else:
-            tiles = shapes.tiles(key[2])[-1]
-            scored = pack_scored(shards, scored=key[2], tiles=tiles, **common)
-            cache, result = self._compiled[key](self.weights, chunk, scored, self._state.cache)
-            output = AsyncOutput(self._to_host(result), scored_index(shards))
+            upper = pack_upper(
+                shards,
+                tokens=key[2],
+                tiles=shapes.tiles(key[2])[-1],
+                own_start=shapes.has_own_start,
+                **common,
+            )
+            cache, result = self._compiled[key](self.weights, chunk, upper, self._state.cache)
+            if key[0] == "tail":
+                output = AsyncOutput(result)
+            else:
+                output = AsyncOutput(self._to_host(result), scored_index(shards))
         self._state = dataclasses.replace(self._state, cache=cache)
         return output
 

@@ -60,17 +60,19 @@ class PrefillChunk:
     tokens: Leaf  # i32[A, T]
     positions: Leaf  # i32[A, T]; 0 for padding
     tiles: QueryTiles
-    gathered_pages: Leaf = None  # i32[A X]; all pages that the chunk reads, for a cache in 8 bits
+    gathered_pages: Leaf = None  # i32[A X]; all pages that the chunk reads; None without a gather
 
 
 @struct.dataclass
-class ScoredTokens:
-    """The tokens of a chunk that are scored: M on each of A shards, packed once more."""
+class UpperTokens:
+    """The tokens of a chunk that run through all layers, those that are scored among them: M on
+    each of A shards, packed once more."""
 
     index: Leaf  # i32[A, M]; packed token
-    target: Leaf  # i32[A, M]; the token that follows it, -1 for padding
+    target: Leaf  # i32[A, M]; the token that follows it, -1 if it is not scored, and for padding
     num_logprobs: Leaf  # i32[A, M]; how many of the likeliest tokens to report; -1 for padding
-    tiles: QueryTiles  # of the scored tokens; `tile_index` is A M
+    tiles: QueryTiles  # of these tokens; `tile_index` is A M
+    own_start: Leaf = None  # i32[W]; see `RequestState`; None where all of these tokens are own
 
 
 # On the device ----------------------------------------------------------------
@@ -128,38 +130,42 @@ def pack_chunk(
     return PrefillChunk(packed[0], packed[1], layout.tiles(), pages)
 
 
-def pack_scored(
+def pack_upper(
     shards: ScheduledShards,
     *,
-    scored: int,
+    tokens: int,
     tiles: int,
     page_size: int,
     table_pages: int,
     context_pages: int | None,
-) -> ScoredTokens:
-    """The scored tokens of the same chunk, `scored` and `tiles` on each shard."""
-    index = np.zeros((len(shards), scored), np.int32)
-    target = np.full((len(shards), scored), -1, np.int32)
+    own_start: bool = False,
+) -> UpperTokens:
+    """The tokens of the same chunk that run through all layers, `tokens` and `tiles` on each shard;
+    `own_start` says whether that of each request is needed."""
+    index = np.zeros((len(shards), tokens), np.int32)
+    target = np.full((len(shards), tokens), -1, np.int32)
     num_logprobs = np.full_like(target, -1)
-    layout = _TileBuilder(len(shards), scored, tiles, page_size, table_pages)
+    layout = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages)
     for dp_rank, shard in enumerate(shards):
         page_indices = None if context_pages is None else {}
         at = packed_at = 0
         for scheduled in shard:
             if page_indices is not None:  # in the same order as in `pack_chunk`
                 _gather(page_indices, scheduled, page_size)
-            state, positions = scheduled.request_state, scheduled.scored
-            if isinstance(state.request, ScoreRequest) and positions:
+            state, positions = scheduled.request_state, scheduled.upper
+            if positions:
                 stop = at + len(positions)
                 first = packed_at + positions.start - scheduled.start
-                following = state.prompt_token_ids[positions.start + 1 : positions.stop + 1]
                 index[dp_rank, at:stop] = np.arange(first, first + len(positions))
-                target[dp_rank, at:stop] = following
-                num_logprobs[dp_rank, at:stop] = state.request.top_logprobs
+                if isinstance(state.request, ScoreRequest) and (scored := scheduled.scored):
+                    following = state.prompt_token_ids[scored.start + 1 : scored.stop + 1]
+                    target[dp_rank, stop - len(scored) : stop] = following
+                    num_logprobs[dp_rank, stop - len(scored) : stop] = state.request.top_logprobs
                 layout.add(dp_rank, scheduled, positions, at, page_indices)
                 at = stop
             packed_at += scheduled.num_tokens
-    return ScoredTokens(index, target, num_logprobs, layout.tiles())
+    starts = layout.own_start() if own_start else None
+    return UpperTokens(index, target, num_logprobs, layout.tiles(), starts)
 
 
 class _TileBuilder:
@@ -167,8 +173,8 @@ class _TileBuilder:
 
     def __init__(self, shards: int, tokens: int, tiles: int, page_size: int, table_pages: int):
         self._page_size = page_size
-        # page, page_start, query_start, query_end, source
-        self._fields = np.zeros((5, shards, tiles), np.int32)
+        # page, page_start, query_start, query_end, source, own_start
+        self._fields = np.zeros((6, shards, tiles), np.int32)
         self._fields[0] = INVALID_PAGE
         self._page_table = np.zeros((shards, tiles, table_pages), np.int32)
         self._tile_index = np.zeros((shards, tokens), np.int32)
@@ -192,7 +198,8 @@ class _TileBuilder:
         for number in range(positions.start // size, -(-positions.stop // size)):
             tile, start = self._used[dp_rank], number * size
             first, end = max(positions.start - start, 0), min(positions.stop - start, size)
-            self._fields[:, dp_rank, tile] = pages[number], start, first, end, at
+            own_start = scheduled.request_state.own_start
+            self._fields[:, dp_rank, tile] = pages[number], start, first, end, at, own_start
             self._page_table[dp_rank, tile, : len(table)] = table
             index = range(tile * size + first, tile * size + end)
             self._tile_index[dp_rank, at : at + end - first] = index
@@ -200,7 +207,7 @@ class _TileBuilder:
             at += end - first
 
     def tiles(self) -> QueryTiles:
-        page, page_start, query_start, query_end, source = self._fields.reshape(5, -1)
+        page, page_start, query_start, query_end, source, _ = self._fields.reshape(6, -1)
         return QueryTiles(
             page=page,
             page_start=page_start,
@@ -210,6 +217,9 @@ class _TileBuilder:
             page_table=self._page_table.reshape(-1, self._page_table.shape[2]),
             tile_index=self._tile_index,
         )
+
+    def own_start(self) -> np.ndarray:
+        return self._fields[5].reshape(-1)
 
 
 def _gather(page_indices: dict[int, int], scheduled: ScheduledTokens, page_size: int) -> list[int]:
@@ -224,8 +234,9 @@ class ChunkNeeds(NamedTuple):
 
     tokens: int
     tiles: int
-    scored_tokens: int
-    scored_tiles: int
+    upper_tokens: int
+    """Tokens that run through all layers."""
+    upper_tiles: int
     context_pages: int
     """Pages that the chunk reads."""
 
@@ -245,8 +256,8 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
         return ChunkNeeds(
             tokens=sum(scheduled.num_tokens for scheduled in shard),
             tiles=sum(num_tiles(range(scheduled.start, scheduled.stop)) for scheduled in shard),
-            scored_tokens=sum(len(scheduled.scored) for scheduled in shard),
-            scored_tiles=sum(num_tiles(scheduled.scored) for scheduled in shard),
+            upper_tokens=sum(len(scheduled.upper) for scheduled in shard),
+            upper_tiles=sum(num_tiles(scheduled.upper) for scheduled in shard),
             context_pages=len(pages),
         )
 
@@ -254,12 +265,14 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
 
 
 def scored_index(shards: ScheduledShards) -> tuple[np.ndarray, np.ndarray]:
-    """(dp_rank, index within `ScoredTokens`) of every scored token, in the order of
-    `pack_scored`."""
-    entries = [
-        (dp_rank, index)
-        for dp_rank, shard in enumerate(shards)
-        for index in range(sum(len(scheduled.scored) for scheduled in shard))
-    ]
+    """(dp_rank, index within `UpperTokens`) of every scored token, in the order of
+    `pack_upper`."""
+    entries: list[tuple[int, int]] = []
+    for dp_rank, shard in enumerate(shards):
+        at = 0
+        for scheduled in shard:
+            at += len(scheduled.upper)
+            # What is scored is at the end of what runs through all layers.
+            entries += [(dp_rank, index) for index in range(at - len(scheduled.scored), at)]
     dp_rank, index = np.array(entries, np.int32).reshape(-1, 2).T
     return dp_rank, index

@@ -4,13 +4,13 @@
     decoded and scored tokens:  `run_upper_layers`  upper layers; then the logits
 
 A prompt token stops after `run_lower_layers`: that is SwiftKV. The last token of a prompt is the
-input of the first decode step, so prefill runs no upper layer and computes no logits.
+input of the first decode step, so prefill runs no upper layer and computes no logits; with
+`Config.exact_tail`, upper layers of the prompt's last tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,86 +22,32 @@ from ...cache import (
     Pool,
     cache_sharding,
     gather_pages,
-    keys_carry_nan,
     row_sharding,
     write_pages,
     write_token,
 )
 from ...config import Config
-from ...layers import embed, rope_table, unembed
+from ...layers import unembed
 from ...sharding import replicated
-from ...transformer import DEFAULT, cross_layer, head_major, project_fused_kv, self_layer
+from ...transformer import DEFAULT, head_major
 from ..engine.model_runner_base import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from ..sampling.penalties import update_token_counts
 from ..sampling.sampler import sample, sample_greedy
+from .cached_layers import (
+    Read,
+    Write,
+    run_lower_layers,
+    run_upper_layers,
+    run_upper_layers_own,
+)
 from .decode_state import DecodeBatch, DecodeState
-from .prefill_chunk import INVALID_PAGE, PrefillChunk, QueryTiles, ScoredTokens, pack, unpack
+from .prefill_chunk import INVALID_PAGE, PrefillChunk, QueryTiles, UpperTokens, pack, unpack
+from .shapes import KVPrograms
 from .weights import Weights
-
-Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
-Read = Callable[[Float[Array, "A T N H"], Pool, Pool], Float[Array, "A T N H"]]
 
 HEAD_ROWS = 256
 """Scored tokens whose logits are in memory at the same time."""
-
-
-# Layers over the cache --------------------------------------------------------
-
-
-def run_lower_layers(
-    config: Config,
-    weights: Weights,
-    tokens: Int[Array, "A T"],
-    positions: Int[Array, "A T"],
-    cache: KVCache,
-    write: Write,
-    read: Read,
-) -> tuple[Float[Array, "A T D"], Float[Array, "2 A T H_half"], KVCache]:
-    """What runs for every token: (hidden state at the SwiftKV layer, rotary table, cache with the
-    tokens' keys and values)."""
-    x, rope = embed(weights, tokens), rope_table(config, positions)
-    pools = list(zip(cache.k, cache.v, strict=True))
-
-    def store(pools, k, v):
-        k, v = keys_carry_nan(k, v)
-        return write(pools[0], k), write(pools[1], v)
-
-    def attend_own(pools):
-        def attend(q, k, v):
-            kv = store(pools, head_major(k), head_major(v))
-            return read(q, *kv), kv
-
-        return attend
-
-    for i, (block, qkv) in enumerate(zip(weights.lower, weights.lower_qkv, strict=True)):
-        x, pools[i] = self_layer(config, block, qkv, x, rope, attend_own(pools[i]))
-    if weights.upper:
-        k, v = project_fused_kv(config, weights.norm_swiftkv, weights.kv, weights.kv_bias, x, rope)
-        for i, group in enumerate(range(config.num_kv_groups), start=config.num_lower_layers):
-            pools[i] = store(pools[i], k[group], v[group])
-    return x, rope, KVCache(tuple(k for k, _ in pools), tuple(v for _, v in pools))
-
-
-def run_upper_layers(
-    config: Config, weights: Weights, x: Float[Array, "A T D"], rope, cache: KVCache, read: Read
-) -> Float[Array, "A T D"]:
-    """The upper layers, for tokens whose own keys and values are in the cache: hidden state before
-    the final norm."""
-    for i, (block, q_weight, q_bias) in enumerate(
-        zip(weights.upper, weights.upper_q, weights.upper_q_bias, strict=True)
-    ):
-        layer = config.num_lower_layers + i // config.key_value_group_size
-        x = cross_layer(
-            config,
-            block,
-            q_weight,
-            q_bias,
-            x,
-            rope,
-            lambda q, layer=layer: read(q, cache.k[layer], cache.v[layer]),
-        )
-    return x
 
 
 # Prefill ----------------------------------------------------------------------
@@ -127,27 +73,48 @@ def prefill_chunk(
     return _keep_cache_sharding(config, cache, attention), _replicate(done, attention)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
+def prefill_tail(
+    config: Config,
+    weights: Weights,
+    chunk: PrefillChunk,
+    upper: UpperTokens,
+    cache: KVCache,
+    *,
+    attention: Attention = DEFAULT,
+) -> tuple[KVCache, Int[Array, ""]]:
+    """`prefill_chunk` in which some tokens run through the upper layers too, and keep their own
+    keys and values there."""
+    x, rope, cache = _prefill(config, weights, chunk, cache, attention)
+    _, cache = _run_upper_own(config, weights, chunk, upper, x, rope, cache, attention)
+    done = chunk.tiles.query_end.max()
+    return _keep_cache_sharding(config, cache, attention), _replicate(done, attention)
+
+
 @functools.partial(
-    jax.jit, static_argnames=("config", "attention", "head_rows"), donate_argnames="cache"
+    jax.jit, static_argnames=("config", "attention", "kv", "head_rows"), donate_argnames="cache"
 )
 def score_chunk(
     config: Config,
     weights: Weights,
     chunk: PrefillChunk,
-    scored: ScoredTokens,
+    scored: UpperTokens,
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
+    kv: KVPrograms = "boundary",
     head_rows: int = HEAD_ROWS,
 ) -> tuple[KVCache, SamplerOutput]:
     """`prefill_chunk`, and the log-probabilities (A M) of the targets of some of its tokens, which
     alone run through the upper layers. `token` of the result is the likeliest one. Logits are
     computed for `head_rows` tokens at a time."""
     x, rope, cache = _prefill(config, weights, chunk, cache, attention)
-    x = jax.vmap(lambda x, index: x[index])(x, scored.index)
-    rope = jax.vmap(lambda rope, index: rope[:, index], (1, 0), 1)(rope, scored.index)
-    read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
-    x = run_upper_layers(config, weights, x, rope, cache, read)
+    if kv == "boundary":
+        x, rope = _upper_input(x, rope, scored)
+        read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
+        x = run_upper_layers(config, weights, x, rope, cache, read)
+    else:
+        x, cache = _run_upper_own(config, weights, chunk, scored, x, rope, cache, attention)
 
     def head(block):
         x, target, num_logprobs = block
@@ -175,17 +142,50 @@ def score_chunk(
 def _prefill(
     config: Config, weights: Weights, chunk: PrefillChunk, cache: KVCache, attention: Attention
 ):
-    tiles, sharding = chunk.tiles, _sharding(config, attention)
-    page_size = cache.k[0].values.shape[2]
+    write = _writer(config, chunk.tiles, cache, attention)
+    read = _reader(config, chunk.tiles, chunk.gathered_pages, attention)
+    return run_lower_layers(config, weights, chunk.tokens, chunk.positions, cache, write, read)
+
+
+def _run_upper_own(
+    config: Config,
+    weights: Weights,
+    chunk: PrefillChunk,
+    upper: UpperTokens,
+    x: Float[Array, "A T D"],
+    rope: Float[Array, "2 A T H_half"],
+    cache: KVCache,
+    attention: Attention,
+) -> tuple[Float[Array, "A M D"], KVCache]:
+    """Run some tokens of a chunk through the upper layers; they keep their own keys and values."""
+    x, rope = _upper_input(x, rope, upper)
+    write = _writer(config, upper.tiles, cache, attention, upper.own_start)
+    read = _reader(config, upper.tiles, chunk.gathered_pages, attention)
+    return run_upper_layers_own(config, weights, x, rope, cache, write, read)
+
+
+def _upper_input(x: Float[Array, "A T D"], rope: Float[Array, "2 A T H_half"], upper: UpperTokens):
+    """Hidden states and rotary table of the tokens that run through the upper layers."""
+    x = jax.vmap(lambda x, index: x[index])(x, upper.index)
+    return x, jax.vmap(lambda rope, index: rope[:, index], (1, 0), 1)(rope, upper.index)
+
+
+def _writer(
+    config: Config, tiles: QueryTiles, cache: KVCache, attention: Attention, own_start=None
+) -> Write:
+    """Write packed keys or values to the pages of their requests; with `own_start` (i32[W]) those
+    of positions from there on."""
+    sharding, page_size = _sharding(config, attention), cache.k[0].values.shape[2]
     offset = jnp.arange(page_size)
     written = (offset >= tiles.query_start[:, None]) & (offset < tiles.query_end[:, None])
+    if own_start is not None:
+        written &= tiles.page_start[:, None] + offset >= own_start[:, None]
 
     def write(pool: Pool, new):
         new = head_major(unpack(head_major(new), tiles, page_size))
         return write_pages(pool, new, tiles.page, written, sharding)
 
-    read = _reader(config, tiles, chunk.gathered_pages, attention)
-    return run_lower_layers(config, weights, chunk.tokens, chunk.positions, cache, write, read)
+    return write
 
 
 def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attention) -> Read:
@@ -195,7 +195,7 @@ def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attent
     def read(q, k: Pool, v: Pool):
         page_size = k.values.shape[2]
         if gathered_pages is not None:
-            # A device kernel widens the whole pool that it is given: so only what the chunk reads.
+            # Attention widens the whole pool that it is given: so only what the chunk reads.
             k = gather_pages(k, gathered_pages, sharding)
             v = gather_pages(v, gathered_pages, sharding)
         out = attention.prefill(
@@ -223,11 +223,13 @@ def decode_logits(
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
+    kv: KVPrograms = "boundary",
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """One token of each sequence through all layers: float32 logits of the next one, and the cache
     with the token's keys and values.
 
-    Sequences that have ended write nothing.
+    Sequences that have ended write nothing. With `kv` both, tokens from `batch.own_start` on keep
+    their own upper keys and values; with own, all of them.
     """
     sharding = _sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
@@ -256,17 +258,25 @@ def decode_logits(
             plan=plan,
         )
 
-    def write(pool: Pool, new):
-        return write_token(pool, new, page, offset, sharding)
+    def writer(page) -> Write:
+        return lambda pool, new: write_token(pool, new, page, offset, sharding)
 
     tokens, positions = batch.token[:, None], length[:, None]
-    x, rope, cache = run_lower_layers(config, weights, tokens, positions, cache, write, read)
-    x = run_upper_layers(config, weights, x, rope, cache, read)
+    x, rope, cache = run_lower_layers(
+        config, weights, tokens, positions, cache, writer(page), read, boundary_kv=kv != "own"
+    )
+    if kv == "boundary":
+        x = run_upper_layers(config, weights, x, rope, cache, read)
+    else:
+        own_page = page if kv == "own" else jnp.where(length >= batch.own_start, page, INVALID_PAGE)
+        x, cache = run_upper_layers_own(config, weights, x, rope, cache, writer(own_page), read)
     return unembed(config, weights, x)[:, 0], cache
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "steps", "attention", "greedy"), donate_argnames="state"
+    jax.jit,
+    static_argnames=("config", "steps", "attention", "greedy", "kv"),
+    donate_argnames="state",
 )
 def decode(
     config: Config,
@@ -277,18 +287,20 @@ def decode(
     steps: int,
     attention: Attention = DEFAULT,
     greedy: bool = False,
+    kv: KVPrograms = "boundary",
 ) -> tuple[DecodeState, SamplerOutput]:
     """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
     where a sequence has ended.
 
     An end token is emitted and ends its sequence. A slot past the last is empty. `greedy` is for
     sequences that all ask for the likeliest token and nothing else (`is_plain_greedy`): without the
-    branches of the sampler, at which the host waits for a GPU, and without counts of tokens.
+    branches of the sampler, at which the host waits for a GPU, and without counts of tokens. `kv`
+    as in `decode_logits`.
     """
 
     def step(carry, _):
         cache, batch, token_counts = carry
-        logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
+        logits, cache = decode_logits(config, weights, batch, cache, attention=attention, kv=kv)
         active = batch.remaining > 0
         if greedy:
             sampled = sample_greedy(logits)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from ...config import Config
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
 from ..engine.options import EngineOptions
 from ..engine.scheduler import Limits
+from .decode_state import DecodeBatch, empty_batch
 from .memory import host_memory
 
 CPU_CACHE_SHARE = 0.25
 """Share of the machine's memory for the KV cache where the device does not report its memory."""
+
+KVPrograms = Literal["boundary", "own", "both"]
+"""Upper keys and values that programs compute for tokens that run through all layers: those from
+the boundary, the tokens' own, or both, and each token keeps those of its kind."""
+
+MIXED_TAIL = 64
+"""Tokens of the tail for which programs are compiled where each request chooses its own."""
 
 FEW_TILES = 4
 """Spare query tiles of a chunk of few requests, which long prompts are."""
@@ -42,9 +51,25 @@ class Shapes:
     """Query tiles of a chunk beyond those of one long prompt, ascending: how many short ones can
     share it. An unused tile costs attention a block of padding."""
     contexts: tuple[int | None, ...]
-    """Numbers of pages that a chunk can read, ascending, for a cache in 8 bits; else (None,)."""
+    """Numbers of pages that a chunk can read, ascending, where they are gathered first
+    (`with_contexts`); else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
+    kv: KVPrograms = "boundary"
+    """Upper keys and values of tokens that run through all layers."""
+    tail: int = 0
+    """Tokens of a prompt, at least, for which there is a prefill program that runs them through all
+    layers; 0 if there is none."""
+
+    @property
+    def has_own_start(self) -> bool:
+        """Whether programs are told from which position on tokens keep their own keys and
+        values."""
+        return self.kv == "both"
+
+    def empty_batch(self, count: int) -> DecodeBatch:
+        """A decode batch in NumPy of `count` slots without sequences."""
+        return empty_batch(count, self.table_pages, own_start=self.has_own_start)
 
     @property
     def limits(self) -> Limits:
@@ -55,7 +80,7 @@ class Shapes:
             chunk_tokens=longest,
             max_tiles=self.tiles(longest)[-1],
             context_pages=self.contexts[-1],
-            scored_tokens=longest if self.scoring else 0,
+            upper_tokens=longest if self.scoring or self.tail else 0,
         )
 
     def tiles(self, tokens: int) -> tuple[int, ...]:
@@ -79,6 +104,14 @@ class Shapes:
         sizes = (max(16, tokens // part) for part in (64, 8, 4, 2, 1))
         return tuple(sorted({min(size, tokens) for size in sizes})) if self.scoring else ()
 
+    def tails(self, tokens: int) -> tuple[int, ...]:
+        """Numbers of tokens in a chunk of `tokens` that can run through all layers without being
+        scored, ascending; the last is all."""
+        if not self.tail:
+            return ()
+        least = max(16, 1 << (self.tail - 1).bit_length())
+        return tuple(sorted({min(size, tokens) for size in (least, 8 * least, tokens)}))
+
 
 def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:
     """`largest` and eighths of it, down to `smallest`: at most `count`, ascending.
@@ -101,7 +134,6 @@ def choose_shapes(
     page_bytes: int,
     weight_bytes: int,
     memory_limit: int | None,
-    quantized: bool,
 ) -> Shapes:
     """The shapes for these options.
 
@@ -130,10 +162,6 @@ def choose_shapes(
     spare = (most if options.scoring else min(most, slots + 1),)
     if spare[0] >= 2 * FEW_TILES and not options.one_size:
         spare = FEW_TILES, *spare
-    contexts: tuple[int | None, ...] = (None,)
-    if quantized:
-        tiles = -(-chunks[-1] // size) + spare[-1]
-        contexts = buckets(max(table_pages, tiles), smallest=tiles, count=3)
     decode_rows = options.decode_rows or buckets(slots, smallest=1, count=count**2)
     if decode_rows[-1] != slots or any(
         sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
@@ -173,12 +201,39 @@ def choose_shapes(
             greedy_programs=platform == "gpu" and not options.one_size,
             chunks=chunks,
             spare_tiles=spare,
-            contexts=contexts,
+            contexts=(None,),
             scoring=options.scoring,
+            kv=kv_programs(config, mixed=options.mixed_generated_kv),
+            tail=_tail(config, mixed=options.mixed_generated_kv),
         ),
         length,
         page_bytes,
     )
+
+
+def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
+    """The keys and values that serving `config` computes; `mixed` if each request chooses."""
+    if config.num_upper_layers and mixed:
+        return "both"
+    # Without a tail the last token of a prompt, the input of the first decode step, is no own one.
+    return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
+
+
+def _tail(config: Config, *, mixed: bool) -> int:
+    """`Shapes.tail`: the last token of a prompt is decoded, not prefilled."""
+    least = MIXED_TAIL if mixed and config.num_upper_layers else 0
+    return max(config.exact_tail - 1, least)
+
+
+def with_contexts(shapes: Shapes) -> Shapes:
+    """`shapes` for chunks whose pages are gathered first, with up to three numbers of them.
+
+    For attention that widens the whole pool that it is given (`Attention.widens_pool`): so it gets
+    only what a chunk reads.
+    """
+    tiles = shapes.tiles(shapes.chunks[-1])[-1]
+    contexts = buckets(max(shapes.table_pages, tiles), smallest=tiles, count=3)
+    return dataclasses.replace(shapes, contexts=contexts)
 
 
 def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...config import Config
+from ...config import Config, GeneratedKV
+from ...errors import ConfigError, UsageError
 from ...model import Model
 from ...params import (
     QKV,
     Block,
     Leaf,
     Llama,
+    ServingBlock,
     SwiftKV,
     llama_shapes,
     require_teacher,
+    require_upper_kv,
     swiftkv_shapes,
     unstack,
 )
 from ...quantization import (
-    Quantized,
     Scheme,
     as_matrix,
-    dequantize,
-    quantize,
     quantized_shapes,
     scheme_of,
 )
@@ -40,77 +40,58 @@ from ...sharding import llama_shardings, swiftkv_shardings
 @struct.dataclass
 class Weights:
     """Weights of a student, or of a teacher, which is served as a model without upper layers.
-    Matrices may be `Quantized`. A `Block` has `o` as a matrix D x N H, and both `gate` and `up`
-    (None) in `gate`, 2 F D."""
+    Matrices may be `Quantized`."""
 
     embed: Leaf  # V D
-    lower: tuple[Block, ...]
+    lower: tuple[ServingBlock, ...]
     lower_qkv: tuple[QKV, ...]
     norm_swiftkv: Leaf  # D; this and the next two are None in a teacher
     kv: Leaf  # 2 J K H D; all upper keys and values are one product
     kv_bias: Leaf  # 2 J K H, with `attention_bias` only
-    upper: tuple[Block, ...]  # empty in a teacher
+    upper: tuple[ServingBlock, ...]  # empty in a teacher
     upper_q: tuple[Leaf, ...]  # each N H D
     upper_q_bias: tuple[Leaf, ...]  # each N H, with `attention_bias` only; else None
     final_norm: Leaf  # D
     lm_head: Leaf  # V D; None when tied to `embed`
+    upper_kv: tuple[QKV, ...] = ()
+    """The teacher's keys and values of the upper layers, without q; empty unless tokens keep their
+    own."""
 
 
-def served_config(config: Config, swiftkv: bool) -> Config:
+def served_config(
+    config: Config,
+    swiftkv: bool,
+    generated_kv: GeneratedKV | None = None,
+    exact_tail: int | None = None,
+) -> Config:
     """The architecture that is served: the teacher is the cut above the last layer, and a student's
-    mixes are folded into its output projections (`fold_mix`)."""
+    mixes are folded into its output projections (`mix.fold_mix`). `generated_kv` and `exact_tail`
+    replace those of `config` unless they are None. Raises `UsageError` if the student cannot have
+    them."""
     if not swiftkv:
         return config.cut(config.num_layers)
-    return dataclasses.replace(config, shared_kv_heads=None)
+    kv = config.generated_kv if generated_kv is None else generated_kv
+    if exact_tail is None:
+        exact_tail = config.exact_tail if kv == "own" else 0
+    if kv == "boundary" and exact_tail:
+        raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own")
+    try:
+        return dataclasses.replace(
+            config, generated_kv=kv, exact_tail=exact_tail, shared_kv_heads=None
+        )
+    except ConfigError as error:
+        raise UsageError(f"`generated_kv`={kv}: {error}") from None
 
 
-def fold_mix(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, SwiftKV]:
-    """The same student without `mix`: its upper layers' query heads in the order of the cache's
-    heads, and their output projections times `mix`. (The teacher is no longer the same.)
-
-    Quantised output projections are quantised anew.
-    """
-    if config.shared_kv_heads is None:
-        return llama, delta
-    mix = delta.mix
-
-    def folded(o, mix):  # D N H, K H H
-        heads = o.reshape(o.shape[0], mix.shape[0], -1, o.shape[-1])
-        wide = jnp.einsum("DKRG,KGH->DKRH", heads, mix, preferred_element_type=jnp.float32)
-        return wide.reshape(o.shape)
-
-    def fold_layer(o, mix, order):
-        if isinstance(o, Quantized):
-            wide = folded(dequantize(o, jnp.float32), mix.astype(jnp.float32))
-            return quantize(wide[:, order], 2, o.scheme)
-        return folded(o, mix).astype(o.dtype)[:, order]
-
-    order = jnp.asarray(_query_order(config))
-    o = jax.lax.map(lambda layer: fold_layer(*layer), (llama.upper.o, mix, order))
-    q, q_bias = (
-        jax.tree.map(lambda leaf: jax.vmap(lambda x, i: x[i])(leaf, order), part)
-        for part in (delta.q, delta.q_bias)
-    )
-    upper = dataclasses.replace(llama.upper, o=o)
-    return (
-        dataclasses.replace(llama, upper=upper),
-        dataclasses.replace(delta, q=q, q_bias=q_bias, mix=None),
-    )
-
-
-def _query_order(config: Config) -> np.ndarray:
-    """[U, N]: the query heads of each upper layer in the order of the cache's heads."""
-    inverse = np.argsort(np.asarray(config.shared_kv_heads), axis=1)
-    per_head = config.num_heads // config.num_kv_heads
-    return (inverse[..., None] * per_head + np.arange(per_head)).reshape(len(inverse), -1)
-
-
-def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False) -> Weights:
+def serving_weights(
+    llama: Llama, delta: SwiftKV | None, *, own_kv: bool = False, donate: bool = False
+) -> Weights:
     """The weights of a student (with `delta`) or a teacher (without). Copies the layers and shares
-    embedding and head.
+    embedding and head. With `own_kv` a student has the teacher's upper keys and values too.
 
     With `donate` the stacks are deleted one after the other, so that memory holds the model once.
-    Raises `ValueError` for the teacher of a model whose upper projections were dropped.
+    Raises `ValueError` for the teacher of a model whose upper projections were dropped, and with
+    `own_kv`.
     """
     if delta is None:
         require_teacher(llama, "run it as a plain Llama")
@@ -123,6 +104,9 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
     q_bias: tuple = (None,) * len(upper)
     if delta.q_bias is not None:
         q_bias = unstack(delta.q_bias, donate=donate)
+    upper_kv: tuple[QKV, ...] = ()
+    if own_kv:
+        upper_kv = unstack(_kv(require_upper_kv(llama, "keep tokens' own")), donate=donate)
     weights = Weights(
         embed=llama.embed,
         lower=lower,
@@ -135,14 +119,21 @@ def serving_weights(llama: Llama, delta: SwiftKV | None, *, donate: bool = False
         upper_q_bias=q_bias,
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
+        upper_kv=upper_kv,
     )
     if donate:
         for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
-            leaf.delete()
+            if not leaf.is_deleted():
+                leaf.delete()
     return weights
 
 
-def _teacher(llama: Llama, layers: tuple[Block, ...], qkv: tuple[QKV, ...]) -> Weights:
+def _kv(qkv):
+    """A `QKV` without its queries."""
+    return dataclasses.replace(qkv, q=None, q_bias=None)
+
+
+def _teacher(llama: Llama, layers: tuple[ServingBlock, ...], qkv: tuple[QKV, ...]) -> Weights:
     return Weights(
         embed=llama.embed,
         lower=layers,
@@ -158,18 +149,27 @@ def _teacher(llama: Llama, layers: tuple[Block, ...], qkv: tuple[QKV, ...]) -> W
     )
 
 
-def _blocks(stack: Block, donate: bool) -> tuple[Block, ...]:
-    """The layers of a stack, with the output projection as a matrix D x N H, and gate and up as
-    one, 2 F D.
+def _blocks(stack: Block, donate: bool) -> tuple[ServingBlock, ...]:
+    """The layers of a stack.
 
     A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every
     decode step. Gate and up joined are one product instead of two.
     """
-    blocks = list(unstack(stack, donate=donate))
+    blocks: list[Any] = list(unstack(stack, donate=donate))
     for i, block in enumerate(blocks):  # one by one: a layer's separate matrices are then freed
-        gate = _joined(block.gate, block.up)
-        blocks[i] = dataclasses.replace(block, o=as_matrix(block.o), gate=gate, up=None)
+        blocks[i] = _serving_block(block, as_matrix(block.o), _joined(block.gate, block.up))
     return tuple(blocks)
+
+
+def _serving_block(block: Block, o: Any, gate_up: Any) -> ServingBlock:
+    return ServingBlock(
+        attn_norm=block.attn_norm,
+        o=o,
+        mlp_norm=block.mlp_norm,
+        gate_up=gate_up,
+        down=block.down,
+        o_bias=block.o_bias,
+    )
 
 
 def _joined(*parts):
@@ -185,7 +185,8 @@ def weight_shapes(
     config = dataclasses.replace(config, shared_kv_heads=None)
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
-    return jax.eval_shape(serving_weights, llama, delta)
+    own_kv = config.generated_kv == "own"
+    return jax.eval_shape(functools.partial(serving_weights, own_kv=own_kv), llama, delta)
 
 
 def num_bytes(weights: Any) -> int:
@@ -206,10 +207,9 @@ def weight_shardings(
         """Shardings of `_joined` leaves."""
         return jax.tree.map(lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), tree)
 
-    def blocks(stacked: Block, count: int) -> tuple[Block, ...]:
+    def blocks(stacked: Block, count: int) -> tuple[ServingBlock, ...]:
         return tuple(
-            dataclasses.replace(block, gate=joined(block.gate), up=None)
-            for block in layers(stacked, count)
+            _serving_block(block, block.o, joined(block.gate)) for block in layers(stacked, count)
         )
 
     def layers(stacked, count: int) -> tuple:
@@ -238,6 +238,9 @@ def weight_shardings(
         upper_q_bias=layers(delta.q_bias, config.num_upper_layers),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
+        upper_kv=layers(_kv(llama.upper_qkv), config.num_upper_layers)
+        if config.generated_kv == "own"
+        else (),
     )
 
 
@@ -247,6 +250,8 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
     shardings = llama_shardings(model.config, mesh, scheme)
     if model.llama.upper_qkv is None:
         shardings = dataclasses.replace(shardings, upper_qkv=None)
+    elif model.llama.upper_qkv.q is None:
+        shardings = dataclasses.replace(shardings, upper_qkv=_kv(shardings.upper_qkv))
     llama = jax.device_put(model.llama, shardings)
     delta = (
         None

@@ -114,14 +114,16 @@ def batches(
     stop: int,
     loss_mask: LossMask = "shifted",
     padding: Padding = "separate",
+    own_tail: int | None = None,
     workers: int = 0,
 ) -> Generator[LocalBatch, None, None]:
     """Batches `start` to `stop - 1` of the endless shuffled mixture.
 
     `positions` are those of the batch's `batch_size` rows that this process needs; it reads no
-    others. Threads read ahead; with `workers` they run in as many processes of Grain's, which start
-    in seconds and pay off only where one process cannot unpack rows as fast as they are used. The
-    batches are the same. Close the generator to stop reading ahead.
+    others. `own_tail` as in `PackedRow.fields`. Threads read ahead; with `workers` they run in as
+    many processes of Grain's, which start in seconds and pay off only where one process cannot
+    unpack rows as fast as they are used. The batches are the same. Close the generator to stop
+    reading ahead.
     """
     shuffled = [_shuffled(data, seed, number) for number, data in enumerate(mixture.datasets)]
 
@@ -141,7 +143,12 @@ def batches(
 
 
 def first_batches(
-    mixture: DatasetMixture, batch_size: int, *, positions: Sequence[int], limit: int
+    mixture: DatasetMixture,
+    batch_size: int,
+    *,
+    positions: Sequence[int],
+    limit: int,
+    own_tail: int | None = None,
 ) -> Iterator[LocalBatch]:
     """At most `limit` batches of all rows in order, each once; empty rows, which carry no weight,
     fill the last one."""
@@ -155,7 +162,9 @@ def first_batches(
         return datasets[number][index - starts[number]]
 
     for batch in range(min(limit, math.ceil(starts[-1] / batch_size))):
-        yield _stack([row(batch * batch_size + at) for at in positions], mixture.length)
+        yield _stack(
+            [row(batch * batch_size + at) for at in positions], mixture.length, own_tail=own_tail
+        )
 
 
 def choose(index: int, proportions: Sequence[int]) -> tuple[int, int]:
@@ -212,8 +221,9 @@ def _stack(
     length: int,
     loss_mask: LossMask = "shifted",
     padding: Padding = "separate",
+    own_tail: int | None = None,
 ) -> LocalBatch:
-    fields = [row.fields(length, loss_mask, padding) for _, row in rows]
+    fields = [row.fields(length, loss_mask, padding, own_tail) for _, row in rows]
     return LocalBatch(
         Batch(**{name: np.stack([field[name] for field in fields]) for name in fields[0]}),
         [name for name, _ in rows],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -38,8 +39,33 @@ class PackedRow:
         mask[np.cumsum(self.lengths) - 1] = False
         return mask
 
+    def own(self, tail: int) -> tuple[np.ndarray, np.ndarray]:
+        """(bool[n]: tokens that keep upper keys and values of their own; bool[n]: positions whose
+        predictions a served model makes.)
+
+        The targets are generated, and the `tail` tokens before each answer run through all layers
+        too (`Config.exact_tail`). A document that is all targets, plain text, is cut at a place
+        drawn from its tokens: what follows is generated.
+        """
+        own, served = self.is_target.copy(), np.ones(len(self.tokens), bool)
+        for stop, size in zip(np.cumsum(self.lengths), self.lengths, strict=True):
+            start = stop - size
+            if size > 1 and self.is_target[start + 1 : stop].all():
+                seed = zlib.crc32(np.ascontiguousarray(self.tokens[start:stop]).tobytes())
+                cut = start + int(np.random.default_rng(seed).integers(1, size))
+                own[start:stop] = np.arange(start, stop) >= cut
+                served[start : cut - 1] = False
+            starts = np.flatnonzero(own[start:stop] & ~np.append(False, own[start : stop - 1]))
+            for answer in start + starts:
+                own[max(start, answer - tail) : answer] = True
+        return own, served
+
     def fields(
-        self, length: int, loss_mask: LossMask = "shifted", padding: Padding = "separate"
+        self,
+        length: int,
+        loss_mask: LossMask = "shifted",
+        padding: Padding = "separate",
+        own_tail: int | None = None,
     ) -> dict[str, np.ndarray]:
         """The fields of `transformer.Batch` for this row, each [length].
 
@@ -47,6 +73,9 @@ class PackedRow:
         segment  1 1 1 2 2 0
         position 0 1 2 0 1 0
         mask     1 1 0 1 0 0        shifted: the last token of a document predicts nothing
+
+        With `own_tail`, an `exact_tail`, also `own`, and only predictions that a served model
+        makes count: see `own`.
         """
         starts = np.cumsum(self.lengths) - self.lengths
         mask = self.predicting() if loss_mask == "shifted" else self.is_target
@@ -59,6 +88,9 @@ class PackedRow:
             ),
             "loss_mask": mask.astype(np.float32),
         }
+        if own_tail is not None:
+            found["own"], served = self.own(own_tail)
+            found["loss_mask"] = found["loss_mask"] * served
         padded = {name: np.pad(field, (0, length - len(field))) for name, field in found.items()}
         missing = length - len(self.tokens)
         if padding == "joined" and missing and len(self.lengths):

@@ -20,6 +20,7 @@ from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import DECODE
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.infer.runner.shapes import with_contexts
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
 
@@ -51,14 +52,14 @@ def small(**fields: Any) -> EngineOptions:
 
 @functools.cache
 def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
-    """The engine under test, shared by the tests; with int8, that of a GPU, which has more
-    programs."""
+    """The engine under test, shared by the tests; with int8, that of a Hopper GPU, which has more
+    programs and gathers pages for prefill."""
     chosen = options(kv_cache_dtype=format)
     runner = build_model_runner(model(), chosen, swiftkv=swiftkv)
     if format == "int8":
-        runner.shapes = dataclasses.replace(
-            runner.shapes, greedy_programs=True, spare_tiles=(0, *runner.shapes.spare_tiles)
-        )
+        more = {"greedy_programs": True, "spare_tiles": (0, *runner.shapes.spare_tiles)}
+        runner.shapes = with_contexts(dataclasses.replace(runner.shapes, **more))
+        runner.limits = runner.shapes.limits
     return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)
 
 
@@ -165,6 +166,8 @@ def test_soak(format, swiftkv, compilations):
     if format == "int8":
         of_16 = {key[2] for key in programs.keys_used if key[:2] == ("prefill", 16)}
         assert {*DECODE} <= {key[0] for key in programs.keys_used} and len(of_16) == 2
+        pages = {key[-1] for key in programs.keys_used if key[0] in ("prefill", "score")}
+        assert pages == {*engine.model_runner.shapes.contexts} and len(pages) > 1
     for id, sample in finished:
         if id not in live:
             continue  # aborted after it had ended

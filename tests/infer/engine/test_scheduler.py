@@ -1,5 +1,6 @@
 """Scheduling, on a model runner without a model that checks every page that is read."""
 
+import dataclasses
 import random
 import statistics
 
@@ -278,6 +279,17 @@ def test_closing_a_run_aborts_its_requests():
     check_empty(engine)
 
 
+def test_a_prompt_aborted_before_it_decodes_leaves_no_unwritten_page():
+    """Its last token is the input of the first decode step, which never ran."""
+    engine, _ = mock_engine(page_size=4)
+    prompt = prompt_of(3, 8)
+    request_id = engine.add_request(ask(prompt, 4))
+    engine.step(decode=False)
+    engine.abort_request(request_id)
+    longer = [*prompt, 1, 2, 3, 4, 5]
+    assert answers(engine, [ask(longer, 4)]) == {(0, 0): continuation(longer, 4)}
+
+
 def test_a_sample_aborted_before_it_begins_has_no_output():
     engine, _ = mock_engine(slots=2, chunk=4)
     prompt = prompt_of(7, 14)
@@ -314,7 +326,9 @@ def test_at_random(seed):
         context=context,
         scored=rng.choice([1, 3, 8]),
         enable_prefix_caching=rng.random() < 0.8,
+        mixed_generated_kv=seed % 3 > 0,
     )
+    kinds = random.Random(f"kinds {seed}")
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
     gone: set[tuple[int, int]] = set()
@@ -329,6 +343,9 @@ def test_at_random(seed):
             request = ask(
                 prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5
             )
+        if seed % 3 and kinds.random() < 0.6:  # keeps its own keys and values
+            tail = kinds.choice([None, 0, 1, 3, 9])
+            request = dataclasses.replace(request, generated_kv="own", exact_tail=tail)
         try:
             live[engine.add_request(request)] = request, {}
         except UsageError as error:

@@ -22,7 +22,7 @@ from swiftkv_jax.infer.runner.decode_state import (
     make_batch,
 )
 from swiftkv_jax.infer.runner.lowering import lower_program
-from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_scored
+from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.programs import (
     copy_pages,
     decode,
@@ -65,10 +65,10 @@ def request_state(tokens, start: int, pages: list[int]) -> RequestState:
     return state
 
 
-def arrays(scheduled: list[ScheduledTokens], tokens: int):
-    common = {"page_size": PAGE, "table_pages": TABLE, "context_pages": None}
-    return pack_chunk([scheduled], tokens=tokens, tiles=7, **common), pack_scored(
-        [scheduled], scored=tokens, tiles=7, **common
+def arrays(scheduled: list[ScheduledTokens], tokens: int, context_pages: int | None = None):
+    common = {"page_size": PAGE, "table_pages": TABLE, "context_pages": context_pages}
+    return pack_chunk([scheduled], tokens=tokens, tiles=7, **common), pack_upper(
+        [scheduled], tokens=tokens, tiles=7, **common
     )
 
 
@@ -113,9 +113,11 @@ def test_the_picture():
 # Values -----------------------------------------------------------------------
 
 
-def check_scores(model: skv.Model, swiftkv: bool, **options: int) -> None:
-    """Two packed prompts in two chunks, over a cache full of garbage: every later position's
-    log-probability."""
+def check_scores(
+    model: skv.Model, swiftkv: bool, context_pages: int | None = None, **options: int
+) -> None:
+    """Two packed prompts in two chunks, the second with the beginning of a third, over a cache full
+    of garbage: every later position's log-probability."""
     config = served_config(model.config, swiftkv)
     weights = serving_weights(model.llama, model.swiftkv if swiftkv else None)
     cache = garbage(init_cache(config, PAGES, PAGE, jnp.float32))
@@ -124,12 +126,15 @@ def check_scores(model: skv.Model, swiftkv: bool, **options: int) -> None:
     states = [
         request_state(rows[0].tolist(), 7, [3, 9, 1, 12]),
         request_state(rows[1, :9].tolist(), 5, [2, 4, 15]),
+        request_state(range(20, 30), 7, [6, 8, 10]),
     ]
-    first, _ = arrays([ScheduledTokens(states[0], 0, 6), ScheduledTokens(states[1], 0, 3)], 12)
+    scheduled = [ScheduledTokens(states[0], 0, 6), ScheduledTokens(states[1], 0, 3)]
+    first, _ = arrays(scheduled, 12, context_pages)
     cache, _ = prefill_chunk(config, weights, first, cache)
-    second, scored = arrays(
-        [ScheduledTokens(states[1], 3, 8), ScheduledTokens(states[0], 6, 13)], 12
-    )
+    ends = (states[2], 0, 4), (states[1], 3, 8), (states[0], 6, 13)
+    scheduled = [ScheduledTokens(state, start, stop) for state, start, stop in ends]
+    second, scored = arrays(scheduled, 16, context_pages)
+    assert context_pages is None or second.gathered_pages.tolist() == [6, 2, 4, 3, 9, 1, 12]
     _, found = score_chunk(config, weights, second, scored, cache, **options)
     place = 0
     found = jax.tree.map(np.asarray, found)
@@ -156,10 +161,16 @@ def test_biases():
         check_scores(model_of("g=2", bias=True), swiftkv)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("rows", [1, 5, 16])
 def test_logits_of_few_scored_tokens_at_a_time(rows):
-    """12 tokens in blocks that divide them or not."""
+    """16 tokens in blocks that divide them or not."""
     check_scores(model_of("g=2"), True, head_rows=rows)
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_gathered_pages_are_the_same(swiftkv):
+    """Exactly as many as the second chunk reads: seven, of all three prompts."""
+    check_scores(model_of("g=2"), swiftkv, context_pages=7)
 
 
 # Decoding ---------------------------------------------------------------------

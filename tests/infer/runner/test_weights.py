@@ -27,8 +27,14 @@ from tests.test_quantization import SCHEMES, tiny_model
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
 
 
-def weights_of(model: skv.Model, swiftkv: bool):
-    return serving_weights(model.llama, model.swiftkv if swiftkv else None)
+def weights_of(model: skv.Model, swiftkv: bool, **options: bool):
+    return serving_weights(model.llama, model.swiftkv if swiftkv else None, **options)
+
+
+def own_kv_model(scheme: Scheme | None) -> skv.Model:
+    """One whose generated tokens keep their own keys and values."""
+    model = tiny_model(scheme)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, generated_kv="own"))
 
 
 @pytest.mark.parametrize(("name", "swiftkv"), [("fp8", True), ("int8", False)])
@@ -71,15 +77,39 @@ def test_shapes_are_known_without_weights(scheme, swiftkv):
     assert len(weights.lower) == served_config(model.config, swiftkv).num_lower_layers
 
 
+@pytest.mark.parametrize("scheme", [None, *SCHEMES.values()], ids=["plain", *SCHEMES])
+def test_own_keys_and_values_are_the_teachers(scheme):
+    model = own_kv_model(scheme)
+    weights = weights_of(model, True, own_kv=True)
+    assert weight_shapes(model.config, True, jnp.float32, scheme) == jax.eval_shape(lambda: weights)
+    teacher = weights_of(model, False).lower_qkv[model.config.num_lower_layers :]
+    for ours, theirs in zip(weights.upper_kv, teacher, strict=True):
+        assert ours.q is None and ours.q_bias is None
+        jax.tree.map(
+            np.testing.assert_array_equal, ours, dataclasses.replace(theirs, q=None, q_bias=None)
+        )
+
+
+def test_donated_keys_and_values():
+    """The teacher's queries go too, and memory holds the others once."""
+    model = own_kv_model(None)
+    again = jax.tree.map(jnp.copy, (model.llama, model.swiftkv))
+    expected = weights_of(model, True, own_kv=True)
+    found = serving_weights(*again, own_kv=True, donate=True)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again[0].upper_qkv))
+
+
 @pytest.mark.parametrize("swiftkv", [True, False], ids=["student", "teacher"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_places_are_known_without_weights(name, swiftkv):
     """Unstacking leaves each layer on the devices that it is split over."""
     scheme, mesh = SCHEMES[name], make_mesh((2, 2))
-    model = tiny_model(scheme)
+    model = own_kv_model(scheme)
     llama = jax.device_put(model.llama, llama_shardings(model.config, mesh, scheme))
     delta = jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh, scheme))
-    weights = weights_of(dataclasses.replace(model, llama=llama, swiftkv=delta), swiftkv)
+    placed = dataclasses.replace(model, llama=llama, swiftkv=delta)
+    weights = weights_of(placed, swiftkv, own_kv=swiftkv)
 
     def same(array, sharding):
         assert array.sharding.is_equivalent_to(sharding, array.ndim), (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from swiftkv_jax.train.data.packing import EMPTY_ROW, pack
+from swiftkv_jax.train.data.packing import EMPTY_ROW, PackedRow, pack
 from swiftkv_jax.train.data.tokenize import Example
 
 
@@ -89,3 +89,51 @@ def test_windows_bound_memory_and_keep_the_order_of_windows():
     rows = pack(examples(), 4, window_tokens=6)
     assert next(rows).tokens.tolist() == [0, 0, 0] and read == [0, 1]
     assert [int(row.tokens[0]) for row in rows] == [1, 2, 3, 4, 5]
+
+
+# Tokens that keep upper keys and values of their own ---------------------------
+
+
+def test_answers_are_own_and_the_end_of_each_prompt():
+    """Two documents: a chat of two answers, and a completion."""
+    target = [0, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 1]
+    row = PackedRow(np.arange(13, dtype=np.int32), np.array(target, bool), np.array([9, 4]))
+    own, served = row.own(0)
+    np.testing.assert_array_equal(own, np.array(target, bool))
+    assert served.all()
+    own, _ = row.own(2)
+    np.testing.assert_array_equal(own, [0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1])
+    own, _ = row.own(100)
+    assert own.all(), "no tail reaches into the document before"
+    fields = row.fields(15, own_tail=2)
+    assert fields["own"].dtype == bool and not fields["own"][13:].any()
+    np.testing.assert_array_equal(fields["loss_mask"], row.fields(15)["loss_mask"])
+
+
+def test_text_is_cut_where_its_tokens_say():
+    """What follows the cut is own, and only predictions from the prompt's last token on count."""
+    rng = np.random.default_rng(0)
+    cuts = set()
+    for _ in range(50):
+        tokens = rng.integers(0, 99, 20).astype(np.int32)
+        row = PackedRow(tokens, np.ones(20, bool), np.array([20]))
+        own, _ = row.own(0)
+        cut = int(np.argmax(own))
+        assert 1 <= cut < 20 and own[cut:].all() and not own[:cut].any()
+        fields = row.fields(20, own_tail=3)
+        assert int(np.argmax(fields["own"])) == max(cut - 3, 0)
+        np.testing.assert_array_equal(
+            fields["loss_mask"], np.r_[np.zeros(cut - 1), np.ones(20 - cut), 0]
+        )
+        again, _ = PackedRow(tokens.copy(), np.ones(20, bool), np.array([20])).own(0)
+        np.testing.assert_array_equal(own, again)
+        cuts.add(cut)
+    assert len(cuts) > 10
+
+
+def test_joined_padding_continues_the_last_document():
+    row = PackedRow(np.arange(1, 6, dtype=np.int32), np.ones(5, bool), np.array([3, 2]))
+    fields = row.fields(8, "unshifted", "joined")
+    assert fields["segment_ids"].tolist() == [1, 1, 1, 2, 2, 2, 2, 2]
+    assert fields["positions"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert fields["loss_mask"].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]

@@ -1,0 +1,102 @@
+"""Engines of a tiny model in each mode of `generated_kv`, and what they answer."""
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.requests import Request
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from tests import tiny
+
+LENGTH, TAIL = 64, 6
+HF = tiny.hf_config(num_hidden_layers=4, num_key_value_layers=2)
+TENSORS = tiny.tensors_for(HF)
+LONG = pytest.mark.long
+MODES = {"boundary": (None, 0), "own": ("own", 0), "tail 1": ("own", 1), "tail 6": ("own", TAIL)}
+
+
+@functools.cache
+def model() -> skv.Model:
+    return tiny.model_of(HF, TENSORS)
+
+
+def options(mode: str = "tail 6", **fields: Any) -> EngineOptions:
+    kv, tail = MODES[mode]
+    defaults: dict[str, Any] = {
+        "max_model_len": LENGTH,
+        "max_num_seqs": 4,
+        "page_size": 4,
+        "decode_steps": 3,
+        "chunks": (4, 16),
+        "decode_rows": (4,),
+        "scoring": True,
+        "generated_kv": kv,
+        "exact_tail": tail or None,
+    }
+    return EngineOptions(**defaults | fields)
+
+
+@functools.cache
+def engine_of(mode: str, *fields: tuple[str, Any]) -> Engine[ModelRunner]:
+    return Engine.from_model(model(), options(mode, **dict(fields)))
+
+
+def prompts_of(seed: int, count: int, longest: int = 24) -> list[tuple[int, ...]]:
+    """Prompts of all lengths; some begin alike."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(61) for _ in range(length)] for length in (0, 3, 9, 16)]
+    return [
+        (*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, longest - 16))))
+        for _ in range(count)
+    ]
+
+
+def run(engine: Engine, requests) -> list[tuple[list[int], list[float]]]:
+    """(tokens, their log-probabilities) of each request."""
+    found: list[tuple[list[int], list[float]]] = [([], []) for _ in requests]
+    for number, output in engine.run(requests):
+        found[number][0].extend(output.token_ids)
+        found[number][1].extend(entry.logprob for entry in output.logprobs or ())
+    return found
+
+
+def greedy(prompt, count: int = 5, **fields: Any) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=count, ignore_eos=True, logprobs=0), **fields)
+
+
+@functools.cache
+def forward():
+    return jax.jit(
+        lambda tokens, lengths, config: skv.logits(
+            dataclasses.replace(model(), config=config), tokens, prompt_lengths=lengths
+        ),
+        static_argnums=2,
+    )
+
+
+def full_logprobs(mode: str, tokens, prompt_length: int) -> np.ndarray:
+    """f32[T, V] by the full forward pass of a row padded to one length."""
+    kv, tail = MODES[mode]
+    config = dataclasses.replace(model().config, generated_kv=kv or "boundary", exact_tail=tail)
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    logits = forward()(row, jnp.array([prompt_length]), config)
+    return np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[: len(tokens)]
+
+
+def check_answer(mode: str, prompt, answer: tuple[list[int], list[float]], atol: float = 2e-5):
+    """The answer is greedy, and its log-probabilities are those of whole rows."""
+    tokens, logprobs = answer
+    row = full_logprobs(mode, [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(logprobs, row[range(len(tokens)), tokens], atol=atol)
+    np.testing.assert_allclose(logprobs, row.max(axis=-1), atol=atol)

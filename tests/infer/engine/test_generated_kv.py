@@ -1,0 +1,227 @@
+"""An engine whose tokens keep their own upper keys and values: answers and scores are those of
+`own_kv_oracle` and of whole sequences, whatever the chunks, the neighbours and the cache hold."""
+
+import dataclasses
+import random
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.mesh import make_mesh
+from tests import own_kv_oracle, tiny
+from tests.infer.engine.own_kv_engines import (
+    HF,
+    LONG,
+    MODES,
+    TAIL,
+    TENSORS,
+    check_answer,
+    engine_of,
+    full_logprobs,
+    greedy,
+    model,
+    options,
+    prompts_of,
+    run,
+)
+
+# Against the oracle -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["own", pytest.param("tail 1", marks=LONG), "tail 6"])
+def test_answers_are_the_oracles(mode):
+    prompts = prompts_of(0, 6)
+    for prompt, (tokens, logprobs) in zip(
+        prompts, run(engine_of(mode), [greedy(prompt) for prompt in prompts]), strict=True
+    ):
+        expected, likelihoods = own_kv_oracle.greedy(
+            HF, TENSORS, prompt, exact_tail=MODES[mode][1], max_tokens=5
+        )
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, likelihoods, atol=3e-5)
+
+
+@pytest.mark.parametrize("mode", ["own", pytest.param("tail 1", marks=LONG), "tail 6"])
+def test_scores_are_the_oracles(mode):
+    rng = random.Random(1)
+    rows = [(*prompt, *prompt) for prompt in prompts_of(1, 5, longest=20)]
+    starts = [rng.randint(1, len(row) - 1) for row in rows]
+    scores = [ScoreRequest(row, start) for row, start in zip(rows, starts, strict=True)]
+    found = run(engine_of(mode), scores)
+    for row, start, (_, logprobs) in zip(rows, starts, found, strict=True):
+        own = np.arange(len(row)) >= start - MODES[mode][1]
+        logits = own_kv_oracle.logits(HF, TENSORS, row, own)
+        expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        np.testing.assert_allclose(
+            logprobs, [expected[at - 1, row[at]] for at in range(start, len(row))], atol=3e-5
+        )
+
+
+# What must not matter ---------------------------------------------------------
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "tiny chunks": {"chunks": (4,), "decode_steps": 1},
+    "one chunk": {"chunks": (64,), "page_size": 8},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "one at a time": {"max_num_seqs": 1, "decode_rows": (1,)},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("tail 6", "tiny chunks"),
+        *(
+            pytest.param(mode, fields, marks=LONG)
+            for mode in ("own", "tail 6")
+            for fields in FIELDS
+        ),
+    ],
+)
+def test_shapes_change_nothing(mode, fields):
+    engine = Engine.from_model(model(), options(mode, **FIELDS[fields]))
+    prompts = prompts_of(2, 8)
+    requests = [greedy(prompt) for prompt in prompts]
+    requests += [ScoreRequest((*prompt, *prompt), len(prompt)) for prompt in prompts]
+    found, expected = run(engine, requests), run(engine_of(mode), requests)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one[0] == other[0], number
+        np.testing.assert_allclose(one[1], other[1], atol=2e-5)
+    for prompt, answer in zip(prompts, found, strict=False):
+        check_answer(mode, prompt, answer)
+    assert engine.pages_in_use == 0 and engine.stats.compilations == 0
+
+
+@pytest.mark.parametrize(
+    "mode", ["own", "tail 6", *(pytest.param(mode, marks=LONG) for mode in ("boundary", "tail 1"))]
+)
+def test_answers_do_not_depend_on_the_cache(mode):
+    """A conversation of three turns, each of which contains the answers before it, over a cold
+    cache and over one that holds the earlier turns, scores and other continuations of them."""
+    warm = Engine.from_model(model(), options(mode))
+    cold = Engine.from_model(model(), options(mode, enable_prefix_caching=False))
+    conversation = list(prompts_of(3, 1)[0])
+    for turn in range(3):
+        ((tokens, logprobs),) = run(cold, [greedy(conversation)])
+        for _ in range(2):
+            ((found, again),) = run(warm, [greedy(conversation)])
+            assert found == tokens, turn
+            np.testing.assert_allclose(again, logprobs, atol=2e-5)
+        check_answer(mode, conversation, (tokens, logprobs))
+        # The same tokens with other prompts: what is own there must not reach the next turn.
+        row = [*conversation, *tokens, 1, 2, 3]
+        for start in (3, len(conversation), len(row) - 1):
+            one, other = (run(engine, [ScoreRequest(row, start)])[0][1] for engine in (warm, cold))
+            np.testing.assert_allclose(one, other, atol=2e-5)
+        run(warm, [greedy(row[:cut]) for cut in range(5, len(row), 4)])
+        conversation += [*tokens, *range(turn, turn + 5)]
+    assert warm.prefix_stats.hits > 0 == cold.prefix_stats.hits
+    assert warm.pages_in_use == 0
+
+
+def test_samples_share_their_prompt():
+    """They copy the page that is partly filled, own keys and values included; each answer has the
+    log-probabilities of whole rows."""
+    params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=3, ignore_eos=True, logprobs=0)
+    for prompt in prompts_of(4, 4):
+        outputs = [output for _, output in engine_of("tail 6").run([Request(prompt, params)])]
+        for sample in range(3):
+            mine = [output for output in outputs if output.sample == sample]
+            tokens = [token for output in mine for token in output.token_ids]
+            logprobs = [entry.logprob for output in mine for entry in output.logprobs or ()]
+            row = full_logprobs("tail 6", [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
+            np.testing.assert_allclose(logprobs, row[range(6), tokens], atol=2e-5)
+
+
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=LONG)])
+def test_a_cache_in_eight_bits(format):
+    """Nearly the same log-probabilities, and the same ones cold and warm."""
+    engine = engine_of("tail 6", ("kv_cache_dtype", format), ("chunks", (16,)))
+    prompts = prompts_of(5, 6)
+    requests = [ScoreRequest((*prompt, *prompt), len(prompt)) for prompt in prompts]
+    exact, first, second = (run(e, requests) for e in (engine_of("tail 6"), engine, engine))
+    for one, two, three in zip(exact, first, second, strict=True):
+        np.testing.assert_allclose(two[1], three[1], atol=1e-5)
+        np.testing.assert_allclose(two[1], one[1], atol=0.3)
+    assert engine.prefix_stats.hits > 0
+
+
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=LONG)], ids=str)
+def test_a_mesh_changes_nothing(shape):
+    engine = Engine.from_model(
+        model(), options(decode_rows=(4 // shape[0],), chunks=(16,)), mesh=make_mesh(shape)
+    )
+    prompts = prompts_of(6, 7)
+    requests = [greedy(prompt) for prompt in prompts]
+    requests += [ScoreRequest((*prompt, *prompt), len(prompt)) for prompt in prompts]
+    for one, other in zip(run(engine, requests), run(engine_of("tail 6"), requests), strict=True):
+        assert one[0] == other[0]
+        np.testing.assert_allclose(one[1], other[1], atol=2e-5)
+
+
+# Modes ------------------------------------------------------------------------
+
+
+def test_modes_differ():
+    """Otherwise the comparisons above prove less than they seem to."""
+    prompt = prompts_of(7, 1)[0]
+    found = [
+        run(engine_of(mode), [ScoreRequest([*prompt, *prompt], len(prompt))]) for mode in MODES
+    ]
+    logprobs = [scores for ((_, scores),) in found]
+    for i, one in enumerate(logprobs):
+        for other in logprobs[:i]:
+            assert np.abs(np.subtract(one, other)).max() > 1e-3
+
+
+def test_mode_of_the_checkpoint_and_of_the_options():
+    prompt = prompts_of(9, 1)[0]
+    config = dataclasses.replace(model().config, generated_kv="own", exact_tail=TAIL)
+    own = dataclasses.replace(model(), config=config)
+    found = {mode: run(engine_of(mode), [greedy(prompt, 8)])[0][0] for mode in MODES}
+    assert len(set(map(tuple, found.values()))) > 2
+    assert skv.generate(own, prompt, max_tokens=8) == found["tail 6"]
+    assert skv.generate(own, prompt, max_tokens=8, exact_tail=1) == found["tail 1"]
+    assert skv.generate(own, prompt, max_tokens=8, generated_kv="boundary") == found["boundary"]
+
+
+@LONG
+def test_a_teacher_is_the_same_in_all_modes():
+    prompt = prompts_of(9, 1)[0]
+    plain, own = (
+        skv.generate(model(), prompt, max_tokens=8, swiftkv=False, generated_kv=kv)
+        for kv in (None, "own")
+    )
+    assert plain == own
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"generated_kv": "mine"}, "`generated_kv`='mine' is not one of boundary, own"),
+        ({"exact_tail": 4}, "`exact_tail`=4 needs `generated_kv`=own"),
+        ({"exact_tail": -1, "generated_kv": "own"}, "`exact_tail`=-1 must be"),
+        ({"exact_tail": 4, "generated_kv": "boundary"}, "`exact_tail`=4 needs"),
+    ],
+)
+def test_bad_options_are_refused(fields, message):
+    with pytest.raises(skv.UsageError, match=message):
+        skv.generate(model(), [1, 2], max_tokens=2, **fields)
+
+
+def test_models_without_room_or_weights_are_refused():
+    hf = tiny.hf_config(key_value_group_size=2)
+    grouped = tiny.model_of(hf, tiny.tensors_for(hf))
+    with pytest.raises(skv.UsageError, match="needs key_value_group_size=1, not 2"):
+        skv.generate(grouped, [1, 2], max_tokens=2, generated_kv="own")
+    with pytest.raises(skv.UsageError, match="needs key_value_group_size=1, not 2"):
+        Engine.from_model(grouped, options("boundary", mixed_generated_kv=True))
+    slim = dataclasses.replace(model(), llama=dataclasses.replace(model().llama, upper_qkv=None))
+    with pytest.raises(skv.UsageError, match="needs the teacher's upper k and v"):
+        skv.generate(slim, [1, 2], max_tokens=2, generated_kv="own")

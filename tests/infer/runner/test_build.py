@@ -1,0 +1,82 @@
+"""Which programs an engine has, by the implementation of attention that will run."""
+
+import contextlib
+import functools
+from collections import Counter
+
+import jax.numpy as jnp
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.cache import KVCacheDtype
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.infer.runner.lowering import Key, lower_all
+from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.pallas_kernels import Implementation, ops
+from tests import tiny
+from tests.pallas_kernels.interpreted import under
+
+POSITIONS = 65536
+
+
+@functools.cache
+def model(dtype: str, head_dim: int) -> skv.Model:
+    hf = tiny.hf_config(
+        num_hidden_layers=2,
+        num_key_value_layers=1,
+        head_dim=head_dim,
+        max_position_embeddings=POSITIONS,
+    )
+    return tiny.model_of(hf, tiny.tensors_for(hf), jnp.dtype(dtype))
+
+
+def programs(
+    served: skv.Model,
+    format: KVCacheDtype,
+    attention: Implementation | None = None,
+    mesh_shape: tuple[int, int] | None = None,
+) -> list[Key]:
+    """The programs of an engine with a cache of this format, not compiled."""
+    options = EngineOptions(kv_cache_dtype=format, max_num_seqs=4, scoring=True)
+    mesh = None if mesh_shape is None else make_mesh(mesh_shape)
+    runner = build_model_runner(served, options, attention=attention, mesh=mesh)
+    return list(lower_all(runner.layout, runner.shapes, runner.weights, runner._attention))
+
+
+IN_PLACE = {  # device, dtype of the weights, head dim, attention: the pages are read as they are
+    "a CPU": (None, "float32", 8, None),
+    "cuDNN": ("A100", "bfloat16", 64, None),
+    "XLA on a GPU": ("A100", "float32", 64, None),
+    "a head dim that Hopper's kernel refuses": ("H100", "bfloat16", 8, None),
+    "XLA by name": ("H100", "bfloat16", 64, "xla"),
+}
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_cache_of_8_bits_takes_no_more_programs(name, format, monkeypatch):
+    monkeypatch.setattr(ops, "cudnn_version", lambda: 92000)
+    device, dtype, head_dim, attention = IN_PLACE[name]
+    served = model(dtype, head_dim)
+    with under(device) if device else contextlib.nullcontext():
+        found, wide = (programs(served, each, attention) for each in (format, "auto"))
+    assert found == wide
+    assert all(key[-1] is None for key in found if key[0] in ("prefill", "score"))
+
+
+@pytest.mark.parametrize("device", ["H100", "v5e"])
+def test_pages_are_gathered_for_a_kernel_that_would_widen_all(device):
+    """In three numbers of them for each program of a chunk."""
+    served = model("bfloat16", 64)
+    with under(device):
+        found, wide = (programs(served, format) for format in ("int8", "auto"))
+    chunked = [key for key in wide if key[0] in ("prefill", "score")]
+    gathered = [(*key[:-1], pages) for key in chunked for pages in (8, 64, 512)]
+    assert len(chunked) > 2 and {key[-1] for key in chunked} == {None}
+    assert Counter(found) == Counter(wide) - Counter(chunked) + Counter(gathered)
+
+
+def test_pages_are_not_gathered_on_a_mesh_of_cpus():
+    served = model("float32", 8)
+    assert programs(served, "fp8", mesh_shape=(2, 2)) == programs(served, "auto", mesh_shape=(2, 2))
