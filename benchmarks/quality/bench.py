@@ -37,8 +37,6 @@ from .scores import MODES, Mode
 from .students import Arm
 from .summary import Cell, loss
 
-WRITTEN_IN = ("boundary",)
-"""Modes in which functions are written: those that the engine serves."""
 FORMAT = 1
 """To be counted up where the content of the kept files changes."""
 
@@ -131,9 +129,9 @@ class Bench:
             cell["modes"][mode.name] = scores.sums(found, masks, self.held_out.per_document)
         if prompts:
             served = students.on_one_device(model)
-            for mode in modes_of(model):
-                if mode.name in WRITTEN_IN:
-                    cell["blocks"][mode.name] = parsed_blocks(served, prompts, mode)
+            cell["blocks"] = {
+                mode.name: parsed_blocks(served, prompts, mode) for mode in modes_of(model)
+            }
 
     def teacher_cell(self) -> Cell:
         """The teacher's sums, with the number of predictions of each set as `count`."""

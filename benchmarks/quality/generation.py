@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import codeop
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -91,14 +90,15 @@ def parsed_blocks(
 ) -> list[bool]:
     """For each prompt whether its greedy continuation parses; those of the student in a mode, or
     of the teacher."""
-    if mode is not None and mode.exact_tail is not None:
-        own = dataclasses.replace(model.config, generated_kv="own", exact_tail=mode.exact_tail)
-        model = dataclasses.replace(model, config=own)
-    engine = Engine.from_model(
-        model,
-        EngineOptions(max_model_len=PROMPT + new_tokens, max_num_seqs=SEQUENCES, one_size=True),
-        swiftkv=mode is not None,
+    tail = None if mode is None else mode.exact_tail
+    options = EngineOptions(
+        max_model_len=PROMPT + new_tokens,
+        max_num_seqs=SEQUENCES,
+        one_size=True,
+        generated_kv="boundary" if tail is None else "own",
+        exact_tail=tail,
     )
+    engine = Engine.from_model(model, options, swiftkv=mode is not None)
     params = SamplingParams(max_tokens=new_tokens)
     new: list[list[int]] = [[] for _ in prompts]
     for number, output in engine.run([Request(prompt.tokens, params) for prompt in prompts]):
