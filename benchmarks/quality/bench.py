@@ -97,7 +97,7 @@ class Bench:
             logger.info("%s: measured before", name)
             return kept
         _ = self._teacher  # not in this student's seconds
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         delta_file = self._folder / "deltas" / f"{name}.npz"
         model = students.make(arm, recipe, self._data, self._mesh, delta_file)
         made = time.perf_counter()
@@ -111,7 +111,11 @@ class Bench:
         }
         if students.is_finite(model):
             self._measure(cell, model, prompts)
-        seconds = {"making": made - start, "measuring": time.perf_counter() - made}
+        seconds = {
+            "making": made - start,
+            "measuring": time.perf_counter() - made,
+            "processors": time.process_time() - cpu,
+        }
         cell["seconds"] = {part: round(value, 1) for part, value in seconds.items()}
         cell["identity"] = identity
         _keep(file, cell)

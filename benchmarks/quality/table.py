@@ -170,55 +170,49 @@ def table(document: dict[str, Any]) -> str:
 
 def section(document: dict[str, Any]) -> str:
     """The section of the page of measurements."""
+    lines, _ = verdict(document["rows"])
     return markdown.section(
         "What each cut costs in quality",
         describe(document) + " `python -m benchmarks.quality`.",
         markdown.table(HEADER, map(_line, document["rows"])),
-        "Students that lose more than "
-        f"{MAX_FAR_LOSS:g} nats on the far-dependent tokens stop hearing the prompt, even where "
-        "their averages look well.",
+        f"A student that loses more than {MAX_FAR_LOSS:g} nats on the far tokens is refused: it no "
+        "longer reads the distant prompt, however close its averages are to the teacher's.",
+        "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
     )
 
 
 def describe(document: dict[str, Any]) -> str:
     """What was measured, in a paragraph."""
-    rows = document["rows"]
-    answers = rows[0]["answers"]
-    whole = next((row["all"] for row in rows if row["all"]), None)
-    far = rows[0]["far"]
-    recall = rows[0]["recall"]
-    texts = [
-        f"The demo model ({document['layers']} layers) on {document['documents']} held-out files"
+    first = document["rows"][0]
+    whole, answers, far, recall = (first[name] for name in ("all", "answers", "far", "recall"))
+    sentences = [
+        f"The demo model ({document['layers']} layers) on {document['documents']} held-out files, "
+        f"{whole['tokens']:,} tokens, where the teacher's perplexity is "
+        f"{whole['teacher_perplexity']:.3f}.",
+        "K layers keep their keys and values, g upper layers share a cache; an optimiser step has "
+        f"{document['tokens_per_step']:,} tokens.",
+        "Brackets are 95 % intervals over the files, ± is the standard deviation over seeds.",
+        f"From `after the prompt` on, figures are of the {answers['tokens']:,} tokens after a "
+        f"prompt of {document['prompt']}: serving `own` keeps their own keys and values, `own+64` "
+        "also those of the last 64 prompt tokens.",
     ]
-    if whole:
-        texts.append(
-            f", {whole['tokens']:,} tokens, where the teacher's perplexity is "
-            f"{whole['teacher_perplexity']:.3f}"
-        )
-    texts.append(
-        ". K layers keep their keys and values, g upper layers share a cache; training takes "
-        f"{document['tokens_per_step']:,} tokens a step. Brackets are 95 % intervals over the "
-        "files, ± the standard deviation over "
-        f"seeds. The right half is about the {answers['tokens']:,} tokens after a prompt of "
-        f"{document['prompt']}: serving `own` keeps their own keys and values, `own+64` also "
-        "those of the last 64 prompt tokens."
-    )
     if far:
-        texts.append(
-            f" Far tokens are the {far['tokens']:,} on which the teacher (at {far['teacher']:.3f} "
-            "nats) loses more than 1 nat without the prompt but its last 64 tokens."
+        sentences.append(
+            f"Far tokens are the {far['tokens']:,} on which the teacher loses more than 1 nat "
+            f"without the prompt but its last 64 tokens; with it, it is at {far['teacher']:.3f} "
+            f"nats there and at {first['others']['teacher']:.3f} on the others."
         )
     if recall:
-        texts.append(
-            f" Recall: {recall['tokens']:,} tokens of identifiers last used 256 tokens before or "
-            f"more, ranked first (teacher {recall['teacher']:.1%})."
+        sentences.append(
+            f"Recall: {recall['tokens']:,} tokens of identifiers used once before, 256 tokens back "
+            f"or more, that are ranked first (teacher {recall['teacher']:.1%})."
         )
-    if blocks := next((row["blocks"] for row in rows if row["blocks"]), None):
-        texts.append(
-            f" Blocks: of {blocks['prompts']} functions written greedily from their header, those "
+    if blocks := first["blocks"]:
+        sentences.append(
+            f"Blocks: of {blocks['prompts']} functions written greedily from their header, those "
             f"that parse (teacher {blocks['teacher']})."
         )
-    return "".join(texts)
+    return " ".join(sentences)
 
 
 def _line(row: Row) -> tuple[str, ...]:
@@ -232,31 +226,34 @@ def _line(row: Row) -> tuple[str, ...]:
         row["mode"],
         *(
             (
-                f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"], "{:.3f}"),
-                _interval(whole["above"], "{:+.2%}"),
+                f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"]),
+                _interval(whole["above"], "+.2%"),
                 f"{whole['kl']['value']:.4f}",
                 f"{whole['agreement']['value']:.1%}",
             )
             if whole
             else ("", "", "", "")
         ),
-        _interval(answers["above"], "{:+.2%}"),
+        _interval(answers["above"], "+.2%"),
         f"{answers['kl']['value']:.4f}",
-        _difference(row, "far", "{:+.3f}"),
-        _difference(row, "others", "{:+.3f}"),
-        _difference(row, "recall", "{:+.1%}"),
+        _beside_teacher(row, "far", ".3f"),
+        _beside_teacher(row, "others", ".3f"),
+        _beside_teacher(row, "recall", ".1%"),
         "" if blocks is None else str(blocks["student"]),
     )
 
 
-def _seeds(row: Row, spread: float, form: str) -> str:
-    return f" ± {form.format(spread)}" if len(row["seeds"]) > 1 else ""
+def _seeds(row: Row, spread: float) -> str:
+    return f" ± {spread:.3f}" if len(row["seeds"]) > 1 else ""
 
 
 def _interval(figure: dict[str, float], form: str) -> str:
-    value, low, high = (form.format(figure[part]) for part in ("value", "low", "high"))
+    value, low, high = (format(figure[part], form) for part in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
 
 
-def _difference(row: Row, part: str, form: str) -> str:
-    return "" if row[part] is None else _interval(row[part]["difference"], form)
+def _beside_teacher(row: Row, part: str, form: str) -> str:
+    """The student's figure, and its difference from the teacher's."""
+    if row[part] is None:
+        return ""
+    return f"{row[part]['student']:{form}} ({_interval(row[part]['difference'], f'+{form}')})"
