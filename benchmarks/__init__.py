@@ -7,7 +7,7 @@ python -m benchmarks.NAME, where NAME is
     kv_projection     what a fused kernel for the key/value projection could still save
     loss              the distillation loss: memory and time against all logits at once
     train_step        the distillation step: operations against two whole models, memory, speed, MFU
-    quality           quality at every number of lower layers, before and after distillation (demo)
+    quality           students beside their teacher, by cut, start, training and serving (demo)
     serve             the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models
     predict           what kernels and serve measure, by count of bytes, products and launches
     hf_baseline       the same weights in Hugging Face transformers on the same machine

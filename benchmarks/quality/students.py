@@ -1,0 +1,199 @@
+"""Students of the demo teacher: what is made, and how it is started and trained.
+
+Start and training are those of `swiftkv train`; only its checkpoints and reports are left out.
+Trained deltas are kept, so that they can be measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.config import Config
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.mesh import MeshShape
+from swiftkv_jax.model import Model
+from swiftkv_jax.params import swiftkv_shapes
+from swiftkv_jax.sharding import swiftkv_shardings
+from swiftkv_jax.train.batch_sharder import BatchSharder
+from swiftkv_jax.train.data.loader import DatasetMixture, batches
+from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
+from swiftkv_jax.train.setup import load_model
+from swiftkv_jax.train.start import first_delta
+from swiftkv_jax.train.step import (
+    init_state,
+    make_optimizer,
+    make_train_step,
+    micro_batch_sharding,
+)
+
+STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
+AUTHORS_RATES = (5e-4, 2e-3, 4e-3)
+"""Learning rates that the authors' recipe is tried with; the best by perplexity counts."""
+_HEADS = "shared_kv_heads"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """Students that differ in their seed alone, and for the authors' start in the learning rate."""
+
+    num_key_value_layers: int
+    key_value_group_size: int
+    start: Init
+    steps: int
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates to try."""
+        return AUTHORS_RATES if self.start == "authors" and self.steps else (DEMO.learning_rate,)
+
+    def recipe(self, rate: float, seed: int, mesh: MeshShape) -> Recipe:
+        """The authors' start is trained with their losses, the others with this package's."""
+        settings = RECIPES["authors"] if self.start == "authors" else {"init": self.start}
+        return dataclasses.replace(
+            DEMO,
+            mesh=mesh,
+            dtype="float32",
+            num_key_value_layers=self.num_key_value_layers,
+            key_value_group_size=self.key_value_group_size,
+            max_steps=max(self.steps, 1),
+            learning_rate=rate,
+            seed=seed,
+            **settings,
+        )
+
+    def name(self, rate: float, seed: int) -> str:
+        """`"4-2-authors-64-0.002-seed1"`; without rate and seed if nothing is trained."""
+        parts = [self.num_key_value_layers, self.key_value_group_size, self.start, self.steps]
+        return "-".join(map(str, [*parts, f"{rate:g}", f"seed{seed}"] if self.steps else parts))
+
+
+def plan(
+    num_layers: int,
+    cuts: Sequence[int],
+    groups: Sequence[int | None],
+    starts: Sequence[Init],
+    steps: Sequence[int],
+) -> list[Arm]:
+    """All arms, those of fewer steps first. A group size of None is all upper layers.
+
+    Without groups a leader's keys and values are the mean over its group: that start is left out.
+    """
+    arms = []
+    for count in sorted(set(steps)):
+        for lower in sorted(set(cuts), reverse=True):
+            upper = num_layers - lower
+            for group in sorted({upper if size is None else size for size in groups}):
+                if upper % group == 0:
+                    arms += [
+                        Arm(lower, group, start, count)
+                        for start in STARTS
+                        if start in starts and not (start == "leader" and group == 1)
+                    ]
+    return arms
+
+
+def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path) -> Model:
+    """A student with its delta, from `file` if it is there; a trained one is kept there.
+
+    Raises `UsageError` if the file is of another recipe or other data.
+    """
+    config = open_any(recipe.model).config.cut(arm.num_key_value_layers, arm.key_value_group_size)
+    model = load_model(recipe, config, mesh)
+    identity = json.dumps(describe(recipe, data), sort_keys=True)
+    if file.exists():
+        return _load(file, model, identity, mesh)
+    model, _ = first_delta(recipe, model, data, mesh)
+    if arm.steps:
+        model = train(recipe, model, data, mesh)
+        _save(file, model, identity)
+    return model
+
+
+def describe(recipe: Recipe, data: DatasetMixture) -> dict[str, Any]:
+    """What a student follows from, as JSON holds it: not the devices and folders."""
+    left_out = {"mesh", "output_dir", "model", "data", "eval_data", "report_to", "attention"}
+    fields = {name: value for name, value in vars(recipe).items() if name not in left_out}
+    return fields | {"data": data.fingerprint}
+
+
+def train(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
+    """The model after the steps of the recipe, from the delta that it has."""
+    steps = recipe.max_steps
+    assert steps is not None and model.swiftkv is not None
+    optimizer, step = _program(model.config, dataclasses.replace(recipe, seed=0), mesh)
+    sharder = BatchSharder(micro_batch_sharding(mesh), (1, recipe.batch_size))
+    state = init_state(model.config, optimizer, mesh, model.swiftkv)
+    reading = batches(
+        data,
+        recipe.batch_size,
+        positions=sharder.positions,
+        seed=recipe.seed,
+        stop=steps,
+        loss_mask=recipe.loss_mask,
+        padding=recipe.padding,
+    )
+    with contextlib.closing(reading):
+        for local in reading:
+            state, _ = step(state, model.llama, sharder.shard(local.batch))
+    return dataclasses.replace(model, swiftkv=state.delta)
+
+
+@functools.lru_cache(maxsize=1)
+def _program(config: Config, recipe: Recipe, mesh: Mesh) -> tuple[Any, Any]:
+    """Optimiser and step, compiled once for all seeds."""
+    assert recipe.max_steps is not None
+    optimizer = make_optimizer(recipe, recipe.max_steps)
+    return optimizer, make_train_step(config, recipe, optimizer, mesh)
+
+
+def _save(file: Path, model: Model, identity: str) -> None:
+    heads = json.dumps(model.config.shared_kv_heads)
+    arrays: dict[str, Any] = {
+        f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(model.swiftkv))
+    }
+    arrays |= {"identity": np.array(identity), _HEADS: np.array(heads)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial.npz")
+    np.savez(partial, **arrays)
+    os.replace(partial, file)
+
+
+def _load(file: Path, model: Model, identity: str, mesh: Mesh) -> Model:
+    with np.load(file) as stored:
+        if str(stored["identity"]) != identity:
+            raise UsageError(
+                f"{file}: was trained by another recipe or on other data; remove it, or choose "
+                f"another `folder`"
+            )
+        heads = json.loads(str(stored[_HEADS]))
+        leaves = [stored[f"leaf{i}"] for i in range(len(stored.files) - 2)]
+    config = dataclasses.replace(
+        model.config, shared_kv_heads=None if heads is None else tuple(map(tuple, heads))
+    )
+    tree = jax.tree.structure(swiftkv_shapes(config, jnp.float32))
+    delta = jax.device_put(jax.tree.unflatten(tree, leaves), swiftkv_shardings(config, mesh))
+    return dataclasses.replace(model, config=config, swiftkv=delta)
+
+
+def on_one_device(model: Model) -> Model:
+    """The same model on the first device, for an engine without a mesh."""
+    device = jax.devices()[0]
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, device), model)
+
+
+def is_finite(model: Model) -> bool:
+    """False after a training run that diverged."""
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(model.swiftkv))

@@ -1,0 +1,259 @@
+"""The table of a result, its verdict, and its section of the page of measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .. import markdown
+
+Row = dict[str, Any]
+
+MAX_FAR_LOSS = 0.15
+"""Nats lost on far-dependent tokens above which a student is refused, whatever its averages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A figure of one row that must not exceed a limit."""
+
+    num_key_value_layers: int
+    key_value_group_size: int
+    steps: int
+    mode: str
+    figure: str
+    """`above` on whole rows, `answers above` after the prompt, `far` nats."""
+    limit: float
+
+    def row(self, rows: Sequence[Row]) -> Row | None:
+        """The closed-form student that the bar is about, if it has been measured."""
+        wanted = (
+            self.num_key_value_layers,
+            self.key_value_group_size,
+            "closed-form",
+            self.steps,
+            self.mode,
+        )
+        return next((row for row in rows if key(row) == wanted), None)
+
+
+BARS = (
+    Bar(4, 1, 0, "boundary", "above", 0.007),
+    Bar(4, 1, 0, "own", "answers above", 0.001),
+    Bar(4, 1, 0, "own", "far", 0.03),
+    Bar(4, 2, 64, "boundary", "above", 0.035),
+    Bar(4, 4, 64, "boundary", "above", 0.075),
+    Bar(3, 1, 0, "own+64", "answers above", 0.01),
+    Bar(3, 1, 0, "own+64", "far", MAX_FAR_LOSS),
+)
+
+
+def key(row: Row) -> tuple[int, int, str, int, str]:
+    return (
+        row["num_key_value_layers"],
+        row["key_value_group_size"],
+        row["start"],
+        row["steps"],
+        row["mode"],
+    )
+
+
+def name(row: Row) -> str:
+    steps = f"{row['steps']} steps" if row["steps"] else "untrained"
+    return (
+        f"{row['share']:.1%}, g = {row['key_value_group_size']}, {row['start']}, {steps}, "
+        f"{row['mode']}"
+    )
+
+
+# Verdict ----------------------------------------------------------------------
+
+
+def verdict(rows: Sequence[Row]) -> tuple[list[str], bool]:
+    """(a line for each bar and each refused student, whether no measured bar is missed)."""
+    lines, kept = [], True
+    for line, met in itertools.chain(_bars(rows), _against_authors(rows)):
+        lines.append(line)
+        kept &= met
+    return lines + list(_refused(rows)), kept
+
+
+def _bars(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    for bar in BARS:
+        row = bar.row(rows)
+        value = None if row is None else _figure(row, bar.figure)
+        if row is None or value is None:
+            yield f"not measured: {_bar_name(bar)}", True
+            continue
+        met = value <= bar.limit
+        shown, limit = (
+            (f"{value:+.3f} nats", f"{bar.limit:+.3f}")
+            if bar.figure == "far"
+            else (f"{value:+.2%}", f"{bar.limit:+.2%}")
+        )
+        yield f"{'met' if met else 'not met'}: {name(row)}: {bar.figure} {shown} (bar {limit})", met
+
+
+def _bar_name(bar: Bar) -> str:
+    steps = f"{bar.steps} steps" if bar.steps else "untrained"
+    return (
+        f"K = {bar.num_key_value_layers}, g = {bar.key_value_group_size}, closed-form, {steps}, "
+        f"{bar.mode}: {bar.figure}"
+    )
+
+
+def _figure(row: Row, figure: str) -> float | None:
+    match figure:
+        case "above" if row["all"]:
+            return row["all"]["above"]["value"]
+        case "answers above":
+            return row["answers"]["above"]["value"]
+        case "far" if row["far"]:
+            return row["far"]["difference"]["value"]
+    return None
+
+
+def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    """At equal tokens the closed form must end below the authors' recipe at its best rate."""
+    trained = {key(row): row for row in rows if row["steps"] and row["all"]}
+    for (lower, group, start, steps, mode), ours in trained.items():
+        authors = trained.get((lower, group, "authors", steps, mode))
+        if start == "closed-form" and authors is not None:
+            own, theirs = (row["all"]["perplexity"] for row in (ours, authors))
+            met = own < theirs
+            yield (
+                f"{'met' if met else 'not met'}: {name(ours)}: perplexity {own:.3f}, authors' "
+                f"recipe at its best rate ({authors['learning_rate']:g}) {theirs:.3f}",
+                met,
+            )
+
+
+def _refused(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        far = row["far"]
+        if far and far["difference"]["value"] > MAX_FAR_LOSS:
+            loss = far["difference"]
+            yield (
+                f"refused: {name(row)}: loses {loss['value']:.2f} nats "
+                f"[{loss['low']:.2f}, {loss['high']:.2f}] on the {far['tokens']:,} tokens that "
+                f"depend on the far prompt, whatever its averages"
+            )
+
+
+# Table ------------------------------------------------------------------------
+
+HEADER = (
+    "K of layers",
+    "g",
+    "start",
+    "steps",
+    "serving",
+    "perplexity",
+    "above the teacher",
+    "KL",
+    "agreement",
+    "after the prompt",
+    "KL",
+    "far tokens, nats",
+    "others, nats",
+    "recall",
+    "blocks",
+)
+
+
+def table(document: dict[str, Any]) -> str:
+    """Markdown, with what the columns are above it."""
+    return f"{describe(document)}\n\n{markdown.table(HEADER, map(_line, document['rows']))}"
+
+
+def section(document: dict[str, Any]) -> str:
+    """The section of the page of measurements."""
+    lines, _ = verdict(document["rows"])
+    return markdown.section(
+        "What each cut costs in quality",
+        describe(document) + " `python -m benchmarks.quality`.",
+        markdown.table(HEADER, map(_line, document["rows"])),
+        f"A student that loses more than {MAX_FAR_LOSS:g} nats on the far tokens is refused: it no "
+        "longer reads the distant prompt, however close its averages are to the teacher's.",
+        "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
+    )
+
+
+def describe(document: dict[str, Any]) -> str:
+    """What was measured, in a paragraph."""
+    first = document["rows"][0]
+    whole, answers, far, recall = (first[name] for name in ("all", "answers", "far", "recall"))
+    sentences = [
+        f"The demo model ({document['layers']} layers) on {document['documents']} held-out files, "
+        f"{whole['tokens']:,} tokens, where the teacher's perplexity is "
+        f"{whole['teacher_perplexity']:.3f}.",
+        "K layers keep their keys and values, g upper layers share a cache; an optimiser step has "
+        f"{document['tokens_per_step']:,} tokens.",
+        "Brackets are 95 % intervals over the files, ± is the standard deviation over seeds.",
+        f"From `after the prompt` on, figures are of the {answers['tokens']:,} tokens after a "
+        f"prompt of {document['prompt']}: serving `own` keeps their own keys and values, `own+64` "
+        "also those of the last 64 prompt tokens.",
+    ]
+    if far:
+        sentences.append(
+            f"Far tokens are the {far['tokens']:,} on which the teacher loses more than 1 nat "
+            f"without the prompt but its last 64 tokens; with it, it is at {far['teacher']:.3f} "
+            f"nats there and at {first['others']['teacher']:.3f} on the others."
+        )
+    if recall:
+        sentences.append(
+            f"Recall: {recall['tokens']:,} tokens of identifiers used once before, 256 tokens back "
+            f"or more, that are ranked first (teacher {recall['teacher']:.1%})."
+        )
+    if blocks := first["blocks"]:
+        sentences.append(
+            f"Blocks: of {blocks['prompts']} functions written greedily from their header, those "
+            f"that parse (teacher {blocks['teacher']})."
+        )
+    return " ".join(sentences)
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    whole, answers, blocks = row["all"], row["answers"], row["blocks"]
+    rate = f" at {row['learning_rate']:g}" if row["start"] == "authors" and row["steps"] else ""
+    return (
+        f"{row['num_key_value_layers']} ({row['share']:.1%})",
+        str(row["key_value_group_size"]),
+        row["start"],
+        f"{row['steps']}{rate}",
+        row["mode"],
+        *(
+            (
+                f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"]),
+                _interval(whole["above"], "+.2%"),
+                f"{whole['kl']['value']:.4f}",
+                f"{whole['agreement']['value']:.1%}",
+            )
+            if whole
+            else ("", "", "", "")
+        ),
+        _interval(answers["above"], "+.2%"),
+        f"{answers['kl']['value']:.4f}",
+        _beside_teacher(row, "far", ".3f"),
+        _beside_teacher(row, "others", ".3f"),
+        _beside_teacher(row, "recall", ".1%"),
+        "" if blocks is None else str(blocks["student"]),
+    )
+
+
+def _seeds(row: Row, spread: float) -> str:
+    return f" ± {spread:.3f}" if len(row["seeds"]) > 1 else ""
+
+
+def _interval(figure: dict[str, float], form: str) -> str:
+    value, low, high = (format(figure[part], form) for part in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def _beside_teacher(row: Row, part: str, form: str) -> str:
+    """The student's figure, and its difference from the teacher's."""
+    if row[part] is None:
+        return ""
+    return f"{row[part]['student']:{form}} ({_interval(row[part]['difference'], f'+{form}')})"

@@ -1,0 +1,139 @@
+"""The command: what was measured or trained is kept, and bad arguments are refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.quality import __main__ as command
+from benchmarks.quality import bench, scores, students
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.train.__main__ import main as train
+from swiftkv_jax.train.recipe import DEMO, Recipe
+from swiftkv_jax.train.setup import load_data
+
+
+@pytest.fixture(scope="module")
+def training_text(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "code.txt"
+    file.write_text("def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n\n" * 40)
+    return file
+
+
+def test_interrupted_and_continued(tmp_path, monkeypatch, texts, training_text):
+    """What was measured is not measured again, and the result is rewritten after every student."""
+    monkeypatch.setattr(bench, "STDLIB", str(training_text))
+    monkeypatch.setattr(bench, "DEMO", dataclasses.replace(DEMO, batch_size=2))
+    monkeypatch.setattr(bench, "stdlib_texts", lambda: iter(texts))
+    output, made, make = tmp_path / "result.json", list[str](), students.make
+    flags = "--cuts 75,50 --groups 2 --starts authors --steps 0 --rows 2 --no-generation --mesh 1x1"
+    arguments = [*flags.split(), "--folder", str(tmp_path / "kept"), "--output", str(output)]
+
+    def interrupted(arm, *rest):
+        if arm.num_key_value_layers == 4 and not made[1:]:
+            made.append("interrupted")
+            raise KeyboardInterrupt
+        made.append(arm.name(0, 0))
+        return make(arm, *rest)
+
+    monkeypatch.setattr(students, "make", interrupted)
+    assert command.main(arguments) == 130
+    first = json.loads(output.read_text())
+    assert [row["num_key_value_layers"] for row in first["rows"]] == [6]
+    assert command.main(arguments) == 0
+    assert made == ["6-2-authors-0", "interrupted", "4-2-authors-0"]
+    second = json.loads(output.read_text())
+    assert second["rows"][:1] == first["rows"] and second["date"] == first["date"]
+    costs = [row["all"]["above"]["value"] for row in second["rows"]]
+    assert len(costs) == 2 and 0 < costs[0] < costs[1]
+
+    monkeypatch.setattr(scores, "run_teacher", None)  # not needed any more
+    assert command.main([*arguments, "--check"]) == 0 and len(made) == 3
+    assert json.loads(output.read_text())["rows"] == second["rows"]
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--cuts half", "--cuts 'half'"),
+        ("--groups 0", "--groups '0'"),
+        ("--groups 3 --cuts 50", "--groups 3"),
+        ("--starts mean", "--starts 'mean'"),
+        ("--starts leader --groups 1", "--starts leader"),
+        ("--steps x", "--steps 'x'"),
+        ("--seeds 0", "--seeds 0"),
+        ("--rows 0", "--rows 0"),
+        ("--mesh 2", "--mesh '2'"),
+    ],
+)
+def test_bad_arguments_are_one_line(flags, expected, capsys, tmp_path):
+    folder = tmp_path / "kept"
+    assert command.main([*flags.split(), "--folder", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and expected in error and error.count("\n") == 1
+    assert not folder.exists()
+
+
+def demo_recipe(arm: students.Arm, training_text: Path, folder: Path) -> Recipe:
+    """On few rows of 32 tokens."""
+    return dataclasses.replace(
+        arm.recipe(DEMO.learning_rate, 0, DEMO.mesh),
+        data=(str(training_text),),
+        eval_data=None,
+        output_dir=folder,
+        max_length=32,
+        batch_size=4,
+    )
+
+
+def test_what_was_trained_is_kept(tmp_path, training_text, tokenizer, monkeypatch):
+    """Another recipe does not get it."""
+    arm, mesh, file = students.Arm(4, 4, "leader", 3), make_mesh("1x1"), tmp_path / "x" / "y.npz"
+    recipe = demo_recipe(arm, training_text, tmp_path)
+    data, _ = load_data(recipe, tokenizer)
+
+    def twice(recipe, model, data, mesh):
+        heads = tuple((number % 2, 1 - number % 2) for number in range(4))
+        config = dataclasses.replace(model.config, shared_kv_heads=heads)
+        mix = jnp.ones((4, 2, 32, 32))
+        delta = jax.tree.map(lambda leaf: 2 * leaf, dataclasses.replace(model.swiftkv, mix=mix))
+        return dataclasses.replace(model, config=config, swiftkv=delta)
+
+    monkeypatch.setattr(students, "train", twice)
+    trained = students.make(arm, recipe, data, mesh, file)
+    monkeypatch.setattr(students, "train", None)
+    read = students.make(arm, recipe, data, mesh, file)
+    assert read.config == trained.config and students.is_finite(read)
+    jax.tree.map(np.testing.assert_array_equal, read.swiftkv, trained.swiftkv)
+    with pytest.raises(UsageError, match="another recipe"):
+        students.make(arm, dataclasses.replace(recipe, seed=1), data, mesh, file)
+
+
+@pytest.mark.long
+def test_training_is_that_of_the_command(tmp_path, training_text, tokenizer):
+    """The same delta as `swiftkv train` exports."""
+    flags = {
+        "data": training_text,
+        "output-dir": tmp_path,
+        "max-length": 32,
+        "batch-size": 4,
+        "max-steps": 3,
+        "key-value-group-size": 2,
+    }
+    assert train([part for name, value in flags.items() for part in (f"--{name}", str(value))]) == 0
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    arm = students.Arm(4, 2, "closed-form", 3)
+    recipe = demo_recipe(arm, training_text, tmp_path)
+    data, _ = load_data(recipe, tokenizer)
+    trained = students.make(arm, recipe, data, make_mesh("1x1"), tmp_path / "delta.npz")
+    assert trained.swiftkv is not None
+    for layer in range(4, 8):
+        name = f"model.layers.{layer}.self_attn.q_proj_swiftkv.weight"
+        ours = np.asarray(trained.swiftkv.q[layer - 4].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(ours.reshape(exported[name].shape), exported[name])

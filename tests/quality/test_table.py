@@ -1,0 +1,159 @@
+"""Intervals, rows, the verdict and the table."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.quality import students, summary, table
+from benchmarks.quality.held_out import PROMPT
+
+
+def test_interval_of_two_documents():
+    """A draw has the mean 0, 1/2 or 1, with probabilities 1/4, 1/2, 1/4."""
+    drawn = summary.draws(2)
+    found = summary.interval([0.0, 1.0], [1, 1], drawn)
+    assert found == {"value": 0.5, "low": 0.0, "high": 1.0}
+    assert drawn.shape == (summary.RESAMPLES, 2) and (drawn.sum(1) == 2).all()
+    assert drawn[:, 0].mean() == pytest.approx(1, abs=0.05)
+
+
+def test_interval_of_many_documents():
+    """About 1.96 standard errors to each side; documents count by their tokens."""
+    random, count = np.random.default_rng(1), 400
+    values, drawn = random.normal(3, 2, count), summary.draws(count)
+    found = summary.interval(10 * values, np.full(count, 10), drawn)
+    assert found is not None and found["value"] == pytest.approx(values.mean())
+    error = 1.96 * values.std() / math.sqrt(count)
+    assert found["high"] - found["value"] == pytest.approx(error, rel=0.1)
+    assert found["value"] - found["low"] == pytest.approx(error, rel=0.1)
+    weighed = summary.interval([9.0, 1.0], [9, 2], summary.draws(2))
+    assert weighed is not None and weighed["value"] == pytest.approx(10 / 11)
+
+
+def test_nothing_counted_has_no_interval():
+    drawn = summary.draws(3)
+    assert summary.interval([0, 0, 0], [0, 0, 0], drawn) is None
+    assert summary.interval([0, 2, 0], [0, 1, 0], drawn) == {"value": 2, "low": 2, "high": 2}
+
+
+def sums(nll: float, first: float = 0.5) -> dict[str, list[float]]:
+    """Of two documents of 10 tokens."""
+    return {
+        "nll": [10 * nll] * 2,
+        "kl": [1.0] * 2,
+        "agreement": [8.0] * 2,
+        "first": [10 * first] * 2,
+    }
+
+
+TEACHER: dict[str, Any] = {
+    "layers": 8,
+    "blocks": [True, True],
+    "sums": {
+        name: sums(2.0) | {"count": [10, 10]}
+        for name in ("all", "answers", "far", "others", "recall")
+    },
+}
+
+
+def cell(
+    nll: float, *, far: float = 2.0, modes: tuple[str, ...] = ("boundary",), rate=2e-3, seed=0
+):
+    parts = {name: sums(nll) for name in ("all", "answers", "others")}
+    parts |= {"far": sums(far), "recall": sums(nll, first=0.4)}
+    return {
+        "learning_rate": rate,
+        "seed": seed,
+        "modes": {
+            mode: {
+                name: part for name, part in parts.items() if name != "all" or mode == "boundary"
+            }
+            for mode in modes
+        },
+        "blocks": {"boundary": [True, False]},
+    }
+
+
+def rows(arm: students.Arm, *cells) -> list[table.Row]:
+    return summary.rows_of(arm, cells, cells, TEACHER, summary.draws(2))
+
+
+def test_a_row_compares_with_the_teacher():
+    arm = students.Arm(4, 1, "closed-form", 64)
+    found, own = rows(
+        arm,
+        *(cell(nll, modes=("boundary", "own"), seed=seed) for seed, nll in enumerate((2.1, 2.3))),
+    )
+    assert found["share"] == 0.5 and found["seeds"] == [0, 1] and own["all"] is None
+    assert found["all"]["above"]["value"] == pytest.approx(math.expm1(0.2))
+    assert found["all"]["perplexity"] == pytest.approx(math.exp(2.2))
+    spread = abs(math.exp(2.3) - math.exp(2.1)) / math.sqrt(2)
+    assert found["all"]["perplexity_std"] == pytest.approx(spread)
+    assert found["all"]["kl"]["value"] == 0.1 and found["all"]["agreement"]["value"] == 0.8
+    assert found["recall"]["difference"]["value"] == pytest.approx(-0.1)
+    assert found["far"] == {
+        "tokens": 20,
+        "teacher": 2.0,
+        "student": 2.0,
+        "student_std": 0.0,
+        "difference": {"value": 0.0, "low": 0.0, "high": 0.0},
+    }
+    assert found["blocks"] == {"prompts": 2, "teacher": 2, "student": 1} and own["blocks"] is None
+
+
+def test_verdict():
+    """Bars, the authors' recipe, and students that lose the far prompt."""
+    half = students.Arm(4, 1, "closed-form", 0)
+    good, bad = (rows(half, cell(2 + gap)) for gap in (0.006, 0.008))
+    lines, kept = table.verdict(good)
+    assert kept and any(line.startswith("met: 50.0%, g = 1") for line in lines)
+    assert sum(line.startswith("not measured:") for line in lines) == len(table.BARS) - 1
+    lines, kept = table.verdict(bad)
+    assert not kept and any(line.startswith("not met: 50.0%") for line in lines)
+
+    pair = rows(students.Arm(6, 2, "closed-form", 64), cell(2.2)) + rows(
+        students.Arm(6, 2, "authors", 64), cell(2.1)
+    )
+    lines, kept = table.verdict(pair)
+    assert not kept and any("authors' recipe at its best rate (0.002)" in line for line in lines)
+    assert table.verdict(pair[1:])[1], "nothing to compare with"
+
+    lines, kept = table.verdict(rows(half, cell(2.0, far=2.2)))
+    assert kept and lines[-1].startswith("refused: 50.0%, g = 1, closed-form, untrained, boundary")
+    assert "0.20 nats [0.20, 0.20] on the 20 tokens" in lines[-1]
+
+
+def test_tables_have_every_column():
+    document = {
+        "layers": 8,
+        "documents": 2,
+        "prompt": PROMPT,
+        "tokens_per_step": 4096,
+        "rows": rows(students.Arm(4, 1, "authors", 64), cell(2.1, modes=("boundary", "own"))),
+    }
+    for text in (table.table(document), table.section(document)):
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+        assert "64 at 0.002" in lines[2] and "+10.52% [+10.52%, +10.52%]" in lines[2]
+
+
+def test_the_plan():
+    """Group sizes divide the upper layers, a leader needs a group, few steps come first."""
+    arms = students.plan(8, [3, 4], [1, 2, 4, None], ["authors", "leader"], [64, 0])
+    untrained = [dataclasses.astuple(arm) for arm in arms[: len(arms) // 2]]
+    assert untrained == [
+        (4, 1, "authors", 0),
+        (4, 2, "authors", 0),
+        (4, 2, "leader", 0),
+        (4, 4, "authors", 0),
+        (4, 4, "leader", 0),
+        (3, 1, "authors", 0),
+        (3, 5, "authors", 0),
+        (3, 5, "leader", 0),
+    ]
+    assert [arm.steps for arm in arms] == [0] * 8 + [64] * 8
+    names = {arm.name(rate, seed) for arm in arms for rate in arm.rates for seed in (0, 1)}
+    assert len(names) == 8 + 2 * (3 * 5 + 3), "the authors' recipe at three rates"
