@@ -60,7 +60,8 @@ _GPUS = {  # device kinds
 }
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
-# XLA's description of a GPU (stream_executor/device_description.proto).
+# XLA's description of a GPU (stream_executor/device_description.proto). Without a driver's version
+# it leaves branches, loops and custom calls out of command buffers.
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32
@@ -72,6 +73,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   l2_cache_size: {chip.l2_cache} memory_bandwidth: {bandwidth} device_memory_size: {memory}
   cuda_compute_capability {{ major: {chip.capability[0]} minor: {chip.capability[1]} }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA" device_description_str: "{kind}"
 dnn_version_info {{ major: 9 minor: 20 patch: 0 }} runtime_version {{ major: 13 minor: 0 patch: 0 }}

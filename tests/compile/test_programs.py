@@ -80,10 +80,10 @@ def decode_step(name: str, program: str, num_layers: int | None = None, **static
     return with_kernels(lower_program(config, (program, 64), **shape, mesh=mesh, **static))
 
 
-@pytest.mark.parametrize(("program", "bound"), [(GREEDY, 33), ("decode", 192)])
+@pytest.mark.parametrize(("program", "bound"), [(GREEDY, 33), ("decode", 64)])
 def test_decode_in_long_tables(program, bound):
     """No temporary array has room for all positions. A greedy step has the logits, of 31.3 MiB;
-    the sampler six arrays of a number for each row and token of the vocabulary."""
+    the sampler as much again, a weight for each row and token of the vocabulary."""
     name = "8B on an H200"
     compiled, kernels = decode_step(name, program, steps=8)
     assert len(kernels) == 2

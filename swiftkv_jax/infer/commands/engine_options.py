@@ -102,6 +102,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with own: so do the last N tokens of a prompt (default: the checkpoint's, or 0)",
     )
+    add(
+        "--compiler-option",
+        dest="compiler_options",
+        action=_AddCompilerOption,
+        metavar="NAME=VALUE",
+        help="an option of XLA for all programs, such as xla_gpu_graph_min_graph_size=1; repeatable",
+    )
+
+
+class _AddCompilerOption(argparse.Action):
+    """Collects NAME=VALUE in a dictionary. `true` and `false` are bools, the rest is left to XLA.
+    Raises what argparse reports."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        name, equals, value = str(values).partition("=")
+        if not (name and equals):
+            raise argparse.ArgumentError(self, f"{values!r} is not NAME=VALUE")
+        kept = getattr(namespace, self.dest) or {}
+        bools = {"true": True, "false": False}
+        setattr(namespace, self.dest, kept | {name: bools.get(value.lower(), value)})
 
 
 def token_count(text: str) -> int:

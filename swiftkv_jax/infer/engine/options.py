@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...config import GENERATED_KV, NO_OWN, GeneratedKV
@@ -67,8 +68,19 @@ class EngineOptions:
     """Sizes of a chunk, ascending; None is `max_num_batched_tokens` and an eighth of it."""
     one_size: bool = False
     """Compile only the largest of the sizes that are None: for an engine that serves one call."""
+    compiler_options: Mapping[str, str | int | float | bool] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    """Options of XLA, fields of its `DebugOptions`, for all programs of the engine. A list is a
+    string with commas. XLA keeps none of them stable from version to version."""
 
     def __post_init__(self):
+        for name, value in self.compiler_options.items():
+            if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+                raise UsageError(
+                    f"`compiler_options`: {name!r}={value!r} must be a name with a string, a "
+                    f"number or a bool"
+                )
         for name in (
             "max_model_len",
             "max_num_seqs",

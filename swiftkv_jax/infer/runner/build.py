@@ -85,6 +85,7 @@ def build_model_runner(
         device=device,
         memory_limit=limit,
         shrink_cache=options.kv_cache_memory is None,
+        compiler_options=options.compiler_options,
     )
 
 

@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from ...errors import UsageError
 from .lowering import Key
+
+
+_REFUSALS = "No such compile option", "While setting option"
+"""What XLA's errors say of an option that it does not have, and of a value that does not fit."""
 
 
 def compile_all(
     lowered: dict[Key, Callable[[], jax.stages.Lowered]],
     progress: Callable[[], object] = lambda: None,
+    options: Mapping[str, str | int | float | bool] | None = None,
 ) -> dict[Key, jax.stages.Compiled]:
     """Lower the programs one after the other and compile as many at once as there are cores;
-    `progress` is called after each."""
+    `progress` is called after each. Raises `UsageError` for compiler options that XLA refuses."""
+
+    def compile_one(program: jax.stages.Lowered) -> jax.stages.Compiled:
+        return program.compile(compiler_options=dict(options) if options else None)
+
     with concurrent.futures.ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
-        running = {
-            pool.submit(lambda program: program.compile(), lower()): key
-            for key, lower in lowered.items()
-        }
+        running = {pool.submit(compile_one, lower()): key for key, lower in lowered.items()}
         compiled = {}
         for done in concurrent.futures.as_completed(running):
-            compiled[running[done]] = done.result()
+            try:
+                compiled[running[done]] = done.result()
+            except jax.errors.JaxRuntimeError as error:
+                pool.shutdown(cancel_futures=True)
+                refusal = re.search(rf"(?:{'|'.join(_REFUSALS)}).*", str(error))
+                if not options or refusal is None:
+                    raise
+                raise UsageError(f"`compiler_options`: {refusal[0]}") from error
             progress()
     return compiled
 

@@ -67,9 +67,11 @@ class ModelRunner:
         device: Any,
         memory_limit: int | None,
         shrink_cache: bool,
+        compiler_options: abc.Mapping[str, Any],
     ):
         """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
-        (None: not known). With `shrink_cache` a cache that does not fit is made smaller."""
+        (None: not known). With `shrink_cache` a cache that does not fit is made smaller.
+        `compiler_options` are XLA's, for all programs."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
         self.eos_token_ids = eos_token_ids
@@ -77,6 +79,7 @@ class ModelRunner:
         """Memory plan; None before `prepare`."""
         self._attention, self._device = attention, device
         self._memory_limit, self._shrink_cache = memory_limit, shrink_cache
+        self._compiler_options = compiler_options
         self.limits = shapes.limits
         self._compiled: dict[Key, Any] = {}
 
@@ -139,7 +142,7 @@ class ModelRunner:
             with tqdm(
                 total=len(lowered), desc="compiling", unit="program", disable=None, leave=False
             ) as progress:
-                self._compiled = compile_all(lowered, progress.update)
+                self._compiled = compile_all(lowered, progress.update, self._compiler_options)
         except NotImplementedError as error:
             message = name_attention(error)
             if message == str(error):  # not a refusal by the attention ops

@@ -18,7 +18,7 @@ MODEL = (
 )
 ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
     --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
-    --generated-kv --exact-tail --compile-cache""".split()
+    --generated-kv --exact-tail --compiler-option --compile-cache""".split()
 SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty
     --presence-penalty --frequency-penalty --logit-bias --seed --stop --stop-token-ids
     --ignore-eos""".split()
@@ -66,6 +66,11 @@ def test_flags_become_options():
     assert engine_options("--max-num-seqs", "5", max_num_seqs=3).max_num_seqs == 5
     assert engine_options() == EngineOptions()
     assert engine_options("--block-size", "16") == engine_options("--page-size", "16")
+    flags = (
+        "--compiler-option xla_a=FUSION,WHILE --compiler-option xla_b=true --compiler-option c=1"
+    )
+    given = {"xla_a": "FUSION,WHILE", "xla_b": True, "c": "1"}
+    assert engine_options(*flags.split()) == EngineOptions(compiler_options=given)
 
 
 def test_flags_become_sampling():

@@ -1,8 +1,12 @@
-"""All programs compiled at once, and the counter of compilations."""
+"""All programs compiled at once, with the options of an engine, and the counter of compilations."""
 
 import jax
+import pytest
 
+import swiftkv_jax as skv
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all
+from tests import tiny
 
 
 def test_all_are_compiled_and_counted():
@@ -14,3 +18,57 @@ def test_all_are_compiled_and_counted():
     assert len(done) == 3 and CompileCounter.read() == before + 3
     assert [float(compiled["double", n](5.0)) for n in range(3)] == [10, 11, 12]
     assert CompileCounter.read() == before + 3
+
+
+def lowered():
+    return {("double",): lambda: jax.jit(lambda x: x * 2).lower(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"no_such": 1}, "No such compile option: 'no_such'"),
+        ({"xla_cpu_enable_fast_math": "perhaps"}, "'perhaps' is not a valid bool value"),
+    ],
+    ids=str,
+)
+def test_options_that_the_compiler_refuses(options, refusal):
+    """By the compiler, so the option has reached it; in one line that names the option."""
+    with pytest.raises(skv.UsageError, match=refusal) as error:
+        compile_all(lowered(), options=options)
+    assert str(error.value).startswith("`compiler_options`: ") and "\n" not in str(error.value)
+
+
+def test_an_option_that_is_no_option():
+    with pytest.raises(skv.UsageError, match="`compiler_options`: 'xla_a'=None must be"):
+        EngineOptions(compiler_options={"xla_a": None})  # pyright: ignore[reportArgumentType]
+
+
+def test_all_programs_of_an_engine_have_its_options(monkeypatch):
+    """And its tokens are those of an engine without."""
+    given, compile_one = [], jax.stages.Lowered.compile
+
+    def spy(lowered, compiler_options=None):
+        given.append(compiler_options)
+        return compile_one(lowered, compiler_options)
+
+    hf = tiny.hf_config(num_hidden_layers=2, num_key_value_layers=1)
+    model = skv.add_swiftkv(tiny.model_of(hf, tiny.tensors_for(hf)), 1, 1)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
+
+    def tokens(**options) -> list[int]:
+        given.clear()
+        shapes = {"max_model_len": 32, "page_size": 4, "max_num_seqs": 2, "one_size": True}
+        engine = Engine.from_model(model, EngineOptions(**shapes, **options))
+        params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9)
+        return [
+            token
+            for _, output in engine.run([Request([1, 2, 3], params)])
+            for token in output.token_ids
+        ]
+
+    plain = tokens()
+    assert given == [None] * len(given) and len(given) >= 5
+    harmless = {"xla_llvm_disable_expensive_passes": True}
+    assert tokens(compiler_options=harmless) == plain
+    assert given == [harmless] * len(given) and len(given) >= 5
