@@ -94,9 +94,11 @@ def test_all_cuts_take_four_programs(analysis):
 def test_more_layers_take_no_more_programs():
     """Not even small ones."""
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compiled.append(event)
-    )
+
+    def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
     counts = []
     for num_layers in (3, 5):
         config = dataclasses.replace(CONFIG, num_layers=num_layers, num_key_value_layers=0)
