@@ -94,7 +94,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         dest="compiler_options",
         action=_AddCompilerOption,
         metavar="NAME=VALUE",
-        help="an option of XLA for all programs, such as xla_gpu_graph_min_graph_size=1; repeatable",
+        help="option of XLA for all programs, like xla_gpu_graph_min_graph_size=1; repeatable",
     )
 
 

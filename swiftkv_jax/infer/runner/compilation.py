@@ -14,7 +14,6 @@ import jax
 from ...errors import UsageError
 from .lowering import Key
 
-
 _REFUSALS = "No such compile option", "While setting option"
 """What XLA's errors say of an option that it does not have, and of a value that does not fit."""
 
