@@ -107,7 +107,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         dest="compiler_options",
         action=_AddCompilerOption,
         metavar="NAME=VALUE",
-        help="an option of XLA for all programs, repeatable: xla_gpu_graph_min_graph_size=1",
+        help="option of XLA for all programs, like xla_gpu_graph_min_graph_size=1; repeatable",
     )
 
 
