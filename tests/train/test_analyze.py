@@ -78,8 +78,11 @@ def analysis() -> Analysis:
 
 @pytest.fixture(scope="module")
 def copies(analysis) -> dict[Init, Analysis]:
-    found: dict[Init, Analysis] = {init: analyzed(init) for init in ("authors", "leader")}
-    return found | {"closed-form": analysis}
+    return {
+        "authors": analyzed("authors"),
+        "leader": analyzed("leader"),
+        "closed-form": analysis,
+    }
 
 
 def test_possible_cuts():
