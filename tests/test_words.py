@@ -90,6 +90,8 @@ ALLOWED = {
     "lanes": "pallas_kernels/",
     # Character ranges of the targets in a text.
     "spans": "train/data/",
+    # A keyword of `concurrent.futures`.
+    "cancel": "infer/runner/compilation",
     # A masked key.
     "unseen": "pallas_kernels/",
 }
