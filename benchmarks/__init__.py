@@ -9,6 +9,7 @@ python -m benchmarks.NAME, where NAME is
     train_step        the distillation step: operations against two whole models, memory, speed, MFU
     quality           students beside their teacher, by cut, start, training and serving (demo)
     serve             the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models
+    command_buffers   the engine's programs under XLA's options for command buffers: tokens, times
     predict           what kernels and serve measure, by count of bytes, products and launches
     hf_baseline       the same weights in Hugging Face transformers on the same machine
     kv_quantization   what caches and weights of 8 bits cost in perplexity (demo)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo
+from benchmarks import command_buffers, hlo
 from benchmarks.predict import steps
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.infer.runner.lowering import GREEDY, lower_program
@@ -67,7 +67,7 @@ def test_decode(name):
     assert memory.temp_size_in_bytes <= bound * MIB
 
 
-def decode_step(name: str, program: str, num_layers: int | None = None, **static):
+def lower_decode(name: str, program: str, num_layers: int | None = None, **static):
     """A decode program with the default options of an engine: 64 rows with room for 131,072
     positions, in a pool of 2,048 for each."""
     config, topology, mesh, _ = MACHINES[name]
@@ -77,7 +77,7 @@ def decode_step(name: str, program: str, num_layers: int | None = None, **static
         )
     shape: dict[str, Any] = {"batch": 64, "max_model_len": 131_072, "num_pages": 64 * 16}
     mesh = topology_mesh(topology, mesh)
-    return with_kernels(lower_program(config, (program, 64), **shape, mesh=mesh, **static))
+    return lower_program(config, (program, 64), **shape, mesh=mesh, **static)
 
 
 @pytest.mark.parametrize(("program", "bound"), [(GREEDY, 33), ("decode", 64)])
@@ -85,7 +85,7 @@ def test_decode_in_long_tables(program, bound):
     """No temporary array has room for all positions. A greedy step has the logits, of 31.3 MiB;
     the sampler as much again, a weight for each row and token of the vocabulary."""
     name = "8B on an H200"
-    compiled, kernels = decode_step(name, program, steps=8)
+    compiled, kernels = with_kernels(lower_decode(name, program, steps=8))
     assert len(kernels) == 2
     memory: Any = compiled.memory_analysis()
     print(f"{name}, {program}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
@@ -97,7 +97,7 @@ def test_kernels_of_a_decode_step():
     `benchmarks.predict` counts: 15 for a lower layer, 12 for an upper one and 3 for its group."""
     counts = []
     for num_layers in (2, 4):
-        compiled, _ = decode_step("8B on an H200", GREEDY, num_layers=num_layers, steps=1)
+        compiled = lower_decode("8B on an H200", GREEDY, num_layers=num_layers, steps=1).compile()
         found = hlo.kernels(str(compiled.as_text()))
         assert not {"conditional", "while"} & {kernel.op for kernel in found}
         counts.append(len(found))
@@ -108,6 +108,27 @@ def test_kernels_of_a_decode_step():
     assert counts[1] - counts[0] == lower + upper + steps.SMALL_PER_GROUP
     # The products for all upper keys and values, and for the logits.
     assert counts[0] == counts[1] - counts[0] + steps.SMALL_REST + 2
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "branches", "loops"),
+    [
+        (GREEDY, "defaults", 0, 1),  # the loop over the steps of a call
+        (GREEDY, "with loops", 0, 0),
+        ("decode", "defaults", 9, 5),  # and the sampler's, of which most lie in branches
+        ("decode", "with loops, unrolled", 0, 0),
+    ],
+)
+def test_branches_and_loops_outside_command_buffers(program, options, branches, loops):
+    """By XLA's defaults a greedy step, attention included, is one command buffer, and the sampler
+    is not in any; with loops in them a call is one."""
+    lowered = lower_decode("8B on an H200", program, num_layers=2, steps=8)
+    found = command_buffers.count(lowered, command_buffers.SETS[options])
+    print(f"{program}, {options}: {found}")
+    assert (found["branches_outside"], found["loops_outside"]) == (branches, loops)
+    if program == GREEDY:
+        assert found["command_buffers"] == (1 if options == "with loops" else 3)
+        assert found["outside"] <= 1
 
 
 @pytest.mark.parametrize("name", MACHINES)
