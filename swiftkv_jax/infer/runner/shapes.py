@@ -196,8 +196,8 @@ def choose_shapes(
             slots=slots,
             decode_rows=decode_rows,
             decode_steps=options.decode_steps,
-            # By default command buffers of XLA's GPU backend hold no loop, and so no sampler: at its branch
-            # the host waits for the device, once a step.
+            # By default command buffers of XLA's GPU backend hold no loop, and so no sampler: at
+            # its branch the host waits for the device, once a step.
             greedy_programs=platform == "gpu" and not options.one_size,
             chunks=chunks,
             spare_tiles=spare,
