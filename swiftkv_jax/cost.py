@@ -95,6 +95,21 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     }
 
 
+def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
+    """Operations per token of a pass of `calibration` over rows of `length` tokens: the teacher,
+    and of each upper layer the sums that `calibration.moments` takes. Those count once, as in
+    float32: bfloat16 takes two products. The attention probabilities are those of whole rows,
+    without leaving out what the mask hides."""
+    size = config.embed_dim + config.attention_bias
+    return {
+        "teacher": config.num_layers * _layer_flops(config, length) / length,
+        "second moments": config.num_upper_layers * 2 * size * (size + kv_width(config)),
+        "attention that each token receives": (
+            config.num_upper_layers * 2 * config.num_heads * config.head_dim * length
+        ),
+    }
+
+
 def _layer_flops(config: Config, length: int) -> int:
     return 2 * length * layer_weights(config) + _attention_flops(config, length)
 
@@ -106,7 +121,12 @@ def _attention_flops(config: Config, length: int) -> int:
 
 def kv_weights(config: Config) -> int:
     """Entries of one projection of keys and values."""
-    return 2 * config.num_kv_heads * config.head_dim * config.embed_dim
+    return kv_width(config) * config.embed_dim
+
+
+def kv_width(config: Config) -> int:
+    """Entries of one layer's keys and values of a token."""
+    return 2 * config.num_kv_heads * config.head_dim
 
 
 def layer_weights(config: Config) -> int:

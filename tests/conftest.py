@@ -66,6 +66,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
+MAX_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_freed():
+    """A program compiled for the CPU takes some memory mappings, of which Linux allows a process
+    65,530; XLA crashes at the next one."""
+    yield
+    try:
+        with open("/proc/self/maps") as file:
+            mappings = sum(1 for _ in file)
+    except OSError:  # not Linux
+        return
+    if mappings > MAX_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
 LONGEST = [
     "tests/pallas_kernels/test_attention.py",
     "tests/infer/engine/test_engine.py",

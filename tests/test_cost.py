@@ -7,8 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from swiftkv_jax.attention import Attention
+from swiftkv_jax.calibration.moments import add_batch, moment_shapes
 from swiftkv_jax.config import Config
-from swiftkv_jax.cost import decode_flops, prefill_flops, train_flops_per_token
+from swiftkv_jax.cost import (
+    calibration_flops_by_part,
+    decode_flops,
+    prefill_flops,
+    train_flops_per_token,
+)
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, variant_of
 from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
@@ -167,6 +174,19 @@ def shapes_of(config: Config) -> Shapes:
         scoring=False,
         kv=kv_programs(config),
     )
+
+
+# Calibration ------------------------------------------------------------------
+
+
+def test_calibration():
+    config = dataclasses.replace(CONFIG, attention_bias=True)
+    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    batch = jax.eval_shape(unpacked_batch, tokens)
+    moments = moment_shapes(config)
+    compiled = add_batch.lower(config, Attention(), moments, llama_shapes(config), batch).compile()
+    formula = sum(calibration_flops_by_part(config, LENGTH).values())
+    assert formula == pytest.approx(counted_flops(compiled) / LENGTH, rel=0.05)
 
 
 # Training ---------------------------------------------------------------------

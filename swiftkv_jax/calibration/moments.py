@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -177,13 +176,20 @@ def _constrain(config: Config, mesh: Mesh, moments: Moments) -> Moments:
     return jax.lax.with_sharding_constraint(moments, moment_shardings(config, mesh))
 
 
-def _products(spec: str, a, b) -> Any:
-    return jnp.einsum(
-        spec,
-        a,
-        b.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
+def _products(spec: str, weighted: Float[Array, "B T E"], other: Array) -> Array:
+    """Sums of products in float32. Where `other` is bfloat16, as matrix products in bfloat16 of the
+    upper and of the lower eight bits of `weighted`: to 2^-17 of each term, where rounding
+    `weighted` would leave 2^-9 and float32 takes eight times as long or more."""
+    if other.dtype != jnp.bfloat16:
+        other = other.astype(jnp.float32)
+        return jnp.einsum(spec, weighted, other, precision=jax.lax.Precision.HIGHEST)
+    # Not a cast and back, which XLA may leave out
+    high = jax.lax.reduce_precision(weighted, exponent_bits=8, mantissa_bits=7)
+    parts = (part.astype(jnp.bfloat16) for part in (high, weighted - high))
+    high, low = (
+        jnp.einsum(spec, part, other, preferred_element_type=jnp.float32) for part in parts
     )
+    return high + low
 
 
 def pair_energy(q: Float[Array, "B T N H"], real: Float[Array, "B T"]) -> Float[Array, "N H_half"]:

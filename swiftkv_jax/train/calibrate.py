@@ -35,6 +35,7 @@ from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
 from ..model import Model
 from ..params import cast
+from ..presets import PRESETS
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture
@@ -99,6 +100,13 @@ def parser() -> argparse.ArgumentParser:
         help="dtype of the weights (default: bfloat16 on accelerators, float32 on a CPU)",
     )
     add_process_arguments(result)
+    flag(
+        "--dry-run",
+        action="store_true",
+        help="print tokens, memory of the devices and of the host, and operations, from "
+        "config.json alone; --model may then be the name of a shape, such as llama-3.1-8b",
+    )
+    flag("--topology", metavar="NAME", help="with --dry-run: compile for h200:1, v5p:2x2x1, ...")
     return result
 
 
@@ -108,6 +116,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         recipe = recipe_from(args)
+        if args.topology and not args.dry_run:
+            raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
+        if args.dry_run:
+            from . import calibration_plan
+
+            return calibration_plan.main(recipe, args.topology)
         refuse_x64()
         join_and_emulate(recipe.mesh, *(getattr(args, name) for name in _PROCESSES))
         return run(recipe)
@@ -120,7 +134,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     given: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
-        if value is not None and name not in _PROCESSES
+        if value is not None and name not in (*_PROCESSES, "dry_run", "topology")
     }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
@@ -131,7 +145,14 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
         if args.data is not None and args.eval_data is None:
             given["eval_data"] = None  # the demo's held-out text belongs to the demo's data
         return dataclasses.replace(DEMO, **{"output_dir": Path("runs/calibrate"), **given})
-    if missing := [f"`{name}`" for name in ("data", "output_dir") if getattr(args, name) is None]:
+    if args.dry_run:  # needs the model's config only
+        given = {"data": (), "output_dir": Path("."), **given}
+    elif args.model in PRESETS and not Path(args.model).exists():
+        raise UsageError(
+            f"`model`={args.model}: the name of a shape, for `dry_run` only; calibration needs a "
+            f"checkpoint directory"
+        )
+    elif missing := [f"`{name}`" for name in ("data", "output_dir") if getattr(args, name) is None]:
         raise UsageError(f"`model` also needs {' and '.join(missing)}")
     return Recipe(**given)
 

@@ -32,7 +32,7 @@ def memory_per_device(
     heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
     token = rows * positions * size  # bytes of one number per token
     width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
-    delta = _bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
+    delta = sharded_bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
     llama = llama_shardings(config, mesh)
     inputs = width // tp if recipe.shard_sequence else width
     layer = {
@@ -49,7 +49,7 @@ def memory_per_device(
         * (groups if config.key_value_group_size == 1 else groups + upper)
     )
     memory = {
-        f"frozen weights, {dtype}": _bytes(llama_shapes(config, dtype), llama),
+        f"frozen weights, {dtype}": sharded_bytes(llama_shapes(config, dtype), llama),
         "delta, float32 master copy": delta,
         "AdamW moments, float32": 2 * delta,
         f"delta in {dtype}, and its gradient": delta * size / 4 + delta,
@@ -66,7 +66,8 @@ def memory_per_device(
     return memory
 
 
-def _bytes(shapes: Any, shardings: Any) -> float:
+def sharded_bytes(shapes: Any, shardings: Any) -> float:
+    """Bytes of one device's part of a tree."""
     parts = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         shapes,

@@ -49,6 +49,24 @@ def main(recipe: Recipe, topology: str | None) -> int:
     Raises `OutOfMemoryError` if the step compiled for `topology` does not fit, `UsageError` and
     `CheckpointError`.
     """
+    config, mesh, recipe, dtype = planned_model(recipe, topology)
+    memory = memory_per_device(recipe, config, mesh, dtype)
+    total = sum(memory.values())
+    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
+    flops = train_flops_by_part(config, recipe.max_length, remat=recipe.remat)
+    print(describe_plan(recipe, config, dtype))
+    print(f"\n{table_of_bytes('memory per device', memory)}\n\n{table_of_flops(flops)}\n")
+    print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
+    if topology is not None:
+        _compile(recipe, config, mesh, dtype, total)
+    return OK
+
+
+def planned_model(
+    recipe: Recipe, topology: str | None
+) -> tuple[Config, Mesh | AbstractMesh, Recipe, jnp.dtype]:
+    """The model at its cut, the mesh over the devices of `topology` or over devices that need not
+    exist, the recipe with the size of that mesh, and the dtype of the weights."""
     preset = PRESETS.get(recipe.model)
     config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
     if topology is not None:
@@ -56,16 +74,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
         jax.config.update("jax_platforms", "cpu")
     mesh = _mesh(recipe, topology)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.axis_sizes))  # -1 has become a number
-    dtype = jnp.dtype(recipe.dtype or jnp.bfloat16)
-    memory = memory_per_device(recipe, config, mesh, dtype)
-    total = sum(memory.values())
-    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
-    print(describe_plan(recipe, config, dtype))
-    print(f"\n{_memory_table(memory)}\n\n{_flops_table(recipe, config)}\n")
-    print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
-    if topology is not None:
-        _compile(recipe, config, mesh, dtype, total)
-    return OK
+    return config, mesh, recipe, jnp.dtype(recipe.dtype or jnp.bfloat16)
 
 
 def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
@@ -80,14 +89,11 @@ def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
 # Tables -----------------------------------------------------------------------
 
 
-def _memory_table(memory: dict[str, float]) -> str:
+def table_of_bytes(title: str, memory: dict[str, float]) -> str:
     rows = [*memory.items(), ("total", sum(memory.values()))]
-    width = max(len(name) for name, _ in rows)
+    width = max(len(title), *(len(name) for name, _ in rows))
     return "\n".join(
-        [
-            f"{'memory per device':<{width}}      GiB",
-            *(f"{name:<{width}}  {value / GIB:7.2f}" for name, value in rows),
-        ]
+        [f"{title:<{width}}      GiB", *(f"{name:<{width}}  {b / GIB:7.2f}" for name, b in rows)]
     )
 
 
@@ -109,8 +115,7 @@ def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
     )
 
 
-def _flops_table(recipe: Recipe, config: Config) -> str:
-    parts = train_flops_by_part(config, recipe.max_length, remat=recipe.remat)
+def table_of_flops(parts: dict[str, float]) -> str:
     total, width = sum(parts.values()), max(map(len, parts))
     rows = [
         f"{name:<{width}}  {flops / 1e9:7.1f}  {flops / total:4.0%}"
@@ -196,10 +201,21 @@ def lower_step(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> 
 
 def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> None:
     """Print the compiler's figures. Raises `OutOfMemoryError` if the step does not fit."""
+    lowered = lower_step(recipe, config, mesh, dtype)
+    held = "weights, delta and moments"
+    compile_and_report(lowered, mesh, "train step", held, planned, _advice(recipe))
+
+
+def compile_and_report(
+    lowered: jax.stages.Lowered, mesh: Mesh, what: str, arguments: str, planned: float, advice: str
+) -> None:
+    """Compile `lowered`, `what` it is, and print its compiler's figures beside the `planned` bytes;
+    `arguments` are what it is given. Raises `OutOfMemoryError`, with the `advice`, if it does not
+    fit."""
     device = mesh.devices.flat[0]
-    logger.info("compiling the train step for %d x %s", math.prod(recipe.mesh), device.device_kind)
+    logger.info("compiling the %s for %d x %s", what, mesh.devices.size, device.device_kind)
     start = time.perf_counter()
-    memory: Any = lower_step(recipe, config, mesh, dtype).compile().memory_analysis()
+    memory: Any = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - start
     peak, hardware = memory.peak_memory_in_bytes, hardware_of(device.device_kind)
     print(
@@ -207,7 +223,7 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
         f"in GiB"
     )
     figures = {
-        "weights, delta and moments": memory.argument_size_in_bytes,
+        arguments: memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "peak": peak,
         "planned above": planned,
@@ -215,6 +231,5 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
     print("\n".join(f"  {name:<28} {value / GIB:7.2f}" for name, value in figures.items()))
     if hardware is not None and not fits(peak, hardware):
         raise OutOfMemoryError(
-            f"the peak is over 90 % of the device's {hardware.memory_bytes / GIB:.0f} GiB: "
-            f"{_advice(recipe)}"
+            f"the peak is over 90 % of the device's {hardware.memory_bytes / GIB:.0f} GiB: {advice}"
         )

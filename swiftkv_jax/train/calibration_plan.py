@@ -1,0 +1,125 @@
+"""The plan of a calibration: tokens, operations, memory per device and of the host, from
+`config.json` alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ..attention import Attention
+from ..calibration.moments import (
+    PROBABILITIES_PER_CHUNK,
+    add_batch,
+    moment_shapes,
+    moment_shardings,
+)
+from ..cli.exit import OK
+from ..config import Config
+from ..cost import calibration_flops_by_part, kv_width
+from ..mesh import MODEL
+from ..params import llama_shapes
+from ..sharding import batch_sharding, llama_shardings
+from ..transformer import Batch
+from .memory import sharded_bytes
+from .plan import compile_and_report, planned_model, table_of_bytes, table_of_flops
+from .recipe import Recipe
+from .start import calibration_tokens
+
+_ADVICE = "more devices along fsdp or model in `mesh`, or a smaller `batch_size`"
+
+
+def main(recipe: Recipe, topology: str | None) -> int:
+    """Print the plan on standard output. Returns the exit code; raises as `plan.main` does."""
+    config, mesh, recipe, dtype = planned_model(recipe, topology)
+    memory = memory_per_device(recipe, config, mesh, dtype)
+    print(describe(recipe, config, dtype))
+    print(f"\n{table_of_bytes('memory per device', memory)}")
+    host = host_memory(config, dtype)
+    print(f"\n{table_of_bytes('memory of the host', host)}")
+    print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
+    if topology is not None:
+        _compile(recipe, config, mesh, dtype, sum(memory.values()))
+    return OK
+
+
+def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
+    """Two lines: the cut and the tokens, the devices and what the host solves."""
+    tokens = calibration_tokens(recipe, config)
+    rows = recipe.micro_batch_size
+    steps = math.ceil(tokens / (rows * recipe.max_length))
+    return (
+        f"calibration of {config.num_upper_layers} upper layers of {config.num_layers} in groups "
+        f"of {config.key_value_group_size} on {tokens:,} tokens: {steps} batches of {rows} rows "
+        f"of {recipe.max_length:,}\n"
+        f"mesh {recipe.mesh} ({math.prod(recipe.mesh)} devices), {dtype}; then one factorisation "
+        f"of {size_of(config):,} x {size_of(config):,} numbers per upper layer on the host"
+    )
+
+
+def size_of(config: Config) -> int:
+    """Inputs of the regression: the hidden state, and a constant where there are biases."""
+    return config.embed_dim + config.attention_bias
+
+
+def memory_per_device(
+    recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype
+) -> dict[str, float]:
+    """Bytes of one device at the peak of a batch's pass, by kind."""
+    llama, shards = llama_shardings(config, mesh), moment_shardings(config, mesh)
+    rows = recipe.micro_batch_size // recipe.mesh.rows
+    tp = mesh.shape[MODEL]
+    token = rows * recipe.max_length
+    heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
+    probabilities = min(PROBABILITIES_PER_CHUNK, rows * heads * recipe.max_length**2)
+    return {
+        f"teacher's weights, {dtype}": sharded_bytes(llama_shapes(config, dtype), llama),
+        "second moments, float32": sharded_bytes(moment_shapes(config), shards),
+        "of one layer, before they are added": 4.0
+        * size_of(config)
+        * (size_of(config) + kv_width(config)),
+        "attention probabilities, float32": 4.0 * 3 * probabilities,
+        "activations": token * (4 * config.embed_dim * dtype.itemsize + 4 * config.embed_dim),
+    }
+
+
+def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
+    """Bytes of the host while the delta is solved, by kind."""
+    size, width = size_of(config), kv_width(config)
+    return {
+        "second moments of one layer": 12.0 * size * (size + width),
+        "its keys and values, float64": 5 * 8.0 * size * width,
+        "keys and values of all layers": config.num_upper_layers * size * width * 4.0
+        + config.num_kv_groups * size * width * dtype.itemsize,
+    }
+
+
+def lower_batch(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> jax.stages.Lowered:
+    """The pass over one batch, not yet compiled. The devices of `mesh` need not exist."""
+    row = (recipe.micro_batch_size, recipe.max_length)
+    integers, floats = (jax.ShapeDtypeStruct(row, dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(integers, integers, integers, floats)
+
+    def on_mesh(shapes: Any, shardings: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            shapes,
+            shardings,
+        )
+
+    return add_batch.lower(
+        config,
+        Attention(mesh, recipe.attention),
+        on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
+        on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
+        on_mesh(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch)),
+    )
+
+
+def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> None:
+    """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
+    lowered = lower_batch(recipe, config, mesh, dtype)
+    compile_and_report(lowered, mesh, "calibration", "weights and second moments", planned, _ADVICE)

@@ -1,0 +1,119 @@
+"""`train calibrate`: the command, its record and its plan."""
+
+import dataclasses
+import json
+import re
+import tracemalloc
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.attention import Attention
+from swiftkv_jax.calibration.delta import fit_delta
+from swiftkv_jax.calibration.moments import add_batch, zero_moments
+from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.calibration_plan import host_memory
+from swiftkv_jax.transformer import unpacked_batch
+from tests import tiny
+from tests.test_cost import CONFIG
+
+TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    """A teacher with a tokenizer, and some text."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    hf = tiny.hf_config(vocab_size=320)
+    model = tiny.model_of(hf, tiny.tensors_for(hf))
+    skv.save_hf(dataclasses.replace(model, swiftkv=None, tokenizer=tokenizer), folder / "teacher")
+    (folder / "text.txt").write_text(TEXT * 40)
+    return folder
+
+
+def calibrate(folder: Path, *flags: str) -> int:
+    return main(
+        ["calibrate", "--model", str(folder / "teacher"), "--data", str(folder / "text.txt")]
+        + ["--max-length", "64", "--batch-size", "4", *flags]
+    )
+
+
+def test_it_writes_a_model_and_a_record(folder, capsys):
+    flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
+    flags += ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "out")]
+    assert calibrate(folder, *flags) == 0
+    record = json.loads((folder / "out" / "calibration.json").read_text())
+    assert [layer["layer"] for layer in record["layers"]] == [2, 3, 4, 5]
+    assert all(0 < layer[name] <= 1.001 for layer in record["layers"] for name in ("r2_k", "r2_v"))
+    held_out = record["held_out"]
+    assert held_out["calibrated"]["kl"] < held_out["copied"]["kl"]
+    table = capsys.readouterr().out
+    assert f"teacher's perplexity {held_out['copied']['teacher_perplexity']:,.3f}" in table
+    assert re.search(rf"^calibrated .* {held_out['calibrated']['kl']:.4f} ", table, re.M)
+    model = skv.load(folder / "out" / "model")
+    assert model.config.num_key_value_layers == 2 and model.config.shared_kv_heads is not None
+    assert (folder / "out" / "model" / "tokenizer.json").is_file()
+
+    assert calibrate(folder, *flags) == 2
+    assert "it holds a model already" in capsys.readouterr().err
+
+
+BAD_INPUT = {
+    "--topology h200:1 --output-dir out": "--topology goes with --dry-run",
+    "--num-key-value-layers 6 --output-dir out": "nothing is left to distil",
+    "--model llama-3.1-8b": "the name of a shape, for --dry-run only",
+    "--data nowhere.txt --output-dir {folder}/none": "nowhere.txt: no such file",
+    "--calibration-tokens 0 --output-dir out": "--calibration-tokens 0: must be",
+    "": "--model also needs --output-dir",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_INPUT)
+def test_bad_input_is_one_line(flags, folder, capsys):
+    assert calibrate(folder, *flags.format(folder=folder).split()) == 2
+    error = capsys.readouterr().err
+    assert BAD_INPUT[flags] in error and error.count("\n") == 1
+
+
+# The plan ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model, mesh, tokens, device, host",
+    [
+        ("llama-3.1-8b", "1x1", 1_048_576, (16, 20), (1, 2)),
+        ("llama-3.1-70b", "fsdp=4,model=2", 2_097_152, (20, 30), (5, 10)),
+        ("llama-3.1-405b", "fsdp=2,model=8", 4_194_304, (50, 70), (20, 35)),
+    ],
+)
+def test_plan_of_the_presets(model, mesh, tokens, device, host, capsys):
+    flags = ["--model", model, "--mesh", mesh, "--batch-size", "4", "--dry-run"]
+    assert main(["calibrate", *flags]) == 0
+    text = capsys.readouterr().out
+    assert f"on {tokens:,} tokens" in text
+    per_device, of_host = (float(x) for x in re.findall(r"^total +(\d+\.\d\d)$", text, re.M))
+    assert device[0] < per_device < device[1]
+    assert host[0] < of_host < host[1]
+
+
+def test_host_memory_is_what_is_planned():
+    """With layers so wide that arrays are all there is."""
+    config = dataclasses.replace(
+        CONFIG, embed_dim=768, num_layers=4, num_key_value_layers=1, head_dim=32
+    )
+    llama = init_llama(config, 0)
+    moments = zero_moments(config, None)
+    tokens = jnp.array(np.random.default_rng(0).integers(0, 512, (4, 32)))
+    moments = add_batch(config, Attention(), moments, llama, unpacked_batch(tokens))
+    fit_delta(config, llama, moments, None)  # compiles
+    tracemalloc.start()
+    fit_delta(config, llama, moments, None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    planned = sum(host_memory(config, jnp.dtype(jnp.float32)).values())
+    print(f"peak {peak:,}, planned {planned:,.0f}")
+    assert peak == pytest.approx(planned, rel=0.15)
