@@ -38,7 +38,7 @@ from swiftkv_jax.train.setup import open_tokenizer
 
 DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does
-GROUPS = {1: "SwiftKV 50%", 2: "+ 2-way AcrossKV", 4: "+ 4-way AcrossKV"}
+GROUPS = {1: "SwiftKV 50%", 2: "+ 2-way AcrossKV"}
 """By the number of layers that share a cache."""
 STEPS = 16
 DEMO_FLAGS = (

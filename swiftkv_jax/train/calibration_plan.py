@@ -90,7 +90,7 @@ def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
     """Bytes of the host while the delta is solved, by kind."""
     size, width = size_of(config), kv_width(config)
     return {
-        "second moments of one layer": 12.0 * size * (size + width),
+        "second moments of one layer": 8.0 * size * (size + width),
         "its keys and values, float64": 5 * 8.0 * size * width,
         "keys and values of all layers": config.num_upper_layers * size * width * 4.0
         + config.num_kv_groups * size * width * dtype.itemsize,

@@ -33,6 +33,7 @@ from ..transformer import Batch
 from .memory import fits, memory_per_device
 from .recipe import Recipe
 from .setup import cut_model
+from .start import calibration_tokens
 from .step import make_optimizer, make_train_step, state_shapes
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ def main(recipe: Recipe, topology: str | None) -> int:
     print(describe_plan(recipe, config, dtype))
     print(f"\n{table_of_bytes('memory per device', memory)}\n\n{table_of_flops(flops)}\n")
     print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
+    if recipe.init == "closed-form":
+        tokens = calibration_tokens(recipe, config)
+        print(f"before it, a calibration on {tokens:,} tokens: `train calibrate --dry-run`")
     if topology is not None:
         _compile(recipe, config, mesh, dtype, total)
     return OK

@@ -12,6 +12,7 @@ from swiftkv_jax.hardware import GIB, hardware_of
 from swiftkv_jax.mesh import parse_mesh
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B, LLAMA_405B
 from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.train import calibration_plan
 from swiftkv_jax.train.memory import fits, memory_per_device
 from swiftkv_jax.train.plan import lower_step
 from swiftkv_jax.train.recipe import Recipe
@@ -54,3 +55,32 @@ def test_it_fits_as_planned(name):
     assert f"8192,{config.vocab_size // recipe.mesh.model}]" not in text, (
         "the logits of a whole row"
     )
+
+
+CALIBRATIONS: dict[str, tuple[Config, str, str, int]] = {
+    "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 1),
+    "8B on an H200, four rows": (LLAMA_8B, "h200:1", "1x1", 4),
+    "8B on v5p-8": (LLAMA_8B, "v5p:2x2x1", "fsdp=4", 4),
+    "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=4,model=2", 4),
+}
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_a_calibration_fits_as_planned(name):
+    config, topology, shape, rows = CALIBRATIONS[name]
+    recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows)
+    mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
+    compiled, kernels = with_kernels(calibration_plan.lower_batch(recipe, config, mesh, dtype))
+    figures: Any = compiled.memory_analysis()
+    peak = figures.peak_memory_in_bytes
+    planned = sum(calibration_plan.memory_per_device(recipe, config, mesh, dtype).values())
+    print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
+    hardware = hardware_of(mesh.devices.flat[0].device_kind)
+    assert hardware is not None and fits(peak, hardware)
+    assert planned == pytest.approx(peak, rel=0.1)
+    assert all(kernel.spilled == 0 for kernel in kernels)
+    assert (
+        figures.alias_size_in_bytes
+        >= 0.99
+        * calibration_plan.memory_per_device(recipe, config, mesh, dtype)["second moments, float32"]
+    ), "the moments are updated in place"
