@@ -99,7 +99,7 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     """Operations per token of a pass of `calibration` over rows of `length` tokens: the teacher,
     and of each upper layer the sums that `calibration.moments` takes. Those count once, as in
     float32: bfloat16 takes two products. The attention probabilities are those of whole rows,
-    without leaving out what the mask hides."""
+    what the mask hides included."""
     size = config.embed_dim + config.attention_bias
     return {
         "teacher": config.num_layers * _layer_flops(config, length) / length,

@@ -100,6 +100,7 @@ def test_python_of_the_pages_is_python(page):
         ast.parse(code)
 
 
+@pytest.mark.long
 def test_the_python_of_the_page_on_serving_runs(model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = f"import swiftkv_jax as skv\nmodel = skv.load({str(model_folder)!r})\n"

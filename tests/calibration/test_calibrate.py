@@ -89,8 +89,13 @@ def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
 TOKENS = RNG.integers(0, HF["vocab_size"], (12, 40))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("group", "bias"),
+    [
+        *((group, group == 2) for group in (1, 2, 4)),
+        *(pytest.param(group, group != 2, marks=pytest.mark.long) for group in (1, 2, 4)),
+    ],
+)
 def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias):
     teacher = linear_teacher(group, attention_bias=bias)
     student, layers = skv.calibrate(teacher, TOKENS, 2, group)
@@ -119,7 +124,7 @@ def divergence(model: Model, tokens=TOKENS) -> float:
     return float((jnp.exp(teacher) * (teacher - student)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_the_fit_is_nearer_to_the_teacher_than_a_copy(group):
     teacher = random_teacher()
     copied = skv.add_swiftkv(teacher, 2, group)
@@ -244,7 +249,7 @@ def test_the_authors_classes_do_not_know_its_type(mixed, tmp_path):
     assert written["model_type"] == "llama_swiftkv" and "shared_kv_heads" not in written
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
 def test_it_is_served_with_8_bit_weights(mixed, quantization, tmp_path):
     skv.save_hf(mixed, tmp_path / "hf")
     small = skv.load(tmp_path / "hf", dtype="float32", quantization=quantization)

@@ -32,12 +32,19 @@ def fit(group: int, mesh_shape: str | None) -> Fit:
     return calibrate(config, llama, batches, attention=Attention(mesh))
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def alone(request) -> tuple[int, Fit]:
     return request.param, fit(request.param, None)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "4x1", "2x2", "data=1,fsdp=2,model=1", "fsdp=2,model=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("1x1", "4x1", "fsdp=4,data=1")),
+        "2x2",
+        "fsdp=2,model=2",
+    ],
+)
 def test_every_mesh_gives_one_delta(alone, mesh):
     group, expected = alone
     found = fit(group, mesh)

@@ -106,6 +106,7 @@ def test_a_model_saved_from_a_mesh_has_the_same_digests(tmp_path, saved):
     assert (tmp_path / "sharded/manifest.json").read_text() == (saved / "manifest.json").read_text()
 
 
+@pytest.mark.long
 def test_empty_stacks_and_biases_and_half_precision(tmp_path):
     plain = small_model(4, jnp.bfloat16)
     assert plain.swiftkv is None

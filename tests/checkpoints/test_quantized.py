@@ -126,6 +126,7 @@ def test_any_checkpoint_is_quantised_while_it_is_read(tmp_path, format, shape):
     assert_same(skv.load(path, quantization="none"), skv.load(path))
 
 
+@pytest.mark.long
 def test_a_plain_llama_is_quantised_and_cut(fp8, tmp_path):
     model = load(fp8, config=skv.load(fp8).config.cut(3))
     assert model.swiftkv is None and model.llama.lower.gate.values.shape[0] == 3
@@ -224,7 +225,9 @@ def test_conversion_keeps_eight_bits(fp8, tmp_path, capsys):
 # Quality ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("format", "agreement"), [("fp8", 0.9), ("int8", 0.95)])
+@pytest.mark.parametrize(
+    ("format", "agreement"), [pytest.param("fp8", 0.9, marks=pytest.mark.long), ("int8", 0.95)]
+)
 def test_the_demo_model_says_the_same(format, agreement):
     text = Path(skv.__file__).read_text() + Path(__file__).read_text()
     model = skv.load(SWIFTKV)

@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_the_full_forward(swiftkv):
         "llama-trained-4of8-group2-tied",
     ],
 )
-@pytest.mark.parametrize("swiftkv", [True, False])
+@pytest.mark.parametrize("swiftkv", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_greedy_tokens_are_those_of_the_authors_model(name, swiftkv):
     reference = load_file(FIXTURES / f"{name}.reference.safetensors")
     prompts = reference["input_ids"].tolist()
@@ -84,7 +84,10 @@ def sampled() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"decode_steps": 1, "max_num_seqs": 2}, {"decode_steps": 3, "max_model_len": 100}],
+    [
+        {"decode_steps": 1, "max_num_seqs": 2},
+        pytest.param({"decode_steps": 3, "max_model_len": 100}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):

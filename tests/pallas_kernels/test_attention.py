@@ -2,6 +2,7 @@
 shapes."""
 
 import functools
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +39,17 @@ SHORT = {
 }
 
 
-def cases(runs, names, short=SHORT) -> list:
-    """(implementation, format, name) of each combination, those marked that are `long`."""
+def cases(runs, names, short: Collection[str | None] | None = None) -> list:
+    """(implementation, format, name) of each combination, those not in `short` marked `long`; by
+    default `SHORT`, and all shapes of XLA."""
     every = [(implementation, form, name) for implementation, form in runs for name in names]
-    return [
-        pytest.param(*case, marks=LONG if case[0] != "xla" and case[2] not in short else [])
-        for case in every
-    ]
+    if short is None:
+        return [
+            case
+            for run in runs
+            for case in cases([run], names, names if run[0] == "xla" else SHORT)
+        ]
+    return [pytest.param(*case, marks=LONG if case[2] not in short else []) for case in every]
 
 
 def test_reference():
@@ -164,14 +169,19 @@ PAGED = cases([("xla", "float32")], CHUNKS)
 PAGED += cases(
     [("xla", "bfloat16"), ("xla", "float8_e4m3fn"), ("xla", "int8")],
     ["of one prompt", "pages of 7"],
+    short={"pages of 7"},
 )
 PAGED += cases(
-    [("hopper", "bfloat16")], [name for name, shape in CHUNKS.items() if shape.page % 64 == 0]
+    [("hopper", "bfloat16")],
+    [name for name, shape in CHUNKS.items() if shape.page % 64 == 0],
+    short={"of two prompts, an idle row first"},
 )
 PAGED += cases(
-    [("tpu", "bfloat16")], [name for name, shape in CHUNKS.items() if shape.page % 128 == 0]
+    [("tpu", "bfloat16")],
+    [name for name, shape in CHUNKS.items() if shape.page % 128 == 0],
+    short={"pages of 256"},
 )
-PAGED += cases([("hopper", "int8"), ("tpu", "float8_e4m3fn")], ["pages of 256"])
+PAGED += cases([("hopper", "int8"), ("tpu", "float8_e4m3fn")], ["pages of 256"], short=())
 
 
 @parametrize(("implementation", "cache_format", "name"), PAGED)
@@ -201,7 +211,8 @@ FORMATS = {
 }
 CACHES = cases([("xla", "float32")], DECODE)
 for cache_format, names in FORMATS.items():
-    CACHES += cases([("hopper", cache_format), ("tpu", cache_format)], names)
+    short = None if cache_format == "bfloat16" else ("idle rows", "page table, several tokens")
+    CACHES += cases([("hopper", cache_format), ("tpu", cache_format)], names, short)
     CACHES += cases([("xla", cache_format)], ["8B", "several tokens", "page table, several tokens"])
 
 
@@ -257,8 +268,15 @@ def test_decode_where_float16_ends(implementation):
     np.testing.assert_allclose(np.float32(out) / unit, expected / unit, atol=TOLERANCE["bfloat16"])
 
 
-@parametrize("cache_format", ["float8_e4m3fn", "int8"])
-@parametrize("implementation", ["xla", "hopper", "tpu"])
+@parametrize(
+    ("implementation", "cache_format"),
+    [
+        *(("xla", "int8"), ("hopper", "float8_e4m3fn"), ("tpu", "int8")),
+        pytest.param("xla", "float8_e4m3fn", marks=LONG),
+        pytest.param("hopper", "int8", marks=LONG),
+        pytest.param("tpu", "float8_e4m3fn", marks=LONG),
+    ],
+)
 def test_prefill_from_a_quantised_cache(implementation, cache_format):
     shape = Prefill(2, 20, 4, 2, 150, 64, 60)
     q, k, v = inputs(shape, "bfloat16")
@@ -278,7 +296,10 @@ def test_prefill_from_a_quantised_cache(implementation, cache_format):
     check(run(implementation, op, q, k, v), q, k_values, v_values, mask)
 
 
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(
+    ("implementation", "dtype"),
+    [("xla", "float32"), *(pytest.param(*run, marks=LONG) for run in RUNS[1:])],
+)
 def test_decode_is_the_last_row_of_prefill(implementation, dtype):
     q, k, v = inputs(Prefill(2, 9, 8, 2, 9, 64), dtype)
     whole = run(

@@ -26,6 +26,7 @@ def training_text(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_interrupted_and_continued(tmp_path, monkeypatch, texts, training_text):
     """What was measured is not measured again, and the result is rewritten after every student."""
     monkeypatch.setattr(bench, "STDLIB", str(training_text))

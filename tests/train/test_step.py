@@ -95,10 +95,10 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "shard_sequence"),
     [
-        ("1x1", 2, False),
+        pytest.param("1x1", 2, False, marks=pytest.mark.long),
         ("1x1", 4, False),
-        ("4x1", 1, False),
-        ("2x2", 1, False),
+        pytest.param("4x1", 1, False, marks=pytest.mark.long),
+        pytest.param("2x2", 1, False, marks=pytest.mark.long),
         pytest.param("1x4", 1, False, marks=pytest.mark.long),
         pytest.param("fsdp=4", 1, False, marks=pytest.mark.long),
         ("data=2,fsdp=2,model=2", 2, True),
@@ -163,7 +163,7 @@ def gathered(text: str) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("mesh", ["4x2", "fsdp=4,model=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("4x2", marks=pytest.mark.long), "fsdp=4,model=2"])
 def test_no_whole_logits_and_no_gathered_hidden_states(mesh):
     """Every device sees its own rows and its part of the vocabulary, one chunk of positions at a
     time."""
@@ -200,7 +200,7 @@ def test_accumulation_needs_no_more_memory_for_more_micro_batches():
     assert eight.temp_size_in_bytes <= 1.02 * two.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+@pytest.mark.parametrize("mesh", ["1x1", pytest.param("2x2", marks=pytest.mark.long)])
 def test_attention_is_kept_while_the_rest_of_a_layer_is_computed_again(mesh):
     """Rows of several attention blocks: what fits in one block is differentiated by JAX, which
     names nothing."""

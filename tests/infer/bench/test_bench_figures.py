@@ -25,7 +25,7 @@ from tests.infer.bench.conftest import CELL, CONFIG, ROOFLINE
 BYTES = {"prefill_bytes": 70, "weight_bytes": 100, "kv_bytes": 10, "written_bytes": 6}
 
 
-@pytest.mark.parametrize("swiftkv", [False, True])
+@pytest.mark.parametrize("swiftkv", [pytest.param(False, marks=pytest.mark.long), True])
 def test_flops_are_those_that_xla_counts(swiftkv):
     """With attention to a whole page, which is what XLA computes for any length."""
     config = dataclasses.replace(
@@ -131,7 +131,7 @@ def test_weights_read_by_a_step(bench_engine):
     assert variant.kv_bytes == 2 * 2 * 2 * 8 * 4
 
 
-@pytest.mark.parametrize("swiftkv", [True, False])
+@pytest.mark.parametrize("swiftkv", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_bytes_of_prefill_are_what_its_program_takes(swiftkv):
     """XLA drops the arguments that a program does not read."""
     engine = Engine.from_model(

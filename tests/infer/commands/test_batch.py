@@ -336,6 +336,7 @@ def broken(checkpoint, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_row_that_breaks_down_is_an_error(broken, greedy, run, tmp_path, capsys):
     rows = rows_file(
         tmp_path,

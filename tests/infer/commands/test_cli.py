@@ -50,6 +50,7 @@ def test_text_is_streamed(checkpoint, run, monkeypatch):
     assert len([text for text in written if text.strip()]) >= 3  # three tokens at a time
 
 
+@pytest.mark.long
 def test_the_teacher(checkpoint, tokenizer, greedy, run, capsys):
     assert (
         run(
@@ -288,6 +289,7 @@ def test_the_demo_prompt_is_sampled_where_no_flag_says_otherwise(
     assert capsys.readouterr().out != sampled
 
 
+@pytest.mark.long
 def test_a_mesh_gives_the_same_text(checkpoint, tokenizer, greedy, run, capsys):
     assert run("-m", checkpoint, "-p", "def x", "--max-tokens", 8, "--mesh", "2x2") == 0
     assert capsys.readouterr().out == tokenizer.decode(greedy(encode(tokenizer, "def x"), 8)) + "\n"

@@ -231,7 +231,7 @@ NON_FINITE = [
     ("auto", {}),
     pytest.param("auto", {"temperature": 1.0, "top_k": 5, "logprobs": 1}, marks=pytest.mark.long),
     pytest.param("fp8", {}, marks=pytest.mark.long),
-    ("int8", {"repetition_penalty": 1.5}),
+    pytest.param("int8", {"repetition_penalty": 1.5}, marks=pytest.mark.long),
 ]
 
 
@@ -286,7 +286,7 @@ def full_logprobs(tokens, swiftkv: bool) -> np.ndarray:
     )[: len(tokens)]
 
 
-@pytest.mark.parametrize("swiftkv", [True, False])
+@pytest.mark.parametrize("swiftkv", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_scores_are_those_of_the_full_forward(swiftkv):
     """With prefixes that prefill, decoding and other scores have left in the cache."""
     engine = engine_of("auto", swiftkv)

@@ -34,7 +34,9 @@ from tests.infer.engine.own_kv_engines import (
 # Against the oracle -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["own", pytest.param("tail 1", marks=LONG), "tail 6"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=LONG) for mode in ("own", "tail 1")), "tail 6"]
+)
 def test_answers_are_the_oracles(mode):
     prompts = prompts_of(0, 6)
     for prompt, (tokens, logprobs) in zip(
@@ -47,7 +49,9 @@ def test_answers_are_the_oracles(mode):
         np.testing.assert_allclose(logprobs, likelihoods, atol=3e-5)
 
 
-@pytest.mark.parametrize("mode", ["own", pytest.param("tail 1", marks=LONG), "tail 6"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=LONG) for mode in ("own", "tail 1")), "tail 6"]
+)
 def test_scores_are_the_oracles(mode):
     rng = random.Random(1)
     rows = [(*prompt, *prompt) for prompt in prompts_of(1, 5, longest=20)]
@@ -99,7 +103,7 @@ def test_shapes_change_nothing(mode, fields):
 
 
 @pytest.mark.parametrize(
-    "mode", ["own", "tail 6", *(pytest.param(mode, marks=LONG) for mode in ("boundary", "tail 1"))]
+    "mode", ["tail 6", *(pytest.param(mode, marks=LONG) for mode in ("own", "boundary", "tail 1"))]
 )
 def test_answers_do_not_depend_on_the_cache(mode):
     """A conversation of three turns, each of which contains the answers before it, over a cold
@@ -152,7 +156,9 @@ def test_a_cache_in_eight_bits(format):
     assert engine.prefix_stats.hits > 0
 
 
-@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=LONG)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((2, 1), marks=LONG), pytest.param((1, 2), marks=LONG)], ids=str
+)
 def test_a_mesh_changes_nothing(shape):
     engine = Engine.from_model(
         model(), options(decode_rows=(4 // shape[0],), chunks=(16,)), mesh=make_mesh(shape)
@@ -168,6 +174,7 @@ def test_a_mesh_changes_nothing(shape):
 # Modes ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_modes_differ():
     """Otherwise the comparisons above prove less than they seem to."""
     prompt = prompts_of(7, 1)[0]
@@ -180,6 +187,7 @@ def test_modes_differ():
             assert np.abs(np.subtract(one, other)).max() > 1e-3
 
 
+@pytest.mark.long
 def test_mode_of_the_checkpoint_and_of_the_options():
     prompt = prompts_of(9, 1)[0]
     config = dataclasses.replace(model().config, generated_kv="own", exact_tail=TAIL)

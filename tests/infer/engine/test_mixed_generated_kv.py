@@ -31,6 +31,7 @@ SOAKED = {"own": 0.4, "tail 6": 0.4, "boundary": 0.2}
 """Share of each mode."""
 
 
+@pytest.mark.long
 def test_soak(compilations):
     """Requests of all modes that come and are aborted at random: each answer is that of the request
     alone in an engine of its mode. `make test-soak` has a longer one."""

@@ -44,6 +44,7 @@ def test_an_option_that_is_no_option():
         EngineOptions(compiler_options={"xla_a": None})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 def test_all_programs_of_an_engine_have_its_options(monkeypatch):
     """And its tokens are those of an engine without."""
     given, compile_one = [], jax.stages.Lowered.compile

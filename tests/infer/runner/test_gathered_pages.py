@@ -22,7 +22,7 @@ def answer(engine: Engine[ModelRunner]) -> list[int]:
 @pytest.mark.parametrize(
     ("implementation", "dtype", "page_size", "contexts"),
     [
-        ("tpu", "float32", 128, (3, 12)),
+        pytest.param("tpu", "float32", 128, (3, 12), marks=pytest.mark.long),
         pytest.param("hopper", "bfloat16", 64, (4, 24), marks=pytest.mark.long),
     ],
 )

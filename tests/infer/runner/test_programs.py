@@ -306,6 +306,7 @@ def test_prefill_costs_half(max_model_len):
     assert ratio == pytest.approx(0.535, abs=5e-4)
 
 
+@pytest.mark.long
 def test_a_score_of_a_short_continuation_costs_little_more_than_half():
     """Compared with the teacher and a full forward pass: 2,048 tokens, 32 of them scored."""
     ratio = flops(("score", 2048, 32, None), True, 2048) / flops(

@@ -37,7 +37,9 @@ def own_kv_model(scheme: Scheme | None) -> skv.Model:
     return dataclasses.replace(model, config=dataclasses.replace(model.config, generated_kv="own"))
 
 
-@pytest.mark.parametrize(("name", "swiftkv"), [("fp8", True), ("int8", False)])
+@pytest.mark.parametrize(
+    ("name", "swiftkv"), [("fp8", True), pytest.param("int8", False, marks=pytest.mark.long)]
+)
 def test_generates_what_whole_sequences_say(name, swiftkv):
     model = tiny_model(SCHEMES[name])
     found = skv.generate(model, PROMPTS, max_tokens=4, swiftkv=swiftkv)

@@ -210,6 +210,7 @@ def test_rows_are_independent():
     assert_equal(moved, jax.tree.map(lambda leaf: leaf[order], together))
 
 
+@pytest.mark.long
 def test_the_mesh_changes_nothing():
     """Rows over `data`, the vocabulary over `model`, as XLA leaves the logits of a sharded head."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
