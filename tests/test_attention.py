@@ -181,7 +181,14 @@ def test_each_device_has_its_part_of_the_pool(monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "rows", "heads", "keys"),
-    [((4, 2), 8, 1, 8, 4), ((2, 4), 2, 2, 4, 1), ((1, 8), 16, 4, 2, 2), ((8, 1), 4, 4, 16, 4)],
+    [
+        ((4, 2), 8, 1, 8, 4),
+        ((2, 4), 2, 2, 4, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (((1, 8), 16, 4, 2, 2), ((8, 1), 4, 4, 16, 4))
+        ),
+    ],
 )
 def test_each_shard_plans_its_own_rows(shape, kv_heads, rows, heads, keys, monkeypatch):
     """From the shapes that its devices have; and each device decodes with its shard's plan."""

@@ -74,6 +74,7 @@ def test_other_tokens_and_failures_are_told(tmp_path, monkeypatch, capsys):
     assert "with loops            equal tokens: NO; greedy step 1 ms" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_equal_tokens_on_a_cpu(tmp_path, monkeypatch, capsys):
     """Two sets, run: options of GPUs change nothing here."""
     for name in list(SETS)[2:]:

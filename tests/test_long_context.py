@@ -51,7 +51,7 @@ def test_prefill(chunk):
     assert not quadratic(lowered, present="[64,2,128,8]")  # the pool: 64 pages of 128 positions
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.long), (1, 2)])
 def test_train_step(mesh):
     config = config_from_hf(tiny.hf_config(max_position_embeddings=LENGTH))
     optimizer = optax.sgd(0.1)

@@ -162,6 +162,7 @@ def test_a_process_of_its_own():
         train_step.alone(os._exit, 3)
 
 
+@pytest.mark.long
 def test_loss_smoke(tmp_path, monkeypatch, quick_compilation):
     path, chosen = (
         tmp_path / "loss.json",

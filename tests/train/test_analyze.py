@@ -221,6 +221,7 @@ def test_similarity_is_the_mean_cosine_of_real_tokens(analysis):
     )
 
 
+@pytest.mark.long
 def test_a_mesh_gives_the_same(analysis):
     mesh = make_mesh((2, 2))
     llama = jax.device_put(LLAMA, llama_shardings(CONFIG, mesh))

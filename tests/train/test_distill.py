@@ -46,6 +46,7 @@ def test_a_student_that_equals_its_teacher_has_no_loss(hidden_layer):
     assert set(metrics) == {"logits_loss", "hidden_loss"}
 
 
+@pytest.mark.long
 def test_hidden_layers_are_counted_as_hugging_face_does():
     model, tokens, mask = make_model(noise=0.2), make_tokens(), jnp.ones((2, 13))
     hidden = {
