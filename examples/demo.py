@@ -1,5 +1,5 @@
 """The whole path on the demo model: convert, calibrate, distil, generate, compare. `make demo` runs
-it, in under three minutes on two cores.
+it, in three to five minutes on two cores.
 
     python examples/demo.py [FOLDER]
 
@@ -29,6 +29,7 @@ from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.mesh import emulate_cpu_devices
 from swiftkv_jax.train.__main__ import main as train
+from swiftkv_jax.train.data.dataset import PackedDataset
 from swiftkv_jax.train.data.packing import PackedRow
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import STDLIB, DataSource
@@ -75,17 +76,27 @@ def run(name: str, main: Callable[[list[str]], int], *arguments: str) -> None:
         sys.exit(code)
 
 
-def convert_and_distil(folder: Path, group: int) -> tuple[skv.Model, skv.Model, dict[str, float]]:
-    """Half the layers, in `group`-way shared caches: the model in closed form, the one distilled
-    from it, and their held-out quality."""
+def prepared_text(folder: Path) -> tuple[PackedDataset, PackedDataset]:
+    """The standard library in packed rows: to learn from, and held out."""
+    tokenizer, source = open_tokenizer(DEMO), DataSource(STDLIB)
+    training, held_out = (
+        prepare(source, tokenizer, DEMO.max_length, folder, held_out=flag) for flag in (False, True)
+    )
+    return training, held_out
+
+
+def calibrate_and_distil(
+    folder: Path, group: int, data: list[str]
+) -> tuple[skv.Model, skv.Model, dict[str, float]]:
+    """Half the layers, in `group`-way shared caches, with the flags `data`: the model in closed
+    form, the one distilled from it, and their held-out quality."""
     mesh = "x".join(map(str, MESH))
     calibrated, distilled = folder / f"calibrated-{group}", folder / f"distilled-{group}"
     flags = ["--mesh", mesh, "--key-value-group-size", str(group)]
-    run("train", train, "calibrate", *flags, "--output-dir", str(calibrated))
+    run("train", train, "calibrate", *flags, "--output-dir", str(calibrated), *data)
     found = json.loads((calibrated / CALIBRATION).read_text())["held_out"]
     flags = ["--mesh", mesh, "--max-steps", str(STEPS), "--logging-steps", "4"]
     flags += ["--model", str(calibrated / EXPORT), "--output-dir", str(distilled)]
-    data = [flag for name in ("data", "eval-data") for flag in (f"--{name}", "stdlib")]
     run("train", train, *flags, *data, *DEMO_FLAGS)
     rows = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
     after = [row for row in rows if "eval_agreement" in row][-1]
@@ -99,10 +110,10 @@ def convert_and_distil(folder: Path, group: int) -> tuple[skv.Model, skv.Model, 
     return skv.load(calibrated / EXPORT), skv.load(distilled / EXPORT), quality
 
 
-def own_kv(model: skv.Model, folder: Path) -> str:
+def own_kv(model: skv.Model, held_out: PackedDataset) -> str:
     """How far a student is from its teacher on the second half of held-out rows, by where the
     tokens of that half take their upper keys and values from."""
-    rows = np.stack([row.tokens for row in held_out_rows(folder)])
+    rows = np.stack([row.tokens for row in rows_of_one_document(held_out)])
     half = rows.shape[1] // 2
     teacher = log_softmax(skv.logits(model, rows, swiftkv=False)[:, half:])
     lines = []
@@ -127,9 +138,7 @@ def log_softmax(logits) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def held_out_rows(folder: Path) -> list[PackedRow]:
-    """Rows of one document each."""
-    data = prepare(DataSource(STDLIB), open_tokenizer(DEMO), DEMO.max_length, folder, held_out=True)
+def rows_of_one_document(data: PackedDataset) -> list[PackedRow]:
     rows = (data[i] for i in range(len(data)))
     whole = (row for row in rows if list(row.lengths) == [DEMO.max_length])
     return list(itertools.islice(whole, OWN_ROWS))
@@ -233,9 +242,11 @@ def main() -> int:
     run("convert", convert, "hf2orbax", str(demo.LLAMA), str(folder / "orbax"))
     run("convert", convert, "inspect", str(folder / "orbax"))
     columns = [Column("teacher", skv.load(folder / "orbax"), False, {})]
+    training, held_out = prepared_text(folder / "data")
+    data = ["--data", str(training.path), "--eval-data", str(held_out.path)]
     closed_form = {}
     for group, title in GROUPS.items():
-        closed_form[group], distilled, quality = convert_and_distil(folder, group)
+        closed_form[group], distilled, quality = calibrate_and_distil(folder, group, data)
         columns.append(Column(title, distilled, True, quality))
     measured = [measure(column) for column in columns]
     for column, (_, _, text) in zip(columns, measured, strict=True):
@@ -246,7 +257,7 @@ def main() -> int:
         f"\nSwiftKV 50% in closed form against the teacher, tokens after the first "
         f"{DEMO.max_length // 2} of {OWN_ROWS} held-out rows:"
     )
-    print(own_kv(closed_form[1], folder / "calibrated-1" / "data"))
+    print(own_kv(closed_form[1], held_out))
     print(f"\n{time.time() - started:.0f} s in all; everything is in {folder}")
     return cli.OK
 

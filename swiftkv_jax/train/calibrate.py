@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from ..presets import PRESETS
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture
+from .distill import Sums
 from .evaluation import evaluate
 from .output_folder import CALIBRATION, EXPORT, prepare_folder
 from .recipe import DEMO, Recipe
@@ -185,8 +188,9 @@ def run(recipe: Recipe) -> int:
     results = {}
     if eval_data is not None:
         copied, _ = first_delta(dataclasses.replace(recipe, init="authors"), model, data, mesh)
+        step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
         results = {
-            name: measure(recipe, student, eval_data, mesh)
+            name: measure(recipe, student, eval_data, mesh, step_of(student.config))
             for name, student in (("copied", copied), ("calibrated", calibrated))
         }
         del copied
@@ -211,10 +215,11 @@ def run(recipe: Recipe) -> int:
     return cli.OK
 
 
-def measure(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> dict[str, float]:
-    """Perplexities, divergence and agreement on held-out rows."""
+def measure(
+    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, step: Callable[..., Sums]
+) -> dict[str, float]:
+    """Perplexities, divergence and agreement on held-out rows by the evaluation `step`."""
     sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
-    step = make_eval_step(model.config, recipe, mesh)
     found = evaluate(step, model.swiftkv, model.llama, data, recipe, sharder)
     names = {
         "teacher_perplexity": "eval_teacher_perplexity",
