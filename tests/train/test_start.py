@@ -1,0 +1,84 @@
+"""A run that starts from the closed form: the record of its start, and a run that continues."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+import swiftkv_jax as skv
+from swiftkv_jax.train import start
+from swiftkv_jax.train.__main__ import main
+from tests import tiny
+
+TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    """A teacher, some text, and a finished run on them."""
+    folder = tmp_path_factory.mktemp("start")
+    hf = tiny.hf_config(vocab_size=320)
+    teacher = dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
+    skv.save_hf(teacher, folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
+    (folder / "text.txt").write_text(TEXT * 40)
+    assert train(folder, "run") == 0
+    return folder
+
+
+def train(folder: Path, run: str, *flags: str) -> int:
+    settings = {
+        "model": folder / "teacher",
+        "data": folder / "text.txt",
+        "output-dir": folder / run,
+        "num-key-value-layers": 2,
+        "key-value-group-size": 2,
+        "max-length": 64,
+        "batch-size": 4,
+        "max-steps": 4,
+        "save-steps": 2,
+    }
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return main([*given, *flags])
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {
+        name: leaf.tobytes() for name, leaf in load_file(run / "model/model.safetensors").items()
+    }
+
+
+def test_the_record_says_how_it_started(folder):
+    record = json.loads((folder / "run" / start.START).read_text())
+    assert record["init"] == "closed-form"
+    assert [layer["layer"] for layer in record["layers"]] == [2, 3, 4, 5]
+    exported = skv.load(folder / "run" / "model")
+    assert exported.config.shared_kv_heads == tuple(map(tuple, record["shared_kv_heads"]))
+
+
+def test_a_run_that_continues_does_not_calibrate_again(folder, monkeypatch):
+    """It ends with the same weights, bit for bit, though its text could no longer be fitted to."""
+    run = folder / "again"
+    shutil.copytree(folder / "run", run)
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints" / "4")
+
+    def fail(*_):
+        raise AssertionError("calibrated again")
+
+    monkeypatch.setattr(start, "first_delta", fail)
+    assert train(folder, "again") == 0
+    assert weights(run) == weights(folder / "run")
+
+
+def test_another_start_is_another_run(folder, capsys):
+    run = folder / "other"
+    shutil.copytree(folder / "run", run)
+    record = json.loads((run / start.START).read_text())
+    (run / start.START).write_text(json.dumps(record | {"digest": "0" * 64}))
+    shutil.rmtree(run / "model")
+    assert train(folder, "other") == 4
+    assert "belongs to another run" in capsys.readouterr().err
