@@ -3,12 +3,14 @@ templates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from .engine.requests import Request
+from .stop_strings import StopStrings
 
 REPLACEMENT = "\ufffd"
 PROMPT_TOKENS = 6
@@ -137,7 +139,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
         """The text is what follows that of `prompt`."""
-        self._tokenizer, self._prompt = tokenizer, list(prompt[-PROMPT_TOKENS:])
+        self._text_of, self._prompt = _decoder(tokenizer), list(prompt[-PROMPT_TOKENS:])
         self._ids: list[int] = []
         self._context, self._done = 0, 0
 
@@ -181,53 +183,20 @@ class Detokenizer:
         return self._decode(self._ids[self._context :])[len(done) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return self._text_of(ids)
 
 
-class StopStrings:
-    """Text up to the first of some strings to be complete. Holds back what may be the beginning of
-    one."""
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Text of token ids without special tokens: by the Rust tokenizer itself where there is one,
+    because the method of transformers that calls it takes most of a token's time."""
+    from tokenizers import Tokenizer
 
-    def __init__(self, stops: Iterable[str]):
-        self._stops = tuple(stops)
-        if "" in self._stops:
-            raise UsageError("stop='': a stop string must have at least one character")
-        self._held = ""
-        self.hit: str | None = None
-        """The string that was complete first; of two at once, the longer."""
-
-    def push(self, text: str) -> str:
-        """The text that cannot be part of a stop string any more. After a hit, nothing."""
-        if self.hit:
-            return ""
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.hit = min(found)
-            self._held = ""
-            return text[:at]
-        hold = max((self._overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
-
-    def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        held, self._held = self._held, ""
-        return held
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a beginning of `stop`."""
-        return next(
-            (
-                size
-                for size in range(min(len(text), len(stop) - 1), 0, -1)
-                if text.endswith(stop[:size])
-            ),
-            0,
-        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        return backend.decode  # leaves special tokens out by default
+    return functools.partial(
+        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 class TextStream:

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import UsageError
+from swiftkv_jax.infer.stop_strings import StopStrings
 from swiftkv_jax.infer.text import (
     HELD_TOKENS,
     Detokenizer,
-    StopStrings,
     TextStream,
     encode,
     encode_chat,
@@ -179,6 +179,25 @@ def test_stop_strings_split_anywhere():
                 break
         assert bool(filter.hit) == bool(found)
         assert output + filter.finish() == (text[: min(found)[1]] if found else text), (text, stops)
+
+
+def test_hostile_stop_strings_take_no_longer_than_others():
+    """Counted in lookups for each character: they nearly match for ever."""
+    stops = [f"{'a' * length}b" for length in range(1, 256, 16)]
+    filter, looked_up = StopStrings(stops), 0
+
+    class Counted(dict):
+        def __contains__(self, key):
+            nonlocal looked_up
+            looked_up += 1
+            return super().__contains__(key)
+
+    filter._automaton = filter._automaton._replace(
+        children=[Counted(children) for children in filter._automaton.children]
+    )
+    text = ("a" * 255 + "c") * 20
+    assert "".join(filter.push(text[at : at + 3]) for at in range(0, len(text), 3)) == text
+    assert looked_up <= 2 * len(text) and filter.hit is None
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
