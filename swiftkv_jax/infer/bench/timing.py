@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import UsageError
-from ..engine.engine import Engine, Stats
+from ..engine.engine import Engine
 from ..engine.requests import Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
+from ..engine.stats import Stats
 from ..runner.compilation import CompileCounter
 from .cells import Cell, Mode
 

@@ -28,6 +28,7 @@ from .page_pool import PagePool, PrefixStats
 from .request_state import Chunk, RequestState, Sequence
 from .requests import Logprob, Request, RequestOutput, ScoreRequest
 from .scheduler import MAX_SKIPS, Scheduler
+from .stats import Load, Stats
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -39,26 +40,6 @@ if TYPE_CHECKING:
 MAX_ADDED_PER_STEP = 32
 """Requests that `Engine.run` takes from an iterator between two steps: making one may cost the
 caller time (tokenising), in which the device may run out of work."""
-
-
-@dataclasses.dataclass
-class Stats:
-    """Counters and seconds since the engine was made."""
-
-    prompt_tokens: int = 0
-    """Prompt tokens that are cached now, those found in the prefix cache included."""
-    prefilled_tokens: int = 0
-    """Tokens that ran through prefill."""
-    new_tokens: int = 0
-    """Tokens emitted, end tokens included."""
-    chunks: int = 0
-    decode_calls: int = 0
-    host_seconds: float = 0.0
-    """Seconds that `step` spent on the host; the device may work meanwhile."""
-    wait_seconds: float = 0.0
-    """Seconds that `step` waited for the device."""
-    compilations: int = 0
-    """Programs compiled during steps; 0, since all are compiled before the first."""
 
 
 @dataclasses.dataclass
@@ -147,6 +128,11 @@ class Engine[R: ModelRunnerBase]:
     def pages_in_use(self) -> int:
         """Pages that requests hold; 0 when all have ended."""
         return sum(pool.used for pool in self._pools)
+
+    @property
+    def load(self) -> Load:
+        """What is queued and running now, and the memory that it holds."""
+        return Load.of(self._scheduler)
 
     @property
     def num_running(self) -> int:
@@ -336,11 +322,12 @@ class Engine[R: ModelRunnerBase]:
         state.timing.last_token = time.perf_counter()
         state.timing.first_token = state.timing.first_token or state.timing.last_token
         token_ids = emitted[:-1] if ended else emitted
-        logprobs = None
+        logprobs = stop_logprob = None
         if params.logprobs is not None:
             logprobs = [
-                _logprob(sampled, (row, step), params.logprobs) for step in range(len(token_ids))
+                _logprob(sampled, (row, step), params.logprobs) for step in range(len(emitted))
             ]
+            stop_logprob = logprobs.pop() if ended else None
         reason = None
         if broken:
             reason = "error"
@@ -360,6 +347,7 @@ class Engine[R: ModelRunnerBase]:
             timing=dataclasses.replace(state.timing),
             num_cached_tokens=state.num_cached_tokens,
             stop_token=emitted[-1] if ended else None,
+            stop_logprob=stop_logprob,
         )
 
     def _score_outputs(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:

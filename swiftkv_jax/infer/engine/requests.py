@@ -94,3 +94,5 @@ class RequestOutput:
     """Prompt tokens whose keys and values were in the cache already."""
     stop_token: int | None = None
     """Token that ended the sample, one of the model's end tokens or of `stop_token_ids`."""
+    stop_logprob: Logprob | None = None
+    """Its entry, if they were asked for."""

@@ -224,6 +224,24 @@ def logprobs_of(event: RequestOutput) -> list[float]:
     return [entry.logprob for entry in event.logprobs or ()]
 
 
+def test_the_end_token_has_its_log_probability():
+    """In a run that goes on instead, the entry of the same token."""
+    engine, prompt = engine_of("int8", True), prompts_of(5, 1)[0]
+    params = SamplingParams(max_tokens=8, logprobs=3)
+    whole = [output for _, output in engine.run([Request(prompt, params)])]
+    tokens = [token for output in whole for token in output.token_ids]
+    entries = [entry for output in whole for entry in output.logprobs or ()]
+    at = next(at for at, token in enumerate(tokens) if at and token not in tokens[:at])
+    params = SamplingParams(max_tokens=8, logprobs=3, stop_token_ids=(tokens[at],))
+    outputs = [output for _, output in engine.run([Request(prompt, params)])]
+    assert [token for output in outputs for token in output.token_ids] == tokens[:at]
+    assert outputs[-1].stop_token == tokens[at]
+    assert outputs[-1].stop_logprob == entries[at]
+    assert sum(len(output.logprobs or ()) for output in outputs) == at
+    silent = dataclasses.replace(params, logprobs=None)
+    assert [o for _, o in engine.run([Request(prompt, silent)])][-1].stop_logprob is None
+
+
 # Numbers that are none --------------------------------------------------------
 
 

@@ -1,0 +1,57 @@
+"""What an engine has done, and what it has to do. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from .scheduler import Scheduler
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counters and seconds since the engine was made."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens that are cached now, those found in the prefix cache included."""
+    prefilled_tokens: int = 0
+    """Tokens that ran through prefill."""
+    new_tokens: int = 0
+    """Tokens emitted, end tokens included."""
+    chunks: int = 0
+    decode_calls: int = 0
+    host_seconds: float = 0.0
+    """Seconds that `step` spent on the host; the device may work meanwhile."""
+    wait_seconds: float = 0.0
+    """Seconds that `step` waited for the device."""
+    compilations: int = 0
+    """Programs compiled during steps; 0, since all are compiled before the first."""
+
+
+class Load(NamedTuple):
+    """What is queued and running in an engine between two steps, and the memory that it holds."""
+
+    num_waiting: int
+    """Requests of which nothing has been planned."""
+    num_prefilling: int
+    """Requests whose prompts are being cached, or whose tokens are being scored."""
+    num_running: int
+    """Sequences that decode."""
+    num_queued_tokens: int
+    """Prompt tokens that are not cached yet, of all requests. Those that the prefix cache will
+    supply are counted until a request is admitted."""
+    pages_in_use: int
+    """Pages that requests hold. A request holds from the start what it can fill."""
+    num_pages: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Load:
+        unfinished = (*scheduler.waiting, *scheduler.prefilling)
+        return cls(
+            len(scheduler.waiting),
+            len(scheduler.prefilling),
+            len(scheduler.running),
+            sum(state.prefill_target - state.num_computed_tokens for state in unfinished),
+            sum(pool.used for pool in scheduler.pools),
+            sum(pool.num_pages for pool in scheduler.pools),
+        )
