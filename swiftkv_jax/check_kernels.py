@@ -26,6 +26,7 @@ from .kernel_check import KernelCheck, KernelConfig
 from .kernel_check.configurations import model_configs, standard_configs
 from .kernel_check.processes import check_in_children, describe_device
 from .kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
+from .pallas_kernels.device import hopper_refused_reason
 
 
 def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
@@ -58,15 +59,21 @@ def _run(args: argparse.Namespace, check: KernelCheck) -> int:
         config = open_any(args.model).config
     device = _device(check)
     kernels = device.implementation
+    if reason := hopper_refused_reason(device.platform, device.device_kind):
+        print(f"without the hopper kernels: hopper {reason}")
     found: dict[KernelConfig, Verdict] = {}
     if kernels is None:
         print(f"no device kernels for {_name(device)}: attention runs through XLA")
     else:
-        print(f"{kernels} kernels on {_name(device)}\n{_row('kernel', 'seconds', 'verdict')}")
         if config is None:
             configs = standard_configs(kernels)
         else:
             configs = model_configs(config, kernels)
+        print(
+            f"{kernels} kernels on {_name(device)}, {len(configs)} configurations, at most "
+            f"{check.timeout:g} s each\n{_row('kernel', 'seconds', 'verdict')}",
+            flush=True,
+        )
         file = VerdictFile(check.folder, device, kernels)
         for one, verdict in check_in_children(
             configs, kernels, device, command=check.command, timeout=check.timeout
@@ -74,8 +81,12 @@ def _run(args: argparse.Namespace, check: KernelCheck) -> int:
             file.add({one: verdict})
             found[one] = verdict
             print(_row(f"{kernels}.{one}", f"{verdict.seconds:.1f}", _text(verdict)), flush=True)
-        usable = sum(verdict.usable for verdict in found.values())
-        print(f"{usable} of {len(found)} can be used")
+        outcomes = [verdict.outcome for verdict in found.values()]
+        right, unsupported = (outcomes.count(name) for name in ("right", "unsupported"))
+        print(
+            f"of {len(found)}: {right} right, {unsupported} not for this device, "
+            f"{len(found) - right - unsupported} cannot be used"
+        )
     if args.json is not None:
         write_json(args.json, _document(device, kernels, found))
     return cli.OK if all(verdict.usable for verdict in found.values()) else cli.ERROR

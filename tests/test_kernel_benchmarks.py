@@ -231,15 +231,15 @@ def test_judging():
         }
 
     rows = [
-        row("prefill 8B 8k", ratio_to_cudnn=1.01),
+        row("prefill 8B 8k, B=1", ratio_to_cudnn=1.01),
         row("decode 64x2k bf16"),
-        row("prefill 8B 2k", status="wrong", ratio_to_cudnn=2.0),
+        row("prefill 8B 2k, B=1", status="wrong", ratio_to_cudnn=2.0),
     ]
     verdicts = {(v["row"], v["measure"]): v["verdict"] for v in kernels.judge(rows, "full")}
-    assert verdicts["prefill 8B 8k", "ratio_to_cudnn"] == "met, 1.01"
+    assert verdicts["prefill 8B 8k, B=1", "ratio_to_cudnn"] == "met, 1.01"
     assert verdicts["decode 64x2k bf16", "share_of_roofline"] == "MISSED, 0.8"
     assert (
-        verdicts["prefill 8B 2k", "ratio_to_cudnn"]
+        verdicts["prefill 8B 2k, B=1", "ratio_to_cudnn"]
         == verdicts["prefill 8B 32k", "rate"]
         == "not measured"
     )

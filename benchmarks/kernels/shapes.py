@@ -182,6 +182,13 @@ FULL: tuple[Shape, ...] = (
     Decode("decode 16x8k paged", 16, 8192, page=256),
     Decode("decode 256x1k paged", 256, 1024, page=256),
     Decode("decode 64x2k fp8 paged", 64, 2048, _FP8, page=256),
+    *(_causal(f"prefill 8B {n}k, B=1", 1024 * n, 1) for n in (2, 8)),
+    *(_causal(f"prefill 8B {n}k, B=4", 1024 * n, 4) for n in (2, 8, 16)),
+    *(_causal(f"prefill 8 heads {n}k, B=1", 1024 * n, 1, heads=8, kv_heads=1) for n in (2, 8, 16)),
+    *(
+        _causal(f"prefill 8 heads {n}k, B=4", 1024 * n, 4, heads=8, kv_heads=1)
+        for n in (2, 4, 8, 16)
+    ),
 )
 
 SMOKE: tuple[Shape, ...] = (
@@ -214,14 +221,25 @@ class Target:
 
 TARGETS = (
     *(
-        Target(f"prefill 8B {size}", "ratio_to_cudnn", ratio)
-        for size, ratio in {"2k": 0.92, "4k": 0.95, "8k": 0.99}.items()
+        Target(f"prefill {heads} {size}", "ratio_to_cudnn", 1.0)
+        for heads in ("8B", "8 heads")
+        for size in (f"{n}k, B={batch}" for n in (2, 4, 8) for batch in (1, 4))
+        if (heads, size) != ("8B", "4k, B=4")
+    ),
+    *(
+        Target(f"prefill {row}", "ratio_to_cudnn", 1.0)
+        for row in ("8B 4k", "8B 16k", "8B 16k, B=4", "8 heads 16k, B=1", "8 heads 16k, B=4")
     ),
     *(Target(f"prefill 8B {size}", "rate", 600.0) for size in ("8k", "16k", "32k")),
     *(
-        Target(f"decode {slots} {cache}", "share_of_roofline", 0.85)
-        for slots in ("64x2k", "1x32k")
-        for cache in ("bf16", "fp8")
+        Target(f"decode {row}", "share_of_roofline", share)
+        for row, share in {
+            "64x2k bf16": 0.9,
+            "64x2k fp8": 0.9,
+            "64x2k ragged": 0.9,
+            "1x32k bf16": 0.85,
+            "1x32k fp8": 0.85,
+        }.items()
     ),
 )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..distributed import any_process
 from ..pallas_kernels import Implementation
-from ..pallas_kernels.device import device_kernels
+from ..pallas_kernels.device import device_kernels, hopper_refused_reason
 from .configurations import (
     KernelConfig,
     forward_configs,
@@ -74,22 +74,27 @@ def checked_implementation(
     kernels = device_kernels(device.platform, device.device_kind)
     if implementation is not None or kernels is None:
         return implementation
+    if reason := hopper_refused_reason(device.platform, device.device_kind):
+        _warn(
+            f"attention on {device.device_kind} runs without the hopper kernels, more slowly: "
+            f"hopper {reason}"
+        )
     configs = needed_from(kernels, configs)
     failed = _first_failed(kernels, configs, device, check)
     if failed is not None:
         by_name = f"; `attention`={kernels} uses the kernels all the same"
         _warn(
-            f"attention runs through XLA, more slowly, and not through the {kernels} kernels: on "
-            f"{device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks all "
-            f"of them again, its --json FILE is what to send with a report"
+            f"all attention runs through XLA, more slowly, and not through the {kernels} kernels: "
+            f"on {device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks "
+            f"all of them again, its --json FILE is what to send with a report"
             # cuDNN does not decode from pages: by name it cannot serve.
             f"{'' if kernels == 'cudnn' else by_name}"
         )
     if any_process(failed is not None):
         if failed is None:
             _warn(
-                f"attention runs through XLA, more slowly, and not through the {kernels} kernels: "
-                f"another process has not found them right"
+                f"all attention runs through XLA, more slowly, and not through the {kernels} "
+                f"kernels: another process has not found them right"
             )
         return "xla"
     return None

@@ -1,8 +1,9 @@
 """The process that runs untried kernels: `python -m swiftkv_jax.kernel_check.child`.
 
 One JSON object on standard input names the implementation and the configurations. Standard output
-has a JSON object a line: the device, then for each configuration its number when it begins and its
-verdict when it ends. The process ends with its parent, when standard input closes.
+has a JSON object a line: the device (or the error that there is none), then for each configuration
+its number when it begins and its verdict when it ends. The process ends with its parent, when
+standard input closes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ def main(device: Any = None, **options: Any) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import jax
 
-    device = device or jax.devices()[0]
+    try:
+        device = device or jax.devices()[0]
+    except Exception as error:
+        chosen = os.environ.get("JAX_PLATFORMS")
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (
+            f"JAX_PLATFORMS={chosen!r} names no kind of device that is here" if chosen else found
+        )
+        _say(lines, {"error": reason})
+        return 1
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))  # the device has room and computes
     _say(lines, {"device": dataclasses.asdict(DeviceVersion.of(device))})
     for number, fields in enumerate(request["configurations"]):

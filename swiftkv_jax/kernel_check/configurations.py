@@ -45,7 +45,10 @@ class KernelConfig:
     @property
     def description(self) -> str:
         """All but the op, for people."""
-        parts = [f"head dim {self.head_dim}", f"{self.queries_per_kv_head} queries a head"]
+        parts = [
+            f"head dim {self.head_dim}",
+            f"{self.queries_per_kv_head} queries per key/value head",
+        ]
         parts.append(self.dtype)
         if self.cache_dtype != self.dtype:
             parts.append(f"{self.cache_dtype} cache")

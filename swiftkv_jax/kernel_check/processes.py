@@ -126,7 +126,9 @@ class _Child:
         except queue.Empty:
             return f"a child process does not start within {TIMEOUT:g} s"
         if message is None:
-            return f"a child process does not start: {self._end()}"
+            return f"a child process ends before it has found the device, {self._end()}"
+        if "error" in message:
+            return message["error"]
         return DeviceVersion(**message["device"])
 
     def verdict(self, timeout: float) -> Verdict:

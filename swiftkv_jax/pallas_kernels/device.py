@@ -61,11 +61,18 @@ def device_kernels(platform: str, kind: str) -> str | None:
 
     A Hopper GPU under a CUDA that miscompiles its kernels is one of the others.
     """
-    if is_hopper(platform, kind) and not cuda_unsupported_reason(cuda_runtime_version()):
+    if is_hopper(platform, kind) and hopper_refused_reason(platform, kind) is None:
         return "hopper"
     if is_nvidia(platform, kind):
         return "cudnn"
     return "tpu" if platform == "tpu" else None
+
+
+def hopper_refused_reason(platform: str, kind: str) -> str | None:
+    """Why a Hopper GPU does without the Hopper kernels; None if it has them, and for others."""
+    if not is_hopper(platform, kind):
+        return None
+    return cuda_unsupported_reason(cuda_runtime_version())
 
 
 @functools.cache
@@ -99,5 +106,7 @@ def cuda_unsupported_reason(version: int | None) -> str | None:
     """
     if version is None or not 12080 <= version < 12091:
         return None
-    found = f"{version // 1000}.{version % 1000 // 10}.{version % 10}"
-    return f"needs CUDA before 12.8.0 or from 12.9.1 on: others miscompile it, this is {found}"
+    return (
+        f"needs CUDA below 12.8 or from 13.0 on, because 12.8 and 12.9.0 miscompile it and 12.9.1 "
+        f"reports itself as 12.9.0; this is {version // 1000}.{version % 1000 // 10}"
+    )

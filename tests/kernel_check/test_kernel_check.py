@@ -102,7 +102,7 @@ def test_kernels_that_are_not_right_are_not_used(mode, outcome, said, tmp_path, 
     assert kept(tmp_path) == {"decode": outcome}
     (warning,) = warnings()
     assert said in warning
-    assert "NVIDIA H100 80GB HBM3, decode (head dim 64, 2 queries a head, bfloat16, " in warning
+    assert "HBM3, decode (head dim 64, 2 queries per key/value head, bfloat16, " in warning
     assert "swiftkv check-kernels" in warning and "`attention`=hopper" in warning
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert f"{tmp_path}/starts" not in left
@@ -119,7 +119,7 @@ def test_what_could_not_be_checked_is_not_used_and_not_kept(tmp_path, warnings):
         assert checked_implementation(None, [DECODE], None, check) == "xla"
     assert starts(tmp_path) == 2 and kept(tmp_path) == {}
     (warning,) = warnings()
-    assert "does not start: with exit code 3: no device left" in warning
+    assert "ends before it has found the device, with exit code 3: no device left" in warning
 
 
 def test_a_child_process_on_another_device_says_nothing(tmp_path, warnings):
@@ -360,10 +360,11 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, monkeypatc
     path = tmp_path / "out.json"
     assert check_kernels.main(["--json", str(path)], stand_in("crashes", tmp_path)) == 1
     title, header, *rows, summary = capsys.readouterr().out.splitlines()
-    assert title == "hopper kernels on NVIDIA H100 80GB HBM3 (gpu)" and "verdict" in header
+    assert title.startswith("hopper kernels on NVIDIA H100 80GB HBM3 (gpu), 3 configurations, at ")
+    assert "verdict" in header
     assert [row.split(" (")[0] for row in rows] == [f"hopper.{one.op}" for one in configs]
     assert "crashed, with SIGABRT" in rows[0] and "right, within 0.0" in rows[1]
-    assert summary == "1 of 3 can be used"
+    assert summary == "of 3: 1 right, 0 not for this device, 2 cannot be used"
     assert starts(tmp_path) == 2  # a new one after the first crash
     document = json.loads(path.read_text())
     assert [one["verdict"]["outcome"] for one in document["checks"]] == [
@@ -388,7 +389,7 @@ def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
     )
     assert check_kernels.main(["-m", str(tmp_path / "model")], stand_in("-", tmp_path)) == 0
     assert {one.head_dim for one in seen} == {8} and len(seen) == 8
-    assert "8 of 8 can be used" in capsys.readouterr().out
+    assert "of 8: 8 right, 0 not for this device, 0 cannot" in capsys.readouterr().out
 
 
 def test_the_command_without_device_kernels(capsys):
