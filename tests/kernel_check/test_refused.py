@@ -1,4 +1,4 @@
-"""A Hopper GPU under a CUDA that miscompiles its kernels says so, once."""
+"""Devices without kernels, or that do without: what is said of it."""
 
 import logging
 import types
@@ -42,3 +42,8 @@ def test_no_such_device_is_one_line(capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "JAX_PLATFORMS='cuda' names no kind of device that is here" in error
     assert error.count("\n") == 1
+
+
+def test_the_command_without_device_kernels(capsys):
+    assert check_kernels.main([]) == 0
+    assert capsys.readouterr().out == "no device kernels for cpu: attention runs through XLA\n"
