@@ -26,7 +26,6 @@ from .kernel_check import KernelCheck, KernelConfig
 from .kernel_check.configurations import model_configs, standard_configs
 from .kernel_check.processes import check_in_children, describe_device
 from .kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
-from .pallas_kernels.device import hopper_refused_reason
 
 
 def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
@@ -59,7 +58,7 @@ def _run(args: argparse.Namespace, check: KernelCheck) -> int:
         config = open_any(args.model).config
     device = _device(check)
     kernels = device.implementation
-    if reason := hopper_refused_reason(device.platform, device.device_kind):
+    if reason := device.refused_reason:
         print(f"without the hopper kernels: hopper {reason}")
     found: dict[KernelConfig, Verdict] = {}
     if kernels is None:

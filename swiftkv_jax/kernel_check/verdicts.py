@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from ..errors import UsageError
 from ..io.files import private_directory, write_json
-from ..pallas_kernels.device import cudnn_version, device_kernels
+from ..pallas_kernels.device import cudnn_version, device_kernels, hopper_refused_reason
 from .configurations import KernelConfig
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,11 @@ class DeviceVersion:
     def implementation(self) -> str | None:
         """The name of its kernels; None if there are none for it."""
         return device_kernels(self.platform, self.device_kind)
+
+    @property
+    def refused_reason(self) -> str | None:
+        """Why a Hopper GPU does without the Hopper kernels; None if it has them, and for others."""
+        return hopper_refused_reason(self.platform, self.device_kind)
 
     @classmethod
     def of(cls, device: Any) -> Self:
