@@ -30,6 +30,7 @@ RESULT_NAMES = {
     "prefill": "infer-prefill-cpu",
     "prefill lengths": "infer-prefill-lengths-cpu",
     "decode": "infer-decode-cpu",
+    "decode rows": "infer-decode-rows-cpu",
     "transformers": "hf-baseline-cpu",
     "quality": "quality-cpu",
     "8 bits": "kv-quantization-cpu",
@@ -131,6 +132,34 @@ def lengths() -> str:
         "the ratios tell, by processor time more than by the clock.",
         table(("tokens", "times as fast", "by processor time", "by operations"), rows),
         "![Speed-up and rate of prefill over the length](img/prefill.png)",
+    )
+
+
+def decode_rows() -> str:
+    result = newest("decode rows")
+    found = result["rows"]
+    first, last = found[0], found[-1]
+    between = last["cell"]["prompts"] - first["cell"]["prompts"]
+    further = (last["seconds_per_output_token"] - first["seconds_per_output_token"]) / between
+    rows = [
+        (
+            str(row["cell"]["prompts"]),
+            f"{1e3 * row['seconds_per_output_token']:.1f} ms",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['bandwidth_share']:.0%}",
+        )
+        for row in found
+    ]
+    roofline = result["roofline"]
+    return section(
+        "Decoding many rows on a CPU",
+        f"The demo model's shipped student, prompts of {first['cell']['input_len']} tokens, "
+        f"{len(first['repetitions'])} repetitions, beside a large copy at "
+        f"{roofline['bandwidth'] / 1e9:.1f} GB/s and a large product at "
+        f"{roofline['flops'] / 1e9:,.0f} GFLOP/s, measured in the same run: "
+        f"{1e6 * further:.0f} us for each further row; `swiftkv infer bench decode --batch "
+        f"{','.join(str(row['cell']['prompts']) for row in found)}`.",
+        table(("rows", "a step", "tokens/s", "of the copy's bandwidth"), rows),
     )
 
 
@@ -245,48 +274,11 @@ def eight_bits() -> str:
 
 
 def quality() -> str:
-    result = newest("quality")
-    if "rows" in result:
-        return quality_section(result)
-    # A result of before students had a start: one start, and no figures after a prompt.
-    cells = result["cells"]
-    teacher = cells[0]["teacher_perplexity"]
-    rows = []
-    for cell in cells:
-        before, after = cell["before"], cell["after"]
-        mean, std = after["perplexity"]["mean"], after["perplexity"]["std"]
-        agreement = after["agreement"]
-        rows.append(
-            (
-                f"{cell['num_key_value_layers']} ({cell['share']:.1%})",
-                str(cell["key_value_group_size"]),
-                f"{before['perplexity']:.3f}",
-                f"{mean:.3f} ± {std:.3f}",
-                f"{mean / cell['teacher_perplexity'] - 1:+.2%}",
-                f"{before['agreement']:.1%}",
-                f"{agreement['mean']:.1%} ± {agreement['std']:.1%}",
-            )
-        )
-    header = "K of layers, g, perplexity before, after, above the teacher, agreement before, after"
-    return section(
-        "What each cut costs in quality",
-        f"The demo model ({result['layers']} layers, perplexity {teacher:.3f} on held-out "
-        f"packages), before and after {result['steps']} steps ({result['training_tokens']:,} "
-        "tokens) of distillation. K layers keep their keys and values, g upper layers share a "
-        f"cache. Mean and standard deviation of {_words(len(cells[0]['runs']))} seeds of the data "
-        "order; `python -m benchmarks.quality`.",
-        table(header.split(", "), rows),
-        "Sharing caches costs this eight-layer model far more than the 1.2 points of average score "
-        "that the paper reports for 4-way sharing in Llama-3.1-8B.",
-    )
+    return quality_section(newest("quality"))
 
 
 def predictions() -> str:
     return summarised(newest("predictions"))
-
-
-def _words(count: int) -> str:
-    return {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}.get(count, str(count))
 
 
 def sources() -> str:
@@ -319,6 +311,7 @@ def sources() -> str:
 SECTIONS = (
     serving,
     lengths,
+    decode_rows,
     transformers,
     asserted,
     loss,
