@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+
+import numpy as np
 
 
 @dataclasses.dataclass
@@ -62,19 +63,10 @@ class PagePool:
     # Prefixes -----------------------------------------------------------------
 
     def keys(
-        self, tokens: Sequence[int], cache_salt: str = "", known: Sequence[bytes] = ()
+        self, tokens: Sequence[int], cache_salt: str = "", after: Sequence[bytes] = ()
     ) -> list[bytes]:
-        """The key of each full page of `tokens`; `known` are those of its first pages. Empty
-        without prefix caching."""
-        keys = list(known)
-        if self.share:
-            key = keys[-1] if keys else _digest(cache_salt.encode())
-            for start in range(
-                len(keys) * self.page_size, len(tokens) - self.page_size + 1, self.page_size
-            ):
-                key = _digest(key + array("i", tokens[start : start + self.page_size]).tobytes())
-                keys.append(key)
-        return keys
+        """`page_keys` of these pages; empty without prefix caching."""
+        return page_keys(tokens, self.page_size, cache_salt, after) if self.share else []
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest prefix of `keys`, not reserved (see `reserve`)."""
@@ -131,6 +123,18 @@ class PagePool:
             self.stats.evictions += 1
         self._users[page] = 1
         return page
+
+
+def page_keys(
+    tokens: Sequence[int], page_size: int, cache_salt: str = "", after: Sequence[bytes] = ()
+) -> list[bytes]:
+    """The keys of the pages `after` which `tokens` follow, and of each full page of `tokens`."""
+    keys, content = list(after), np.asarray(tokens, np.int32).tobytes()
+    key, size = keys[-1] if keys else _digest(cache_salt.encode()), 4 * page_size
+    for start in range(0, len(content) - size + 1, size):
+        key = _digest(key + content[start : start + size])
+        keys.append(key)
+    return keys
 
 
 def _digest(content: bytes) -> bytes:

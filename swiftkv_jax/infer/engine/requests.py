@@ -24,6 +24,8 @@ class Request:
     """A prompt to continue, `params.n` times."""
 
     prompt: Sequence[int]
+    """Token ids. As an array 131,072 of them are queued in 2 ms of a CPU core, as a list in 14, and
+    with `page_keys` in 0.1."""
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     rng_stream: int = 0
     """Random stream of the prompt, usually its number in the call: prompts with one seed and
@@ -36,6 +38,9 @@ class Request:
     engine's."""
     exact_tail: int | None = None
     """`EngineOptions.exact_tail` for this request; None is the engine's."""
+    page_keys: Sequence[bytes] | None = None
+    """`page_pool.page_keys(prompt, page_size, cache_salt)`, where another thread has made them.
+    They are believed; None makes them when the request is queued."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,8 @@ class ScoreRequest:
     generated_kv: GeneratedKV | None = None
     """As in `Request`; the prompt is what precedes `start`."""
     exact_tail: int | None = None
+    page_keys: Sequence[bytes] | None = None
+    """As in `Request`, of `tokens`."""
 
 
 @dataclasses.dataclass(frozen=True)

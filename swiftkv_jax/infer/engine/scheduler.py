@@ -73,7 +73,9 @@ class Scheduler:
     def add(self, state: RequestState) -> None:
         """Queue a request."""
         shareable = state.prompt_token_ids[: state.own_start]
-        state.page_keys = self.pools[0].keys(shareable, state.request.cache_salt)
+        if (keys := state.request.page_keys) is None or not self.pools[0].share:
+            keys = self.pools[0].keys(shareable, state.request.cache_salt)
+        state.page_keys = list(keys[: len(shareable) // self.page_size])
         self.waiting[state] = None
 
     # Prefill ------------------------------------------------------------------
@@ -216,11 +218,12 @@ class Scheduler:
                 self.pending_removals.append(sequence.slot)
             decoded = sequence.token_ids or sequence.num_in_flight_tokens
             if state.own_start == NO_OWN and decoded:
-                prompt_keys = state.page_keys[: state.prefill_target // self.page_size]
+                whole = state.prefill_target // self.page_size
+                rest = state.prompt_token_ids[whole * self.page_size :]
                 keys = pool.keys(
-                    [*state.prompt_token_ids, *sequence.token_ids[:-1]],
+                    [*rest, *sequence.token_ids[:-1]],
                     state.request.cache_salt,
-                    known=prompt_keys,
+                    after=state.page_keys[:whole],
                 )
                 pool.cache(keys, sequence.pages)
         pool.release(sequence.pages)

@@ -2,9 +2,10 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from swiftkv_jax.infer.engine.page_pool import PagePool
+from swiftkv_jax.infer.engine.page_pool import PagePool, page_keys
 
 TOKENS = list(range(100, 120))
 
@@ -42,9 +43,17 @@ def test_keys_are_digests_of_all_before_them():
     assert pool.keys([1, 256]) != pool.keys([256, 1]) != pool.keys([65536, 1])
 
 
-def test_known_keys_are_continued():
+def test_keys_are_continued():
     pool = PagePool(8, 4)
-    assert pool.keys(TOKENS, known=pool.keys(TOKENS[:9])) == pool.keys(TOKENS)
+    assert pool.keys(TOKENS[8:], after=pool.keys(TOKENS[:9])) == pool.keys(TOKENS)
+    assert pool.keys(TOKENS[8:10], after=pool.keys(TOKENS[:8])) == pool.keys(TOKENS[:8])
+
+
+def test_keys_of_an_array_are_those_of_a_list():
+    pool = PagePool(8, 4)
+    for dtype in (np.int32, np.int64, np.uint16):
+        assert pool.keys(np.asarray(TOKENS, dtype)) == pool.keys(TOKENS)  # type: ignore[arg-type]
+    assert page_keys(TOKENS, 4, "a") == pool.keys(TOKENS, "a") != pool.keys(TOKENS)
 
 
 def test_the_longest_unused_page_is_evicted_first_and_the_end_before_the_beginning():
