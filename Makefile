@@ -45,7 +45,7 @@ test-newest: newest
 newest: $(VENV)/installed  # after it: both write the package's metadata
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report,serve]'
 
 # What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
 test-eval:
@@ -97,7 +97,7 @@ test-tpu:
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:
-	uv pip compile pyproject.toml --extra test --extra arrow --extra report --universal --python-version 3.12 --generate-hashes --no-annotate \
+	uv pip compile pyproject.toml --extra test --extra arrow --extra report --extra serve --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements.lock
 	printf '%s\n' $(COMPILERS) | uv pip compile - --no-deps --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements-compile.lock

@@ -90,8 +90,8 @@ ALLOWED = {
     "lanes": "pallas_kernels/",
     # Character ranges of the targets in a text.
     "spans": "train/data/",
-    # A keyword of `concurrent.futures`.
-    "cancel": "infer/runner/compilation",
+    # A keyword of `concurrent.futures`, a method of `asyncio`.
+    "cancel": ("infer/runner/compilation", "infer/serve/"),
     # A masked key.
     "unseen": "pallas_kernels/",
 }

@@ -23,6 +23,7 @@ from .. import cli
 COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and what it is for
     "generate": ("commands.complete", "prompts in, completions out (the default)"),
     "chat": ("commands.chat", "a conversation in the terminal"),
+    "serve": ("serve.command", "an OpenAI-compatible server"),
     "score": ("commands.score", "log-likelihoods of given text, exact"),
     "bench": ("bench", "how fast it is, SwiftKV and its control side by side"),
 }

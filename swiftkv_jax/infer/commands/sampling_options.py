@@ -41,11 +41,34 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
         metavar="N",
         help="no end token, and no stop string, before this many (default: 0)",
     )
+    add_distribution_arguments(parser)
+    add(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=VALUE",
+        help="added to a token's logit; repeat to add more",
+    )
+    add("--seed", type=int, help="seed of the draws (default: 0)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat to add more")
+    add(
+        "--stop-token-ids",
+        type=_token_ids,
+        metavar="ID,...",
+        help="tokens that end the text as the model's own end tokens do",
+    )
+    add("--ignore-eos", action="store_true", default=None, help="go on after an end token")
+
+
+def add_distribution_arguments(parser: argparse.ArgumentParser, *, temperature: float = 0) -> None:
+    """Add flags for what changes the distribution that tokens are drawn from. `temperature` is the
+    default of the command."""
+    add = parser.add_argument
     add(
         "--temperature",
         "--temp",
         type=float,
-        help=f"0 takes the likeliest token (default: {GENERATION_CONFIG}'s, or 0)",
+        help=f"0 takes the likeliest token (default: {GENERATION_CONFIG}'s, or {temperature:g})",
     )
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 is off")
     add(
@@ -79,22 +102,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
         metavar="R",
         help="penalty of tokens in the output, each time; 0 is off",
     )
-    add(
-        "--logit-bias",
-        type=_bias,
-        action="append",
-        metavar="ID=VALUE",
-        help="added to a token's logit; repeat to add more",
-    )
-    add("--seed", type=int, help="seed of the draws (default: 0)")
-    add("--stop", action="append", metavar="TEXT", help="end before this text; repeat to add more")
-    add(
-        "--stop-token-ids",
-        type=_token_ids,
-        metavar="ID,...",
-        help="tokens that end the text as the model's own end tokens do",
-    )
-    add("--ignore-eos", action="store_true", default=None, help="go on after an end token")
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,10 +145,12 @@ def sampling_params(given: dict[str, Any], model: Model) -> SamplingParams:
     Raises `UsageError` that names the parameter, and `CheckpointError` for values in the file that
     are out of range.
     """
-    return SamplingParams(**_checkpoint_params(model) | given)
+    return SamplingParams(**checkpoint_params(model) | given)
 
 
-def _checkpoint_params(model: Model) -> dict[str, Any]:
+def checkpoint_params(model: Model) -> dict[str, Any]:
+    """Fields of `SamplingParams` that the model's generation_config.json sets, if it draws. Raises
+    `CheckpointError`."""
     if GENERATION_CONFIG not in model.auxiliary_files.contents:
         return {}
     config = json.loads(model.auxiliary_files.contents[GENERATION_CONFIG])

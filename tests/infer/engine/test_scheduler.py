@@ -4,12 +4,10 @@ import dataclasses
 import random
 import statistics
 
-import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.page_pool import page_keys
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
@@ -222,26 +220,6 @@ def test_salts_are_not_shared():
             [Request(prompt, SamplingParams(max_tokens=2), cache_salt=cache_salt)]
         )
         assert event.num_cached_tokens == cached
-
-
-def test_arrays_and_keys_made_elsewhere_are_those_of_lists():
-    engine, _ = mock_engine()
-    prompt = prompt_of(3, 17)
-    array, params = np.asarray(prompt, np.int32), SamplingParams(max_tokens=4)
-    expected = answers(engine, [Request(prompt, params)])
-    keys = page_keys(prompt, 4)
-    made = [{"page_keys": keys}, {"page_keys": None}]
-    for fields in made:
-        request = Request(array, params, **fields)  # type: ignore[arg-type]
-        assert answers(engine, [request]) == expected
-    assert engine.prefix_stats.hits == 32
-    # They are believed: nothing else looks at what the pages hold.
-    salted = Request(prompt, params, page_keys=page_keys(prompt, 4, "another"))
-    ((_, output), *_) = engine.run([salted])
-    assert output.num_cached_tokens == 0
-    without, _ = mock_engine(enable_prefix_caching=False)
-    assert answers(without, [Request(prompt, params, page_keys=keys)] * 2)[1, 0] == expected[0, 0]
-    assert without.prefix_stats.hits == 0
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 7, 13])

@@ -1,0 +1,201 @@
+"""`python -m swiftkv_jax.infer serve`: an OpenAI-compatible server.
+
+    python -m swiftkv_jax.infer serve --model llama-3.1-8b-swiftkv
+    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"prompt": "Once upon a time", "max_tokens": 32}'
+
+Every client of OpenAI's API works with it: chat, completions, streams, log-probabilities. It needs
+the extra `serve`: pip install 'swiftkv-jax[serve]'. docs/server.md describes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import ipaddress
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...cli import OK
+from ...cli.model_options import ModelOptions, add_model_arguments, load_model
+from ...errors import UsageError
+from ..commands.engine_options import (
+    add_engine_arguments,
+    given_engine_options,
+    given_fields,
+    start_engine,
+    token_count,
+)
+from ..commands.sampling_options import (
+    add_distribution_arguments,
+    checkpoint_params,
+    given_sampling_params,
+)
+from ..engine.engine import Engine
+from ..engine.options import EngineOptions
+from ..engine.requests import Request
+from ..engine.sampling_params import SamplingParams
+from .options import FAIR_BY, ServerOptions
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+"""What the extra `serve` installs."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name of the model; repeat to add more (default: its folder's)",
+    )
+    add("--api-key", action="append", metavar="KEY", help="let in who brings it; repeatable")
+    add("--api-key-file", type=Path, metavar="FILE", help="a key a line, NAME:KEY; mode 600")
+    add("--insecure", action="store_true", help="listen beyond this machine without keys")
+    add("--metrics-public", action="store_true", default=None, help="/metrics needs no key")
+    _add_listed(parser, "--allowed-origins", "web pages that may call the server")
+    _add_listed(
+        parser, "--allowed-hosts", "values of the header Host; default on loopback: its own"
+    )
+    add("--unknown-fields", choices=("refuse", "ignore"), help="(default: refuse)")
+    add(
+        "--share-prefix-cache",
+        action="store_true",
+        default=None,
+        help="keys share cached prefixes; times then tell what others asked",
+    )
+    add(
+        "--enable-scoring",
+        dest="scoring",
+        action="store_true",
+        default=None,
+        help="log-probabilities of prompts (echo with logprobs)",
+    )
+    number = {"type": int, "metavar": "N"}
+    add("--max-connections", **number, help="(default: 4096)")
+    add("--max-body-size", **number, help="bytes (default: 64 for each token of max-model-len)")
+    add("--max-num-queued-reqs", **number, help="sequences that wait and run (default: 4 a slot)")
+    add(
+        "--max-num-queued-tokens",
+        type=token_count,
+        metavar="N",
+        help="prompt tokens that wait (default: 30 s of prefill)",
+    )
+    add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
+    add("--overload-status", type=int, choices=(429, 503), help="(default: 429)")
+    add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
+    for name, text in (
+        ("queue", "a request may wait (default: 120)"),
+        ("request", "a request may take (default: 3600)"),
+        ("write", "a stream may stay unread (default: 60)"),
+        ("shutdown", "requests may take after SIGTERM (default: 30)"),
+        ("stall", "without an engine step before /ready fails (default: 60)"),
+        ("keep-alive", "a connection may be idle (default: 75)"),
+    ):
+        add(f"--{name}-timeout", type=float, metavar="S", help=f"seconds {text}")
+    add(
+        "--shutdown-delay",
+        type=float,
+        metavar="S",
+        help="seconds in which requests are accepted after SIGTERM (default: 0)",
+    )
+    add(
+        "--sse-keep-alive",
+        type=float,
+        metavar="S",
+        help="seconds of silence in a stream before a comment (default: 10)",
+    )
+    add(
+        "--default-max-tokens",
+        type=token_count,
+        metavar="N",
+        help="max_tokens of chats that name none (default: 2048)",
+    )
+    add("--max-tokens-limit", type=token_count, metavar="N", help="most max_tokens")
+    add("--max-temperature", type=float, help="(default: 2)")
+    add(
+        "--no-ignore-eos",
+        dest="allow_ignore_eos",
+        action="store_false",
+        default=None,
+        help="refuse ignore_eos",
+    )
+    add("--log-json", action="store_true", default=None, help="a JSON object for each request")
+    add_model_arguments(parser)
+    add_distribution_arguments(parser, temperature=1)
+    add_engine_arguments(parser)
+
+
+def _add_listed(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
+    parser.add_argument(flag, type=lambda value: tuple(value.split(",")), metavar="A,B", help=text)
+
+
+def main(args: argparse.Namespace) -> int:
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
+    model_options, options = ModelOptions.from_args(args), server_options(args)
+    engine_options = EngineOptions(**given_engine_options(args))
+    sampling = given_sampling_params(args)
+    SamplingParams(**sampling)
+    from . import server  # after the look for its packages
+
+    listener = server.listen(args.host, args.port)
+    port = listener.getsockname()[1]
+    at = f"[{args.host}]" if ":" in args.host else args.host
+    logger.info(f"listening on http://{at}:{port}")
+    name = model_options.path.resolve().name
+
+    def load(say: Callable[[str], None]) -> server.Loaded:
+        model, mesh = load_model(model_options)
+        if model.tokenizer is None:
+            raise UsageError("this checkpoint has no tokenizer: a server needs one")
+        defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
+        tokenizer = model.tokenizer
+        say("compiling")
+        engine = start_engine(model, mesh, engine_options, model_options)
+        say("warming")
+        warm(engine)
+        return engine, tokenizer, defaults
+
+    return asyncio.run(server.serve(options, name, listener, load)) or OK
+
+
+def warm(engine: Engine) -> None:
+    """Run a chunk and a decode call, for what happens at a program's first run."""
+    length = max(min(8, engine.max_model_len - 2), 1)
+    request = Request([0] * length, SamplingParams(max_tokens=1, ignore_eos=True))
+    for _ in engine.run([request]):
+        pass
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """From the arguments of `add_flags`. Raises `UsageError`."""
+    from .auth import read_keys
+
+    given: dict[str, Any] = given_fields(ServerOptions, args)
+    given["served_model_name"] = tuple(args.served_model_name or ())
+    given["api_keys"] = read_keys(args.api_key or (), args.api_key_file)
+    loopback = is_loopback(args.host)
+    if not loopback and not given["api_keys"] and not args.insecure:
+        raise UsageError(
+            f"`host`={args.host} can be reached from other machines: give `api_key` or "
+            f"`api_key_file`, or say `insecure`"
+        )
+    if loopback and args.allowed_hosts is None:
+        given["allowed_hosts"] = ("localhost", "127.0.0.1", "[::1]", args.host)
+    return ServerOptions(**given)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,91 @@
+"""HTTP/1.1 connections with deadlines. uvicorn has one for idle connections after an answer; those
+before the first request, half headers and half bodies it keeps for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import APIError, invalid
+from .options import ServerOptions
+
+MAX_HEADER_BYTES = 65536
+BYTES_PER_SECOND = 65536
+"""A body may take a second longer for each of so many bytes."""
+
+
+class Connection(H11Protocol):
+    """One connection. Subclassed by `with_options`, since uvicorn makes it."""
+
+    options: ServerOptions
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._deadline: asyncio.TimerHandle | None = None
+        self._phase = ""
+        super().connection_made(transport)
+        if len(self.connections) > self.options.max_connections:
+            message = f"there are {self.options.max_connections} connections"
+            self._refuse(APIError(503, "too_many_connections", message))
+            return
+        self._enter("idle", self.options.keep_alive_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._enter("", None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase == "idle":
+            self._enter("headers", self.options.header_timeout)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            if self._phase != "body":
+                length = dict(self.headers).get(b"content-length", b"0")
+                extra = int(length) / BYTES_PER_SECOND if length.isdigit() else 600.0
+                self._enter("body", self.options.body_timeout + min(extra, 3600.0))
+        elif state is h11.IDLE:
+            if self.conn.trailing_data[0] and self._phase != "headers":
+                self._enter("headers", self.options.header_timeout)
+        else:
+            self._enter("", None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # uvicorn's own timer of idle connections runs now; the next byte begins another request.
+        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
+            self._enter("idle", None)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, or has too long headers."""
+        self._refuse(invalid(None, msg, "invalid_request"))
+
+    def _refuse(self, error: APIError) -> None:
+        content = msgspec.json.encode(error.body())
+        reason = {400: "Bad Request", 503: "Service Unavailable"}[error.status]
+        head = (
+            f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + content)
+        self.transport.close()
+
+    def _enter(self, phase: str, seconds: float | None) -> None:
+        """Give the next phase its time; None gives it any."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._phase, self._deadline = phase, None
+        if seconds is not None:
+            self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.transport.abort()
+
+
+def with_options(options: ServerOptions) -> type[Connection]:
+    """The class of a server's connections."""
+    return type("Connection", (Connection,), {"options": options})

@@ -1,0 +1,180 @@
+"""The thread that runs the engine. Nothing else touches the engine, and the thread never formats
+text, logs a token or waits for a connection: between two steps it takes what was submitted and
+aborted, and after each it hands over what came out, all of it in one call."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...errors import UsageError
+from ..engine.engine import Engine
+from ..engine.page_pool import PrefixStats
+from ..engine.requests import Request, RequestOutput, ScoreRequest
+from ..engine.stats import Load, Stats
+
+
+class Aborted(NamedTuple):
+    """What follows `abort` of a whole request: its pages and slots are free again."""
+
+
+Event = tuple[int, "RequestOutput | UsageError | Aborted"]
+"""Id of a request, and what became of it."""
+
+
+class Snapshot(NamedTuple):
+    """The engine after a step, written by its thread and read by others without a lock."""
+
+    load: Load
+    stats: Stats
+    prefix: PrefixStats
+    num_taken: int
+    """Requests that the thread has taken since it began."""
+    num_steps: int
+    time: float
+    """`time.monotonic()` of the step."""
+    idle_seconds: float
+    """Seconds in which the engine had nothing to do."""
+
+
+class EngineThread:
+    """Runs an engine until `stop`, or until a step fails."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[list[Event]], None],
+        on_failure: Callable[[BaseException], None],
+    ):
+        """Both are called in the engine's thread, and must return at once."""
+        self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
+        self._submitted: collections.deque[tuple[int, Request | ScoreRequest]] = collections.deque()
+        self._aborted: collections.deque[tuple[int, int | None]] = collections.deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._ids: dict[int, int] = {}
+        """Id of a request -> the engine's."""
+        self._names: dict[int, int] = {}
+        """The engine's -> id."""
+        self._unfinished: dict[int, set[int]] = {}
+        """Id -> samples that have not ended."""
+        self._num_taken = self._num_steps = 0
+        self._idle_seconds = 0.0
+        self.snapshot = self._look()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step that runs, whatever is unfinished, and wait for that."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    # From any thread ------------------------------------------------------------
+
+    def submit(self, request_id: int, request: Request | ScoreRequest) -> None:
+        """Queue a request under an id of the caller's. One that can never run gives a
+        `UsageError` as its only event."""
+        self._submitted.append((request_id, request))
+        self._wake.set()
+
+    def abort(self, request_id: int, sample: int | None = None) -> None:
+        """End a request, or one of its samples. Only a whole request that has not ended is
+        confirmed, with `Aborted`; nothing of it follows."""
+        self._aborted.append((request_id, sample))
+        self._wake.set()
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since the last step, 0 while there is nothing to do."""
+        busy = self._submitted or self._engine.has_work
+        return max(time.monotonic() - self.snapshot.time, 0.0) if busy else 0.0
+
+    # In the engine's thread -------------------------------------------------------
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                events = self._take_commands()
+                if engine.has_work:
+                    events += self._step()
+                self.snapshot = self._look()
+                if events:
+                    self._deliver(events)
+                if not engine.has_work and not self._submitted and not self._aborted:
+                    start = time.monotonic()
+                    self._wake.wait()
+                    self._idle_seconds += time.monotonic() - start
+                    # Not stalled: work begins now.
+                    self.snapshot = self.snapshot._replace(time=time.monotonic())
+        except BaseException as error:  # whatever it is, no request may wait for ever
+            self._on_failure(error)
+
+    def _look(self) -> Snapshot:
+        engine = self._engine
+        stats = Stats(**vars(engine.stats))
+        return Snapshot(
+            engine.load,
+            stats,
+            engine.prefix_stats,
+            self._num_taken,
+            self._num_steps,
+            time.monotonic(),
+            self._idle_seconds,
+        )
+
+    def _take_commands(self) -> list[Event]:
+        """Abort first: what leaves makes room for what comes."""
+        events: list[Event] = []
+        submitted = dict(self._submitted.popleft() for _ in range(len(self._submitted)))
+        self._num_taken += len(submitted)
+        for _ in range(len(self._aborted)):
+            request_id, sample = self._aborted.popleft()
+            if sample is None and submitted.pop(request_id, None) is not None:
+                events.append((request_id, Aborted()))
+            elif request_id in self._ids:
+                self._abort(request_id, sample, events)
+        for request_id, request in submitted.items():
+            try:
+                name = self._engine.add_request(request)
+            except UsageError as error:
+                events.append((request_id, error))
+                continue
+            self._ids[request_id], self._names[name] = name, request_id
+            samples = request.params.n if isinstance(request, Request) else 1
+            self._unfinished[request_id] = set(range(samples))
+        return events
+
+    def _abort(self, request_id: int, sample: int | None, events: list[Event]) -> None:
+        self._engine.abort_request(self._ids[request_id], sample)
+        if sample is None:
+            self._forget(request_id)
+            events.append((request_id, Aborted()))
+        else:
+            self._end(request_id, sample)
+
+    def _step(self) -> list[Event]:
+        events: list[Event] = []
+        for output in self._engine.step():
+            if (request_id := self._names.get(output.request_id)) is None:
+                continue
+            events.append((request_id, output))
+            if output.finish_reason is not None:
+                self._end(request_id, output.sample)
+        self._num_steps += 1
+        return events
+
+    def _end(self, request_id: int, sample: int) -> None:
+        self._unfinished[request_id].discard(sample)
+        if not self._unfinished[request_id]:
+            self._forget(request_id)
+
+    def _forget(self, request_id: int) -> None:
+        del self._names[self._ids.pop(request_id)], self._unfinished[request_id]

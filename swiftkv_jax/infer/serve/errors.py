@@ -1,0 +1,86 @@
+"""Errors as clients get them: OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import UsageError
+
+MAX_MESSAGE = 500
+"""Characters of a message: what a client sent wrong must not come back multiplied."""
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class APIError(Exception):
+    """A refusal or failure of one request."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """`param` is the path of the field in the body, `headers` are added to the answer's."""
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.message, self.headers = printable(message, MAX_MESSAGE), dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": _TYPES[self.status],
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> APIError:
+    """400 for the value of a field."""
+    return APIError(400, code, message, param=param)
+
+
+def unsupported(param: str, message: str = "") -> APIError:
+    """400 for a field of OpenAI or vLLM that this server cannot honour."""
+    return invalid(param, message or f"`{param}` is not supported", "unsupported_parameter")
+
+
+def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIError:
+    """400 for a value that the engine refuses: it names the parameter in backticks. `names` maps
+    the engine's names to the body's."""
+    text, names = str(error), names or {}
+    found = re.search(r"`(\w+)`", text)
+    param = None if found is None else names.get(found[1], found[1])
+    code = "context_length_exceeded" if "above the limit of" in text else "invalid_value"
+    if found is not None and param != found[1]:
+        text = text.replace(f"`{found[1]}`", f"`{param}`")
+    return invalid(param, text, code)
+
+
+def printable(text: str, limit: int) -> str:
+    """`text` in one line of at most `limit` characters, what a terminal would obey escaped."""
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    if text.isprintable():
+        return text
+    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return escaped[:limit]

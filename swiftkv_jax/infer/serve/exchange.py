@@ -1,0 +1,168 @@
+"""One HTTP request and its answer, on raw ASGI (asgi.readthedocs.io, version 3): the body under a
+limit, JSON or a stream of events out, and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+
+from .errors import APIError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = "application/json"
+EVENTS = "text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class ClientGone(Exception):
+    """The client has closed the connection, or does not read it."""
+
+
+class Exchange:
+    """A request, and the one answer to it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float):
+        self._receive, self._send, self._write_timeout = receive, send, write_timeout
+        self.scope, self.arrival = scope, time.monotonic()
+        """`arrival` is set anew when the body is in."""
+        self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first counts
+        self.request_id = self._request_id()
+        self.key = ""
+        """Name of the key that the request brought."""
+        self.extra: dict[str, str] = {}
+        """Headers of the answer besides the usual ones."""
+        self.status = 0
+        """Of the answer; 0 before it has begun."""
+        self.num_bytes_in = self.num_bytes_out = 0
+        self.is_gone = False
+        """The client has closed the connection."""
+        self.log: dict[str, Any] = {}
+        """What the line in the log says of it."""
+        self.on_gone: Callable[[], None] = lambda: None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def method(self) -> str:
+        return self.scope["method"]
+
+    def _request_id(self) -> str:
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        return given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+
+    # In --------------------------------------------------------------------------------
+
+    async def body(self, limit: int) -> bytes:
+        """The body. Raises `APIError` if it is not JSON, or has more than `limit` bytes as soon as
+        that is known, and `ClientGone`."""
+        content_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if content_type != JSON.encode():
+            raise APIError(415, "unsupported_media_type", f"the body must be {JSON}")
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise APIError(415, "unsupported_media_type", "bodies must not be compressed")
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            raise self._too_large(limit)
+        parts: list[bytes] = []
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            self.num_bytes_in += len(parts[-1])
+            if self.num_bytes_in > limit:
+                raise self._too_large(limit)
+            if not message.get("more_body"):
+                self.arrival = time.monotonic()
+                return b"".join(parts)
+
+    @staticmethod
+    def _too_large(limit: int) -> APIError:
+        return APIError(
+            413,
+            "body_too_large",
+            f"the body has more than {limit} bytes",
+            headers={"connection": "close"},
+        )
+
+    def watch(self) -> None:
+        """From now on `is_gone` tells whether the client has left, and `on_gone` is called when it
+        does. Nothing else may be received."""
+        self._watcher = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        self.on_gone()
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    # Out -------------------------------------------------------------------------------
+
+    async def send_json(self, status: int, value: Any) -> None:
+        await self.send_bytes(status, msgspec.json.encode(value), JSON)
+
+    async def send_bytes(self, status: int, content: bytes, content_type: str) -> None:
+        """A whole answer. Raises `ClientGone`."""
+        if self.method == "HEAD":
+            length, content = len(content), b""
+        else:
+            length = len(content)
+        elapsed = 1e3 * (time.monotonic() - self.arrival)
+        self.extra.setdefault("openai-processing-ms", f"{elapsed:.0f}")
+        await self._start(status, content_type, {"content-length": str(length)})
+        await self._write(content, more=False)
+
+    async def send_error(self, error: APIError) -> None:
+        """An answer, or, where a stream has begun, its last event. Raises `ClientGone`."""
+        self.log["error"] = error.code
+        if not self.status:
+            self.extra |= error.headers
+            await self.send_json(error.status, error.body())
+        else:
+            content = b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
+            await self._write(content, more=False)
+
+    async def send_events(self, content: bytes, *, more: bool = True) -> None:
+        """Events of a stream; the first call begins it. Raises `ClientGone`."""
+        if not self.status:
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            await self._start(200, EVENTS, headers)
+        await self._write(content, more=more)
+
+    async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
+        self.status = status
+        every = {
+            "content-type": content_type,
+            "x-content-type-options": "nosniff",
+            "x-request-id": self.request_id,
+            **headers,
+            **self.extra,
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _write(self, content: bytes, *, more: bool) -> None:
+        if self.is_gone:
+            raise ClientGone
+        message = {"type": "http.response.body", "body": content, "more_body": more}
+        self.num_bytes_out += len(content)
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone("slow") from None
+        except OSError:
+            raise ClientGone from None

@@ -1,0 +1,296 @@
+"""The routes that generate: completions and chats, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+from ..engine.sampling_params import SamplingParams
+from .admission import Reservation
+from .answers import ChatWriter, CompletionWriter, Writer
+from .errors import unsupported
+from .exchange import DONE, KEEP_ALIVE, ClientGone, Exchange
+from .generation import Choice, Generation, Part, request_of, score_of
+from .params import check_logprob_entries, refuse_unsupported, sampling_params
+from .prompts import Prompt
+from .protocol import ChatBody, CompletionBody, Sampling, decode
+
+if TYPE_CHECKING:
+    from .app import App
+
+
+async def completions(app: App, exchange: Exchange) -> None:
+    """POST /v1/completions"""
+    await _generate(app, exchange, CompletionBody)
+
+
+async def chat_completions(app: App, exchange: Exchange) -> None:
+    """POST /v1/chat/completions"""
+    await _generate(app, exchange, ChatBody)
+
+
+async def _generate(
+    app: App, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]
+) -> None:
+    service = app.service
+    service.check_ready()
+    assert service.admission is not None
+    length = exchange.headers.get(b"content-length", b"")
+    num_bytes = min(int(length), app.max_body_size) if length.isdigit() else 0
+    reservation = service.admission.reserve(
+        exchange.key, num_bytes=num_bytes, num_tokens=num_bytes // 4
+    )
+    try:
+        content = await exchange.body(app.max_body_size)
+        body, ignored = decode(kind, content, ignore_unknown=app.options.unknown_fields == "ignore")
+        if ignored:
+            exchange.extra["x-ignored-fields"] = ",".join(ignored)[:1024]
+        app.check_model(body.model)
+        refuse_unsupported(body)
+        if body.request_id is not None:
+            exchange.request_id = body.request_id
+        exchange.watch()
+        if isinstance(body, ChatBody):
+            generation, writer = await _chat(app, exchange, body, reservation)
+        else:
+            generation, writer = await _completion(app, exchange, body, reservation)
+        if exchange.is_gone:
+            raise ClientGone
+        service.check_ready()
+    except BaseException:
+        reservation.release()
+        raise
+    queue_key = exchange.key
+    if app.options.fair_by == "user":
+        queue_key = f"{exchange.key}/{body.user or ''}"
+    elif app.options.fair_by == "none":
+        queue_key = ""
+    exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
+    if generation.parts:
+        service.submit(generation, queue_key)
+    else:
+        reservation.release()
+    reason = "client"
+    try:
+        if body.stream:
+            await _stream(app, exchange, body, generation, writer)
+        else:
+            await _answer(exchange, generation, writer)
+    except ClientGone as gone:
+        reason = "slow_client" if gone.args else "client"
+        raise
+    finally:
+        service.abort(generation, reason)
+        _log(exchange, generation)
+
+
+# Prompts --------------------------------------------------------------------------------
+
+
+def salt_of(app: App, exchange: Exchange, body: Sampling) -> str:
+    """Salt of the prefix cache: of the key, and of the request."""
+    key = "" if app.options.share_prefix_cache else exchange.key
+    if not key and not body.cache_salt:
+        return ""
+    return hashlib.sha256(f"{key}\0{body.cache_salt or ''}".encode()).hexdigest()
+
+
+async def _completion(
+    app: App, exchange: Exchange, body: CompletionBody, reservation: Reservation
+) -> tuple[Generation, Writer]:
+    texts, salt = body.prompts(), salt_of(app, exchange, body)
+    scores = bool(body.echo) and body.logprobs is not None
+    if scores and not app.scoring:
+        raise unsupported("echo", "`echo` with `logprobs` needs the server's `enable_scoring`")
+    if scores and body.stream:
+        raise unsupported("stream", "`stream` with `echo` and `logprobs` is not supported")
+    start = time.perf_counter()
+    prompts = await app.encoder.encode(
+        texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
+    )
+    app.service.metrics.tokenize.observe(time.perf_counter() - start)
+    params = _params(app, body, prompts)
+    total = sum(len(prompt.token_ids) for prompt in prompts)
+    check_logprob_entries(params, total if scores else 0, len(prompts))
+    generates = body.max_tokens != 0
+    scored = [Part(score_of(prompt, params.logprobs or 0, salt=salt), prompt) for prompt in prompts]
+    parts = [part for part in scored if scores and len(part.prompt.token_ids) > 1]
+    if generates:
+        parts += _parts(app, body, prompts, params, salt)
+    _count(reservation, parts)
+    prompt_texts = []
+    if body.echo:
+        prompt_texts = [
+            await app.encoder.detokenize(prompt.token_ids.tolist())
+            if prompt.text is None
+            else prompt.text
+            for prompt in prompts
+        ]
+    writer = CompletionWriter(
+        *_facts(app, exchange, body),
+        with_logprobs=params.logprobs is not None,
+        with_token_ids=bool(body.return_token_ids),
+        echo=bool(body.echo),
+        prompt_texts=prompt_texts,
+    )
+    writer.scores, writer.generates = scored, generates
+    return Generation(prompts, parts, reservation, exchange.arrival), writer
+
+
+async def _chat(
+    app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
+) -> tuple[Generation, Writer]:
+    salt, start = salt_of(app, exchange, body), time.perf_counter()
+    prompt = await app.encode_chat(body, salt)
+    app.service.metrics.tokenize.observe(time.perf_counter() - start)
+    params = _params(app, body, [prompt])
+    check_logprob_entries(params, 0, 1)
+    parts = _parts(app, body, [prompt], params, salt)
+    _count(reservation, parts)
+    writer = ChatWriter(
+        *_facts(app, exchange, body),
+        with_logprobs=params.logprobs is not None,
+        with_token_ids=bool(body.return_token_ids),
+    )
+    return Generation([prompt], parts, reservation, exchange.arrival), writer
+
+
+def _facts(app: App, exchange: Exchange, body: Sampling) -> tuple:
+    spellings = app.spellings_as_ids if body.return_tokens_as_token_ids else app.spellings
+    name = body.model or app.model_names[0]
+    return name, int(time.time()), app.fingerprint, exchange.request_id, spellings
+
+
+def _params(app: App, body: CompletionBody | ChatBody, prompts: list[Prompt]) -> SamplingParams:
+    service = app.service
+    return sampling_params(
+        body,
+        app.sampling_defaults,
+        app.options,
+        prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
+        max_model_len=service.max_model_len,
+        max_num_seqs=service.max_num_seqs,
+    )
+
+
+def _parts(
+    app: App,
+    body: CompletionBody | ChatBody,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    salt: str,
+) -> list[Part]:
+    """With a seed of the client's every prompt gets the answer that it gets alone."""
+    parts = []
+    for number, prompt in enumerate(prompts):
+        rng_stream = number if body.seed is None else 0
+        request = request_of(prompt, params, rng_stream=rng_stream, salt=salt)
+        part = Part(request, prompt)
+        for sample in range(params.n):
+            index = number * params.n + sample
+            stop = bool(body.include_stop_str_in_output)
+            part.choices.append(Choice(index, app.tokenizer, request, stop))
+        parts.append(part)
+    return parts
+
+
+def _count(reservation: Reservation, parts: list[Part]) -> None:
+    tokens = sum(len(part.prompt.token_ids) for part in parts)
+    reservation.count_tokens(tokens, sum(max(len(part.choices), 1) for part in parts))
+
+
+# Answers --------------------------------------------------------------------------------
+
+
+async def _answer(exchange: Exchange, generation: Generation, writer: Writer) -> None:
+    while not generation.is_done:
+        if exchange.is_gone:
+            raise ClientGone
+        generation.changed.clear()
+        await generation.changed.wait()
+    if generation.error is not None:
+        raise generation.error
+    exchange.extra["server-timing"] = _server_timing(generation)
+    await exchange.send_json(200, writer.whole(generation))
+
+
+async def _stream(
+    app: App,
+    exchange: Exchange,
+    body: CompletionBody | ChatBody,
+    generation: Generation,
+    writer: Writer,
+) -> None:
+    """Send what becomes certain, all that there is at once. A stream that cannot go on ends
+    with an error and [DONE]."""
+    wanted = body.stream_options
+    each_usage = bool(wanted and wanted.continuous_usage_stats)
+    last_usage = bool(wanted and wanted.include_usage)
+    begun, ended, done = set[int](), set[int](), False
+    while not done:
+        try:
+            async with asyncio.timeout(app.options.sse_keep_alive):
+                await generation.changed.wait()
+        except TimeoutError:
+            await exchange.send_events(KEEP_ALIVE)
+            continue
+        generation.changed.clear()
+        if exchange.is_gone:
+            raise ClientGone
+        if generation.error is not None:
+            raise generation.error
+        fields = {"usage": writer.usage(generation)} if each_usage else {}
+        if last_usage and not each_usage:
+            fields = {"usage": None}
+        events: list[bytes] = []
+        for part in generation.parts:
+            for choice in part.choices:
+                if choice.index in ended or not (choice.is_ready or choice.finish_reason):
+                    continue
+                if choice.index not in begun:
+                    begun.add(choice.index)
+                    if (first := writer.first(part, choice)) is not None:
+                        events.append(writer.event([first], **fields))
+                if choice.finish_reason is not None:
+                    ended.add(choice.index)
+                events.append(writer.event([writer.next(choice, choice.take())], **fields))
+        if done := generation.is_done:
+            if last_usage:
+                events.append(writer.event([], usage=writer.usage(generation)))
+            events.append(DONE)
+        if events:
+            if not exchange.status:
+                exchange.extra["server-timing"] = _server_timing(generation, whole=False)
+            await exchange.send_events(b"".join(events), more=not done)
+
+
+def _server_timing(generation: Generation, *, whole: bool = True) -> str:
+    """The times of a request in milliseconds (W3C Server-Timing)."""
+    arrival, first = generation.arrival, generation.first_token
+    started = generation.started or arrival
+    times = {"queue": started - arrival, "ttft": max(first - arrival, 0.0)}
+    if whole:
+        times |= {
+            "prefill": max(first - started, 0.0),
+            "decode": max(generation.last_token - first, 0.0),
+            "total": time.monotonic() - arrival,
+        }
+    return ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in times.items())
+
+
+def _log(exchange: Exchange, generation: Generation) -> None:
+    """What the line in the log says of a request that was admitted."""
+    reasons = sorted({choice.finish_reason or "none" for choice in generation.choices})
+    exchange.log |= {
+        "prompt_tokens": generation.num_prompt_tokens,
+        "cached_tokens": generation.num_cached_tokens,
+        "completion_tokens": generation.num_tokens,
+        "finish_reasons": reasons,
+    }
+    if generation.first_token:
+        exchange.log |= {
+            "queue_ms": round(1e3 * (generation.started - generation.arrival), 1),
+            "ttft_ms": round(1e3 * (generation.first_token - generation.arrival), 1),
+        }

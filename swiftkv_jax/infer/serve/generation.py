@@ -1,0 +1,217 @@
+"""One request while it is answered: its samples as text, and how it ended. All on the thread of the
+connections; the engine's has ids alone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import UsageError
+from ..engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, ScoreRequest
+from ..engine.sampling_params import SamplingParams
+from ..text import TextStream
+from .admission import Reservation
+from .engine_thread import Aborted
+from .errors import APIError, of_usage
+from .prompts import Prompt
+
+
+@dataclasses.dataclass
+class TextDelta:
+    """What has become certain of a choice since the last time."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Tokens whose text is out, an end token included."""
+    logprobs: list[Logprob] = dataclasses.field(default_factory=list)
+    """An entry for each of them, if they were asked for."""
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.token_ids)
+
+
+class Choice:
+    """One sample of one prompt."""
+
+    def __init__(self, index: int, tokenizer: Any, request: Request, include_stop: bool):
+        self.index, self._params, self._include_stop = index, request.params, include_stop
+        self._stream = TextStream.of(tokenizer, request)
+        self._held = TextDelta()
+        self._ready = TextDelta()
+        self.num_tokens = 0
+        """Tokens of the answer, its end token included."""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.last_token = 0.0
+        """`time.monotonic()` of its last token; 0 before the first."""
+
+    def push(self, output: RequestOutput) -> bool:
+        """Add new tokens. True if a stop string has ended the sample, which the engine does not
+        know."""
+        stream, held = self._stream, self._held
+        before = len(stream.token_ids)
+        text = stream.push(output.token_ids)
+        taken = len(stream.token_ids) - before
+        ended_by_text = stream.stopped
+        if output.finish_reason is not None and not ended_by_text:
+            text += stream.finish()
+            ended_by_text = stream.stopped
+        held.token_ids += output.token_ids[:taken]
+        held.logprobs += (output.logprobs or ())[:taken]
+        self.num_tokens += taken
+        if ended_by_text:
+            self.finish_reason, self.stop_reason = "stop", stream.stop_reason
+            if self._include_stop and stream.stop_reason:
+                text += stream.stop_reason
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            if output.stop_token is not None:
+                held.token_ids.append(output.stop_token)
+                held.logprobs += () if output.stop_logprob is None else (output.stop_logprob,)
+                self.num_tokens += 1
+                if output.stop_token in self._params.stop_token_ids:
+                    self.stop_reason = output.stop_token
+        if text or self.finish_reason is not None:
+            ready = self._ready
+            ready.text += text
+            ready.token_ids += held.token_ids
+            ready.logprobs += held.logprobs
+            self._held = TextDelta()
+        return ended_by_text and output.finish_reason is None
+
+    def take(self) -> TextDelta:
+        """What has become certain since the last call."""
+        delta, self._ready = self._ready, TextDelta()
+        return delta
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._ready)
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+    """One prompt of a request as the engine runs it, or the scores of its tokens."""
+
+    request: Request | ScoreRequest
+    prompt: Prompt
+    choices: list[Choice] = dataclasses.field(default_factory=list)
+    scores: RequestOutput | None = None
+    engine_id: int = -1
+    """Id in `EngineThread`; -1 before it is submitted."""
+    num_cached_tokens: int = 0
+    is_prefilled: bool = False
+    is_ended: bool = False
+    """The engine holds nothing of it any more."""
+
+
+class Generation:
+    """All parts of one request, from admission to the end."""
+
+    def __init__(
+        self, prompts: list[Prompt], parts: list[Part], reservation: Reservation, arrival: float
+    ):
+        """`arrival` is the `time.monotonic()` of the body's last byte."""
+        self.prompts, self.parts = prompts, parts
+        self.reservation, self.arrival = reservation, arrival
+        self.changed = asyncio.Event()
+        """There is something new to send."""
+        self.error: APIError | None = None
+        self.is_submitted = self.is_aborted = False
+        self.submitted = self.started = self.first_token = self.last_token = 0.0
+        """`time.monotonic()`; 0 before it has happened."""
+        self.prefill_seconds = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def choices(self) -> Iterator[Choice]:
+        for part in self.parts:
+            yield from part.choices
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(part.num_cached_tokens for part in self.parts if part.choices)
+
+    @property
+    def is_done(self) -> bool:
+        """All that was asked for is there, or it has failed."""
+        if self.error is not None:
+            return True
+        return all(
+            all(choice.finish_reason is not None for choice in part.choices)
+            if part.choices
+            else part.scores is not None
+            for part in self.parts
+        )
+
+    def push(
+        self, part: Part, event: RequestOutput | UsageError | Aborted
+    ) -> tuple[int | None, ...]:
+        """Add an event of a part. Returns the samples that the engine has to end."""
+        if isinstance(event, Aborted):
+            part.is_ended = True
+            return ()
+        if isinstance(event, UsageError):
+            part.is_ended = True
+            self.fail(of_usage(event))
+            return ()
+        now = self.last_token = time.monotonic()
+        if not part.is_prefilled:
+            part.is_prefilled, part.num_cached_tokens = True, event.num_cached_tokens
+            self.reservation.release_tokens(len(part.prompt.token_ids))
+            timing = event.timing
+            if not self.first_token:
+                self.first_token = now
+                waited = (timing.started or timing.submitted) - timing.submitted
+                self.started = self.submitted + waited
+        if event.finish_reason == "error":
+            self.fail(APIError(500, "not_finite", NOT_FINITE))
+            return (None,)
+        if isinstance(part.request, ScoreRequest):
+            part.scores, part.is_ended = event, True
+        else:
+            choice = part.choices[event.sample]
+            stopped = choice.finish_reason is None and choice.push(event)
+            part.is_ended = all(choice.finish_reason is not None for choice in part.choices)
+            self.changed.set()
+            return (event.sample,) if stopped else ()
+        self.changed.set()
+        return ()
+
+    def fail(self, error: APIError) -> None:
+        """End with an error, unless it has ended."""
+        if not self.is_done:
+            self.error = error
+        self.changed.set()
+
+
+def request_of(prompt: Prompt, params: SamplingParams, *, rng_stream: int, salt: str) -> Request:
+    """What the engine continues."""
+    return Request(
+        prompt.token_ids,  # type: ignore[arg-type]
+        params,
+        rng_stream=rng_stream,
+        cache_salt=salt,
+        page_keys=prompt.page_keys or None,
+    )
+
+
+def score_of(prompt: Prompt, top_logprobs: int, *, salt: str) -> ScoreRequest:
+    """What gives the log-probabilities of all tokens of a prompt but the first."""
+    return ScoreRequest(
+        prompt.token_ids,  # type: ignore[arg-type]
+        start=1,
+        top_logprobs=top_logprobs,
+        cache_salt=salt,
+        page_keys=prompt.page_keys or None,
+    )

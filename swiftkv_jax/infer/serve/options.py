@@ -1,0 +1,115 @@
+"""The options of a server: what it offers, whom it lets in, and what one request may cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from ...errors import UsageError
+
+MAX_PROMPTS = 128
+"""Prompts of one completion request."""
+MAX_LOGPROB_ENTRIES = 250_000
+"""Log-probabilities that one request may ask for: an entry is some 2.4 KB in memory."""
+FAIR_BY = ("key", "user", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of a server, with vLLM's names where it has them. Seconds where nothing else is said.
+
+    Raises `UsageError` that names the option.
+    """
+
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model; the first is the one in answers. Empty: the name of its folder."""
+    api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, repr=False)
+    """Name of a key -> key. Empty: no key is needed."""
+    metrics_public: bool = False
+    """Answer /metrics without a key."""
+    share_prefix_cache: bool = False
+    """Let requests of different keys share cached prefixes: the time to the first token then tells
+    one what another has asked."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server; none by default."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Values of the Host header that are answered; None answers all."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """What to do with a field that no version of the API has; the header `x-ignored-fields` of the
+    answer names those that were ignored."""
+
+    max_connections: int = 4096
+    max_body_size: int | None = None
+    """Bytes of a body; None is 64 for each token of `max_model_len`, from 2 to 32 MiB."""
+    max_num_queued_reqs: int | None = None
+    """Sequences that wait and run, of all requests; None is four times `max_num_seqs`, at least
+    64."""
+    max_num_queued_tokens: int | None = None
+    """Prompt tokens that are not cached yet; None is what 30 s of prefill take, at least four times
+    `max_model_len`."""
+    max_queued_bytes: int = 256 * 2**20
+    """Bytes of bodies that are being read, tokenized or wait."""
+    max_reqs_per_key: int | None = None
+    """Sequences of one key that wait and run."""
+    overload_status: Literal[429, 503] = 429
+    fair_by: Literal["key", "user", "none"] = "key"
+    """Whose requests take turns while they wait: those of a key, or of a key and `user`."""
+
+    queue_timeout: float = 120.0
+    """Time that a request may wait before its prefill begins."""
+    request_timeout: float = 3600.0
+    """Time that a request may take in all."""
+    write_timeout: float = 60.0
+    """Time that a client may leave a stream unread, once what the system buffers is full."""
+    header_timeout: float = 10.0
+    """Time from the first byte of a request to the end of its headers."""
+    body_timeout: float = 30.0
+    """Time for a body, and one second more for each 64 KiB of it."""
+    keep_alive_timeout: float = 75.0
+    """Time that a connection may stay open without a request."""
+    shutdown_timeout: float = 30.0
+    """Time that requests have to end after SIGTERM."""
+    shutdown_delay: float = 0.0
+    """Time after SIGTERM in which requests are still accepted, for load balancers that lag."""
+    stall_timeout: float = 60.0
+    """Time without an engine step, while there is work, after which /ready fails; after twice that
+    the process ends."""
+    sse_keep_alive: float = 10.0
+    """Silence of a stream after which a comment is sent, for proxies that cut silent ones."""
+
+    default_max_tokens: int = 2048
+    """`max_tokens` of a chat that names none, if there is room for so many."""
+    max_tokens_limit: int | None = None
+    """Most `max_tokens`."""
+    max_temperature: float = 2.0
+    allow_ignore_eos: bool = True
+    log_json: bool = False
+    """One JSON object for each request in the log, in the place of a line of text."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "max_temperature":
+                if not 0 <= value <= 100:
+                    raise UsageError(f"`max_temperature`={value} must be from 0 to 100")
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            elif field.name == "shutdown_delay" or field.name == "shutdown_timeout":
+                if value < 0:
+                    raise UsageError(f"`{field.name}`={value} must not be negative")
+            elif value <= 0:
+                raise UsageError(f"`{field.name}`={value} must be above 0")
+        for name in self.served_model_name:
+            if not name or len(name) > 256 or not name.isprintable():
+                raise UsageError(f"`served_model_name`={name!r} must be 1 to 256 characters")
+
+    def body_limit(self, max_model_len: int) -> int:
+        """Bytes of a body at most."""
+        if self.max_body_size is not None:
+            return self.max_body_size
+        return min(max(64 * max_model_len, 2 * 2**20), 32 * 2**20)
+
+    def sequence_limit(self, max_num_seqs: int) -> int:
+        """Sequences that wait and run at most."""
+        return self.max_num_queued_reqs or max(4 * max_num_seqs, 64)

@@ -1,0 +1,234 @@
+"""From texts and messages to token ids, in threads of their own: the tokenizer's batch methods let
+other threads run meanwhile, its others hold the interpreter for half a second and more."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...chat_template import render_chat
+from ...errors import DataError, UsageError
+from ..engine.page_pool import page_keys
+from ..text import brings_first_token, check_unicode
+from .errors import APIError, invalid
+
+WORKERS = 4
+LONG = 8192
+"""Characters from which on a text is long: one thread always serves the others."""
+TEMPLATE_SECONDS = 5.0
+_SENTINELS = tuple(chr(0xE000 + index) for index in range(64))
+"""Characters for private use (Unicode 23.5): one that no message has marks control tokens."""
+
+
+class Prompt(NamedTuple):
+    """A prompt as the engine takes it."""
+
+    token_ids: np.ndarray
+    """i32[T]"""
+    page_keys: list[bytes]
+    text: str | None
+    """What the client sent; None for token ids."""
+
+
+class PromptEncoder:
+    """Makes prompts of what clients send."""
+
+    def __init__(
+        self, tokenizer: Any, *, max_model_len: int, vocab_size: int, page_size: int, caching: bool
+    ):
+        from tokenizers import Tokenizer
+
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
+        self._vocab_size, self._page_size, self._caching = vocab_size, page_size, caching
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = backend if isinstance(backend, Tokenizer) else None
+        self._plain: Any = None
+        """The same tokenizer, to which the spelling of a special token is text."""
+        if self._backend is not None:
+            self._plain = Tokenizer.from_str(self._backend.to_str())
+            self._plain.encode_special_tokens = True
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._specials = [str(token) for token in added.values() if token.special]
+        self._max_characters = max_model_len * max(
+            (len(token) for token in tokenizer.get_vocab()), default=1
+        )
+        self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "tokenizer")
+        self._long = asyncio.Semaphore(WORKERS - 1)
+
+    async def encode(
+        self, texts: Sequence[str | list[int]], *, add_special_tokens: bool, salt: str, param: str
+    ) -> list[Prompt]:
+        """Prompts of texts or token ids. Raises `APIError` that names `param`."""
+        for text in texts:
+            if isinstance(text, str):
+                self._check_length(text, param)
+            elif len(text) > self._max_model_len:
+                raise self._too_long(len(text), param)
+
+        def work() -> list[Prompt]:
+            return [self._prompt(text, add_special_tokens, salt, param) for text in texts]
+
+        return await self._in_thread(work, sum(map(len, texts)))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        salt: str,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+    ) -> Prompt:
+        """The prompt of a conversation. What its messages spell is text: a special token in it
+        stays one of its template's alone. Raises `APIError`."""
+        length = len(json.dumps(messages))
+        if length > 2 * self._max_characters + 2**20:
+            raise self._too_long(length // 8, "messages")
+
+        def work() -> Prompt:
+            guarded, sentinel = self._guard(messages)
+            try:
+                text = render_chat(
+                    self._tokenizer,
+                    guarded,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    deadline_s=TEMPLATE_SECONDS,
+                )
+            except DataError as error:
+                raise invalid("messages", str(error)[:200], "template_error") from None
+            self._check_length(text, "messages")
+            self._check_unicode(text, "messages")
+            segments = text.split(sentinel) if sentinel else [text]
+            # Each odd segment is the number of a special token that a message spells.
+            ids: list[int] = []
+            for number, segment in enumerate(segments):
+                if number % 2:
+                    ids += self._plain.encode_batch(
+                        [self._specials[int(segment)]], add_special_tokens=False
+                    )[0].ids
+                elif segment:
+                    ids += self._ids(segment, add_special_tokens and not number)
+            return self._made(np.asarray(ids, np.int32), salt, text, "messages")
+
+        return await self._in_thread(work, length)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included. Raises `APIError`."""
+        ids = self._checked(np.asarray(token_ids, np.int64), "tokens")
+
+        def work() -> str:
+            if self._backend is None:
+                return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            return self._backend.decode_batch([ids.tolist()], skip_special_tokens=False)[0]
+
+        return await self._in_thread(work, len(token_ids))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread[T](self, work: Callable[[], T], length: int) -> T:
+        loop = asyncio.get_running_loop()
+        if length <= LONG:
+            return await loop.run_in_executor(self._pool, work)
+        async with self._long:
+            return await loop.run_in_executor(self._pool, work)
+
+    # In a thread -----------------------------------------------------------------
+
+    def _prompt(
+        self, text: str | list[int], add_special_tokens: bool, salt: str, param: str
+    ) -> Prompt:
+        if not isinstance(text, str):
+            ids = self._checked(np.asarray(text, np.int64), param)
+            return self._made(ids, salt, None, param)
+        if not text:
+            raise invalid(param, "the prompt is empty")
+        self._check_unicode(text, param)
+        special = add_special_tokens and not brings_first_token(self._tokenizer, text)
+        return self._made(np.asarray(self._ids(text, special), np.int32), salt, text, param)
+
+    def _made(self, ids: np.ndarray, salt: str, text: str | None, param: str) -> Prompt:
+        if not ids.size:
+            raise invalid(param, "the prompt is empty")
+        if ids.size > self._max_model_len:
+            raise self._too_long(ids.size, param)
+        keys = page_keys(ids, self._page_size, salt) if self._caching else []  # type: ignore[arg-type]
+        return Prompt(ids, keys, text)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._backend is None:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _guard(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
+        """(messages in which the spelling of special token i is SiS, the character S)."""
+        said = json.dumps(messages, ensure_ascii=False)
+        spelled = [i for i, token in enumerate(self._specials) if token in said]
+        if not spelled or self._plain is None:
+            return messages, None
+        sentinel = next((one for one in _SENTINELS if one not in said), None)
+        if sentinel is None:
+            raise invalid("messages", "too many characters for private use")
+        # A token that holds another comes first.
+        spelled.sort(key=lambda i: -len(self._specials[i]))
+
+        def guard(value: Any) -> Any:
+            if isinstance(value, str):
+                for i in spelled:
+                    value = value.replace(self._specials[i], f"{sentinel}{i}{sentinel}")
+                return value
+            if isinstance(value, list):
+                return [guard(each) for each in value]
+            if isinstance(value, Mapping):
+                return {name: guard(each) for name, each in value.items()}
+            return value
+
+        return [
+            {name: value if name == "role" else guard(value) for name, value in message.items()}
+            for message in messages
+        ], sentinel
+
+    # Checks -----------------------------------------------------------------------
+
+    def _checked(self, ids: np.ndarray, param: str) -> np.ndarray:
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if outside.size:
+            raise invalid(
+                param,
+                f"`{param}`: token id {outside[0]} is outside the vocabulary of {self._vocab_size}",
+            )
+        return ids.astype(np.int32)
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Before it is tokenized."""
+        if len(text) > self._max_characters:
+            raise invalid(
+                param,
+                f"{len(text)} characters are more than the {self._max_model_len} tokens of "
+                f"`max_model_len` can hold",
+                "context_length_exceeded",
+            )
+
+    @staticmethod
+    def _check_unicode(text: str, param: str) -> None:
+        try:
+            check_unicode(text)
+        except UsageError as error:
+            raise invalid(param, str(error)) from None
+
+    def _too_long(self, tokens: int, param: str) -> APIError:
+        return invalid(
+            param,
+            f"{tokens} tokens are above the limit of {self._max_model_len}",
+            "context_length_exceeded",
+        )

@@ -1,0 +1,243 @@
+"""Bodies of requests, as types: what is not one of these fields, or not of its type, is refused.
+
+A null is as if the field were not there. Fields that this server cannot honour are listed too, so
+that they are refused by name and not as unknown ones; see `params`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .errors import APIError, invalid
+from .options import MAX_PROMPTS
+
+MAX_MESSAGES = 4096
+TEXT_TYPES = ("text", "input_text", "output_text")
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body that names a model."""
+
+    model: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(Body, kw_only=True):
+    """Fields of completions and chats. Ranges are those of `SamplingParams`."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    # Accepted without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+
+    # Refused unless they ask for nothing.
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    early_stopping: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    priority: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    repetition_detection: Any = None
+    response_format: Any = None
+    service_tier: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    store: Any = None
+    stream_interval: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    use_beam_search: Any = None
+    verbosity: Any = None
+    vllm_xargs: Any = None
+    watermarking: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(Sampling, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, texts or token ids. Raises `APIError`."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise invalid("prompt", f"{len(prompt)} prompts are above the limit of {MAX_PROMPTS}")
+        if kinds == {str}:
+            return prompt
+        if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
+            return prompt
+        raise invalid(
+            "prompt",
+            "`prompt` must be a text, a list of texts, a list of token ids, or a list of such "
+            "lists, none of them empty",
+        )
+
+
+class Part(msgspec.Struct):
+    """A part of a message. Fields of other types than text are not looked at."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Any] | None = None
+    refusal: str | None = None
+    reasoning: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+    def rendered(self, number: int) -> dict[str, Any]:
+        """The message as chat templates take it. Raises `APIError`."""
+        at = f"messages[{number}]"
+        for name in ("reasoning", "audio", "function_call"):
+            if getattr(self, name):
+                raise invalid(f"{at}.{name}", f"`{name}` is not supported", "unsupported_parameter")
+        content = self.content
+        if isinstance(content, list):
+            for index, part in enumerate(content):
+                if part.type not in TEXT_TYPES:
+                    raise invalid(
+                        f"{at}.content[{index}].type",
+                        f"a part of type {part.type!r}: the model reads text alone",
+                        "unsupported_parameter",
+                    )
+                if part.text is None:
+                    raise invalid(f"{at}.content[{index}].text", "`text` is missing")
+            content = "".join(part.text or "" for part in content)
+        if content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+            raise invalid(f"{at}.content", f"a message of role {self.role!r} needs `content`")
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        found["content"] = self.refusal if content is None and self.refusal else content or ""
+        for name in ("name", "tool_call_id", "tool_calls"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        return found
+
+
+class ChatBody(Sampling, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    include_reasoning: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    thinking: Any = None
+    thinking_token_budget: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Any = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    tokens: list[int]
+
+
+def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tuple[B, list[str]]:
+    """(body, names of fields that were ignored). Raises `APIError`."""
+    ignored: list[str] = []
+    try:
+        if not ignore_unknown:
+            return msgspec.json.decode(body, type=kind), ignored
+        fields = msgspec.json.decode(body)
+        if isinstance(fields, dict):
+            ignored = sorted(fields.keys() - kind.__struct_fields__)
+            fields = {name: fields[name] for name in fields if name not in ignored}
+        return msgspec.convert(fields, type=kind), ignored
+    except msgspec.ValidationError as error:
+        raise _of_validation(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
+    except RecursionError:
+        raise invalid(None, "the body is nested too deeply", "invalid_json") from None
+
+
+def _of_validation(error: msgspec.ValidationError) -> APIError:
+    text, _, path = str(error).partition(" - at `")
+    path = path.rstrip("`").removeprefix("$").removeprefix(".")
+    if "unknown field" in text:
+        name = text.rpartition("field `")[2].rstrip("`")
+        path = f"{path}.{name}" if path else name
+        return invalid(path, f"there is no field {name!r}", "unknown_field")
+    if "missing required field" in text:
+        name = text.rpartition("field `")[2].rstrip("`")
+        path = f"{path}.{name}" if path else name
+        return invalid(path, f"`{name}` is missing")
+    where = f"`{path}`: " if path else "the body: "
+    return invalid(path or None, where + text[:1].lower() + text[1:])

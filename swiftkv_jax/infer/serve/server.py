@@ -1,0 +1,212 @@
+"""A server from its socket to its end: it listens before the model is loaded, takes requests once
+it is, and after a signal lets what was admitted end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import uvicorn
+
+from ...cli import ERROR, INTERRUPTED, OK, OUT_OF_MEMORY
+from ...errors import OutOfMemoryError, UsageError
+from ..engine.engine import Engine
+from .app import App
+from .connection import MAX_HEADER_BYTES, with_options
+from .options import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+Loaded = tuple[Engine, Any, Mapping[str, Any]]
+"""Engine, tokenizer, and the sampling parameters of requests that leave them out."""
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without handlers of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `OSError` that says where."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        found.close()
+        if isinstance(error, OverflowError):
+            raise UsageError(f"`port`={port} must be from 0 to 65535") from None
+        error.add_note(f"cannot listen on {host}:{port}")
+        raise
+    return found
+
+
+async def serve(
+    options: ServerOptions,
+    model_name: str,
+    listener: socket.socket,
+    load: Callable[[Callable[[str], None]], Loaded],
+    *,
+    handle_signals: bool = True,
+    on_start: Callable[[App, Callable[[], None]], None] | None = None,
+) -> int:
+    """Serve until a signal; returns the exit code. Raises what `load` raises.
+
+    `load` makes the engine, in a thread of its own; it is given a function that takes what the
+    start is at. `on_start` gets the application, and a function that does what a signal does.
+    """
+    app, loop = App(options, model_name), asyncio.get_running_loop()
+    config = uvicorn.Config(
+        app.asgi(),
+        http=with_options(options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(options.keep_alive_timeout),
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+    server, stopping = _Server(config), _Stopping(app)
+    if handle_signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.signal)
+    if on_start is not None:
+        on_start(app, stopping.signal)
+    web = asyncio.ensure_future(server.serve(sockets=[listener]))
+    tasks = [asyncio.ensure_future(app.service.watch()), asyncio.ensure_future(stopping.wait())]
+    loading = _in_thread(lambda: load(lambda phase: setattr(app.service, "phase", phase)))
+    try:
+        await asyncio.wait([loading, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return await _abandon(server, web)
+        app.open(*loading.result())
+        # Everything that is there now stays: a full collection would stop both threads.
+        gc.collect()
+        gc.freeze()
+        logger.info("%s is ready", app.model_names[0])
+        failed = asyncio.ensure_future(_failure(app))
+        tasks.append(failed)
+        await asyncio.wait([tasks[1], failed], return_when=asyncio.FIRST_COMPLETED)
+        code = OK
+        if failed.done():
+            code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
+            await asyncio.sleep(0.2)  # errors are sent
+        server.should_exit = True
+        await web
+        if app.service.engine is not None and not failed.done():
+            app.service.engine.stop()
+        elif isinstance(app.service.failure, TimeoutError):
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(code)  # the engine's thread will not end
+        app.encoder.close()
+        return code
+    finally:
+        server.should_exit = True
+        for task in tasks:
+            task.cancel()
+        if not web.done():
+            await web
+        gc.unfreeze()
+
+
+class _Stopping:
+    """What signals do: the first lets everything end that was admitted, the second ends it."""
+
+    def __init__(self, app: App):
+        self._app, self._signals = app, 0
+        self._first, self._second = asyncio.Event(), asyncio.Event()
+
+    def signal(self) -> None:
+        self._signals += 1
+        self._first.set()
+        if self._signals == 2:
+            self._second.set()
+        elif self._signals > 2:
+            os._exit(INTERRUPTED)
+
+    async def wait(self) -> None:
+        """Return when it is time to close."""
+        await self._first.wait()
+        service, options = self._app.service, self._app.options
+        if service.engine is None:
+            service.state = "draining"
+            return
+        await self._until(options.shutdown_delay, None)
+        logger.info("shutting down: %d requests are unfinished", service.num_admitted)
+        service.state = "draining"
+        await self._until(options.shutdown_timeout, service.idle)
+        if not service.idle.is_set():
+            service.abort_all()
+            await self._until(5.0, service.idle)
+
+    async def _until(self, seconds: float, event: asyncio.Event | None) -> None:
+        """Wait for a second signal, so many seconds, or the event."""
+        waits = [asyncio.ensure_future(one.wait()) for one in (self._second, event) if one]
+        if seconds > 0 or event is not None:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+async def _failure(app: App) -> None:
+    """Return when the engine has failed."""
+    while app.service.state != "failed":
+        await asyncio.sleep(0.1)
+
+
+async def _abandon(server: uvicorn.Server, web: asyncio.Future[None]) -> int:
+    """End a start: the thread that loads cannot be stopped, and need not be."""
+    server.should_exit = True
+    await web
+    logger.info("stopped before the model was ready")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(OK)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return isinstance(error, OutOfMemoryError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _in_thread(work: Callable[[], Loaded]) -> asyncio.Future[Loaded]:
+    """Result of `work` in a thread that does not hold up the end of the process."""
+    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(_set, result, None, error)
+        else:
+            loop.call_soon_threadsafe(_set, result, value, None)
+
+    threading.Thread(target=run, name="start of the engine", daemon=True).start()
+    return result
+
+
+def _set(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if result.done():
+        return
+    if error is None:
+        result.set_result(value)
+    else:
+        result.set_exception(error)

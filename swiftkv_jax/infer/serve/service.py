@@ -1,0 +1,289 @@
+"""Between the connections and the engine's thread: what was admitted waits, runs, ends in time or
+is aborted. All of it on the thread of the connections."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from typing import Any, Literal
+
+from ...errors import OutOfMemoryError
+from ..engine.engine import Engine
+from ..engine.scheduler import MAX_SKIPS
+from .admission import Admission, FairQueue
+from .engine_thread import Aborted, EngineThread, Event
+from .errors import APIError
+from .generation import Generation, Part
+from .metrics import Metrics
+from .options import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "draining", "stalled", "failed"]
+MAX_WAITING_IN_ENGINE = MAX_SKIPS
+"""Requests that the engine has not begun, at most: it looks no farther down its queue."""
+RATE_SECONDS = 30
+"""Seconds over which the rate of prefill is measured."""
+
+
+class Service:
+    """Requests of all connections, on one engine."""
+
+    def __init__(self, options: ServerOptions, model_name: str):
+        self.options = options
+        self.state: State = "starting"
+        self.phase = "weights"
+        """What a start is at."""
+        self.failure: BaseException | None = None
+        self.metrics = Metrics(self, model_name)
+        self.idle = asyncio.Event()
+        """Nothing is admitted."""
+        self.idle.set()
+        self._admitted: set[Generation] = set()
+        self._queue: FairQueue[Generation] = FairQueue()
+        self._parts: dict[int, tuple[Generation, Part]] = {}
+        self._num_ids = self._num_submitted = 0
+        self._prefilled: collections.deque[tuple[float, int]] = collections.deque()
+        self._best_rate = 0.0
+        self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.engine: EngineThread | None = None
+        self.admission: Admission | None = None
+
+    def open(self, engine: Engine) -> None:
+        """Take requests for an engine that is ready."""
+        self.max_num_seqs, self.max_model_len = engine.options.max_num_seqs, engine.max_model_len
+        self.decode_steps = engine.model_runner.shapes.decode_steps
+        self.admission = Admission(
+            self.options,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            prefill_rate=lambda: self._best_rate,
+        )
+        self.metrics.set_longest(self.max_model_len)
+        call = self._loop.call_soon_threadsafe
+        self.engine = EngineThread(
+            engine,
+            lambda events: call(self._on_events, events) and None,
+            lambda error: call(self.fail, error) and None,
+        )
+        self.engine.start()
+        if self.state == "starting":
+            self.state = "ready"
+
+    def check_ready(self) -> None:
+        """Raise `APIError` unless requests are taken."""
+        if self.state in ("ready", "draining") and self.engine is not None:
+            if self.state == "draining":
+                headers = {"retry-after": "1", "x-should-retry": "true", "connection": "close"}
+                raise APIError(503, "draining", "the server is shutting down", headers=headers)
+            return
+        code = "starting" if self.state in ("starting", "draining") else self.state
+        code = "engine_failed" if code == "failed" else code
+        raise APIError(503, code, f"the server is {self.state}", headers={"retry-after": "5"})
+
+    # Requests ------------------------------------------------------------------------
+
+    def submit(self, generation: Generation, queue_key: str) -> None:
+        """Let a request wait for its turn."""
+        self._admitted.add(generation)
+        self.idle.clear()
+        self._queue.push(queue_key, generation)
+        self._pump()
+
+    def abort(self, generation: Generation, reason: str) -> None:
+        """End a request whose client has gone, or that takes too long, in whatever state it is.
+        Does nothing for one that has ended."""
+        if generation.is_aborted or generation not in self._admitted:
+            return
+        generation.is_aborted = True
+        if not generation.is_done:
+            self.metrics.count_abort(generation, reason)
+        if not generation.is_submitted:
+            self._queue.remove(generation)
+            self._end(generation)
+            return
+        assert self.engine is not None
+        for part in generation.parts:
+            if not part.is_ended:
+                self.engine.abort(part.engine_id)
+        self._end_if_over(generation)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose prefill has not begun."""
+        return len(self._queue) + self._num_waiting_in_engine
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self._admitted)
+
+    @property
+    def _num_waiting_in_engine(self) -> int:
+        if self.engine is None:
+            return 0
+        snapshot = self.engine.snapshot
+        return snapshot.load.num_waiting + self._num_submitted - snapshot.num_taken
+
+    def _pump(self) -> None:
+        """Submit what waits, as far as the engine looks."""
+        assert self.engine is not None
+        while len(self._queue) and self._num_waiting_in_engine < MAX_WAITING_IN_ENGINE:
+            generation = self._queue.pop()
+            if generation is None:
+                return
+            generation.is_submitted, generation.submitted = True, time.monotonic()
+            for part in generation.parts:
+                part.engine_id, self._num_ids = self._num_ids, self._num_ids + 1
+                self._parts[part.engine_id] = generation, part
+                self.engine.submit(part.engine_id, part.request)
+                self._num_submitted += 1
+
+    def _on_events(self, events: list[Event]) -> None:
+        """What one step gave."""
+        assert self.engine is not None
+        changed: dict[Generation, None] = {}
+        for engine_id, event in events:
+            if (found := self._parts.get(engine_id)) is None:
+                continue
+            generation, part = found
+            if not isinstance(event, Aborted):
+                if generation.is_aborted:
+                    self.metrics.wasted_tokens += len(getattr(event, "token_ids", ()))
+                    continue
+                self.metrics.observe_event(generation, part, event)
+            for sample in generation.push(part, event):
+                self.engine.abort(engine_id, sample)
+            if part.is_ended:
+                del self._parts[engine_id]
+            changed[generation] = None
+        for generation in changed:
+            self._end_if_over(generation)
+        self._pump()
+
+    def _end_if_over(self, generation: Generation) -> None:
+        if generation.error is not None and not generation.is_aborted:
+            self.abort(generation, "error")  # its other parts
+        if generation.is_done or generation.is_aborted:
+            if all(part.is_ended for part in generation.parts):
+                self._end(generation)
+
+    def _end(self, generation: Generation) -> None:
+        self._admitted.discard(generation)
+        generation.reservation.release()
+        for part in generation.parts:
+            self._parts.pop(part.engine_id, None)
+        if generation.is_done and not generation.is_aborted:
+            self.metrics.observe_end(generation)
+        generation.changed.set()
+        if not self._admitted:
+            self.idle.set()
+
+    # Time -----------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Every second: deadlines, the rate of prefill, whether the engine still runs."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(1.0)
+            self.metrics.loop_lag = max(time.monotonic() - before - 1.0, 0.0)
+            self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """What `watch` does at a time."""
+        options, engine = self.options, self.engine
+        if engine is None or self.state == "failed":
+            return
+        for generation in list(self._admitted):
+            age = now - generation.arrival
+            if not generation.first_token and age > options.queue_timeout:
+                if not generation.is_submitted or self._is_waiting(generation):
+                    message = f"waited {age:.0f} s, longer than {options.queue_timeout:g} s"
+                    self._time_out(
+                        generation,
+                        APIError(
+                            408,
+                            "queue_timeout",
+                            message,
+                            headers={"retry-after": str(self.retry_after())},
+                        ),
+                    )
+                    continue
+            if age > options.request_timeout:
+                message = f"has run for {age:.0f} s, longer than {options.request_timeout:g} s"
+                headers = {"x-should-retry": "false"}
+                self._time_out(
+                    generation, APIError(504, "request_timeout", message, headers=headers)
+                )
+        self._measure_rate(now)
+        stalled = engine.stalled_seconds
+        if stalled > 2 * options.stall_timeout:
+            self.fail(TimeoutError(f"the engine has taken no step for {stalled:.0f} s"))
+        elif stalled > options.stall_timeout and self.state == "ready":
+            logger.error("the engine has taken no step for %.0f s", stalled)
+            self.state = "stalled"
+        elif self.state == "stalled" and not stalled:
+            self.state = "ready"
+
+    def retry_after(self) -> int:
+        return 1 if self.admission is None else self.admission.retry_after()
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens/s of prefill: the best of the last seconds."""
+        return self._best_rate
+
+    def _is_waiting(self, generation: Generation) -> bool:
+        """Whether the engine may not have begun it."""
+        assert self.engine is not None
+        return self.engine.snapshot.load.num_waiting > 0
+
+    def _time_out(self, generation: Generation, error: APIError) -> None:
+        generation.fail(error)
+        self.abort(generation, "timeout")
+
+    def _measure_rate(self, now: float) -> None:
+        assert self.engine is not None
+        recent = self._prefilled
+        recent.append((now, self.engine.snapshot.stats.prefilled_tokens))
+        while now - recent[0][0] > RATE_SECONDS:
+            recent.popleft()
+        rates = (
+            (tokens - earlier) / (at - begun)
+            for (begun, earlier), (at, tokens) in zip(recent, list(recent)[1:], strict=False)
+            if at > begun
+        )
+        self._best_rate = max(rates, default=0.0) or self._best_rate
+
+    # Ends -----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """The engine has failed: so does all that is admitted, and the process ends."""
+        if self.state == "failed":
+            return
+        self.state, self.failure = "failed", error
+        out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
+        logger.error(
+            "the engine has failed: %s: %s", type(error).__name__, str(error).partition("\n")[0]
+        )
+        message = "out of memory" if out_of_memory else "the engine has failed"
+        self._fail_all(APIError(500, "engine_failed", message))
+
+    def abort_all(self) -> None:
+        """The time for a shutdown is over."""
+        headers = {"retry-after": "1", "x-should-retry": "true"}
+        self._fail_all(APIError(503, "draining", "the server is shutting down", headers=headers))
+
+    def _fail_all(self, error: APIError) -> None:
+        for generation in list(self._admitted):
+            generation.fail(error)
+            if self.state == "failed":
+                generation.is_aborted = True
+                self.metrics.count_abort(generation, "error")
+                self._end(generation)
+            else:
+                self.abort(generation, "shutdown")
+
+    def loads(self) -> dict[str, Any]:
+        return {"server_load": len(self._admitted)}
