@@ -158,7 +158,8 @@ def sampling_params(
             f"{prompt_tokens + tokens}, above the limit of {max_model_len}",
             "context_length_exceeded",
         )
-    given["max_tokens"] = max(tokens, 1)
+    echo_alone = tokens == 0 and isinstance(body, CompletionBody)
+    given["max_tokens"] = 1 if echo_alone else tokens
     given["min_tokens"] = body.min_tokens or 0
     given["seed"] = secrets.randbits(63) if body.seed is None else body.seed
     given["logprobs"] = _logprobs(body)

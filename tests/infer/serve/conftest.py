@@ -1,0 +1,196 @@
+"""A server on a model runner without a model, in a thread of the test."""
+
+import asyncio
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_jax.infer.serve import server
+from swiftkv_jax.infer.serve.app import App
+from swiftkv_jax.infer.serve.options import ServerOptions
+from tests.infer.mock_model_runner import END, VOCAB, mock_engine
+
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+USER_TOKEN = 96
+
+
+def make_tokenizer() -> Any:
+    """One token for each of 94 printable characters of ASCII and the space; the last one begins a
+    turn, and none but the template may write it."""
+    alphabet = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    vocab = {"<|end|>": END} | {one: index for index, one in enumerate(alphabet, start=1)}
+    vocab["<|user|>"] = USER_TOKEN
+    assert len(vocab) == VOCAB
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@dataclasses.dataclass
+class Running:
+    """A server that runs."""
+
+    port: int
+    app: App
+    runner: Any
+    stop: Callable[[], None]
+    """What a signal does."""
+    thread: threading.Thread
+    code: list[int]
+    """The exit code, once it has ended."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, content)"""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            content, given = None, dict(headers or {})
+            if body is not None:
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                given.setdefault("content-type", "application/json")
+            connection.request(method, path, content, given)
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """(status, JSON)"""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        status, _, content = self.request("POST", path, body, named)
+        return status, json.loads(content)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream, [DONE] as a text."""
+        status, headers, content = self.request("POST", path, body | {"stream": True})
+        assert status == 200 and headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in content.decode().split("\n\n") if line]
+        data = [line.removeprefix("data: ") for line in lines if not line.startswith(":")]
+        return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        """Wait for something, or fail."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.005)
+
+    def check_empty(self) -> None:
+        """Nothing is held any more, soon."""
+        service = self.app.service
+        admission = service.admission
+        assert admission is not None and service.engine is not None
+        engine = service.engine
+        self.until(lambda: service.num_admitted == 0 and engine.snapshot.load.pages_in_use == 0)
+        self.until(lambda: not engine._ids)
+        assert (admission.sequences, admission.tokens, admission.bytes) == (0, 0, 0)
+        assert not admission.sequences_of and not service._parts and not len(service._queue)
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts a server: options of `ServerOptions`, `engine` for those of `mock_engine`, and
+    `step_seconds` that a decode call takes. `send_buffer` are bytes of the system's buffer."""
+    started: list[Running] = []
+
+    def begin(
+        *,
+        engine: dict[str, Any] | None = None,
+        step_seconds: float = 0.0,
+        send_buffer: int | None = None,
+        **options: Any,
+    ) -> Running:
+        made, runner = mock_engine(
+            **{"max_model_len": 256, "num_pages": 512, "chunk": 64, "slots": 8} | (engine or {})
+        )
+        decode = runner.run_decode
+
+        def slow(sequences):
+            time.sleep(step_seconds)
+            return decode(sequences)
+
+        runner.run_decode = slow
+        listener = server.listen("127.0.0.1", 0)
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        apps: list[tuple[App, Callable[[], None]]] = []
+        code: list[int] = []
+
+        def run() -> None:
+            code.append(
+                asyncio.run(
+                    server.serve(
+                        ServerOptions(**options),
+                        "tiny",
+                        listener,
+                        lambda say: (made, make_tokenizer(), {"temperature": 1.0}),
+                        handle_signals=False,
+                        on_start=lambda app, stop: apps.append((app, stop)),
+                    )
+                )
+            )
+
+        thread = threading.Thread(target=run, daemon=True)
+        port = listener.getsockname()[1]
+        thread.start()
+        while not apps or apps[0][0].service.state == "starting":
+            assert thread.is_alive()
+            time.sleep(0.005)
+        app, stop = apps[0]
+        loop = app.service._loop
+        running = Running(
+            port, app, runner, lambda: loop.call_soon_threadsafe(stop) and None, thread, code
+        )
+        started.append(running)
+        return running
+
+    yield begin
+    for running in started:
+        if running.thread.is_alive():
+            running.stop()
+            running.stop()
+    for running in started:
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def shared(start) -> Running:
+    """A server with the defaults."""
+    return start()
+
+
+@pytest.fixture
+def running(shared) -> Iterator[Running]:
+    """The same for all tests of a module; afterwards it holds nothing."""
+    yield shared
+    shared.check_empty()

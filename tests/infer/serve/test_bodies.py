@@ -1,0 +1,261 @@
+"""What bodies may say: each field is honoured, or refused by name."""
+
+import json
+import random
+
+import msgspec
+import openai
+import pytest
+
+from swiftkv_jax.infer.serve import params
+from swiftkv_jax.infer.serve.protocol import ChatBody, CompletionBody
+
+USER = [{"role": "user", "content": "hi"}]
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# field, value, code; on both routes, besides a prompt or messages.
+REFUSED = [
+    ("model", "another", "model_not_found"),
+    ("model", 3, "invalid_value"),
+    ("stream", "yes", "invalid_value"),
+    ("stream_options", {"include_usage": True}, "invalid_value"),
+    ("n", 0, "invalid_value"),
+    ("n", 17, "invalid_value"),
+    ("n", 9, "invalid_value"),
+    ("n", True, "invalid_value"),
+    ("n", 1.5, "invalid_value"),
+    ("best_of", 2, "unsupported_parameter"),
+    ("temperature", -0.1, "invalid_value"),
+    ("temperature", 2.1, "invalid_value"),
+    ("temperature", "1", "invalid_value"),
+    ("top_p", 0, "invalid_value"),
+    ("top_p", 1.1, "invalid_value"),
+    ("top_k", -2, "invalid_value"),
+    ("min_p", 2, "invalid_value"),
+    ("presence_penalty", 3, "invalid_value"),
+    ("frequency_penalty", -3, "invalid_value"),
+    ("repetition_penalty", 0, "invalid_value"),
+    ("seed", -1, "invalid_value"),
+    ("seed", 2**63, "invalid_value"),
+    ("stop", [""], "invalid_value"),
+    ("stop", ["a"] * 17, "invalid_value"),
+    ("stop", ["a" * 200] * 3, "invalid_value"),
+    ("stop_token_ids", [97], "invalid_value"),
+    ("stop_token_ids", [-1], "invalid_value"),
+    ("max_tokens", -1, "invalid_value"),
+    ("max_tokens", 10**6, "context_length_exceeded"),
+    ("min_tokens", 1000, "invalid_value"),
+    ("logit_bias", {"017": 1}, "invalid_value"),
+    ("logit_bias", {"1.0": 1}, "invalid_value"),
+    ("logit_bias", {"97": 1}, "invalid_value"),
+    ("logit_bias", {"7": 101}, "invalid_value"),
+    ("logit_bias", {str(i): 1 for i in range(301)}, "invalid_value"),
+    ("cache_salt", "a@b", "invalid_value"),
+    ("cache_salt", "", "invalid_value"),
+    ("request_id", "a b", "invalid_value"),
+    ("metadata", {str(i): "" for i in range(17)}, "invalid_value"),
+    ("use_beam_search", True, "unsupported_parameter"),
+    ("length_penalty", 0.5, "unsupported_parameter"),
+    ("response_format", {"type": "json_object"}, "unsupported_parameter"),
+    ("guided_json", {}, "unsupported_parameter"),
+    ("structured_outputs", {"regex": "a"}, "unsupported_parameter"),
+    ("prompt_logprobs", 1, "unsupported_parameter"),
+    ("priority", 1, "unsupported_parameter"),
+    ("truncate_prompt_tokens", 5, "unsupported_parameter"),
+    ("skip_special_tokens", False, "unsupported_parameter"),
+    ("allowed_token_ids", [1], "unsupported_parameter"),
+    ("bad_words", ["a"], "unsupported_parameter"),
+    ("logits_processors", ["a"], "unsupported_parameter"),
+    ("service_tier", "flex", "unsupported_parameter"),
+    ("store", True, "unsupported_parameter"),
+    ("modalities", ["audio"], "unsupported_parameter"),
+    ("no_such_field", 1, "unknown_field"),
+]
+COMPLETIONS_REFUSED = [
+    ("prompt", "", "invalid_value"),
+    ("prompt", [], "invalid_value"),
+    ("prompt", [""], "invalid_value"),
+    ("prompt", [[]], "invalid_value"),
+    ("prompt", ["a", 1], "invalid_value"),
+    ("prompt", [1, True], "invalid_value"),
+    ("prompt", [1, [2]], "invalid_value"),
+    ("prompt", [97], "invalid_value"),
+    ("prompt", [-1], "invalid_value"),
+    ("prompt", ["a"] * 129, "invalid_value"),
+    ("prompt", "a" * 257, "context_length_exceeded"),
+    ("prompt", [1] * 257, "context_length_exceeded"),
+    ("prompt", "a" * 100_000, "context_length_exceeded"),
+    ("max_tokens", 0, "invalid_value"),
+    ("logprobs", 21, "invalid_value"),
+    ("logprobs", -1, "invalid_value"),
+    ("suffix", "a", "unsupported_parameter"),
+    ("stream_interval", 1, "unsupported_parameter"),
+    ("messages", USER, "unknown_field"),
+]
+CHATS_REFUSED = [
+    ("messages", [], "invalid_value"),
+    ("messages", "hi", "invalid_value"),
+    ("messages[0].role", [{"role": "god", "content": "a"}], "invalid_value"),
+    ("messages[0].role", [{"content": "a"}], "invalid_value"),
+    ("messages[0].content", [{"role": "user"}], "invalid_value"),
+    ("messages[0].content", [{"role": "user", "content": 3}], "invalid_value"),
+    ("messages[0].colour", [{"role": "user", "content": "a", "colour": 1}], "unknown_field"),
+    (
+        "messages[0].content[0].type",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
+        "unsupported_parameter",
+    ),
+    ("max_completion_tokens", 10**6, "context_length_exceeded"),
+    ("max_completion_tokens", 0, "invalid_value"),
+    ("top_logprobs", 3, "invalid_value"),
+    ("logprobs", 3, "invalid_value"),
+    ("tools", [], "unsupported_parameter"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}], "unsupported_parameter"),
+    ("tool_choice", "required", "unsupported_parameter"),
+    ("functions", [{"name": "f"}], "unsupported_parameter"),
+    ("reasoning_effort", "high", "unsupported_parameter"),
+    ("chat_template", "a", "unsupported_parameter"),
+    ("chat_template_kwargs", {"a": 1}, "unsupported_parameter"),
+    ("documents", [{}], "unsupported_parameter"),
+    ("audio", {}, "unsupported_parameter"),
+    ("web_search_options", {}, "unsupported_parameter"),
+    ("prompt", "a", "unknown_field"),
+]
+CASES = [
+    *((CHAT, *case) for case in [*REFUSED, *CHATS_REFUSED]),
+    *((COMPLETION, *case) for case in [*REFUSED, *COMPLETIONS_REFUSED]),
+]
+
+
+@pytest.mark.parametrize(("path", "param", "value", "code"), CASES)
+def test_refusals_name_the_field(running, path, param, value, code):
+    body = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    body |= {param.partition("[")[0]: value}
+    status, answer = running.post(path, body)
+    error = answer["error"]
+    expected = 404 if code == "model_not_found" else 400
+    assert (status, error["code"], error["param"]) == (expected, code, param), error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert len(json.dumps(answer)) < 2048
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}},
+        {"best_of": 1, "n": None, "response_format": {"type": "text"}, "store": False},
+        {"service_tier": "auto", "modalities": ["text"], "use_beam_search": False, "priority": 0},
+        {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.5, "logit_bias": {"7": -100}},
+        {"stream_options": None, "cache_salt": "tenant", "request_id": "a-1", "length_penalty": 1},
+        {"min_tokens": 2, "ignore_eos": True, "presence_penalty": 1, "skip_special_tokens": True},
+    ],
+)
+def test_fields_that_are_honoured_or_ask_for_nothing(running, field):
+    for path, body in ((CHAT, {"messages": USER}), (COMPLETION, {"prompt": "a"})):
+        status, answer = running.post(path, body | {"max_tokens": 3} | field)
+        assert status == 200, answer
+        if name := field.get("request_id"):
+            assert answer["id"].endswith(name)
+
+
+def test_every_field_is_accepted_somewhere_or_refused_by_name():
+    """A field that nothing reads would be dropped in silence."""
+    read = set(params._SAME_NAME) | set(params._REFUSED)
+    read |= set(
+        "model stream stream_options seed stop include_stop_str_in_output min_tokens max_tokens "
+        "logit_bias add_special_tokens return_token_ids return_tokens_as_token_ids cache_salt "
+        "request_id best_of prompt messages logprobs top_logprobs echo max_completion_tokens "
+        "add_generation_prompt continue_final_message".split()
+    )
+    without_effect = {"user", "safety_identifier", "prompt_cache_key", "metadata"}
+    for kind in (ChatBody, CompletionBody):
+        assert not set(kind.__struct_fields__) - read - without_effect
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b"", 400, "invalid_json"),
+        (b"{", 400, "invalid_json"),
+        (b"[]", 400, "invalid_value"),
+        (b"null", 400, "invalid_value"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "invalid_json"),
+        (b'{"prompt": "a", "temperature": 1e999}', 400, "invalid_value"),
+        (b'{"prompt": "\xff"}', 400, "invalid_json"),
+        (b'{"prompt": "a"} x', 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', 400, "invalid_json"),
+        (b'{"prompt": "a", "bad_words": ' + b"[" * 100_000, 400, "invalid_json"),
+        (b'{"prompt": "a", "bad_words": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "invalid_json"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, None),
+    ],
+)
+def test_bodies_that_are_no_requests(running, content, status, code):
+    found, answer = running.post(COMPLETION, content)
+    assert found == status
+    if code is not None:
+        assert answer["error"]["code"] == code, answer
+    assert len(json.dumps(answer)) < 2048
+
+
+def test_other_kinds_of_bodies(running):
+    for headers, code in (
+        ({"content-type": "text/plain"}, 415),
+        ({"content-encoding": "gzip"}, 415),
+    ):
+        status, _, _ = running.request("POST", COMPLETION, {"prompt": "a"}, headers)
+        assert status == code
+    status, headers, _ = running.request("GET", COMPLETION)
+    assert status == 405 and headers["allow"] == "POST"
+    for path, text in (("/v1/embeddings", "only generates text"), ("/nothing", "there is no")):
+        status, answer = running.post(path, {})
+        assert status == 404 and answer["error"]["code"] == "unknown_route"
+        assert text in answer["error"]["message"]
+
+
+def test_unknown_fields_may_be_ignored(start):
+    running = start(unknown_fields="ignore")
+    status, headers, _ = running.request(
+        "POST", COMPLETION, {"prompt": "a", "max_tokens": 1, "zz": 1, "mirostat": 2}
+    )
+    assert status == 200 and headers["x-ignored-fields"] == "mirostat,zz"
+    status, answer = running.post(COMPLETION, {"prompt": "a", "n": "x", "zz": 1})
+    assert status == 400 and answer["error"]["param"] == "n"
+
+
+def test_errors_are_those_of_the_client_library(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt="a", top_p=3)
+        assert caught.value.param == "top_p" and caught.value.code == "invalid_value"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="a")
+
+
+def test_the_document_describes_the_bodies(running):
+    status, _, content = running.request("GET", "/openapi.json")
+    document = json.loads(content)
+    assert status == 200 and document["openapi"].startswith("3.1")
+    schemas = document["components"]["schemas"]
+    assert set(schemas["ChatBody"]["properties"]) == set(ChatBody.__struct_fields__)
+    assert schemas["ChatBody"]["additionalProperties"] is False
+
+
+def test_nothing_that_clients_send_is_an_error_of_the_server(running):
+    """Bodies with a random change; all answers are JSON, none is 500 or above."""
+    rng = random.Random(0)
+    values = [None, True, -1, 0, 1, 2**70, 1.5, "", "a", [], [1], {}, {"a": 1}, ["a", None], [[]]]
+    names = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__})
+    statuses: dict[int, int] = {}
+    for number in range(400):
+        path = (CHAT, COMPLETION)[number % 2]
+        body = {"messages": USER} if path == CHAT else {"prompt": "a"}
+        body |= {"max_tokens": 2, rng.choice(names): rng.choice(values)}
+        content = bytearray(msgspec.json.encode(body))
+        if rng.random() < 0.3:
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        status, headers, answer = running.request("POST", path, bytes(content))
+        statuses[status] = statuses.get(status, 0) + 1
+        assert status < 500, (content, answer)
+        if headers["content-type"] == "application/json" and status != 200:
+            assert json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
+    assert statuses[200] > 20 and statuses[400] > 150
