@@ -90,9 +90,7 @@ def test_a_chat(client):
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == expected(ids, 12)
     assert answer.choices[0].message.role == "assistant" and answer.id.startswith("chatcmpl-")
     chunks = list(
-        client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=12, stream=True
-        )
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True)
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)

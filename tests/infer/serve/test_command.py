@@ -1,0 +1,121 @@
+"""`infer serve` as a user starts it: a process, a checkpoint, a signal."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.serve import command
+from tests.infer.conftest import CHAT_TEMPLATE
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    "--port 0 --max-num-batched-tokens 16 --max-model-len 128 --max-num-seqs 2 --decode-steps 3 "
+    "--page-size 8 --compile-cache none"
+).split()
+
+
+def ask(url: str, path: str, body: object = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        url + path, data, {"content-type": "application/json"} if data else {}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy):
+    (checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    arguments = ["-m", "swiftkv_jax.infer", "serve", "--model", str(checkpoint), *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, *arguments, "--served-model-name", "tiny"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        url, lines = "", []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (http://\S+)", line):
+                url = found[1]
+                assert ask(url, "/health") == {"status": "ok"}, "before the model is loaded"
+            if "tiny is ready" in line:
+                break
+        else:
+            raise AssertionError("".join(lines))
+        prompt = tokenizer("the quick")["input_ids"]
+        answer = ask(
+            url,
+            "/v1/completions",
+            {"prompt": "the quick", "max_tokens": 7, "temperature": 0, "return_token_ids": True},
+        )
+        assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        one, two = (ask(url, "/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
+        assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        (checkpoint / "chat_template.jinja").unlink()
+    assert process.returncode == 0, rest
+    assert "shutting down" in rest and "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--host", "0.0.0.0"],
+            "--host 0.0.0.0 can be reached from other machines: give --api-key",
+        ),
+        (["--api-key", "short"], "must be 8 to 512"),
+        (["--port", "99999"], "--port 99999 must be from 0 to 65535"),
+        (["--queue-timeout", "0"], "--queue-timeout 0.0 must be above 0"),
+        (["--max-temperature", "101"], "--max-temperature 101.0 must be from 0 to 100"),
+        (["--api-key-file", "nothing-here"], "nothing-here"),
+        (["--temperature", "-1"], "--temperature -1.0"),
+    ],
+)
+def test_mistakes_end_before_anything_is_loaded(arguments, message, capsys):
+    assert main(["serve", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_line(capsys):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(command, "PACKAGES", ("no_such_package",))
+    assert main(["serve"]) == 2
+    assert "pip install 'swiftkv-jax[serve]'" in capsys.readouterr().err
+
+
+def test_a_model_that_is_none_ends_with_its_own_error(tmp_path, capsys):
+    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 4
+    error = capsys.readouterr().err
+    assert "error: " in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback(host, loopback):
+    assert command.is_loopback(host) is loopback

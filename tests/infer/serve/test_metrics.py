@@ -1,0 +1,132 @@
+"""What /metrics says, against what clients saw; headers and the log."""
+
+import json
+import logging
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from swiftkv_jax.infer.serve.metrics import Histogram, token_buckets
+
+BODY = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
+# Names that dashboards of vLLM ask for.
+NAMES = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries
+prefix_cache_hits prompt_tokens generation_tokens num_preemptions request_success
+admission_rejections time_to_first_token_seconds inter_token_latency_seconds
+request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
+request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
+request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n
+""".split()
+
+
+def families(running) -> dict:
+    _, headers, content = running.request("GET", "/metrics")
+    assert headers["content-type"].startswith("text/plain")
+    return {one.name: one for one in text_string_to_metric_families(content.decode())}
+
+
+def value(found: dict, name: str, sample: str = "", **labels: str) -> float:
+    return sum(
+        one.value
+        for one in found[name].samples
+        if one.name == name + sample and labels.items() <= one.labels.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def answered(start):
+    """A server that has answered some requests."""
+    running = start()
+    for n, prompt in ((1, "hello"), (3, "hello"), (1, "x" * 40)):
+        assert running.post("/v1/completions", BODY | {"n": n, "prompt": prompt})[0] == 200
+    assert running.post("/v1/completions", BODY | {"prompt": ""})[0] == 400
+    running.check_empty()
+    return running
+
+
+def test_the_names_are_those_of_vllm(answered):
+    found = families(answered)
+    assert {f"vllm:{name}" for name in NAMES} <= set(found)
+    for name in NAMES:
+        for sample in found[f"vllm:{name}"].samples:
+            assert sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
+
+
+def test_sums_are_what_clients_got(answered):
+    found = families(answered)
+    assert value(found, "vllm:generation_tokens", "_total") == 5 * 20
+    assert value(found, "vllm:prompt_tokens", "_total") == 5 + 5 + 40
+    assert value(found, "vllm:request_success", "_total", finished_reason="length") == 5
+    assert value(found, "vllm:request_success", "_total") == 5
+    for name, count, total in (
+        ("vllm:request_prompt_tokens", 3, 50),
+        ("vllm:request_generation_tokens", 5, 100),
+        ("vllm:request_params_max_tokens", 3, 60),
+        ("vllm:request_params_n", 3, 5),
+    ):
+        assert value(found, name, "_count") == count and value(found, name, "_sum") == total
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert value(found, f"vllm:{name}_seconds", "_count") == 3
+    # Every token but those of the first event of a sequence has a gap before it.
+    gaps = value(found, "vllm:inter_token_latency_seconds", "_count")
+    assert 5 * (20 - 3) <= gaps <= 5 * 19
+    assert value(found, "swiftkv:http_requests", "_total", route="/v1/completions") == 4
+    assert value(found, "swiftkv:http_requests", "_total", status="400") == 1
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+        assert value(found, name) == 0
+    assert value(found, "vllm:kv_cache_usage_perc") == 0
+    assert value(found, "swiftkv:compilations", "_total") == 0
+
+
+def test_openmetrics_where_it_is_accepted(answered):
+    _, headers, content = answered.request(
+        "GET", "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    assert headers["content-type"].startswith("application/openmetrics-text")
+    assert content.endswith(b"# EOF\n")
+
+
+def test_histograms_cumulate():
+    found = Histogram((1, 2, 5))
+    for one in (0.5, 1, 1.5, 7):
+        found.observe(one)
+    found.observe(3, times=4)
+    assert found.cumulated() == [("1.0", 2), ("2.0", 3), ("5.0", 7), ("+Inf", 8)]
+    assert found.sum == 22
+    assert token_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
+
+
+def test_headers_tell_the_times(running):
+    _, headers, _ = running.request("POST", "/v1/completions", BODY, {"x-request-id": "mine-1"})
+    assert headers["x-request-id"] == "mine-1" and int(headers["openai-processing-ms"]) >= 0
+    parts = dict(re.findall(r"(\w+);dur=([\d.]+)", headers["server-timing"]))
+    assert set(parts) == {"queue", "ttft", "prefill", "decode", "total"}
+    assert float(parts["total"]) >= float(parts["ttft"])
+    for bad in ("a b", "x" * 200, "a\tb"):
+        _, headers, _ = running.request("GET", "/version", headers={"x-request-id": bad})
+        assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
+    _, headers, content = running.request("POST", "/v1/completions", BODY | {"stream": True})
+    assert set(re.findall(r"(\w+);dur", headers["server-timing"])) == {"queue", "ttft"}
+    assert headers["cache-control"] == "no-cache" and "content-length" not in headers
+
+
+def test_the_log_has_a_line_for_each_request_and_no_text_of_clients(start, caplog):
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    running = start(log_json=True)
+    running.post("/v1/completions", BODY | {"prompt": "secret words"})
+    running.post("/v1/completions", BODY | {"bad\nfield\x1b[2J\u2028": 1})
+    running.request("GET", "/health")
+    lines = [record.message for record in caplog.records if record.message.startswith("{")]
+    assert len(lines) == 2
+    first, second = map(json.loads, lines)
+    assert first["status"] == 200 and first["prompt_tokens"] == len("secret words")
+    assert first["completion_tokens"] == 20 and first["finish_reasons"] == ["length"]
+    assert second["status"] == 400 and second["error"] == "unknown_field"
+    assert not any("secret" in line or not line.isprintable() for line in lines)
+
+
+def test_errors_cannot_forge_lines(running):
+    _, answer = running.post("/v1/completions", BODY | {"bad\nfield\x1b[2J\u2028": 1})
+    assert answer["error"]["message"].isprintable()
