@@ -305,16 +305,18 @@ def _kernel(
 
             def step(i, carry):
                 acc, p, m, total = carry
+                now = slot(i)
+                before, after = keys.before(now), keys.after(now)
                 pl.when(tuning.ping_pong)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
 
                 def overlapped(refs):
                     acc_ref, s_ref, p_ref, m_ref, total_ref, alpha_ref = refs
-                    plgpu.wgmma(s_ref, q, k_smem.at[slot(i)].transpose((1, 0)))
-                    plgpu.barrier_wait(v_ready.at[slot(i - 1)])
-                    plgpu.wgmma(acc_ref, p, v_smem.at[slot(i - 1)])
+                    plgpu.wgmma(s_ref, q, k_smem.at[now].transpose((1, 0)))
+                    plgpu.barrier_wait(v_ready.at[before])
+                    plgpu.wgmma(acc_ref, p, v_smem.at[before])
                     pl.when(tuning.ping_pong)(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # P V goes on
-                    plgpu.barrier_arrive(k_free.at[slot(i)])
+                    plgpu.barrier_arrive(k_free.at[now])
                     s = lax.cond(
                         (i < diagonal_end) | (i >= document_edge), lambda: mask(i, s), lambda: s
                     )
@@ -323,11 +325,11 @@ def _kernel(
                     # branches of the wait for the next K.
                     values = lax.optimization_barrier(softmax(s, m_ref[...], total_ref[...]))
                     p_ref[...], m_ref[...], total_ref[...], alpha_ref[...] = values
-                    pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(k_ready.at[slot(i + 1)]))
+                    pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(k_ready.at[after]))
 
                 state: Any = (_Accumulator.init(acc), _Accumulator.init(zeros), zeros, m, total, m)
                 acc, _, p, m, total, alpha = pl.run_state(overlapped)(state)
-                plgpu.barrier_arrive(v_free.at[slot(i - 1)])
+                plgpu.barrier_arrive(v_free.at[before])
                 return acc * spread(alpha, head_dim), p.astype(v_smem.dtype), m, total
 
             # 1. The last block, always masked: S_0 and its softmax.

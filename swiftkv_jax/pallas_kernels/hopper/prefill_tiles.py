@@ -53,7 +53,15 @@ class Ring:
     stages: int
 
     def slot(self, n):
+        """The slot of the n-th block."""
         return lax.rem(n, jnp.int32(self.stages))
+
+    def before(self, slot):
+        """The slot before another; a remainder takes three times the instructions."""
+        return jnp.where(slot == 0, self.stages - 1, slot - 1)
+
+    def after(self, slot):
+        return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
 
 def launch(grid: tuple[int, int, int], tuning: Tuning) -> dict[str, Any]:
