@@ -272,7 +272,7 @@ def _kernel(
             if undo is not None:
                 s = [x * to_columns(undo, 64) for x in s]
             s = [
-                jnp.where(key + (i * block_kv + rows.start) < visible_end, x, -jnp.inf)
+                jnp.where(key < visible_end - (i * block_kv + rows.start), x, -jnp.inf)
                 for x, rows in zip(s, keys, strict=True)
             ]
 
