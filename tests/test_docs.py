@@ -189,7 +189,7 @@ def command_of(words: list[str]) -> list[str]:
     """The first words: those that name the command."""
     start = 3 if words[0] == "python" else 2
     found = words[:start]
-    subcommands = {"chat", "score", "bench", "analyze", "prepare", "show", "report"}
+    subcommands = {"chat", "serve", "score", "bench", "analyze", "prepare", "show", "report"}
     subcommands |= {"hf2orbax", "orbax2hf", "inspect"}
     if len(words) > start and words[start] in subcommands:
         found.append(words[start])

@@ -26,12 +26,13 @@ COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and wh
     "serve": ("serve.command", "an OpenAI-compatible server"),
     "score": ("commands.score", "log-likelihoods of given text, exact"),
     "bench": ("bench", "how fast it is, SwiftKV and its control side by side"),
+    "bench serve": ("bench.serve", "how fast a server answers"),
 }
 
 
 def overview() -> str:
     """What `--help` without a command says."""
-    commands = "\n".join(f"    {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
+    commands = "\n".join(f"    {name:13}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return f"{cli.as_called(__doc__ or '')}\ncommands, each with its own --help:\n{commands}\n"
 
 
@@ -57,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             f"--prompt",
             cli.USAGE,
         )
-    command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("generate", argv)
+    words = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
+    command, argv = " ".join(argv[:words]) or "generate", argv[words:]
     flags = parser(command)
     args = flags.parse_args(argv)
     return cli.run(lambda: args.main(args), flags)

@@ -53,9 +53,14 @@ class App:
         self.tokenizer: Any = None
         self.encoder: PromptEncoder
 
-    def open(self, engine: Engine, tokenizer: Any, sampling_defaults: Mapping[str, Any]) -> None:
-        """Take requests, now that the engine is ready. `sampling_defaults` are fields of
-        `SamplingParams` for requests that leave them out."""
+    def open(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        sampling_defaults: Mapping[str, Any],
+        prefill_rate: float,
+    ) -> None:
+        """Take requests, now that the engine is ready; the arguments are those of `Loaded`."""
         options = engine.options
         self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
         self.max_body_size = self.options.body_limit(engine.max_model_len)
@@ -70,7 +75,7 @@ class App:
         )
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
-        self.service.open(engine)
+        self.service.open(engine, prefill_rate)
 
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` for a model that is not served. None is the one that is."""

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -27,8 +27,18 @@ from .options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-Loaded = tuple[Engine, Any, Mapping[str, Any]]
-"""Engine, tokenizer, and the sampling parameters of requests that leave them out."""
+
+class Loaded(NamedTuple):
+    """What a server needs of a model."""
+
+    engine: Engine
+    tokenizer: Any
+    sampling_defaults: Mapping[str, Any]
+    """Fields of `SamplingParams` for requests that leave them out."""
+    prefill_rate: float = 0.0
+    """Tokens/s, as measured before the first request; 0 if it is not known."""
+
+
 BACKLOG = 2048
 
 

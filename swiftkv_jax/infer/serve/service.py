@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import logging
 import time
 from typing import Any, Literal
@@ -45,21 +46,25 @@ class Service:
         self._queue: FairQueue[Generation] = FairQueue()
         self._parts: dict[int, tuple[Generation, Part]] = {}
         self._num_ids = self._num_submitted = 0
-        self._prefilled: collections.deque[tuple[float, int]] = collections.deque()
-        self._best_rate = 0.0
+        self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
+        """Each second: time, tokens that ran through prefill, whether some were waiting."""
+        self.prefill_rate = 0.0
+        """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.engine: EngineThread | None = None
         self.admission: Admission | None = None
 
-    def open(self, engine: Engine) -> None:
-        """Take requests for an engine that is ready."""
+    def open(self, engine: Engine, prefill_rate: float) -> None:
+        """Take requests for an engine that is ready. `prefill_rate` in tokens/s counts until
+        one was measured under load."""
+        self.prefill_rate = prefill_rate
         self.max_num_seqs, self.max_model_len = engine.options.max_num_seqs, engine.max_model_len
         self.decode_steps = engine.model_runner.shapes.decode_steps
         self.admission = Admission(
             self.options,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
-            prefill_rate=lambda: self._best_rate,
+            prefill_rate=lambda: self.prefill_rate,
         )
         self.metrics.set_longest(self.max_model_len)
         call = self._loop.call_soon_threadsafe
@@ -229,11 +234,6 @@ class Service:
     def retry_after(self) -> int:
         return 1 if self.admission is None else self.admission.retry_after()
 
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens/s of prefill: the best of the last seconds."""
-        return self._best_rate
-
     def _is_waiting(self, generation: Generation) -> bool:
         """Whether the engine may not have begun it."""
         assert self.engine is not None
@@ -244,17 +244,20 @@ class Service:
         self.abort(generation, "timeout")
 
     def _measure_rate(self, now: float) -> None:
-        assert self.engine is not None
-        recent = self._prefilled
-        recent.append((now, self.engine.snapshot.stats.prefilled_tokens))
+        """Over the seconds in which prompts were waiting from beginning to end."""
+        assert self.engine is not None and self.admission is not None
+        recent, prefilled = self._prefilled, self.engine.snapshot.stats.prefilled_tokens
+        recent.append((now, prefilled, self.admission.tokens > 0))
         while now - recent[0][0] > RATE_SECONDS:
             recent.popleft()
-        rates = (
-            (tokens - earlier) / (at - begun)
-            for (begun, earlier), (at, tokens) in zip(recent, list(recent)[1:], strict=False)
-            if at > begun
-        )
-        self._best_rate = max(rates, default=0.0) or self._best_rate
+        busy = [
+            (after[0] - before[0], after[1] - before[1])
+            for before, after in itertools.pairwise(recent)
+            if before[2] and after[2]
+        ]
+        if busy:
+            seconds, tokens = (sum(column) for column in zip(*busy, strict=True))
+            self.prefill_rate = tokens / max(seconds, 1e-3) or self.prefill_rate
 
     # Ends -----------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def start() -> Iterator[Start]:
                         ServerOptions(**options),
                         "tiny",
                         listener,
-                        lambda say: (made, make_tokenizer(), {"temperature": 1.0}),
+                        lambda say: server.Loaded(made, make_tokenizer(), {"temperature": 1.0}),
                         handle_signals=False,
                         on_start=lambda app, stop: apps.append((app, stop)),
                     )

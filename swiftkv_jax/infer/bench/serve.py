@@ -1,0 +1,275 @@
+"""`python -m swiftkv_jax.infer bench serve`: how fast a server answers, any with OpenAI's API.
+
+    python -m swiftkv_jax.infer bench serve --base-url http://127.0.0.1:8000 \\
+        --input-len 2000 --output-len 250 --num-prompts 512 --max-concurrency 256 -o result.json
+
+Prompts are random token ids, no two alike unless they share a prefix (--prefix-len), or those of a
+file (--dataset, a JSON object with `prompt` in each line). Requests arrive at --request-rate, all
+at once by default. Times are vLLM's: to the first token (TTFT), per further token of a request
+(TPOT), between two events (ITL), to the last token (E2EL). A run in which this client needs more
+than 60 % of a CPU core says nothing about the server: it ends with exit code 1. It uses no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import logging
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...cli import ERROR, OK
+from ...errors import DataError, UsageError
+from ...io.files import write_json
+from ..commands.engine_options import token_count
+from .http_client import Client, Timed
+
+logger = logging.getLogger(__name__)
+
+MAX_CPU_SHARE = 0.6
+PERCENTILES = (50, 90, 99)
+GOODPUT = ("ttft", "tpot", "e2e")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="a key of the server")
+    add("--model", metavar="NAME", help="model (default: the server's first)")
+    add("--dataset", type=Path, metavar="JSONL", help="prompts (default: random token ids)")
+    add("--input-len", type=token_count, default=512, metavar="N", help="(default: %(default)s)")
+    add("--output-len", type=token_count, default=128, metavar="N", help="(default: %(default)s)")
+    add(
+        "--prefix-len",
+        type=token_count,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with, part of --input-len (default: 0)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="random ids are below this (default: %(default)s)",
+    )
+    add("--num-prompts", type=int, default=100, metavar="N", help="(default: %(default)s)")
+    add(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="R",
+        help="requests a second (default: all at once)",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="shape of the gamma distribution of their distances: 1 is Poisson, more is more "
+        "even (default: 1)",
+    )
+    add("--max-concurrency", type=int, metavar="N", help="requests that run (default: all)")
+    add("--num-warmups", type=int, default=1, metavar="N", help="first, untimed (default: 1)")
+    add("--goodput", metavar="NAME:MS,...", help="share within ttft:MS, tpot:MS, e2e:MS")
+    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields of a body")
+    add("--no-ignore-eos", action="store_true", help="let answers end by themselves")
+    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    add("--output", "-o", type=Path, metavar="JSON", help="all figures and times")
+
+
+def main(args: argparse.Namespace) -> int:
+    for name in ("input_len", "output_len", "num_prompts"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"`{name}`={getattr(args, name)} must be at least 1")
+    if args.request_rate <= 0 or args.burstiness <= 0:
+        raise UsageError("`request_rate` and `burstiness` must be above 0")
+    if args.prefix_len >= args.input_len:
+        raise UsageError(f"`prefix_len`={args.prefix_len} must be below `input_len`")
+    limits = _goodput(args.goodput)
+    prompts = read_prompts(args.dataset) if args.dataset else random_prompts(args)
+    prompts = list(itertools.islice(itertools.cycle(prompts), args.num_prompts))
+    result = asyncio.run(measure(args, prompts))
+    timed: list[Timed] = result.pop("timed")
+    result |= summary(timed, result["seconds"], limits)
+    print(table(result))
+    if args.output is not None:
+        write_json(args.output, _document(args, result, timed))
+        logger.info(f"written to {args.output}")
+    if result["client_cpu_share"] > MAX_CPU_SHARE:
+        raise DataError(
+            f"this client took {result['client_cpu_share']:.0%} of a core, above "
+            f"{MAX_CPU_SHARE:.0%}: it may be what was measured"
+        )
+    return ERROR if result["failed"] else OK
+
+
+def read_prompts(file: Path) -> list[Any]:
+    """`prompt` of each line. Raises `DataError`."""
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{file}: line {number}: expected an object with `prompt`") from None
+    if not prompts:
+        raise DataError(f"{file}: there is no prompt in it")
+    return prompts
+
+
+def random_prompts(args: argparse.Namespace) -> list[list[int]]:
+    rng = random.Random(args.seed)
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(args.vocab_size) for _ in range(count)]
+
+    prefix = draw(args.prefix_len)
+    return [prefix + draw(args.input_len - args.prefix_len) for _ in range(args.num_prompts)]
+
+
+async def measure(args: argparse.Namespace, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Run all requests. Raises `DataError` if there is no server, or it refuses a request of the
+    warm-up."""
+    try:
+        client = Client(args.base_url, api_key=args.api_key)
+    except ValueError as error:
+        raise UsageError(f"`base_url`: {error}") from None
+    try:
+        model = args.model or (await client.get("/v1/models"))["data"][0]["id"]
+    except (OSError, EOFError, ValueError, LookupError) as error:
+        raise DataError(f"no server at {args.base_url}: {error}") from None
+    body = {
+        "model": model,
+        "max_tokens": args.output_len,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    body |= ({} if args.no_ignore_eos else {"ignore_eos": True}) | args.extra_body
+    rng = random.Random(args.seed + 1)
+    for _ in range(args.num_warmups):
+        warm = await client.complete(body | {"prompt": [rng.randrange(args.vocab_size)] * 8})
+        if warm.error:
+            raise DataError(f"the server refuses a request: {warm.error}")
+    gate = asyncio.Semaphore(args.max_concurrency or len(prompts))
+
+    async def one(prompt: Any) -> Timed:
+        async with gate:
+            return await client.complete(body | {"prompt": prompt})
+
+    begin, cpu, tasks, at = time.perf_counter(), time.process_time(), [], 0.0
+    for prompt in prompts:
+        await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
+        tasks.append(asyncio.ensure_future(one(prompt)))
+        if args.request_rate != float("inf"):
+            at += rng.gammavariate(args.burstiness, 1 / (args.request_rate * args.burstiness))
+    timed = [await task for task in tasks]
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    client.close()
+    return {"model": model, "timed": timed, "seconds": seconds, "client_cpu_share": cpu / seconds}
+
+
+def summary(
+    timed: Sequence[Timed], seconds: float, limits: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """Rates and times of a run; `limits` in seconds are those of the goodput."""
+    good = [one for one in timed if one.error is None]
+    result: dict[str, Any] = {
+        "completed": len(good),
+        "failed": len(timed) - len(good),
+        "errors": sorted({one.error for one in timed if one.error})[:5],
+        "prompt_tokens": sum(one.num_prompt_tokens for one in good),
+        "output_tokens": sum(one.num_tokens for one in good),
+    }
+    result["requests_per_s"] = len(good) / seconds
+    result["output_tokens_per_s"] = result["output_tokens"] / seconds
+    result["tokens_per_s"] = (result["output_tokens"] + result["prompt_tokens"]) / seconds
+    if limits:
+        within = [
+            one
+            for one in good
+            if all((getattr(one, name) or 0) <= ms for name, ms in limits.items())
+        ]
+        result["goodput_requests_per_s"] = len(within) / seconds
+    values = {
+        "ttft": [one.ttft for one in good],
+        "tpot": [one.tpot for one in good if one.tpot is not None],
+        "itl": [gap for one in good for gap in one.itl],
+        "e2e": [one.e2e for one in good],
+    }
+    for name, found in values.items():
+        if found:
+            cuts = (
+                statistics.quantiles(found, n=100, method="inclusive") if found[1:] else found * 99
+            )
+            result[name] = {"mean": statistics.fmean(found)}
+            result[name] |= {f"p{p}": cuts[p - 1] for p in PERCENTILES}
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures, as a table of Markdown."""
+    lines = [
+        f"{result['completed']} requests, {result['failed']} failed, {result['seconds']:.2f} s; "
+        f"{result['requests_per_s']:.2f} requests/s, {result['output_tokens_per_s']:.1f} output "
+        f"tokens/s, {result['tokens_per_s']:.1f} tokens/s in all; the client took "
+        f"{result['client_cpu_share']:.0%} of a core",
+        *(f"failed: {error}" for error in result["errors"]),
+    ]
+    if "goodput_requests_per_s" in result:
+        lines.append(f"goodput: {result['goodput_requests_per_s']:.2f} requests/s")
+    lines += ["", "| ms | mean | p50 | p90 | p99 |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        if name in result:
+            cells = (f"{1e3 * value:.2f}" for value in result[name].values())
+            lines.append(f"| {name.upper()} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _goodput(text: str | None) -> dict[str, float]:
+    limits = {}
+    for part in text.split(",") if text else ():
+        name, _, milliseconds = part.partition(":")
+        try:
+            limits[name] = float(milliseconds) / 1e3
+        except ValueError:
+            name = ""
+        if name not in GOODPUT:
+            raise UsageError(f"`goodput`={part!r} is not like ttft:500, tpot:50 or e2e:10000")
+    return limits
+
+
+def _document(
+    args: argparse.Namespace, result: dict[str, Any], timed: Sequence[Timed]
+) -> dict[str, Any]:
+    options = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in ("main", "command", "api_key", "output") and value != float("inf")
+    }
+    begin = min((one.sent for one in timed), default=0.0)
+    rows = [
+        {
+            "sent": one.sent - begin,
+            "arrivals": [at - begin for at in one.arrivals],
+            "tokens": one.num_tokens,
+            "error": one.error,
+        }
+        for one in timed
+    ]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "swiftkv_jax.infer", *sys.argv[1:]]),
+        "options": options,
+        **result,
+        "requests": rows,
+    }

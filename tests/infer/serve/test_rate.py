@@ -1,0 +1,32 @@
+"""The rate of prefill, from which the limit of waiting tokens and `Retry-After` follow."""
+
+import asyncio
+import math
+
+from swiftkv_jax.infer.serve.options import ServerOptions
+from swiftkv_jax.infer.serve.service import Service
+from tests.infer.mock_model_runner import mock_engine
+
+
+def test_only_seconds_with_prompts_that_wait_count():
+    async def run() -> None:
+        engine, _ = mock_engine(max_model_len=64)
+        service = Service(ServerOptions(), "tiny")
+        service.open(engine, 1000.0)
+        assert service.engine is not None and service.admission is not None
+        service.engine.stop()
+        admission, stats = service.admission, service.engine.snapshot.stats
+        assert admission.max_tokens == 30_000, "what the start has measured"
+        # (tokens that wait, tokens that ran in the second before)
+        for second, (waiting, tokens) in enumerate([(0, 0), (0, 50), (90, 5), (90, 400), (0, 20)]):
+            admission.tokens, stats.prefilled_tokens = waiting, stats.prefilled_tokens + tokens
+            service.tick(float(second))
+        assert service.prefill_rate == 400
+        admission.tokens = 2000
+        assert admission.retry_after() == math.ceil(2000 / 400)
+        admission.tokens = 10**6
+        assert admission.retry_after() == 60
+        service.prefill_rate = 0.0
+        assert admission.retry_after() == 1 and admission.max_tokens == 4 * 64
+
+    asyncio.run(run())
