@@ -148,6 +148,8 @@ class Cell:
 
     def __init__(self, rows: int, steps: int):
         self.rows, self.steps = rows, steps
+        self.clients = rows + rows // 2
+        """More than there are slots: else all wait for the slowest to send its next request."""
         self.runner = TimedModelRunner(rows, steps)
         options = EngineOptions(
             max_model_len=MAX_MODEL_LEN, max_num_seqs=rows, enable_prefix_caching=False
@@ -160,13 +162,14 @@ class Cell:
         """The engine alone."""
         rng = np.random.default_rng(0)
         params = SamplingParams(max_tokens=args.output_len, ignore_eos=True)
-        count = args.requests * self.rows
+        count = args.requests * self.clients
         prompts = rng.integers(0, VOCAB - 1, (count, args.input_len)).tolist()
         requests = [Request(prompt, params) for prompt in prompts]
         self.runner.begin()
         begin, cpu = time.perf_counter(), time.process_time()
         tokens = sum(
-            len(output.token_ids) for _, output in self._engine.run(requests, in_flight=self.rows)
+            len(output.token_ids)
+            for _, output in self._engine.run(requests, in_flight=self.clients)
         )
         seconds = time.perf_counter() - begin
         return self._figures(tokens, seconds, time.process_time() - cpu)
@@ -177,8 +180,8 @@ class Cell:
             command = [sys.executable, "-m", "swiftkv_jax.infer", "bench", "serve"]
             command += f"--base-url http://127.0.0.1:{port} --vocab-size {VOCAB - 1}".split()
             command += f"--input-len {args.input_len} --output-len {args.output_len}".split()
-            command += f"--num-prompts {args.requests * self.rows} --num-warmups 1".split()
-            command += f"--max-concurrency {self.rows} -o {file.name}".split()
+            command += f"--num-prompts {args.requests * self.clients} --num-warmups 1".split()
+            command += f"--max-concurrency {self.clients} -o {file.name}".split()
             cpu = time.process_time()
             subprocess.run(command, capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
             found = json.loads(Path(file.name).read_text(encoding="utf-8"))
@@ -248,7 +251,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = arguments.add_argument
-    add("--rows", default="64,256", help="slots and clients (default: %(default)s)")
+    add(
+        "--rows",
+        default="64,256",
+        help="slots; there are half as many more clients (default: %(default)s)",
+    )
     add("--steps", default="1,4,8", help="steps of a decode call (default: %(default)s)")
     add("--input-len", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--output-len", type=int, default=250, metavar="N", help="(default: %(default)s)")
@@ -301,7 +308,7 @@ def summary(cells: Seq[dict[str, Any]]) -> str:
         for cell in cells
     ]
     header = (
-        "clients, steps a call, bare tokens/s, over HTTP, share, device idle bare, over HTTP, "
+        "slots, steps a call, bare tokens/s, over HTTP, share, device idle bare, over HTTP, "
         "TTFT p50"
     )
     return table(header.split(", "), rows)
