@@ -8,6 +8,7 @@ import functools
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -72,6 +73,23 @@ def test_prefill(prefill):
     exponentials = [i for i in loop if code.instructions[i].text.startswith("MUFU.EX2")]
     assert len(exponentials) >= EXPONENTIALS
     assert waits[0] < min(exponentials) and max(exponentials) < waits[1]
+
+
+def test_packed_rows_with_log_sum_exps():
+    """Training's forward pass, of several rows: what takes the most registers."""
+
+    def forward(q, k, v, ids):
+        op = functools.partial(prefill_attention, segment_ids=ids, implementation="hopper")
+        return jax.vjp(op, q, k, v)[0]
+
+    q, kv, ids = shape(4, 8192, N, 128), shape(4, K, 8192, 128), shape(4, 8192, dtype=jnp.int32)
+    _, (kernel,) = compile_for("h200:1", forward, q, kv, kv, ids)
+    code = sass.disassemble(Path(os.environ["MOSAIC_GPU_DUMP_TO"], f"{kernel.name}.ptx"))
+    print(f"{kernel.spilled} bytes spilled")
+    assert kernel.spilled <= 32 and not kernel.warned
+    loop = sass.main_loop(code)
+    assert len(sass.indices(code, "HGMMA", within=loop)) == 2 * 128 // 16
+    assert not sass.indices(code, "LDL", "STL", within=loop), "local memory in the loop"
 
 
 @pytest.mark.parametrize("cache_format", CACHE)

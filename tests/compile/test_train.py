@@ -47,7 +47,8 @@ def test_it_fits_as_planned(name):
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert fits(peak, hardware) and fits(planned, hardware)
     assert planned == pytest.approx(peak, rel=0.1)
-    assert all(kernel.spilled == 0 for kernel in kernels)
+    # Packed rows of several keep two registers elsewhere during the loop of a tile (`test_sass`).
+    assert all(kernel.spilled <= 32 for kernel in kernels)
     text = str(compiled.as_text())
     assert ("mosaic_gpu" if topology.startswith("h") else "tpu_custom_call") in text, (
         "our own attention kernels run"
@@ -78,7 +79,8 @@ def test_a_calibration_fits_as_planned(name):
     hardware = hardware_of(mesh.devices.flat[0].device_kind)
     assert hardware is not None and fits(peak, hardware)
     assert planned == pytest.approx(peak, rel=0.1)
-    assert all(kernel.spilled == 0 for kernel in kernels)
+    # Packed rows of several keep two registers elsewhere during the loop of a tile (`test_sass`).
+    assert all(kernel.spilled <= 32 for kernel in kernels)
     assert (
         figures.alias_size_in_bytes
         >= 0.99
