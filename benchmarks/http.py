@@ -205,7 +205,8 @@ class Cell:
         bare, served = [], []
         for _ in range(args.repetitions):
             bare.append(self.bare(args))
-            served.append(asyncio.run(self._serve(args)))
+            with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+                served.append(runner.run(self._serve(args)))
         found = {
             kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             for kind, runs in (("bare", bare), ("served", served))

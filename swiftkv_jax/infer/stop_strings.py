@@ -20,12 +20,17 @@ class StopStrings:
         self.hit: str | None = None
         """The string that was complete first; of two at once, the longer."""
 
+    @property
+    def is_empty(self) -> bool:
+        """There are no strings to look for."""
+        return len(self._automaton.children) == 1
+
     def push(self, text: str) -> str:
         """The text that cannot be part of a stop string any more. After a hit, nothing."""
         if self.hit:
             return ""
         children, suffixes, depths, complete = self._automaton
-        if len(children) == 1:
+        if self.is_empty:
             return text
         whole, before, state = self._held + text, len(self._held), self._state
         for at, character in enumerate(text, start=1):

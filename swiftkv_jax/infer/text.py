@@ -161,6 +161,18 @@ class Detokenizer:
         )
         return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """The text that has become certain of several tokens, at the cost of one where they end
+        with a whole character."""
+        if not self._ids:
+            self._begin()
+        before = len(self._ids)
+        self._ids += tokens
+        if not (text := self._pending()).endswith(REPLACEMENT):
+            return self._release(len(self._ids), text)
+        del self._ids[before:]
+        return "".join(map(self.push, tokens))
+
     def finish(self) -> str:
         """What was held back, incomplete bytes as replacement characters."""
         return self._release(len(self._ids), self._pending())
@@ -242,6 +254,9 @@ class TextStream:
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that has become certain. Tokens after a stop string are ignored."""
+        if self._stops.is_empty:
+            self.token_ids += (tokens := [*tokens])
+            return self._detokenizer.push_all(tokens)
         text = ""
         for token in tokens:
             if self.stopped:

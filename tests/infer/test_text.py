@@ -3,6 +3,7 @@ string."""
 
 import random
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -55,6 +56,18 @@ def test_any_tokens_give_their_text(tokenizer):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_tokens_at_once_give_the_same_text(tokenizer, size):
+    """Bytes of characters that other calls bring the rest of, and bytes that become none."""
+    rng = np.random.default_rng(size)
+    for seed in range(40):
+        ids = rng.integers(3, len(tokenizer), 40 if seed % 2 else 8).tolist()
+        ids += tokenizer("naïve – 漢字 🤖", add_special_tokens=False)["input_ids"]
+        detokenizer = Detokenizer(tokenizer)
+        parts = [detokenizer.push_all(ids[at : at + size]) for at in range(0, len(ids), size)]
+        assert "".join([*parts, detokenizer.finish()]) == tokenizer.decode(ids)
 
 
 def test_a_stream_is_never_broken(tokenizer):

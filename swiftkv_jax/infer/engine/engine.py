@@ -310,11 +310,12 @@ class Engine[R: ModelRunnerBase]:
 
     def _sample_output(self, sequence: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
         state, params = sequence.request_state, sequence.params
-        emitted = [int(token) for token in sampled.token[row] if token >= 0]
+        tokens = sampled.token[row].tolist()
+        emitted = [token for token in tokens if token >= 0]
         sequence.token_ids += emitted
         sequence.num_remaining_tokens -= len(emitted)
         self.stats.new_tokens += len(emitted)
-        broken = NON_FINITE in sampled.token[row]
+        broken = NON_FINITE in tokens
         ended = not broken and (
             emitted[-1] in params.stop_token_ids
             or (emitted[-1] in self.eos_token_ids and not params.ignore_eos)

@@ -164,7 +164,8 @@ def main(args: argparse.Namespace) -> int:
         say("warming")
         return server.Loaded(engine, tokenizer, defaults, warm(engine))
 
-    return asyncio.run(server.serve(options, name, listener, load)) or OK
+    with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+        return runner.run(server.serve(options, name, listener, load)) or OK
 
 
 def warm(engine: Engine) -> float:

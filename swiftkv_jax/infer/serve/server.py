@@ -67,6 +67,11 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed; None is asyncio's own."""
+    return uvicorn.Config("", loop="auto").get_loop_factory()
+
+
 async def serve(
     options: ServerOptions,
     model_name: str,

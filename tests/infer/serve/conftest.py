@@ -146,18 +146,19 @@ def start() -> Iterator[Start]:
         code: list[int] = []
 
         def run() -> None:
-            code.append(
-                asyncio.run(
-                    server.serve(
-                        ServerOptions(**options),
-                        "tiny",
-                        listener,
-                        lambda say: server.Loaded(made, make_tokenizer(), {"temperature": 1.0}),
-                        handle_signals=False,
-                        on_start=lambda app, stop: apps.append((app, stop)),
+            with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+                code.append(
+                    runner.run(
+                        server.serve(
+                            ServerOptions(**options),
+                            "tiny",
+                            listener,
+                            lambda say: server.Loaded(made, make_tokenizer(), {"temperature": 1.0}),
+                            handle_signals=False,
+                            on_start=lambda app, stop: apps.append((app, stop)),
+                        )
                     )
                 )
-            )
 
         thread = threading.Thread(target=run, daemon=True)
         port = listener.getsockname()[1]
