@@ -92,6 +92,8 @@ ALLOWED = {
     "spans": "train/data/",
     # A keyword of `concurrent.futures`, a method of `asyncio`.
     "cancel": ("infer/runner/compilation", "infer/serve/"),
+    # A label of vLLM's metrics.
+    "block_size": "infer/serve/service",
     # A masked key.
     "unseen": "pallas_kernels/",
 }

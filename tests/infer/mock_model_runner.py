@@ -132,7 +132,8 @@ class MockModelRunner:
                 self._check(state, pages, row.tokens)
                 out[step] = next_token(row.tokens, sequence.index, ends)
                 row.tokens.append(int(out[step]))
-                row.remaining = 0 if out[step] == END else row.remaining - 1
+                over = out[step] == END or out[step] in sequence.params.stop_token_ids
+                row.remaining = 0 if over else row.remaining - 1
                 if not row.remaining:
                     break
         return AsyncOutput(emitted, "tokens")

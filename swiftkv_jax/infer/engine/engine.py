@@ -135,6 +135,11 @@ class Engine[R: ModelRunnerBase]:
         return Load.of(self._scheduler)
 
     @property
+    def waiting_request_ids(self) -> list[int]:
+        """Requests of which nothing has been planned."""
+        return [state.request_id for state in self._scheduler.waiting]
+
+    @property
     def num_running(self) -> int:
         """Sequences whose prompts are cached and that have not ended."""
         return len(self._scheduler.running)

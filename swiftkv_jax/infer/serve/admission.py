@@ -10,10 +10,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from .errors import APIError
+from .errors import APIError, invalid
 from .options import ServerOptions
 
 QUANTUM = 2048
@@ -25,16 +25,24 @@ class Reservation:
     """What one request holds until `release`."""
 
     key: str
-    num_sequences: int
-    num_bytes: int
-    num_tokens: int
-    """Prompt tokens that are not cached yet."""
     _admission: Admission
+    num_sequences: int = 0
+    num_bytes: int = 0
+    num_tokens: int = 0
+    """Prompt tokens that are not cached yet."""
     _released: bool = False
 
-    def count_tokens(self, num_tokens: int, num_sequences: int) -> None:
-        """Replace the estimates by what was counted. Raises `APIError` if that is too much."""
+    def add_bytes(self, num_bytes: int) -> None:
+        """So much more of the body is in. Raises `APIError`."""
+        self._admission.check(0, 0, num_bytes, self.key)
+        self._admission.add(0, 0, num_bytes, self.key)
+        self.num_bytes += num_bytes
+
+    def count(self, num_tokens: int, num_sequences: int, param: str = "prompt") -> None:
+        """Hold so many instead of what was held. Raises `APIError` if that is too much now, or,
+        with the name of a field, ever."""
         admission = self._admission
+        admission.check_alone(num_sequences, param)
         admission.add(-self.num_tokens, -self.num_sequences, 0, self.key)
         self.num_tokens = self.num_sequences = 0
         admission.check(num_tokens, num_sequences, 0, self.key)
@@ -82,12 +90,18 @@ class Admission:
             return limit
         return max(4 * self._max_model_len, int(30 * self._prefill_rate()))
 
-    def reserve(self, key: str, *, num_bytes: int, num_tokens: int) -> Reservation:
-        """Room for a request of one sequence whose body is in. Raises `APIError`."""
-        num_tokens = min(num_tokens, self._max_model_len)
-        self.check(num_tokens, 1, num_bytes, key)
-        self.add(num_tokens, 1, num_bytes, key)
-        return Reservation(key, 1, num_bytes, num_tokens, self)
+    def reserve(self, key: str) -> Reservation:
+        """For a request whose body is not in yet: it holds nothing, but one that would be refused
+        is refused now. Raises `APIError`."""
+        self.check(0, 1, 0, key)
+        return Reservation(key, self)
+
+    def check_alone(self, sequences: int, param: str) -> None:
+        """Raise `APIError` for more sequences than one request may ever have."""
+        limit = min(self.max_sequences, self._options.max_reqs_per_key or self.max_sequences)
+        if sequences > limit:
+            message = f"{sequences} sequences in one request are above the limit of {limit}"
+            raise invalid(param, message)
 
     def check(self, tokens: int, sequences: int, num_bytes: int, key: str) -> None:
         """Raise `APIError` if there is no room for so much more. One request alone is never
@@ -142,7 +156,7 @@ class Admission:
         return APIError(status, code, f"{message}; try again later", headers=headers)
 
 
-class Waiting(Protocol):
+class Waiting(Hashable, Protocol):
     """What waits in a `FairQueue`."""
 
     @property
@@ -155,40 +169,36 @@ class FairQueue[W: Waiting]:
     first served."""
 
     def __init__(self):
-        self._queues: dict[str, collections.deque[W]] = {}
+        self._queues: dict[str, dict[W, None]] = {}
         """Of the keys that wait; the first one's turn it is."""
         self._credit: dict[str, int] = {}
-        self._removed: set[int] = set()
-        self._length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return sum(map(len, self._queues.values()))
 
     def push(self, key: str, waiting: W) -> None:
-        if key not in self._queues:
-            self._queues[key], self._credit[key] = collections.deque(), 0
-        self._queues[key].append(waiting)
-        self._length += 1
+        self._queues.setdefault(key, {})[waiting] = None
+        self._credit.setdefault(key, 0)
 
-    def remove(self, waiting: W) -> None:
+    def remove(self, key: str, waiting: W) -> None:
         """Take out what has not been popped."""
-        self._removed.add(id(waiting))
-        self._length -= 1
+        del self._queues[key][waiting]
+        self._drop_if_empty(key)
 
     def pop(self) -> W | None:
         """The next; None if nothing waits."""
         while self._queues:
             key, queue = next(iter(self._queues.items()))
-            while queue and id(queue[0]) in self._removed:
-                self._removed.discard(id(queue.popleft()))
-            if not queue:
-                del self._queues[key], self._credit[key]
-                continue
-            if self._credit[key] >= queue[0].num_prompt_tokens or len(self._queues) == 1:
-                waiting = queue.popleft()
-                self._credit[key] = max(self._credit[key] - waiting.num_prompt_tokens, 0)
-                self._length -= 1
-                return waiting
+            first = next(iter(queue))
+            if self._credit[key] >= first.num_prompt_tokens or len(self._queues) == 1:
+                del queue[first]
+                self._credit[key] = max(self._credit[key] - first.num_prompt_tokens, 0)
+                self._drop_if_empty(key)
+                return first
             self._credit[key] += QUANTUM
             self._queues[key] = self._queues.pop(key)  # to the end
         return None
+
+    def _drop_if_empty(self, key: str) -> None:
+        if not self._queues[key]:
+            del self._queues[key], self._credit[key]

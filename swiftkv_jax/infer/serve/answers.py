@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from typing import Any
 
@@ -50,14 +51,15 @@ class CompletionLogprobs:
 
     def __init__(self, spellings: TokenSpellings):
         self._spellings, self._offset = spellings, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, token_ids: list[int], logprobs: list[Logprob | None]) -> dict[str, Any]:
         """Lists for the next tokens; None is an entry for a token that nothing predicts."""
-        tokens = [self._spellings[token].text for token in token_ids]
-        offsets = []
-        for text in tokens:
+        spellings = [self._spellings[token] for token in token_ids]
+        tokens, offsets = [spelling.text for spelling in spellings], []
+        for spelling in spellings:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._decoder.decode(spelling.content))
         return {
             "tokens": tokens,
             "token_logprobs": [None if one is None else _finite(one.logprob) for one in logprobs],
@@ -127,8 +129,8 @@ class Writer:
         chunk = head | {"choices": choices, "system_fingerprint": self._fingerprint} | fields
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def first(self, part: Part, choice: Choice) -> dict[str, Any] | None:
-        """The first event of a choice, if it has one of its own."""
+    def first(self, part: Part, choice: Choice, **fields: Any) -> list[bytes]:
+        """Events that come before the text of a choice."""
         raise NotImplementedError
 
     def next(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
@@ -165,9 +167,12 @@ class ChatWriter(Writer):
             **self._ids(delta),
         }
 
-    def first(self, part: Part, choice: Choice) -> dict[str, Any] | None:
+    def first(self, part: Part, choice: Choice, **fields: Any) -> list[bytes]:
         delta = {"role": "assistant", "content": ""}
-        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        found = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if self._with_token_ids and not choice.index:
+            fields["prompt_token_ids"] = part.prompt.token_ids.tolist()
+        return [self.event([found], **fields)]
 
     def next(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
         logprobs = chat_logprobs(delta, self._spellings) if self._with_logprobs else None
@@ -241,17 +246,14 @@ class CompletionWriter(Writer):
             result |= self._ids(delta) | {"prompt_token_ids": part.prompt.token_ids.tolist()}
         return result
 
-    def first(self, part: Part, choice: Choice) -> dict[str, Any] | None:
-        if not self._echo:
-            return None
-        number = choice.index // len(part.choices)
-        end = {"finish_reason": None, "stop_reason": None}
-        return {
-            "index": choice.index,
-            "text": self._prompt_texts[number],
-            "logprobs": None,
-            **end,
-        }
+    def first(self, part: Part, choice: Choice, **fields: Any) -> list[bytes]:
+        found: dict[str, Any] = {"index": choice.index, "text": "", "logprobs": None}
+        found |= {"finish_reason": None, "stop_reason": None}
+        if self._echo:
+            found["text"] = self._prompt_texts[choice.index // len(part.choices)]
+        if self._with_token_ids:
+            found["prompt_token_ids"] = part.prompt.token_ids.tolist()
+        return [self.event([found], **fields)] if self._echo or self._with_token_ids else []
 
     def next(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
         logprobs = None

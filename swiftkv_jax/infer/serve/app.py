@@ -23,7 +23,7 @@ from .errors import APIError, invalid, printable, unsupported
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .options import ServerOptions
 from .prompts import Prompt, PromptEncoder
-from .protocol import ChatBody, DetokenizeBody, TokenizeBody, decode
+from .protocol import MAX_MESSAGES, ChatBody, DetokenizeBody, TokenizeBody, decode
 from .schema import openapi
 from .service import Service
 from .token_text import TokenSpellings
@@ -87,10 +87,10 @@ class App:
                 param="model",
             )
 
-    async def encode_chat(self, body: ChatBody | TokenizeBody, salt: str) -> Prompt:
+    async def encode_chat(self, body: ChatBody | TokenizeBody, salt: str, num_bytes: int) -> Prompt:
         """The prompt of the messages of a body. Raises `APIError`."""
-        if not body.messages:
-            raise invalid("messages", "`messages` must have at least one message")
+        if not body.messages or len(body.messages) > MAX_MESSAGES:
+            raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
         if not getattr(self.tokenizer, "chat_template", None):
             raise unsupported(
                 "messages", "this model has no chat template: use /v1/completions, or a chat model"
@@ -105,7 +105,8 @@ class App:
                 "`continue_final_message` and `add_generation_prompt` exclude each other",
             )
         return await self.encoder.encode_chat(
-            [message.rendered(number) for number, message in enumerate(body.messages)],
+            body.messages,
+            num_bytes=num_bytes,
             salt=salt,
             add_generation_prompt=generation_prompt,
             continue_final_message=go_on,
@@ -147,11 +148,13 @@ class App:
                     expose_headers=["x-request-id", "server-timing", "retry-after"],
                 )
             )
-        return Starlette(
+        found = Starlette(
             routes=routes,
             middleware=middleware,
             exception_handlers={HTTPException: Endpoint(self, "other", refuse, True).of_exception},
         )
+        found.router.redirect_slashes = False  # to whatever Host a client names
+        return found
 
 
 class Endpoint:
@@ -163,12 +166,15 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         exchange = Exchange(scope, receive, send, write_timeout=app.options.write_timeout)
+        if app.service.state == "draining":
+            exchange.extra["connection"] = "close"
         try:
             try:
                 self._check_host(exchange)
                 if not self._public:
                     exchange.key = app.keys.name_of(exchange.headers)
                 await self._handler(app, exchange)
+                await exchange.flush()
             except APIError as error:
                 await exchange.send_error(error)
             except ClientGone:
@@ -179,6 +185,7 @@ class Endpoint:
                 if not isinstance(error, OSError):
                     await exchange.send_error(APIError(500, "internal", message))
         except ClientGone as gone:
+            app.service.metrics.slow_clients += bool(gone.args)
             exchange.log["error"] = "slow_client" if gone.args else "client_gone"
         finally:
             exchange.close()
@@ -316,7 +323,7 @@ async def tokenize(app: App, exchange: Exchange) -> None:
             [body.prompt], add_special_tokens=special, salt="", param="prompt"
         )
     else:
-        prompt = await app.encode_chat(body, "")
+        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
     ids = prompt.token_ids.tolist()
     found: dict[str, Any] = {
         "count": len(ids),

@@ -72,7 +72,10 @@ def read_keys(given: Iterable[str], file: Path | None) -> dict[str, str]:
     if key := os.environ.get(KEY_VARIABLE):
         keys["environment"] = key
     if file is not None:
-        keys |= _read_file(file)
+        of_file = _read_file(file)
+        if both := sorted(keys.keys() & of_file.keys()):
+            raise UsageError(f"`api_key_file`={file}: the name {both[0]!r} is taken")
+        keys |= of_file
     for name, key in keys.items():
         if not re.fullmatch(r"[!-~]{8,512}", key):
             raise UsageError(f"the key {name!r} must be 8 to 512 letters, digits and signs")
@@ -89,8 +92,10 @@ def _read_file(file: Path) -> dict[str, str]:
             continue
         name, colon, key = line.partition(":")
         name, key = (name.strip(), key.strip()) if colon else (f"line {number}", line)
-        if name in keys or not name.isprintable():
+        if name in keys:
             raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is there twice")
+        if not name.isprintable():
+            raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is no name")
         keys[name] = key
     if not keys:
         raise UsageError(f"`api_key_file`={file}: there is no key in it")

@@ -4,12 +4,14 @@ before the first request, half headers and half bodies it keeps for ever."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import APIError, invalid
+from .exchange import CONNECTION
 from .options import ServerOptions
 
 MAX_HEADER_BYTES = 65536
@@ -25,7 +27,16 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
         self._phase = ""
+        app = self.app
+
+        async def run(scope: Any, receive: Any, send: Any) -> None:
+            scope["extensions"] = {CONNECTION: self}
+            await app(scope, receive, send)
+
+        self.app = run
         super().connection_made(transport)
+        # What is sent next waits until the system has what was sent before: `flow.drain`.
+        transport.set_write_buffer_limits(0)
         if len(self.connections) > self.options.max_connections:
             message = f"there are {self.options.max_connections} connections"
             self._refuse(APIError(503, "too_many_connections", message))
@@ -40,25 +51,35 @@ class Connection(H11Protocol):
         if self._phase == "idle":
             self._enter("headers", self.options.header_timeout)
         super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's own timer, in whole seconds
+        self._follow()
+
+    def _follow(self) -> None:
+        """Give what the connection waits for its time."""
         if self.transport.is_closing():
             return
-        state = self.conn.their_state
+        state, buffered = self.conn.their_state, len(self.conn.trailing_data[0])
         if state is h11.SEND_BODY:
             if self._phase != "body":
                 length = dict(self.headers).get(b"content-length", b"0")
                 extra = int(length) / BYTES_PER_SECOND if length.isdigit() else 600.0
                 self._enter("body", self.options.body_timeout + min(extra, 3600.0))
         elif state is h11.IDLE:
-            if self.conn.trailing_data[0] and self._phase != "headers":
-                self._enter("headers", self.options.header_timeout)
+            phase = "headers" if buffered else "idle"
+            if self._phase != phase:
+                options = self.options
+                seconds = options.header_timeout if buffered else options.keep_alive_timeout
+                self._enter(phase, seconds)
         else:
             self._enter("", None)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        # uvicorn's own timer of idle connections runs now; the next byte begins another request.
-        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
-            self._enter("idle", None)
+            # uvicorn stops reading while a request runs, and would not notice that the client
+            # leaves.
+            if self.flow.read_paused and buffered < MAX_HEADER_BYTES:
+                self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or has too long headers."""

@@ -17,11 +17,11 @@ from ..engine.requests import Request, RequestOutput, ScoreRequest
 from ..engine.stats import Load, Stats
 
 
-class Aborted(NamedTuple):
-    """What follows `abort` of a whole request: its pages and slots are free again."""
+class Ended(NamedTuple):
+    """The last event of every request, however it ended: its pages and slots are free again."""
 
 
-Event = tuple[int, "RequestOutput | UsageError | Aborted"]
+Event = tuple[int, "RequestOutput | UsageError | Ended"]
 """Id of a request, and what became of it."""
 
 
@@ -31,6 +31,8 @@ class Snapshot(NamedTuple):
     load: Load
     stats: Stats
     prefix: PrefixStats
+    waiting: frozenset[int]
+    """Ids of requests of which nothing has been planned."""
     num_taken: int
     """Requests that the thread has taken since it began."""
     num_steps: int
@@ -69,23 +71,24 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End after the step that runs, whatever is unfinished, and wait for that."""
+    def stop(self, timeout: float | None = None) -> bool:
+        """End after the step that runs, whatever is unfinished. False if that does not end in
+        `timeout` seconds."""
         self._stopping = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     # From any thread ------------------------------------------------------------
 
     def submit(self, request_id: int, request: Request | ScoreRequest) -> None:
         """Queue a request under an id of the caller's. One that can never run gives a
-        `UsageError` as its only event."""
+        `UsageError`. `Ended` follows in any case."""
         self._submitted.append((request_id, request))
         self._wake.set()
 
     def abort(self, request_id: int, sample: int | None = None) -> None:
-        """End a request, or one of its samples. Only a whole request that has not ended is
-        confirmed, with `Aborted`; nothing of it follows."""
+        """End a request, or one of its samples. Does nothing for one that has ended."""
         self._aborted.append((request_id, sample))
         self._wake.set()
 
@@ -124,6 +127,7 @@ class EngineThread:
             engine.load,
             stats,
             engine.prefix_stats,
+            frozenset(self._names[name] for name in engine.waiting_request_ids),
             self._num_taken,
             self._num_steps,
             time.monotonic(),
@@ -131,34 +135,28 @@ class EngineThread:
         )
 
     def _take_commands(self) -> list[Event]:
-        """Abort first: what leaves makes room for what comes."""
+        """Aborts come first: what leaves makes room. They are taken out of their queue before the
+        submissions, so the request that one names is known, or among those, or has ended."""
         events: list[Event] = []
+        aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
         submitted = dict(self._submitted.popleft() for _ in range(len(self._submitted)))
         self._num_taken += len(submitted)
-        for _ in range(len(self._aborted)):
-            request_id, sample = self._aborted.popleft()
+        for request_id, sample in aborted:
             if sample is None and submitted.pop(request_id, None) is not None:
-                events.append((request_id, Aborted()))
+                events.append((request_id, Ended()))
             elif request_id in self._ids:
-                self._abort(request_id, sample, events)
+                self._engine.abort_request(self._ids[request_id], sample)
+                self._end(request_id, sample, events)
         for request_id, request in submitted.items():
             try:
                 name = self._engine.add_request(request)
             except UsageError as error:
-                events.append((request_id, error))
+                events += [(request_id, error), (request_id, Ended())]
                 continue
             self._ids[request_id], self._names[name] = name, request_id
             samples = request.params.n if isinstance(request, Request) else 1
             self._unfinished[request_id] = set(range(samples))
         return events
-
-    def _abort(self, request_id: int, sample: int | None, events: list[Event]) -> None:
-        self._engine.abort_request(self._ids[request_id], sample)
-        if sample is None:
-            self._forget(request_id)
-            events.append((request_id, Aborted()))
-        else:
-            self._end(request_id, sample)
 
     def _step(self) -> list[Event]:
         events: list[Event] = []
@@ -167,14 +165,14 @@ class EngineThread:
                 continue
             events.append((request_id, output))
             if output.finish_reason is not None:
-                self._end(request_id, output.sample)
+                self._end(request_id, output.sample, events)
         self._num_steps += 1
         return events
 
-    def _end(self, request_id: int, sample: int) -> None:
-        self._unfinished[request_id].discard(sample)
-        if not self._unfinished[request_id]:
-            self._forget(request_id)
-
-    def _forget(self, request_id: int) -> None:
-        del self._names[self._ids.pop(request_id)], self._unfinished[request_id]
+    def _end(self, request_id: int, sample: int | None, events: list[Event]) -> None:
+        """A sample has ended, or all have."""
+        unfinished = self._unfinished[request_id]
+        unfinished.discard(-1 if sample is None else sample)
+        if sample is None or not unfinished:
+            del self._names[self._ids.pop(request_id)], self._unfinished[request_id]
+            events.append((request_id, Ended()))

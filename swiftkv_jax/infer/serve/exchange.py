@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import APIError
+from .errors import APIError, invalid
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,6 +24,10 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
+CONNECTION = "swiftkv.connection"
+"""Extension of the scope: the `Connection` of the request."""
+
+
 class ClientGone(Exception):
     """The client has closed the connection, or does not read it."""
 
@@ -32,6 +36,7 @@ class Exchange:
     """A request, and the one answer to it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float):
+        self._connection = scope["extensions"][CONNECTION]
         self._receive, self._send, self._write_timeout = receive, send, write_timeout
         self.scope, self.arrival = scope, time.monotonic()
         """`arrival` is set anew when the body is in."""
@@ -61,9 +66,9 @@ class Exchange:
 
     # In --------------------------------------------------------------------------------
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, count: Callable[[int], None] = lambda size: None) -> bytes:
         """The body. Raises `APIError` if it is not JSON, or has more than `limit` bytes as soon as
-        that is known, and `ClientGone`."""
+        that is known, and `ClientGone`. `count` is called with the size of each part that comes."""
         content_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if content_type != JSON.encode():
             raise APIError(415, "unsupported_media_type", f"the body must be {JSON}")
@@ -81,6 +86,7 @@ class Exchange:
             self.num_bytes_in += len(parts[-1])
             if self.num_bytes_in > limit:
                 raise self._too_large(limit)
+            count(len(parts[-1]))
             if not message.get("more_body"):
                 self.arrival = time.monotonic()
                 return b"".join(parts)
@@ -93,6 +99,15 @@ class Exchange:
             f"the body has more than {limit} bytes",
             headers={"connection": "close"},
         )
+
+    def timeout(self) -> float | None:
+        """Seconds that the client gives the request in `X-Request-Timeout-Ms`. Raises
+        `APIError`."""
+        if (given := self.headers.get(b"x-request-timeout-ms")) is None:
+            return None
+        if not given.isdigit() or not 0 < int(given[:12]):
+            raise invalid("X-Request-Timeout-Ms", "must be a whole number of milliseconds above 0")
+        return int(given[:12]) / 1e3
 
     def watch(self) -> None:
         """From now on `is_gone` tells whether the client has left, and `on_gone` is called when it
@@ -125,6 +140,10 @@ class Exchange:
         await self._start(status, content_type, {"content-length": str(length)})
         await self._write(content, more=False)
 
+    async def flush(self) -> None:
+        """Wait until the system has all that was sent. Raises `ClientGone`."""
+        await self._in_time(self._connection.flow.drain())
+
     async def send_error(self, error: APIError) -> None:
         """An answer, or, where a stream has begun, its last event. Raises `ClientGone`."""
         self.log["error"] = error.code
@@ -143,7 +162,6 @@ class Exchange:
         await self._write(content, more=more)
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
-        self.status = status
         every = {
             "content-type": content_type,
             "x-content-type-options": "nosniff",
@@ -152,17 +170,27 @@ class Exchange:
             **self.extra,
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._in_time(
+            self._send({"type": "http.response.start", "status": status, "headers": raw})
+        )
+        self.status = status
 
     async def _write(self, content: bytes, *, more: bool) -> None:
         if self.is_gone:
             raise ClientGone
-        message = {"type": "http.response.body", "body": content, "more_body": more}
         self.num_bytes_out += len(content)
+        await self._in_time(
+            self._send({"type": "http.response.body", "body": content, "more_body": more})
+        )
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
+        """A client that does not read ends its connection, with what it has not read."""
         try:
             async with asyncio.timeout(self._write_timeout):
-                await self._send(message)
+                await sending
         except TimeoutError:
+            self._connection.transport.abort()
+            await asyncio.sleep(0.01)  # uvicorn notices
             raise ClientGone("slow") from None
         except OSError:
             raise ClientGone from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..engine.sampling_params import SamplingParams
 from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
-from .errors import unsupported
+from .errors import printable, unsupported
 from .exchange import DONE, KEEP_ALIVE, ClientGone, Exchange
 from .generation import Choice, Generation, Part, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
@@ -34,23 +34,28 @@ async def chat_completions(app: App, exchange: Exchange) -> None:
 async def _generate(
     app: App, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]
 ) -> None:
+    app.service.check_ready()
+    with app.service.answering():
+        await _answer_one(app, exchange, kind)
+
+
+async def _answer_one(
+    app: App, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]
+) -> None:
     service = app.service
-    service.check_ready()
     assert service.admission is not None
-    length = exchange.headers.get(b"content-length", b"")
-    num_bytes = min(int(length), app.max_body_size) if length.isdigit() else 0
-    reservation = service.admission.reserve(
-        exchange.key, num_bytes=num_bytes, num_tokens=num_bytes // 4
-    )
+    reservation = service.admission.reserve(exchange.key)
     try:
-        content = await exchange.body(app.max_body_size)
+        content = await exchange.body(app.max_body_size, reservation.add_bytes)
+        reservation.count(min(len(content) // 4, service.max_model_len), 1)
         body, ignored = decode(kind, content, ignore_unknown=app.options.unknown_fields == "ignore")
         if ignored:
-            exchange.extra["x-ignored-fields"] = ",".join(ignored)[:1024]
+            exchange.extra["x-ignored-fields"] = printable(ascii(",".join(ignored))[1:-1], 1024)
         app.check_model(body.model)
         refuse_unsupported(body)
         if body.request_id is not None:
             exchange.request_id = body.request_id
+        timeout = exchange.timeout()
         exchange.watch()
         if isinstance(body, ChatBody):
             generation, writer = await _chat(app, exchange, body, reservation)
@@ -62,27 +67,28 @@ async def _generate(
     except BaseException:
         reservation.release()
         raise
-    queue_key = exchange.key
-    if app.options.fair_by == "user":
-        queue_key = f"{exchange.key}/{body.user or ''}"
-    elif app.options.fair_by == "none":
-        queue_key = ""
+    generation.timeout = timeout
+    generation.queue_key = {
+        "key": exchange.key,
+        "user": f"{exchange.key}/{body.user or ''}",
+        "none": "",
+    }[app.options.fair_by]
     exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
     if generation.parts:
-        service.submit(generation, queue_key)
+        service.submit(generation)
     else:
         reservation.release()
-    reason = "client"
     try:
         if body.stream:
             await _stream(app, exchange, body, generation, writer)
         else:
             await _answer(exchange, generation, writer)
     except ClientGone as gone:
-        reason = "slow_client" if gone.args else "client"
+        service.abort(generation, "slow_client" if gone.args else "client")
         raise
     finally:
-        service.abort(generation, reason)
+        if not generation.is_done:
+            service.abort(generation, "client")
         _log(exchange, generation)
 
 
@@ -104,8 +110,10 @@ async def _completion(
     scores = bool(body.echo) and body.logprobs is not None
     if scores and not app.scoring:
         raise unsupported("echo", "`echo` with `logprobs` needs the server's `enable_scoring`")
-    if scores and body.stream:
-        raise unsupported("stream", "`stream` with `echo` and `logprobs` is not supported")
+    if body.stream and (scores or body.max_tokens == 0):
+        raise unsupported(
+            "stream", "`stream` does not go with `echo` and `logprobs`, or without new tokens"
+        )
     start = time.perf_counter()
     prompts = await app.encoder.encode(
         texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
@@ -119,7 +127,7 @@ async def _completion(
     parts = [part for part in scored if scores and len(part.prompt.token_ids) > 1]
     if generates:
         parts += _parts(app, body, prompts, params, salt)
-    _count(reservation, parts)
+    _count(reservation, parts, "n" if params.n > 1 else "prompt")
     prompt_texts = []
     if body.echo:
         prompt_texts = [
@@ -143,12 +151,12 @@ async def _chat(
     app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
     salt, start = salt_of(app, exchange, body), time.perf_counter()
-    prompt = await app.encode_chat(body, salt)
+    prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])
     check_logprob_entries(params, 0, 1)
     parts = _parts(app, body, [prompt], params, salt)
-    _count(reservation, parts)
+    _count(reservation, parts, "n")
     writer = ChatWriter(
         *_facts(app, exchange, body),
         with_logprobs=params.logprobs is not None,
@@ -196,9 +204,11 @@ def _parts(
     return parts
 
 
-def _count(reservation: Reservation, parts: list[Part]) -> None:
+def _count(reservation: Reservation, parts: list[Part], param: str) -> None:
+    """Scores of a prompt that is continued too are not counted as sequences of their own."""
     tokens = sum(len(part.prompt.token_ids) for part in parts)
-    reservation.count_tokens(tokens, sum(max(len(part.choices), 1) for part in parts))
+    samples = sum(len(part.choices) for part in parts)
+    reservation.count(tokens, samples or max(len(parts), 1), param)
 
 
 # Answers --------------------------------------------------------------------------------
@@ -251,8 +261,7 @@ async def _stream(
                     continue
                 if choice.index not in begun:
                     begun.add(choice.index)
-                    if (first := writer.first(part, choice)) is not None:
-                        events.append(writer.event([first], **fields))
+                    events += writer.first(part, choice, **fields)
                 if choice.finish_reason is not None:
                     ended.add(choice.index)
                 events.append(writer.event([writer.next(choice, choice.take())], **fields))

@@ -14,7 +14,7 @@ from ..engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, Score
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream
 from .admission import Reservation
-from .engine_thread import Aborted
+from .engine_thread import Ended
 from .errors import APIError, of_usage
 from .prompts import Prompt
 
@@ -120,7 +120,13 @@ class Generation:
         self.changed = asyncio.Event()
         """There is something new to send."""
         self.error: APIError | None = None
-        self.is_submitted = self.is_aborted = False
+        self.queue_key = ""
+        """Whose turn it takes while it waits."""
+        self.timeout: float | None = None
+        """Seconds that the client gives it."""
+        self.is_submitted = False
+        self.abort_reason: str | None = None
+        """Why it was ended before its end."""
         self.submitted = self.started = self.first_token = self.last_token = 0.0
         """`time.monotonic()`; 0 before it has happened."""
         self.prefill_seconds = 0.0
@@ -154,39 +160,37 @@ class Generation:
             for part in self.parts
         )
 
-    def push(
-        self, part: Part, event: RequestOutput | UsageError | Aborted
-    ) -> tuple[int | None, ...]:
-        """Add an event of a part. Returns the samples that the engine has to end."""
-        if isinstance(event, Aborted):
+    def push(self, part: Part, event: RequestOutput | UsageError | Ended) -> bool:
+        """Add an event of a part. True if a stop string has ended its sample, which the engine
+        does not know."""
+        stopped = False
+        if isinstance(event, Ended):
             part.is_ended = True
-            return ()
-        if isinstance(event, UsageError):
-            part.is_ended = True
+        elif isinstance(event, UsageError):
             self.fail(of_usage(event))
-            return ()
-        now = self.last_token = time.monotonic()
-        if not part.is_prefilled:
-            part.is_prefilled, part.num_cached_tokens = True, event.num_cached_tokens
-            self.reservation.release_tokens(len(part.prompt.token_ids))
-            timing = event.timing
-            if not self.first_token:
-                self.first_token = now
-                waited = (timing.started or timing.submitted) - timing.submitted
-                self.started = self.submitted + waited
-        if event.finish_reason == "error":
-            self.fail(APIError(500, "not_finite", NOT_FINITE))
-            return (None,)
-        if isinstance(part.request, ScoreRequest):
-            part.scores, part.is_ended = event, True
         else:
-            choice = part.choices[event.sample]
-            stopped = choice.finish_reason is None and choice.push(event)
-            part.is_ended = all(choice.finish_reason is not None for choice in part.choices)
-            self.changed.set()
-            return (event.sample,) if stopped else ()
+            self._observe(part, event)
+            if event.finish_reason == "error":
+                self.fail(APIError(500, "not_finite", NOT_FINITE))
+            elif isinstance(part.request, ScoreRequest):
+                part.scores = event
+            else:
+                choice = part.choices[event.sample]
+                stopped = choice.finish_reason is None and choice.push(event)
         self.changed.set()
-        return ()
+        return stopped
+
+    def _observe(self, part: Part, event: RequestOutput) -> None:
+        """The times of an output."""
+        now = self.last_token = time.monotonic()
+        if part.is_prefilled:
+            return
+        part.is_prefilled, part.num_cached_tokens = True, event.num_cached_tokens
+        self.reservation.release_tokens(len(part.prompt.token_ids))
+        if not self.first_token:
+            self.first_token, timing = now, event.timing
+            waited = (timing.started or timing.submitted) - timing.submitted
+            self.started = self.submitted + waited
 
     def fail(self, error: APIError) -> None:
         """End with an error, unless it has ended."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import collections
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..engine.requests import RequestOutput
@@ -74,7 +74,7 @@ class Metrics:
         self.wasted_tokens = self.slow_clients = 0
         self.generation_tokens = 0
         self.loop_lag = 0.0
-        self.connections = 0
+        self.num_connections: Callable[[], int] = lambda: 0
         self.ttft, self.itl = Histogram(TTFT_BUCKETS), Histogram(TPOT_BUCKETS)
         self.tpot, self.e2e = Histogram(TPOT_BUCKETS), Histogram(LATENCY_BUCKETS)
         self.phases = {
@@ -94,7 +94,7 @@ class Metrics:
     # Events ---------------------------------------------------------------------------
 
     def observe_event(self, generation: Generation, part: Part, event: Any) -> None:
-        """New tokens of a request, before they are added to it."""
+        """An event of a request, before it is added to it."""
         if not isinstance(event, RequestOutput):
             return
         now = time.monotonic()
@@ -105,28 +105,19 @@ class Metrics:
         tokens = len(event.token_ids) + (event.stop_token is not None)
         self.generation_tokens += tokens
         choice = part.choices[event.sample]
+        if generation.abort_reason is not None or choice.finish_reason is not None:
+            self.wasted_tokens += tokens
         if choice.last_token and tokens:
             self.itl.observe((now - choice.last_token) / tokens, tokens)
         choice.last_token = now
 
     def observe_end(self, generation: Generation) -> None:
-        """A request has ended by itself."""
+        """Nothing of a request is held any more, however it ended."""
+        failed = generation.error is not None and generation.error.status == 500
+        other = "error" if failed else "abort"
         for choice in generation.choices:
-            self.finished["error" if generation.error else str(choice.finish_reason)] += 1
+            self.finished[choice.finish_reason or other] += 1
             self.answer_lengths.observe(choice.num_tokens)
-        self._observe_times(generation)
-
-    def count_abort(self, generation: Generation, reason: str) -> None:
-        """A request was ended."""
-        name = "error" if reason == "error" else "abort"
-        for choice in generation.choices:
-            done = choice.finish_reason is not None
-            self.finished[str(choice.finish_reason) if done else name] += 1
-            self.answer_lengths.observe(choice.num_tokens)
-        if reason == "client":
-            self.disconnects[state_of(generation)] += 1
-        elif reason == "slow_client":
-            self.slow_clients += 1
         self._observe_times(generation)
 
     def _observe_times(self, generation: Generation) -> None:
@@ -197,6 +188,13 @@ class Metrics:
             yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix.queries)
             yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", prefix.hits)
             yield counter("vllm:prompt_tokens", "Prompt tokens cached.", stats.prompt_tokens)
+            yield counter("vllm:prompt_tokens_cached", "Prompt tokens found.", prefix.hits)
+            facts = service.cache_facts
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info", "The KV cache.", labels=[*labels, *facts]
+            )
+            info.add_metric([*values, *facts.values()], 1)
+            yield info
             yield counter("vllm:num_preemptions", "Requests that lost their pages.", 0)
             yield counter(
                 "swiftkv:compilations", "Programs compiled while serving.", stats.compilations
@@ -255,7 +253,7 @@ class Metrics:
             "swiftkv:client_disconnects", "Clients that left.", "state", self.disconnects, STATES
         )
         yield gauge("swiftkv:loop_lag_seconds", "Delay of the connections' thread.", self.loop_lag)
-        yield gauge("swiftkv:connections", "Open connections.", self.connections)
+        yield gauge("swiftkv:connections", "Open connections.", self.num_connections())
         answers = CounterMetricFamily(
             "swiftkv:http_requests", "Answers.", labels=["route", "status"]
         )

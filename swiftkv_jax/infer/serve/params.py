@@ -107,10 +107,13 @@ def refuse_unsupported(body: Sampling) -> None:
         raise invalid("stream_options", "`stream_options` needs `stream`")
     if stream is not None and stream.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
-    for name, pattern in (("cache_salt", r"[^@/\\\0]{1,128}"), ("request_id", r"[\w.:-]{1,128}")):
+    for name, pattern in (
+        ("cache_salt", r"[^@/\\\0]{1,128}"),
+        ("request_id", r"[a-zA-Z0-9_.:-]{1,128}"),
+    ):
         value = getattr(body, name)
         if value is not None and not re.fullmatch(pattern, value):
-            raise invalid(name, f"`{name}` must be 1 to 128 characters, without @ / and \\")
+            raise invalid(name, f"`{name}` must be 1 to 128 characters like {pattern[:-7]}")
     if body.metadata is not None and len(body.metadata) > 16:
         raise invalid("metadata", "`metadata` has at most 16 pairs")
 
@@ -130,22 +133,23 @@ def sampling_params(
     given: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
-    room = max_model_len - prompt_tokens
+    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit or 2**31
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
-            tokens = max(min(room, options.default_max_tokens), 1)
+            tokens = max(min(room, options.default_max_tokens, limit), 1)
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
     else:
-        tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        tokens = body.max_tokens
+        if tokens is None:
+            tokens = min(COMPLETION_MAX_TOKENS, limit)
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
-    if options.max_tokens_limit is not None and tokens > options.max_tokens_limit:
+    if tokens > limit:
         raise invalid(
             names["max_tokens"],
-            f"`{names['max_tokens']}`={tokens} is above the server's limit of "
-            f"{options.max_tokens_limit}",
+            f"`{names['max_tokens']}`={tokens} is above the server's limit of {limit}",
         )
     if prompt_tokens + tokens > max_model_len:
         raise invalid(

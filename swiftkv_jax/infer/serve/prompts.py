@@ -16,6 +16,7 @@ from ...errors import DataError, UsageError
 from ..engine.page_pool import page_keys
 from ..text import brings_first_token, check_unicode
 from .errors import APIError, invalid
+from .protocol import Message
 
 WORKERS = 4
 LONG = 8192
@@ -79,21 +80,20 @@ class PromptEncoder:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
+        num_bytes: int,
         salt: str,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> Prompt:
-        """The prompt of a conversation. What its messages spell is text: a special token in it
-        stays one of its template's alone. Raises `APIError`."""
-        length = len(json.dumps(messages))
-        if length > 2 * self._max_characters + 2**20:
-            raise self._too_long(length // 8, "messages")
+        """The prompt of a conversation of some `num_bytes`. What its messages spell is text: a
+        special token in it stays one of its template's alone. Raises `APIError`."""
 
         def work() -> Prompt:
-            guarded, sentinel = self._guard(messages)
+            rendered = [message.rendered(number) for number, message in enumerate(messages)]
+            guarded, sentinel = self._guard(rendered)
             try:
                 text = render_chat(
                     self._tokenizer,
@@ -118,11 +118,11 @@ class PromptEncoder:
                     ids += self._ids(segment, add_special_tokens and not number)
             return self._made(np.asarray(ids, np.int32), salt, text, "messages")
 
-        return await self._in_thread(work, length)
+        return await self._in_thread(work, num_bytes)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included. Raises `APIError`."""
-        ids = self._checked(np.asarray(token_ids, np.int64), "tokens")
+        ids = self._checked(token_ids, "tokens")
 
         def work() -> str:
             if self._backend is None:
@@ -147,7 +147,7 @@ class PromptEncoder:
         self, text: str | list[int], add_special_tokens: bool, salt: str, param: str
     ) -> Prompt:
         if not isinstance(text, str):
-            ids = self._checked(np.asarray(text, np.int64), param)
+            ids = self._checked(text, param)
             return self._made(ids, salt, None, param)
         if not text:
             raise invalid(param, "the prompt is empty")
@@ -200,14 +200,12 @@ class PromptEncoder:
 
     # Checks -----------------------------------------------------------------------
 
-    def _checked(self, ids: np.ndarray, param: str) -> np.ndarray:
-        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if outside.size:
-            raise invalid(
-                param,
-                f"`{param}`: token id {outside[0]} is outside the vocabulary of {self._vocab_size}",
-            )
-        return ids.astype(np.int32)
+    def _checked(self, ids: list[int], param: str) -> np.ndarray:
+        for extreme in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= extreme < self._vocab_size:
+                message = f"is outside the vocabulary of {self._vocab_size}"
+                raise invalid(param, f"`{param}`: token id {extreme} {message}")
+        return np.asarray(ids, np.int32)
 
     def _check_length(self, text: str, param: str) -> None:
         """Before it is tokenized."""

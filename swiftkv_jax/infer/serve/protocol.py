@@ -60,6 +60,8 @@ class Sampling(Body, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     metadata: dict[str, str] | None = None
 
     # Refused unless they ask for nothing.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -40,6 +41,8 @@ class Loaded(NamedTuple):
 
 
 BACKLOG = 2048
+STOP_SECONDS = 5.0
+"""Time that the last step of the engine has."""
 
 
 class _Server(uvicorn.Server):
@@ -96,7 +99,7 @@ async def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=int(options.keep_alive_timeout),
+        timeout_keep_alive=3600,  # `Connection` has its own
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
@@ -104,6 +107,7 @@ async def serve(
     if handle_signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.signal)
+    app.service.metrics.num_connections = lambda: len(server.server_state.connections)
     if on_start is not None:
         on_start(app, stopping.signal)
     web = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -121,17 +125,17 @@ async def serve(
         failed = asyncio.ensure_future(_failure(app))
         tasks.append(failed)
         await asyncio.wait([tasks[1], failed], return_when=asyncio.FIRST_COMPLETED)
-        code = OK
-        if failed.done():
-            code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
+        if app.service.state == "failed":
             await asyncio.sleep(0.2)  # errors are sent
         server.should_exit = True
         await web
-        if app.service.engine is not None and not failed.done():
-            app.service.engine.stop()
-        elif isinstance(app.service.failure, TimeoutError):
+        code = OK
+        if app.service.state == "failed":
+            code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
+        stop = functools.partial(app.service.engine.stop, STOP_SECONDS)  # type: ignore[union-attr]
+        if not await loop.run_in_executor(None, stop):
             faulthandler.dump_traceback(all_threads=True)
-            os._exit(code)  # the engine's thread will not end
+            os._exit(code or ERROR)  # the step that hangs will not end
         app.encoder.close()
         return code
     finally:

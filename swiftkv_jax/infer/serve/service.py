@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import logging
+import math
 import time
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from ...errors import OutOfMemoryError
 from ..engine.engine import Engine
+from ..engine.requests import RequestOutput
 from ..engine.scheduler import MAX_SKIPS
 from .admission import Admission, FairQueue
-from .engine_thread import Aborted, EngineThread, Event
+from .engine_thread import EngineThread, Event
 from .errors import APIError
 from .generation import Generation, Part
-from .metrics import Metrics
+from .metrics import Metrics, state_of
 from .options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -40,12 +44,12 @@ class Service:
         self.failure: BaseException | None = None
         self.metrics = Metrics(self, model_name)
         self.idle = asyncio.Event()
-        """Nothing is admitted."""
+        """Nothing is admitted, and all answers are sent."""
         self.idle.set()
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[Generation] = FairQueue()
         self._parts: dict[int, tuple[Generation, Part]] = {}
-        self._num_ids = self._num_submitted = 0
+        self._num_ids = self._num_submitted = self._num_answering = 0
         self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
         """Each second: time, tokens that ran through prefill, whether some were waiting."""
         self.prefill_rate = 0.0
@@ -59,7 +63,14 @@ class Service:
         one was measured under load."""
         self.prefill_rate = prefill_rate
         self.max_num_seqs, self.max_model_len = engine.options.max_num_seqs, engine.max_model_len
-        self.decode_steps = engine.model_runner.shapes.decode_steps
+        shapes = engine.model_runner.shapes
+        self.cache_facts = {
+            "block_size": str(shapes.page_size),
+            "num_gpu_blocks": str(shapes.num_pages * shapes.dp_size),
+            "cache_dtype": engine.options.kv_cache_dtype,
+            "enable_prefix_caching": str(engine.options.enable_prefix_caching),
+        }
+        """Facts of the KV cache, under vLLM's names."""
         self.admission = Admission(
             self.options,
             max_num_seqs=self.max_num_seqs,
@@ -90,30 +101,40 @@ class Service:
 
     # Requests ------------------------------------------------------------------------
 
-    def submit(self, generation: Generation, queue_key: str) -> None:
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around a request, from its arrival until its answer is sent."""
+        self._num_answering += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            self._check_idle()
+
+    def submit(self, generation: Generation) -> None:
         """Let a request wait for its turn."""
         self._admitted.add(generation)
         self.idle.clear()
-        self._queue.push(queue_key, generation)
+        self._queue.push(generation.queue_key, generation)
         self._pump()
 
     def abort(self, generation: Generation, reason: str) -> None:
         """End a request whose client has gone, or that takes too long, in whatever state it is.
         Does nothing for one that has ended."""
-        if generation.is_aborted or generation not in self._admitted:
+        if generation.abort_reason is not None or generation not in self._admitted:
             return
-        generation.is_aborted = True
-        if not generation.is_done:
-            self.metrics.count_abort(generation, reason)
+        generation.abort_reason = reason
+        if reason == "client":
+            self.metrics.disconnects[state_of(generation)] += 1
         if not generation.is_submitted:
-            self._queue.remove(generation)
+            self._queue.remove(generation.queue_key, generation)
             self._end(generation)
             return
         assert self.engine is not None
         for part in generation.parts:
             if not part.is_ended:
                 self.engine.abort(part.engine_id)
-        self._end_if_over(generation)
 
     @property
     def num_waiting(self) -> int:
@@ -153,36 +174,32 @@ class Service:
             if (found := self._parts.get(engine_id)) is None:
                 continue
             generation, part = found
-            if not isinstance(event, Aborted):
-                if generation.is_aborted:
-                    self.metrics.wasted_tokens += len(getattr(event, "token_ids", ()))
-                    continue
-                self.metrics.observe_event(generation, part, event)
-            for sample in generation.push(part, event):
-                self.engine.abort(engine_id, sample)
+            self.metrics.observe_event(generation, part, event)
+            if generation.push(part, event):
+                assert isinstance(event, RequestOutput)
+                self.engine.abort(engine_id, event.sample)
             if part.is_ended:
                 del self._parts[engine_id]
             changed[generation] = None
         for generation in changed:
-            self._end_if_over(generation)
-        self._pump()
-
-    def _end_if_over(self, generation: Generation) -> None:
-        if generation.error is not None and not generation.is_aborted:
-            self.abort(generation, "error")  # its other parts
-        if generation.is_done or generation.is_aborted:
+            if generation.error is not None:
+                self.abort(generation, "error")  # its other parts
             if all(part.is_ended for part in generation.parts):
                 self._end(generation)
+        self._pump()
 
     def _end(self, generation: Generation) -> None:
+        """Nothing of it is held any more."""
+        if generation not in self._admitted:
+            return
         self._admitted.discard(generation)
         generation.reservation.release()
-        for part in generation.parts:
-            self._parts.pop(part.engine_id, None)
-        if generation.is_done and not generation.is_aborted:
-            self.metrics.observe_end(generation)
+        self.metrics.observe_end(generation)
         generation.changed.set()
-        if not self._admitted:
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._admitted and not self._num_answering:
             self.idle.set()
 
     # Time -----------------------------------------------------------------------------
@@ -202,21 +219,13 @@ class Service:
             return
         for generation in list(self._admitted):
             age = now - generation.arrival
-            if not generation.first_token and age > options.queue_timeout:
-                if not generation.is_submitted or self._is_waiting(generation):
-                    message = f"waited {age:.0f} s, longer than {options.queue_timeout:g} s"
-                    self._time_out(
-                        generation,
-                        APIError(
-                            408,
-                            "queue_timeout",
-                            message,
-                            headers={"retry-after": str(self.retry_after())},
-                        ),
-                    )
-                    continue
-            if age > options.request_timeout:
-                message = f"has run for {age:.0f} s, longer than {options.request_timeout:g} s"
+            limit = min(options.request_timeout, generation.timeout or math.inf)
+            if age > options.queue_timeout and self._is_waiting(generation):
+                message = f"waited {age:.0f} s, longer than {options.queue_timeout:g} s"
+                headers = {"retry-after": str(self.retry_after())}
+                self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
+            elif age > limit:
+                message = f"has run for {age:.0f} s, longer than {limit:g} s"
                 headers = {"x-should-retry": "false"}
                 self._time_out(
                     generation, APIError(504, "request_timeout", message, headers=headers)
@@ -228,16 +237,19 @@ class Service:
         elif stalled > options.stall_timeout and self.state == "ready":
             logger.error("the engine has taken no step for %.0f s", stalled)
             self.state = "stalled"
-        elif self.state == "stalled" and not stalled:
+        elif self.state == "stalled" and stalled <= options.stall_timeout:
             self.state = "ready"
 
     def retry_after(self) -> int:
         return 1 if self.admission is None else self.admission.retry_after()
 
     def _is_waiting(self, generation: Generation) -> bool:
-        """Whether the engine may not have begun it."""
+        """Whether nothing of it has run."""
         assert self.engine is not None
-        return self.engine.snapshot.load.num_waiting > 0
+        waiting = self.engine.snapshot.waiting
+        return not generation.is_submitted or all(
+            part.engine_id in waiting for part in generation.parts
+        )
 
     def _time_out(self, generation: Generation, error: APIError) -> None:
         generation.fail(error)
@@ -281,12 +293,8 @@ class Service:
     def _fail_all(self, error: APIError) -> None:
         for generation in list(self._admitted):
             generation.fail(error)
-            if self.state == "failed":
-                generation.is_aborted = True
-                self.metrics.count_abort(generation, "error")
+            if self.state == "failed":  # no event will come
+                generation.abort_reason = "error"
                 self._end(generation)
             else:
                 self.abort(generation, "shutdown")
-
-    def loads(self) -> dict[str, Any]:
-        return {"server_load": len(self._admitted)}

@@ -109,8 +109,8 @@ class Running:
         engine = service.engine
         self.until(lambda: service.num_admitted == 0 and engine.snapshot.load.pages_in_use == 0)
         self.until(lambda: not engine._ids)
-        assert (admission.sequences, admission.tokens, admission.bytes) == (0, 0, 0)
-        assert not admission.sequences_of and not service._parts and not len(service._queue)
+        self.until(lambda: not any((admission.sequences, admission.tokens, admission.bytes)))
+        assert not admission.sequences_of and not service._parts and not service._queue._queues
 
 
 Start = Callable[..., Running]

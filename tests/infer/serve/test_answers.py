@@ -126,10 +126,14 @@ def test_stop_strings_end_the_text(running):
     streamed = running.events("/v1/completions", body)
     texts = [event["choices"][0]["text"] for event in streamed[:-1]]
     assert "".join(texts) == whole[:at] and streamed[-1] == "[DONE]"
-    token = continuation(ids_of("hello"), 60)[4]
+    ids = continuation(ids_of("hello"), 60)
+    token = ids[4]
     body = {"prompt": "hello", "max_tokens": 60, "stop_token_ids": [token]}
     _, answer = running.post("/v1/completions", body)
-    assert answer["choices"][0]["finish_reason"] == "length"  # the mock has no such tokens
+    (choice,) = answer["choices"]
+    assert choice["text"] == text_of(ids[: ids.index(token)])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+    assert answer["usage"]["completion_tokens"] == ids.index(token) + 1
 
 
 def test_log_probabilities_of_a_completion(running):
@@ -145,10 +149,12 @@ def test_log_probabilities_of_a_completion(running):
     assert len(lists["tokens"]) == len(lists["top_logprobs"]) == len(lists["text_offset"])
     assert "".join(lists["tokens"][: len(ids)]) == TOKENIZER.decode(ids)
     events = running.events("/v1/completions", body)[:-1]
-    parts = [event["choices"][0]["logprobs"] for event in events]
+    first, *parts = [event["choices"][0]["logprobs"] for event in events]
+    assert first is None and events[0]["choices"][0]["prompt_token_ids"] == ids_of("hello")
     for name, values in lists.items():
         assert sum((part[name] for part in parts), []) == values
-    assert sum((event["choices"][0]["token_ids"] for event in events), []) == choice["token_ids"]
+    found = (event["choices"][0].get("token_ids", []) for event in events)
+    assert sum(found, []) == choice["token_ids"]
     body["return_tokens_as_token_ids"] = True
     _, answer = running.post("/v1/completions", body)
     assert answer["choices"][0]["logprobs"]["tokens"][0] == f"token_id:{ids[0]}"

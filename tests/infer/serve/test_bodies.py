@@ -53,6 +53,7 @@ REFUSED = [
     ("cache_salt", "a@b", "invalid_value"),
     ("cache_salt", "", "invalid_value"),
     ("request_id", "a b", "invalid_value"),
+    ("request_id", "日本", "invalid_value"),
     ("metadata", {str(i): "" for i in range(17)}, "invalid_value"),
     ("use_beam_search", True, "unsupported_parameter"),
     ("length_penalty", 0.5, "unsupported_parameter"),
@@ -80,6 +81,8 @@ COMPLETIONS_REFUSED = [
     ("prompt", [1, True], "invalid_value"),
     ("prompt", [1, [2]], "invalid_value"),
     ("prompt", [97], "invalid_value"),
+    ("prompt", [2**70], "invalid_value"),
+    ("prompt", ["a"] * 70, "invalid_value"),
     ("prompt", [-1], "invalid_value"),
     ("prompt", ["a"] * 129, "invalid_value"),
     ("prompt", "a" * 257, "context_length_exceeded"),
@@ -167,7 +170,8 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "request_id best_of prompt messages logprobs top_logprobs echo max_completion_tokens "
         "add_generation_prompt continue_final_message".split()
     )
-    without_effect = {"user", "safety_identifier", "prompt_cache_key", "metadata"}
+    without_effect = {"user", "safety_identifier", "metadata"}
+    without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}
     for kind in (ChatBody, CompletionBody):
         assert not set(kind.__struct_fields__) - read - without_effect
 
@@ -204,6 +208,8 @@ def test_other_kinds_of_bodies(running):
     ):
         status, _, _ = running.request("POST", COMPLETION, {"prompt": "a"}, headers)
         assert status == code
+    assert running.post("/detokenize", {"tokens": [2**70]})[0] == 400
+    assert running.post(COMPLETION + "/", {})[0] == 404, "no redirection to what a client names"
     status, headers, _ = running.request("GET", COMPLETION)
     assert status == 405 and headers["allow"] == "POST"
     for path, text in (("/v1/embeddings", "only generates text"), ("/nothing", "there is no")):
@@ -218,6 +224,10 @@ def test_unknown_fields_may_be_ignored(start):
         "POST", COMPLETION, {"prompt": "a", "max_tokens": 1, "zz": 1, "mirostat": 2}
     )
     assert status == 200 and headers["x-ignored-fields"] == "mirostat,zz"
+    status, headers, _ = running.request(
+        "POST", COMPLETION, {"prompt": "a", "max_tokens": 1, "字\n": 1}
+    )
+    assert status == 200 and headers["x-ignored-fields"] == r"\u5b57\n"
     status, answer = running.post(COMPLETION, {"prompt": "a", "n": "x", "zz": 1})
     assert status == 400 and answer["error"]["param"] == "n"
 

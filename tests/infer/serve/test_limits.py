@@ -257,7 +257,7 @@ def test_what_is_removed_does_not_come():
     for number, one in enumerate(waiting):
         queue.push("ab"[number % 2], one)
     for number in (0, 3, 5):
-        queue.remove(waiting[number])
+        queue.remove("ab"[number % 2], waiting[number])
     assert len(queue) == 3
     assert sorted(found.name for _ in range(3) if (found := queue.pop())) == ["1", "2", "4"]
-    assert queue.pop() is None and len(queue) == 0 and not queue._removed
+    assert queue.pop() is None and len(queue) == 0 and not queue._queues

@@ -10,6 +10,7 @@ from swiftkv_jax.infer.engine.page_pool import page_keys
 from swiftkv_jax.infer.serve import prompts
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.prompts import PromptEncoder
+from swiftkv_jax.infer.serve.protocol import Message
 from swiftkv_jax.infer.serve.token_text import TokenSpellings
 from tests.infer.serve.conftest import USER_TOKEN, make_tokenizer
 
@@ -22,9 +23,10 @@ def encoder(tokenizer=None, max_model_len: int = 4096) -> PromptEncoder:
 
 
 def chat(*contents: str, **options) -> list[int]:
-    messages = [{"role": "user", "content": content} for content in contents]
+    messages = [Message(role="user", content=content) for content in contents]
     found = encoder(**options)
-    return asyncio.run(found.encode_chat(messages, salt="")).token_ids.tolist()
+    prompt = asyncio.run(found.encode_chat(messages, num_bytes=100, salt=""))
+    return prompt.token_ids.tolist()
 
 
 def test_a_special_token_in_a_message_is_text():
@@ -46,8 +48,8 @@ def test_a_template_that_trims_trims_around_special_tokens():
 def test_special_tokens_anywhere_in_a_message_are_text():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].name }}{% endfor %}"
-    messages = [{"role": "assistant", "content": "", "tool_calls": [{"name": "<|user|>"}]}]
-    found = asyncio.run(encoder(tokenizer).encode_chat(messages, salt=""))
+    messages = [Message(role="assistant", tool_calls=[{"name": "<|user|>"}])]
+    found = asyncio.run(encoder(tokenizer).encode_chat(messages, num_bytes=100, salt=""))
     assert USER_TOKEN not in found.token_ids
 
 

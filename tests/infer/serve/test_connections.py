@@ -1,0 +1,112 @@
+"""Connections that behave badly, on raw sockets: what they hold ends in time."""
+
+import json
+import socket
+import time
+
+from tests.infer.serve.conftest import Running
+from tests.infer.serve.test_ends import BODY, SLOW, connect, left, metric
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BIG = {
+    "messages": [{"role": "user", "content": "a"}],
+    "max_tokens": 200,
+    "n": 8,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+def send(running: Running, content: bytes) -> socket.socket:
+    found = socket.create_connection(("127.0.0.1", running.port), timeout=20)
+    found.sendall(content)
+    return found
+
+
+def until_closed(connection: socket.socket) -> float:
+    """Seconds until the server closes it."""
+    begun = time.monotonic()
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return time.monotonic() - begun
+
+
+def test_half_a_body_behind_another_request_has_a_deadline(start):
+    running = start(body_timeout=0.4, keep_alive_timeout=30)
+    half = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{"
+    with send(running, half) as connection:
+        assert until_closed(connection) < 5
+    running.check_empty()
+
+
+def test_announced_bodies_hold_no_room(start):
+    running = start(max_num_queued_reqs=4, max_num_queued_tokens=100)
+    held = [send(running, HEAD + b"Content-Length: 1000\r\n\r\n") for _ in range(8)]
+    time.sleep(0.1)
+    assert running.post("/v1/completions", BODY | {"max_tokens": 3})[0] == 200
+    for one in held:
+        one.close()
+    running.check_empty()
+
+
+def test_bytes_of_bodies_are_counted_as_they_come(start):
+    running = start(max_queued_bytes=5000, max_body_size=4000)
+    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    held = send(running, head + b"bb8\r\n" + b" " * 3000 + b"\r\n")
+    running.until(lambda: running.app.service.admission.bytes == 3000)
+    with send(running, head + b"bb8\r\n" + b" " * 3000 + b"\r\n") as connection:
+        assert b" 429 " in connection.recv(4096)
+    held.close()
+    running.check_empty()
+
+
+def test_a_connection_is_idle_after_a_body_that_was_refused(start):
+    """It does not die by the deadline of that body."""
+    running = start(api_keys={"a": "key-of-a-0"}, body_timeout=0.3, keep_alive_timeout=30)
+    content = json.dumps(BODY).encode()
+    length = f"Content-Length: {len(content)}\r\n\r\n".encode()
+    with send(running, HEAD + length) as connection:
+        assert b" 401 " in connection.recv(65536)
+        connection.sendall(content)
+        time.sleep(0.8)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while b'"ok"' not in answer:
+            answer += connection.recv(65536)
+
+
+def test_who_leaves_is_noticed_behind_bytes_that_nothing_reads(start):
+    running = start(**SLOW)
+    connection = connect(running, BODY)
+    engine = running.app.service.engine
+    running.until(lambda: engine.snapshot.load.num_running == 1)
+    connection.sendall(b"\r\n")
+    time.sleep(0.05)
+    connection.close()
+    begun = time.monotonic()
+    running.check_empty()
+    assert time.monotonic() - begun < 1 and left(running, "prefilling", "decoding") == 1
+
+
+def test_what_is_not_read_is_not_kept(start):
+    """Whole answers as well as streams: the connection ends, not only the request."""
+    running = start(write_timeout=0.3, send_buffer=4096)
+    for stream in (False, True):
+        with connect(running, BIG | {"stream": stream}, "/v1/chat/completions"):
+            running.until(lambda: running.app.service.metrics.num_connections() == 1)
+            running.until(lambda: running.app.service.metrics.num_connections() == 0)
+    running.check_empty()
+    running.until(lambda: metric(running, "swiftkv:slow_clients_total") == 2)
+
+
+def test_a_client_may_set_a_deadline(start):
+    running = start(step_seconds=0.05)
+    for given, status in (("300", 504), ("0", 400), ("soon", 400)):
+        headers = {"x-request-timeout-ms": given}
+        found, _, content = running.request("POST", "/v1/completions", BODY, headers)
+        assert found == status, content
+    running.check_empty()

@@ -1,0 +1,152 @@
+"""How a server ends: signals, a step that fails, a step that hangs."""
+
+import http.client
+import json
+import threading
+import time
+
+from tests.infer.serve.test_ends import BODY, SLOW, connect
+
+
+def test_what_was_admitted_ends_before_the_server(start):
+    running = start(**SLOW)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(running.events("/v1/completions", BODY)))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    running.until(lambda: running.app.service.num_admitted == 12)
+    idle = [http.client.HTTPConnection("127.0.0.1", running.port) for _ in range(10)]
+    for one in idle:
+        one.request("GET", "/health")
+        one.getresponse().read()
+    running.stop()
+    running.until(lambda: running.app.service.state == "draining")
+    assert running.request("GET", "/ready")[0] == 503
+    status, headers, content = running.request("POST", "/v1/completions", BODY)
+    assert status == 503 and json.loads(content)["error"]["code"] == "draining"
+    assert headers["x-should-retry"] == "true"
+    for thread in threads:
+        thread.join(30)
+    last = time.monotonic()
+    running.thread.join(10)
+    assert time.monotonic() - last < 3 and running.code == [0]
+    for one in idle:
+        one.close()
+    assert len(found) == 12
+    for events in found:
+        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_time_for_a_shutdown_is_limited(start):
+    running = start(shutdown_timeout=0.3, step_seconds=0.1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(running.events("/v1/completions", BODY)))
+    thread.start()
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.stop()
+    running.thread.join(10)
+    thread.join(10)
+    assert running.code == [0]
+    assert found[0][-1] == "[DONE]" and found[0][-2]["error"]["code"] == "draining"
+
+
+def test_a_second_signal_ends_at_once(start):
+    running = start(shutdown_timeout=60, step_seconds=0.1)
+    connection = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.stop()
+    running.stop()
+    running.thread.join(5)
+    assert running.code == [0]
+    assert b"503" in connection.recv(4096)
+    connection.close()
+
+
+def test_an_engine_that_fails_ends_the_server(start):
+    running = start(**SLOW)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(running.post("/v1/completions", BODY)))
+    thread.start()
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+
+    def fail(output):
+        raise RuntimeError("the device is gone")
+
+    running.runner.read = fail
+    thread.join(10)
+    ((status, answer),) = found
+    assert status == 500 and answer["error"]["code"] == "engine_failed"
+    assert "device" not in json.dumps(answer)
+    running.thread.join(10)
+    assert running.code == [1]
+
+
+def test_an_engine_that_fails_while_it_drains_is_no_success(start):
+    running = start(**SLOW)
+    connection = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.stop()
+    running.until(lambda: running.app.service.state == "draining")
+
+    def fail(output):
+        raise MemoryError
+
+    running.runner.read = fail
+    running.thread.join(10)
+    assert running.code == [5]
+    connection.close()
+
+
+def test_an_answer_is_sent_whole_before_the_server_ends(start):
+    """The engine has finished, and the client reads slowly."""
+    running = start(send_buffer=4096)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}
+    body |= {"n": 4, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    connection = connect(running, body, "/v1/chat/completions")
+    engine = running.app.service.engine
+    running.until(lambda: engine.snapshot.stats.new_tokens == 800)
+    running.stop()
+    content = b""
+    while more := connection.recv(4096):
+        content += more
+        time.sleep(0.001)
+    assert b"[DONE]" in content and len(content) > 300_000
+    running.thread.join(10)
+    assert running.code == [0]
+    connection.close()
+
+
+def test_an_engine_that_stalls_is_not_ready(start):
+    running = start(stall_timeout=1.5)
+    released = threading.Event()
+    read = running.runner.read
+    running.runner.read = lambda output: released.wait(20) and read(output)
+    connection = connect(running, BODY)
+    service = running.app.service
+    running.until(lambda: service.state == "stalled", 10)
+    assert running.request("GET", "/ready")[0] == 503
+    assert running.request("GET", "/health")[0] == 200
+    assert running.post("/v1/completions", BODY)[0] == 503
+    slow = running.runner.run_decode
+    running.runner.run_decode = lambda sequences: time.sleep(0.1) or slow(sequences)
+    running.runner.read = read
+    released.set()
+    running.until(lambda: service.state == "ready", 10)
+    assert service.num_admitted == 1, "while the request still runs"
+    connection.close()
+    running.check_empty()
+
+
+def test_events_of_the_loop_are_one_call_a_step(start):
+    """Not one for each sequence."""
+    running = start()
+    service = running.app.service
+    calls = []
+    on_events = service._on_events
+    service._on_events = lambda events: calls.append(len(events)) or on_events(events)
+    steps = service.engine.snapshot.num_steps
+    running.post("/v1/completions", BODY | {"n": 8, "max_tokens": 60})
+    assert len(calls) <= service.engine.snapshot.num_steps - steps and 8 <= max(calls) <= 9
