@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         logger.info(f"written to {args.output}")
     if result["client_cpu_share"] > MAX_CPU_SHARE:
         raise DataError(
-            f"this client took {result['client_cpu_share']:.0%} of a core, above "
+            f"this client used {result['client_cpu_share']:.0%} of a core, above "
             f"{MAX_CPU_SHARE:.0%}: it may be what was measured"
         )
     return ERROR if result["failed"] else OK
@@ -221,7 +221,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['completed']} requests, {result['failed']} failed, {result['seconds']:.2f} s; "
         f"{result['requests_per_s']:.2f} requests/s, {result['output_tokens_per_s']:.1f} output "
-        f"tokens/s, {result['tokens_per_s']:.1f} tokens/s in all; the client took "
+        f"tokens/s, {result['tokens_per_s']:.1f} tokens/s in all; the client used "
         f"{result['client_cpu_share']:.0%} of a core",
         *(f"failed: {error}" for error in result["errors"]),
     ]

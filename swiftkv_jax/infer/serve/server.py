@@ -72,7 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's where it is installed; None is asyncio's own."""
-    return uvicorn.Config("", loop="auto").get_loop_factory()
+    return uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
 
 
 async def serve(
