@@ -166,14 +166,14 @@ async def measure(args: argparse.Namespace, prompts: Sequence[Any]) -> dict[str,
         async with gate:
             return await client.complete(body | {"prompt": prompt})
 
-    begin, cpu, tasks, at = time.perf_counter(), time.process_time(), [], 0.0
+    begin, cpu, tasks, at = time.perf_counter(), time.thread_time(), [], 0.0
     for prompt in prompts:
         await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
         tasks.append(asyncio.ensure_future(one(prompt)))
         if args.request_rate != float("inf"):
             at += rng.gammavariate(args.burstiness, 1 / (args.request_rate * args.burstiness))
     timed = [await task for task in tasks]
-    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    seconds, cpu = time.perf_counter() - begin, time.thread_time() - cpu
     client.close()
     return {"model": model, "timed": timed, "seconds": seconds, "client_cpu_share": cpu / seconds}
 
