@@ -25,6 +25,7 @@ from .options import ServerOptions
 from .prompts import Prompt, PromptEncoder
 from .protocol import MAX_MESSAGES, ChatBody, DetokenizeBody, TokenizeBody, decode
 from .schema import openapi
+from .score import score
 from .service import Service
 from .token_text import TokenSpellings
 
@@ -118,6 +119,7 @@ class App:
         root = [
             ("/v1/chat/completions", ["POST"], generate.chat_completions),
             ("/v1/completions", ["POST"], generate.completions),
+            ("/v1/score", ["POST"], score),
             ("/v1/models", ["GET"], models),
             ("/v1/models/{id:path}", ["GET"], model),
             ("/tokenize", ["POST"], tokenize),

@@ -95,18 +95,18 @@ async def _answer_one(
 # Prompts --------------------------------------------------------------------------------
 
 
-def salt_of(app: App, exchange: Exchange, body: Sampling) -> str:
+def salt_of(app: App, exchange: Exchange, cache_salt: str | None) -> str:
     """Salt of the prefix cache: of the key, and of the request."""
     key = "" if app.options.share_prefix_cache else exchange.key
-    if not key and not body.cache_salt:
+    if not key and not cache_salt:
         return ""
-    return hashlib.sha256(f"{key}\0{body.cache_salt or ''}".encode()).hexdigest()
+    return hashlib.sha256(f"{key}\0{cache_salt or ''}".encode()).hexdigest()
 
 
 async def _completion(
     app: App, exchange: Exchange, body: CompletionBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
-    texts, salt = body.prompts(), salt_of(app, exchange, body)
+    texts, salt = body.prompts(), salt_of(app, exchange, body.cache_salt)
     scores = bool(body.echo) and body.logprobs is not None
     if scores and not app.scoring:
         raise unsupported("echo", "`echo` with `logprobs` needs the server's `enable_scoring`")
@@ -150,7 +150,7 @@ async def _completion(
 async def _chat(
     app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
-    salt, start = salt_of(app, exchange, body), time.perf_counter()
+    salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
     prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])

@@ -45,7 +45,7 @@ class PromptEncoder:
         from tokenizers import Tokenizer
 
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        self._vocab_size, self._page_size, self._caching = vocab_size, page_size, caching
+        self._vocab_size, self.page_size, self._caching = vocab_size, page_size, caching
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if isinstance(backend, Tokenizer) else None
         self._plain: Any = None
@@ -76,7 +76,7 @@ class PromptEncoder:
         def work() -> list[Prompt]:
             return [self._prompt(text, add_special_tokens, salt, param) for text in texts]
 
-        return await self._in_thread(work, sum(map(len, texts)))
+        return await self.in_thread(work, sum(map(len, texts)))
 
     async def encode_chat(
         self,
@@ -118,7 +118,7 @@ class PromptEncoder:
                     ids += self._ids(segment, add_special_tokens and not number)
             return self._made(np.asarray(ids, np.int32), salt, text, "messages")
 
-        return await self._in_thread(work, num_bytes)
+        return await self.in_thread(work, num_bytes)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included. Raises `APIError`."""
@@ -129,12 +129,13 @@ class PromptEncoder:
                 return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             return self._backend.decode_batch([ids.tolist()], skip_special_tokens=False)[0]
 
-        return await self._in_thread(work, len(token_ids))
+        return await self.in_thread(work, len(token_ids))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread[T](self, work: Callable[[], T], length: int) -> T:
+    async def in_thread[T](self, work: Callable[[], T], length: int) -> T:
+        """What `work` returns, in a thread; `length` are the characters that it works on."""
         loop = asyncio.get_running_loop()
         if length <= LONG:
             return await loop.run_in_executor(self._pool, work)
@@ -160,7 +161,7 @@ class PromptEncoder:
             raise invalid(param, "the prompt is empty")
         if ids.size > self._max_model_len:
             raise self._too_long(ids.size, param)
-        keys = page_keys(ids, self._page_size, salt) if self._caching else []  # type: ignore[arg-type]
+        keys = page_keys(ids, self.page_size, salt) if self._caching else []  # type: ignore[arg-type]
         return Prompt(ids, keys, text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -211,6 +211,17 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: list[int]
 
 
+class Pair(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    context: str
+    continuation: str
+
+
+class ScoreBody(Body, kw_only=True):
+    pairs: list[Pair]
+    top_logprobs: int | None = None
+    user: str | None = None
+
+
 def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tuple[B, list[str]]:
     """(body, names of fields that were ignored). Raises `APIError`."""
     ignored: list[str] = []

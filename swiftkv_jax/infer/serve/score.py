@@ -1,0 +1,140 @@
+"""POST /v1/score: exact log-likelihoods of continuations, as `infer score` gives them. The upper
+layers run for the tokens that are scored alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import UsageError
+from ..engine.page_pool import page_keys
+from ..engine.requests import ScoreRequest
+from ..engine.sampling_params import MAX_LOGPROBS
+from ..text import encode_pair
+from .errors import invalid, unsupported
+from .exchange import ClientGone, Exchange
+from .generate import salt_of
+from .generation import Generation, Part
+from .options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
+from .prompts import Prompt
+from .protocol import Pair, ScoreBody, decode
+
+if TYPE_CHECKING:
+    from .app import App
+
+
+async def score(app: App, exchange: Exchange) -> None:
+    """POST /v1/score"""
+    service = app.service
+    service.check_ready()
+    if not app.scoring:
+        raise unsupported("pairs", "scores need the server's `enable_scoring`")
+    with service.answering():
+        assert service.admission is not None
+        reservation = service.admission.reserve(exchange.key)
+        try:
+            content = await exchange.body(app.max_body_size, reservation.add_bytes)
+            reservation.count(min(len(content) // 4, service.max_model_len), 1)
+            body, _ = decode(ScoreBody, content, ignore_unknown=False)
+            app.check_model(body.model)
+            exchange.watch()
+            parts = await _parts(app, exchange, body, len(content))
+            tokens = sum(len(part.prompt.token_ids) for part in parts)
+            reservation.count(tokens, len(parts), "pairs")
+            if exchange.is_gone:
+                raise ClientGone
+            service.check_ready()
+        except BaseException:
+            reservation.release()
+            raise
+        prompts = [part.prompt for part in parts]
+        generation = Generation(prompts, parts, reservation, exchange.arrival)
+        generation.queue_key = exchange.key
+        exchange.on_gone = lambda: service.abort(generation, "client")
+        service.submit(generation)
+        try:
+            while not generation.is_done:
+                if exchange.is_gone:
+                    raise ClientGone
+                generation.changed.clear()
+                await generation.changed.wait()
+            if generation.error is not None:
+                raise generation.error
+            await exchange.send_json(200, _answer(app, body, generation))
+        finally:
+            if not generation.is_done:
+                service.abort(generation, "client")
+
+
+async def _parts(app: App, exchange: Exchange, body: ScoreBody, num_bytes: int) -> list[Part]:
+    """What the engine scores. Raises `APIError`."""
+    top = body.top_logprobs or 0
+    if not 1 <= len(body.pairs) <= MAX_PROMPTS:
+        raise invalid("pairs", f"`pairs` must have 1 to {MAX_PROMPTS} entries")
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise invalid("top_logprobs", f"`top_logprobs`={top} must be from 0 to {MAX_LOGPROBS}")
+    salt = salt_of(app, exchange, None)
+
+    def work() -> list[Part]:
+        return [_part(app, number, pair, top, salt) for number, pair in enumerate(body.pairs)]
+
+    parts = await app.encoder.in_thread(work, num_bytes)
+    entries = sum(len(part.request.tokens) - part.request.start for part in parts)  # type: ignore[union-attr]
+    if entries * (top + 1) > MAX_LOGPROB_ENTRIES:
+        raise invalid(
+            "pairs", f"{entries} tokens with {top + 1} log-probabilities each are too many"
+        )
+    return parts
+
+
+def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> Part:
+    param = f"pairs[{number}]"
+    try:
+        before, after = encode_pair(app.tokenizer, pair.context, pair.continuation)
+    except UsageError as error:
+        raise invalid(param, str(error)) from None
+    ids = np.asarray(before + after, np.int32)
+    if ids.size > app.service.max_model_len:
+        message = f"{ids.size} tokens are above the limit of {app.service.max_model_len}"
+        raise invalid(param, message, "context_length_exceeded")
+    keys = page_keys(ids, app.encoder.page_size, salt)  # type: ignore[arg-type]
+    request = ScoreRequest(
+        ids,  # type: ignore[arg-type]
+        start=len(before),
+        top_logprobs=top,
+        cache_salt=salt,
+        page_keys=keys,
+    )
+    return Part(request, Prompt(ids, keys, None))
+
+
+def _answer(app: App, body: ScoreBody, generation: Generation) -> dict[str, Any]:
+    """A row for each pair: the sum over its continuation, and each token."""
+    rows = []
+    for index, part in enumerate(generation.parts):
+        assert part.scores is not None and isinstance(part.request, ScoreRequest)
+        ids = part.prompt.token_ids[part.request.start :].tolist()
+        logprobs = part.scores.logprobs or []
+        row: dict[str, Any] = {
+            "index": index,
+            "logprob": sum(one.logprob for one in logprobs),
+            "is_greedy": ids == part.scores.token_ids,
+            "token_ids": ids,
+            "token_logprobs": [one.logprob for one in logprobs],
+        }
+        if body.top_logprobs:
+            row["top_logprobs"] = [
+                [{"token_id": token, "logprob": value} for token, value in one.top_logprobs]
+                for one in logprobs
+            ]
+        rows.append(row)
+    return {
+        "object": "list",
+        "model": body.model or app.model_names[0],
+        "data": rows,
+        "usage": {
+            "prompt_tokens": generation.num_prompt_tokens,
+            "total_tokens": generation.num_prompt_tokens,
+        },
+    }
