@@ -78,26 +78,26 @@ class Service:
             prefill_rate=lambda: self.prefill_rate,
         )
         self.metrics.set_longest(self.max_model_len)
-        call = self._loop.call_soon_threadsafe
-        self.engine = EngineThread(
-            engine,
-            lambda events: call(self._on_events, events) and None,
-            lambda error: call(self.fail, error) and None,
-        )
+
+        def deliver(events: list[Event]) -> None:
+            self._loop.call_soon_threadsafe(self._on_events, events)
+
+        def on_failure(error: BaseException) -> None:
+            self._loop.call_soon_threadsafe(self.fail, error)
+
+        self.engine = EngineThread(engine, deliver, on_failure)
         self.engine.start()
         if self.state == "starting":
             self.state = "ready"
 
     def check_ready(self) -> None:
         """Raise `APIError` unless requests are taken."""
-        if self.state in ("ready", "draining") and self.engine is not None:
-            if self.state == "draining":
-                headers = {"retry-after": "1", "x-should-retry": "true", "connection": "close"}
-                raise APIError(503, "draining", "the server is shutting down", headers=headers)
-            return
-        code = "starting" if self.state in ("starting", "draining") else self.state
-        code = "engine_failed" if code == "failed" else code
-        raise APIError(503, code, f"the server is {self.state}", headers={"retry-after": "5"})
+        if self.state == "draining":
+            headers = {"retry-after": "1", "x-should-retry": "true", "connection": "close"}
+            raise APIError(503, "draining", "the server is shutting down", headers=headers)
+        if self.state != "ready":
+            code = "engine_failed" if self.state == "failed" else self.state
+            raise APIError(503, code, f"the server is {self.state}", headers={"retry-after": "5"})
 
     # Requests ------------------------------------------------------------------------
 
