@@ -30,6 +30,7 @@ from typing import Any
 from ...cli import ERROR, OK
 from ...errors import DataError, UsageError
 from ...io.files import write_json
+from ...io.jsonl import parse_object, read_lines
 from ..commands.engine_options import token_count
 from .http_client import Client, Timed
 
@@ -116,11 +117,11 @@ def main(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[Any]:
     """`prompt` of each line. Raises `DataError`."""
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for line in read_lines(file):
         try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, KeyError, TypeError):
-            raise DataError(f"{file}: line {number}: expected an object with `prompt`") from None
+            prompts.append(parse_object(line.content)["prompt"])
+        except (DataError, KeyError):
+            raise DataError(f"{line.where}: expected an object with `prompt`") from None
     if not prompts:
         raise DataError(f"{file}: there is no prompt in it")
     return prompts

@@ -113,15 +113,15 @@ class Writer:
     usage = staticmethod(usage)
 
     def whole(self, generation: Generation) -> dict[str, Any]:
-        choices = [
-            self._choice(part, choice) for part in generation.parts for choice in part.choices
-        ]
         head = {"id": self._head["id"], "object": self.kind} | self._head
         return head | {
-            "choices": choices,
+            "choices": self._choices(generation),
             "usage": usage(generation),
             "system_fingerprint": self._fingerprint,
         }
+
+    def _choices(self, generation: Generation) -> list[dict[str, Any]]:
+        return [self._choice(part, choice) for part in generation.parts for choice in part.choices]
 
     def event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         """An event of a stream."""
@@ -200,11 +200,10 @@ class CompletionWriter(Writer):
         self.generates = True
         """False if nothing but the prompts is asked for."""
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def _choices(self, generation: Generation) -> list[dict[str, Any]]:
         if self.generates:
-            return super().whole(generation)
-        head = {"id": self._head["id"], "object": self.kind} | self._head
-        choices = [
+            return super()._choices(generation)
+        return [
             {
                 "index": number,
                 "text": text,
@@ -214,11 +213,6 @@ class CompletionWriter(Writer):
             }
             for number, (text, part) in enumerate(zip(self._prompt_texts, self.scores, strict=True))
         ]
-        return head | {
-            "choices": choices,
-            "usage": usage(generation),
-            "system_fingerprint": self._fingerprint,
-        }
 
     def _lists(self, index: int) -> CompletionLogprobs:
         return self._logprobs.setdefault(index, CompletionLogprobs(self._spellings))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ..engine.sampling_params import SamplingParams
 from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
-from .errors import printable, unsupported
+from .errors import unsupported
 from .exchange import DONE, KEEP_ALIVE, ClientGone, Exchange
 from .generation import Choice, Generation, Part, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
-from .protocol import ChatBody, CompletionBody, Sampling, decode
+from .protocol import ChatBody, CompletionBody, Sampling
+from .run import run, until_done
 
 if TYPE_CHECKING:
     from .app import App
@@ -23,73 +25,30 @@ if TYPE_CHECKING:
 
 async def completions(app: App, exchange: Exchange) -> None:
     """POST /v1/completions"""
-    await _generate(app, exchange, CompletionBody)
+    await _generate(app, exchange, CompletionBody, _completion)
 
 
 async def chat_completions(app: App, exchange: Exchange) -> None:
     """POST /v1/chat/completions"""
-    await _generate(app, exchange, ChatBody)
+    await _generate(app, exchange, ChatBody, _chat)
 
 
-async def _generate(
-    app: App, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]
+async def _generate[B: CompletionBody | ChatBody](
+    app: App,
+    exchange: Exchange,
+    kind: type[B],
+    prepare: Callable[[App, Exchange, B, Reservation], Awaitable[tuple[Generation, Writer]]],
 ) -> None:
-    app.service.check_ready()
-    with app.service.answering():
-        await _answer_one(app, exchange, kind)
-
-
-async def _answer_one(
-    app: App, exchange: Exchange, kind: type[CompletionBody] | type[ChatBody]
-) -> None:
-    service = app.service
-    assert service.admission is not None
-    reservation = service.admission.reserve(exchange.key)
-    try:
-        content = await exchange.body(app.max_body_size, reservation.add_bytes)
-        reservation.count(min(len(content) // 4, service.max_model_len), 1)
-        body, ignored = decode(kind, content, ignore_unknown=app.options.unknown_fields == "ignore")
-        if ignored:
-            exchange.extra["x-ignored-fields"] = printable(ascii(",".join(ignored))[1:-1], 1024)
-        app.check_model(body.model)
+    async def checked(
+        app: App, exchange: Exchange, body: B, reservation: Reservation
+    ) -> tuple[Generation, Writer]:
         refuse_unsupported(body)
         if body.request_id is not None:
             exchange.request_id = body.request_id
-        timeout = exchange.timeout()
-        exchange.watch()
-        if isinstance(body, ChatBody):
-            generation, writer = await _chat(app, exchange, body, reservation)
-        else:
-            generation, writer = await _completion(app, exchange, body, reservation)
-        if exchange.is_gone:
-            raise ClientGone
-        service.check_ready()
-    except BaseException:
-        reservation.release()
-        raise
-    generation.timeout = timeout
-    generation.queue_key = {
-        "key": exchange.key,
-        "user": f"{exchange.key}/{body.user or ''}",
-        "none": "",
-    }[app.options.fair_by]
-    exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
-    if generation.parts:
-        service.submit(generation)
-    else:
-        reservation.release()
-    try:
-        if body.stream:
-            await _stream(app, exchange, body, generation, writer)
-        else:
-            await _answer(exchange, generation, writer)
-    except ClientGone as gone:
-        service.abort(generation, "slow_client" if gone.args else "client")
-        raise
-    finally:
-        if not generation.is_done:
-            service.abort(generation, "client")
-        _log(exchange, generation)
+        return await prepare(app, exchange, body, reservation)
+
+    ignore = app.options.unknown_fields == "ignore"
+    await run(app, exchange, kind, checked, _answer, ignore_unknown=ignore)
 
 
 # Prompts --------------------------------------------------------------------------------
@@ -214,14 +173,17 @@ def _count(reservation: Reservation, parts: list[Part], param: str) -> None:
 # Answers --------------------------------------------------------------------------------
 
 
-async def _answer(exchange: Exchange, generation: Generation, writer: Writer) -> None:
-    while not generation.is_done:
-        if exchange.is_gone:
-            raise ClientGone
-        generation.changed.clear()
-        await generation.changed.wait()
-    if generation.error is not None:
-        raise generation.error
+async def _answer(
+    app: App,
+    exchange: Exchange,
+    body: CompletionBody | ChatBody,
+    generation: Generation,
+    writer: Writer,
+) -> None:
+    if body.stream:
+        await _stream(app, exchange, body, generation, writer)
+        return
+    await until_done(exchange, generation)
     exchange.extra["server-timing"] = _server_timing(generation)
     await exchange.send_json(200, writer.whole(generation))
 
@@ -287,19 +249,3 @@ def _server_timing(generation: Generation, *, whole: bool = True) -> str:
             "total": time.monotonic() - arrival,
         }
     return ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in times.items())
-
-
-def _log(exchange: Exchange, generation: Generation) -> None:
-    """What the line in the log says of a request that was admitted."""
-    reasons = sorted({choice.finish_reason or "none" for choice in generation.choices})
-    exchange.log |= {
-        "prompt_tokens": generation.num_prompt_tokens,
-        "cached_tokens": generation.num_cached_tokens,
-        "completion_tokens": generation.num_tokens,
-        "finish_reasons": reasons,
-    }
-    if generation.first_token:
-        exchange.log |= {
-            "queue_ms": round(1e3 * (generation.started - generation.arrival), 1),
-            "ttft_ms": round(1e3 * (generation.first_token - generation.arrival), 1),
-        }

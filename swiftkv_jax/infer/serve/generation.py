@@ -129,7 +129,6 @@ class Generation:
         """Why it was ended before its end."""
         self.submitted = self.started = self.first_token = self.last_token = 0.0
         """`time.monotonic()`; 0 before it has happened."""
-        self.prefill_seconds = 0.0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -134,6 +134,7 @@ def sampling_params(
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
     room, limit = max_model_len - prompt_tokens, options.max_tokens_limit or 2**31
+    too_long = "messages" if isinstance(body, ChatBody) else "prompt"
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
@@ -153,11 +154,7 @@ def sampling_params(
         )
     if prompt_tokens + tokens > max_model_len:
         raise invalid(
-            names["max_tokens"]
-            if room > 0
-            else "prompt"
-            if hasattr(body, "prompt")
-            else "messages",
+            names["max_tokens"] if room > 0 else too_long,
             f"the prompt has {prompt_tokens} tokens, with {tokens} new ones that is "
             f"{prompt_tokens + tokens}, above the limit of {max_model_len}",
             "context_length_exceeded",

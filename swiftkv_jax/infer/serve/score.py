@@ -12,13 +12,15 @@ from ..engine.page_pool import page_keys
 from ..engine.requests import ScoreRequest
 from ..engine.sampling_params import MAX_LOGPROBS
 from ..text import encode_pair
+from .admission import Reservation
 from .errors import invalid, unsupported
-from .exchange import ClientGone, Exchange
+from .exchange import Exchange
 from .generate import salt_of
 from .generation import Generation, Part
 from .options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
 from .prompts import Prompt
-from .protocol import Pair, ScoreBody, decode
+from .protocol import Pair, ScoreBody
+from .run import run, until_done
 
 if TYPE_CHECKING:
     from .app import App
@@ -26,45 +28,26 @@ if TYPE_CHECKING:
 
 async def score(app: App, exchange: Exchange) -> None:
     """POST /v1/score"""
-    service = app.service
-    service.check_ready()
+    app.service.check_ready()
     if not app.scoring:
         raise unsupported("pairs", "scores need the server's `enable_scoring`")
-    with service.answering():
-        assert service.admission is not None
-        reservation = service.admission.reserve(exchange.key)
-        try:
-            content = await exchange.body(app.max_body_size, reservation.add_bytes)
-            reservation.count(min(len(content) // 4, service.max_model_len), 1)
-            body, _ = decode(ScoreBody, content, ignore_unknown=False)
-            app.check_model(body.model)
-            exchange.watch()
-            parts = await _parts(app, exchange, body, len(content))
-            tokens = sum(len(part.prompt.token_ids) for part in parts)
-            reservation.count(tokens, len(parts), "pairs")
-            if exchange.is_gone:
-                raise ClientGone
-            service.check_ready()
-        except BaseException:
-            reservation.release()
-            raise
-        prompts = [part.prompt for part in parts]
-        generation = Generation(prompts, parts, reservation, exchange.arrival)
-        generation.queue_key = exchange.key
-        exchange.on_gone = lambda: service.abort(generation, "client")
-        service.submit(generation)
-        try:
-            while not generation.is_done:
-                if exchange.is_gone:
-                    raise ClientGone
-                generation.changed.clear()
-                await generation.changed.wait()
-            if generation.error is not None:
-                raise generation.error
-            await exchange.send_json(200, _answer(app, body, generation))
-        finally:
-            if not generation.is_done:
-                service.abort(generation, "client")
+    await run(app, exchange, ScoreBody, _prepare, _send, ignore_unknown=False)
+
+
+async def _prepare(
+    app: App, exchange: Exchange, body: ScoreBody, reservation: Reservation
+) -> tuple[Generation, None]:
+    parts = await _parts(app, exchange, body, exchange.num_bytes_in)
+    prompts = [part.prompt for part in parts]
+    reservation.count(sum(len(prompt.token_ids) for prompt in prompts), len(parts), "pairs")
+    return Generation(prompts, parts, reservation, exchange.arrival), None
+
+
+async def _send(
+    app: App, exchange: Exchange, body: ScoreBody, generation: Generation, _: None
+) -> None:
+    await until_done(exchange, generation)
+    await exchange.send_json(200, _answer(app, body, generation))
 
 
 async def _parts(app: App, exchange: Exchange, body: ScoreBody, num_bytes: int) -> list[Part]:

@@ -155,9 +155,8 @@ class Service:
     def _pump(self) -> None:
         """Submit what waits, as far as the engine looks."""
         assert self.engine is not None
-        while len(self._queue) and self._num_waiting_in_engine < MAX_WAITING_IN_ENGINE:
-            generation = self._queue.pop()
-            if generation is None:
+        while self._num_waiting_in_engine < MAX_WAITING_IN_ENGINE:
+            if (generation := self._queue.pop()) is None:
                 return
             generation.is_submitted, generation.submitted = True, time.monotonic()
             for part in generation.parts:
@@ -214,15 +213,15 @@ class Service:
 
     def tick(self, now: float) -> None:
         """What `watch` does at a time."""
-        options, engine = self.options, self.engine
-        if engine is None or self.state == "failed":
+        options, engine, admission = self.options, self.engine, self.admission
+        if engine is None or admission is None or self.state == "failed":
             return
         for generation in list(self._admitted):
             age = now - generation.arrival
             limit = min(options.request_timeout, generation.timeout or math.inf)
             if age > options.queue_timeout and self._is_waiting(generation):
                 message = f"waited {age:.0f} s, longer than {options.queue_timeout:g} s"
-                headers = {"retry-after": str(self.retry_after())}
+                headers = {"retry-after": str(admission.retry_after())}
                 self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
             elif age > limit:
                 message = f"has run for {age:.0f} s, longer than {limit:g} s"
@@ -239,9 +238,6 @@ class Service:
             self.state = "stalled"
         elif self.state == "stalled" and stalled <= options.stall_timeout:
             self.state = "ready"
-
-    def retry_after(self) -> int:
-        return 1 if self.admission is None else self.admission.retry_after()
 
     def _is_waiting(self, generation: Generation) -> bool:
         """Whether nothing of it has run."""

@@ -1,0 +1,96 @@
+"""A request from its body to the end of its answer: what all routes share that use the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from .admission import Reservation
+from .errors import printable
+from .exchange import ClientGone, Exchange
+from .generation import Generation
+from .protocol import Sampling, ScoreBody, decode
+
+if TYPE_CHECKING:
+    from .app import App
+
+
+async def run[B: Sampling | ScoreBody, A](
+    app: App,
+    exchange: Exchange,
+    kind: type[B],
+    prepare: Callable[[App, Exchange, B, Reservation], Awaitable[tuple[Generation, A]]],
+    answer: Callable[[App, Exchange, B, Generation, A], Awaitable[None]],
+    *,
+    ignore_unknown: bool,
+) -> None:
+    """Answer one request. `prepare` makes what the engine runs of a body, and what `answer` needs
+    besides to send it. Raises `APIError` and `ClientGone`; nothing is held then."""
+    service = app.service
+    service.check_ready()
+    with service.answering():
+        assert service.admission is not None
+        reservation = service.admission.reserve(exchange.key)
+        try:
+            content = await exchange.body(app.max_body_size, reservation.add_bytes)
+            reservation.count(min(len(content) // 4, service.max_model_len), 1)
+            body, ignored = decode(kind, content, ignore_unknown=ignore_unknown)
+            if ignored:
+                exchange.extra["x-ignored-fields"] = printable(ascii(",".join(ignored))[1:-1], 1024)
+            app.check_model(body.model)
+            timeout = exchange.timeout()
+            exchange.watch()
+            generation, more = await prepare(app, exchange, body, reservation)
+            if exchange.is_gone:
+                raise ClientGone
+            service.check_ready()
+        except BaseException:
+            reservation.release()
+            raise
+        generation.timeout = timeout
+        generation.queue_key = {
+            "key": exchange.key,
+            "user": f"{exchange.key}/{body.user or ''}",
+            "none": "",
+        }[app.options.fair_by]
+        exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
+        if generation.parts:
+            service.submit(generation)
+        else:
+            reservation.release()
+        try:
+            await answer(app, exchange, body, generation, more)
+        except ClientGone as gone:
+            service.abort(generation, "slow_client" if gone.args else "client")
+            raise
+        finally:
+            if not generation.is_done:
+                service.abort(generation, "client")
+            _log(exchange, generation)
+
+
+async def until_done(exchange: Exchange, generation: Generation) -> None:
+    """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
+    while not generation.is_done:
+        if exchange.is_gone:
+            raise ClientGone
+        generation.changed.clear()
+        await generation.changed.wait()
+    if generation.error is not None:
+        raise generation.error
+
+
+def _log(exchange: Exchange, generation: Generation) -> None:
+    """What the line in the log says of a request that was admitted."""
+    reasons = sorted({choice.finish_reason or "none" for choice in generation.choices})
+    exchange.log |= {
+        "prompt_tokens": generation.num_prompt_tokens,
+        "cached_tokens": generation.num_cached_tokens,
+        "completion_tokens": generation.num_tokens,
+        "finish_reasons": reasons,
+    }
+    if generation.first_token:
+        exchange.log |= {
+            "queue_ms": round(1e3 * (generation.started - generation.arrival), 1),
+            "ttft_ms": round(1e3 * (generation.first_token - generation.arrival), 1),
+        }
