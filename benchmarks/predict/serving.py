@@ -125,6 +125,11 @@ class PredictedRunner:
             self._rows[slot] = cached + emitted, left - emitted
         return self._run(seconds, tokens)
 
+    def run_decode_constrained(
+        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+    ) -> AsyncOutput:
+        raise NotImplementedError("grammars are not predicted")
+
     def _run(self, seconds: float, result: Any = None) -> AsyncOutput:
         """Queue a call behind those before it."""
         self._idle_from = max(self._idle_from, self.clock.now) + seconds

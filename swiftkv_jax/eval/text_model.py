@@ -105,7 +105,7 @@ class TextModel:
 
         def update(number: int, output: RequestOutput) -> bool:
             if output.finish_reason == "error":
-                raise DataError(f"request {number}: {NOT_FINITE}")
+                raise DataError(f"request {number}: {output.error}")
             stream = streams[number]
             texts[number] += stream.push(output.token_ids)
             done = stream.stopped or output.finish_reason is not None

@@ -19,7 +19,7 @@ from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine
 from .engine.options import EngineOptions
-from .engine.requests import NOT_FINITE, Request, RequestOutput
+from .engine.requests import Request, RequestOutput
 from .engine.sampling_params import SamplingParams
 from .text import TextStream, encode, encode_chat
 
@@ -184,7 +184,7 @@ def _run(engine: Engine, requests: list[Request], tokenizer: Any, text: bool) ->
 
 def _check_finite(number: int, output: RequestOutput) -> None:
     if output.finish_reason == "error":
-        raise DataError(f"prompt {number}: {NOT_FINITE}")
+        raise DataError(f"prompt {number}: {output.error}")
 
 
 @contextlib.contextmanager

@@ -120,17 +120,35 @@ class MockModelRunner:
         return AsyncOutput(likeliest, "scores" if likeliest else None) if scheduled_tokens else None
 
     def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
-        assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0
+        assert all(sequence.matcher is None for sequence in sequences)
         self.calls.append(f"decode {len(sequences)}")
-        emitted = np.full((len(sequences), self.shapes.decode_steps), -1)
-        for out, sequence in zip(emitted, sequences, strict=True):
+        return self._decode(sequences, self.shapes.decode_steps)
+
+    def run_decode_constrained(
+        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+    ) -> AsyncOutput:
+        assert masks.shape == (len(sequences), -(-VOCAB // 32))
+        self.calls.append(f"constrained {len(sequences)}")
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        return self._decode(sequences, 1, bits[:, :VOCAB])
+
+    def _decode(
+        self, sequences: abc.Sequence[Sequence], steps: int, allowed: np.ndarray | None = None
+    ) -> AsyncOutput:
+        assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0
+        emitted = np.full((len(sequences), steps), -1)
+        for number, (out, sequence) in enumerate(zip(emitted, sequences, strict=True)):
             row, ends = self.rows[sequence.slot], not sequence.params.ignore_eos
             assert row.sequence is sequence
             state, pages = sequence.request_state, sequence.pages
-            for step in range(self.shapes.decode_steps if row.remaining else 0):
+            for step in range(steps if row.remaining else 0):
                 self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
                 self._check(state, pages, row.tokens)
-                out[step] = next_token(row.tokens, sequence.index, ends)
+                token = next_token(row.tokens, sequence.index, ends)
+                if allowed is not None:  # the first from there on
+                    (possible,) = np.nonzero(allowed[number])
+                    token = min(possible, key=lambda one, token=token: (one - token) % VOCAB)
+                out[step] = token
                 row.tokens.append(int(out[step]))
                 over = out[step] == END or out[step] in sequence.params.stop_token_ids
                 row.remaining = 0 if over else row.remaining - 1

@@ -31,7 +31,7 @@ from ...io.files import write_json
 from ...io.jsonl import parse_object
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
-from ..engine.requests import NOT_FINITE, Request, RequestOutput
+from ..engine.requests import Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream, encode_chat
 from .engine_options import add_engine_arguments, given_engine_options, start_engine
@@ -153,6 +153,7 @@ class Chat:
         """Text of the reply, and its finish reason, None if Ctrl-C ended it. Raises `DataError` if
         the model's logits are not finite."""
         stream, reply, end = TextStream.of(self._tokenizer, request), "", None
+        error = ""
         request_id = self._engine.add_request(request)
         with _interrupts() as interrupted:
             while end is None and not interrupted:
@@ -160,6 +161,7 @@ class Chat:
                     if output.request_id == request_id:
                         reply += _print(stream.push(output.token_ids))
                         end = "stop" if stream.stopped else output.finish_reason
+                        error = output.error
                         self._last = output, len(stream.token_ids), len(request.prompt)
         self._engine.abort_request(request_id)
         reply += _print(stream.finish())
@@ -167,7 +169,7 @@ class Chat:
         if interrupted:
             logger.info("(stopped)")
         if end == "error":
-            raise DataError(NOT_FINITE)
+            raise DataError(error)
         return reply, end
 
     # Commands -----------------------------------------------------------------

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from ...errors import DataError
-from ..engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, Timing
+from ..engine.requests import Logprob, Request, RequestOutput, Timing
 from ..text import TextStream
 
 
@@ -28,7 +28,7 @@ class Completion:
         """Add an output. A stop string ends the sample and drops the tokens after it. Raises
         `DataError` if the model's logits are not finite."""
         if output.finish_reason == "error":
-            raise DataError(NOT_FINITE)
+            raise DataError(output.error)
         self.finish_reason = output.finish_reason
         if output.stop_token in self._params.stop_token_ids:
             self._stop_reason = output.stop_token

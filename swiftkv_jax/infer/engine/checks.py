@@ -56,6 +56,14 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             f"is {len(request.prompt) + params.max_tokens}, above the limit of {limit}: shorten "
             f"it, lower `max_tokens` or raise `max_model_len`"
         )
+    if request.grammar is not None:
+        if not options.structured_outputs:
+            raise UsageError(
+                "this engine follows no grammar: make it with the option `structured_outputs`=True"
+            )
+        if params.ignore_eos or params.min_tokens:
+            name = "ignore_eos" if params.ignore_eos else "min_tokens"
+            raise UsageError(f"`{name}` does not go with a grammar, which says where the text ends")
     if params.n > options.max_num_seqs:
         raise UsageError(
             f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}"

@@ -6,6 +6,10 @@ decode call, then reads the results of the step before: the host is one step beh
 always has work. Sequences are added and removed between steps. All programs are compiled before the
 first step, none after.
 
+A sequence that follows a grammar decodes one token a step, in a call of its own before that of the
+others: which tokens may come next depends on the token before, so its result is read before the
+next step is sent, while the device decodes the others.
+
 An engine is not thread-safe: one thread makes all calls. With several processes over one mesh, each
 process has an engine and makes the same calls in the same order; each gets all outputs.
 """
@@ -19,14 +23,18 @@ from collections import abc, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...config import Config
 from ...errors import UsageError
 from .checks import check_request, iterate, own_start
-from .model_runner_base import NON_FINITE, AsyncOutput, ModelRunnerBase, SamplerOutput
+from .grammar import mask_words
+from .model_runner_base import AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
+from .outputs import Scores, failed_output, sequence_output
 from .page_pool import PagePool, PrefixStats
 from .request_state import Chunk, RequestState, Sequence
-from .requests import Logprob, Request, RequestOutput, ScoreRequest
+from .requests import Request, RequestOutput, ScoreRequest
 from .scheduler import MAX_SKIPS, Scheduler
 from .stats import Load, Stats
 
@@ -49,6 +57,8 @@ class _Sent:
     chunks: list[tuple[Chunk, AsyncOutput | None]] = dataclasses.field(default_factory=list)
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     tokens: AsyncOutput | None = None
+    constrained: list[Sequence] = dataclasses.field(default_factory=list)
+    constrained_tokens: AsyncOutput | None = None
 
 
 class Engine[R: ModelRunnerBase]:
@@ -77,7 +87,7 @@ class Engine[R: ModelRunnerBase]:
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._sent: deque[_Sent] = deque()
-        self._scores: dict[int, tuple[list[int], list[Logprob]]] = {}
+        self._scores: dict[int, Scores] = {}
         self.stats = Stats()
         model_runner.num_compilations()
 
@@ -251,17 +261,17 @@ class Engine[R: ModelRunnerBase]:
         False the work is prefill only."""
         start, compiled = time.perf_counter(), self.model_runner.num_compilations()
         waited = self.stats.wait_seconds
-        sent = self._send(decode)
+        outputs = self._receive_constrained(self._sent[-1]) if self._sent else []
+        sent = self._send(decode, outputs)
         if sent is not None:
             self._sent.append(sent)
-        outputs = []
         while len(self._sent) > (sent is not None):
             outputs += self._receive(self._sent.popleft())
         self.stats.compilations += self.model_runner.num_compilations() - compiled
         self.stats.host_seconds += time.perf_counter() - start - (self.stats.wait_seconds - waited)
         return outputs
 
-    def _send(self, decode: bool) -> _Sent | None:
+    def _send(self, decode: bool, outputs: list[RequestOutput]) -> _Sent | None:
         scheduler, runner = self._scheduler, self.model_runner
         if scheduler.pending_removals:  # before their pages are written by other requests
             runner.remove_sequences(scheduler.pending_removals)
@@ -273,11 +283,33 @@ class Engine[R: ModelRunnerBase]:
             sent.chunks.append((chunk, runner.run_chunk(chunk)))
             runner.add_sequences(chunk.finished_prefill)
             self._count(chunk)
-        sequences = scheduler.schedule_decode(runner.shapes.decode_steps) if decode else []
-        if sequences:
+        if not decode:
+            return sent if sent.chunks else None
+        if constrained := scheduler.schedule_constrained():
+            constrained, masks = self._masks(constrained, outputs)
+            if constrained:
+                sent.constrained = constrained
+                sent.constrained_tokens = runner.run_decode_constrained(constrained, masks)
+                self.stats.decode_calls += 1
+        if sequences := scheduler.schedule_decode(runner.shapes.decode_steps):
             sent.sequences, sent.tokens = sequences, runner.run_decode(sequences)
             self.stats.decode_calls += 1
-        return sent if sent.chunks or sent.sequences else None
+        return sent if sent.chunks or sent.sequences or sent.constrained else None
+
+    def _masks(
+        self, sequences: list[Sequence], outputs: list[RequestOutput]
+    ) -> tuple[list[Sequence], np.ndarray]:
+        """(sequences that can go on, the tokens that each may emit). The others end."""
+        masks = np.zeros((len(sequences), mask_words(self.config.vocab_size)), np.uint32)
+        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
+        matchers[0].fill_masks(matchers, masks)
+        good = [not matcher.error for matcher in matchers]
+        for sequence, matcher, goes_on in zip(sequences, matchers, good, strict=True):
+            if not goes_on:
+                outputs.append(failed_output(sequence, matcher.error))
+                self._scheduler.finish(sequence, aborted=True)
+                self._forget(sequence.request_state)
+        return list(itertools.compress(sequences, good)), masks[good]
 
     def _count(self, chunk: Chunk) -> None:
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
@@ -291,11 +323,23 @@ class Engine[R: ModelRunnerBase]:
         } | {sequence.request_state for sequence in chunk.finished_prefill}
         self.stats.prompt_tokens += sum(len(state.prompt_token_ids) for state in ended)
 
+    def _receive_constrained(self, sent: _Sent) -> list[RequestOutput]:
+        """Read what sequences that follow a grammar have emitted, once."""
+        if sent.constrained_tokens is None:
+            return []
+        sampled, sent.constrained_tokens = self._read(sent.constrained_tokens), None
+        assert sampled is not None
+        return [
+            self._add_tokens(sequence, sampled, row)
+            for row, sequence in enumerate(sent.constrained)
+            if self._scheduler.running.get(sequence.slot) is sequence
+        ]
+
     def _receive(self, sent: _Sent) -> list[RequestOutput]:
         outputs = []
         for chunk, output in sent.chunks:
             if output is not None and (scores := self._read(output)) is not None:
-                outputs += self._score_outputs(chunk, scores)
+                outputs += self._add_scores(chunk, scores)
         if sent.tokens is not None:
             sampled = self._read(sent.tokens)
             assert sampled is not None
@@ -303,7 +347,7 @@ class Engine[R: ModelRunnerBase]:
             for row, sequence in enumerate(sent.sequences):
                 sequence.num_in_flight_tokens -= min(steps, sequence.num_in_flight_tokens)
                 if self._scheduler.running.get(sequence.slot) is sequence:
-                    outputs.append(self._sample_output(sequence, sampled, row))
+                    outputs.append(self._add_tokens(sequence, sampled, row))
         return outputs
 
     def _read(self, output: AsyncOutput) -> SamplerOutput | None:
@@ -313,81 +357,32 @@ class Engine[R: ModelRunnerBase]:
         finally:
             self.stats.wait_seconds += time.perf_counter() - start
 
-    def _sample_output(self, sequence: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
-        state, params = sequence.request_state, sequence.params
-        tokens = sampled.token[row].tolist()
-        emitted = [token for token in tokens if token >= 0]
-        sequence.token_ids += emitted
-        sequence.num_remaining_tokens -= len(emitted)
-        self.stats.new_tokens += len(emitted)
-        broken = NON_FINITE in tokens
-        ended = not broken and (
-            emitted[-1] in params.stop_token_ids
-            or (emitted[-1] in self.eos_token_ids and not params.ignore_eos)
-        )
-        state.timing.last_token = time.perf_counter()
-        state.timing.first_token = state.timing.first_token or state.timing.last_token
-        token_ids = emitted[:-1] if ended else emitted
-        logprobs = stop_logprob = None
-        if params.logprobs is not None:
-            logprobs = [
-                _logprob(sampled, (row, step), params.logprobs) for step in range(len(emitted))
-            ]
-            stop_logprob = logprobs.pop() if ended else None
-        reason = None
-        if broken:
-            reason = "error"
-        elif ended:
-            reason = "stop"
-        elif not sequence.num_remaining_tokens:
-            reason = "length"
-        if reason is not None:
-            self._scheduler.finish(sequence)
-            self._forget(state)
-        return RequestOutput(
-            request_id=state.request_id,
-            sample=sequence.index,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            timing=dataclasses.replace(state.timing),
-            num_cached_tokens=state.num_cached_tokens,
-            stop_token=emitted[-1] if ended else None,
-            stop_logprob=stop_logprob,
-        )
+    def _add_tokens(self, sequence: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
+        """The new tokens of a sequence, which ends with them if an end is among them."""
+        output, count = sequence_output(sequence, sampled, row, self.eos_token_ids)
+        self.stats.new_tokens += count
+        if output.finish_reason is not None:
+            # The model runner does not notice the end of a grammar.
+            of_grammar = output.finish_reason == "stop" and output.stop_token is None
+            self._scheduler.finish(sequence, aborted=of_grammar)
+            self._forget(sequence.request_state)
+        return output
 
-    def _score_outputs(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:
+    def _add_scores(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:
         stop = 0
         for _, scheduled in chunk.scheduled_tokens():
-            state, request = scheduled.request_state, scheduled.request_state.request
+            state = scheduled.request_state
             start, stop = stop, stop + len(scheduled.scored)
-            if not isinstance(request, ScoreRequest) or state.request_id not in self._requests:
+            if not state.scored or state.request_id not in self._requests:
                 continue
-            likeliest, logprobs = self._scores.setdefault(state.request_id, ([], []))
-            likeliest.extend(scores.token[start:stop].tolist())
-            logprobs.extend(
-                _logprob(scores, (entry,), request.top_logprobs) for entry in range(start, stop)
-            )
+            found = self._scores.setdefault(state.request_id, Scores())
+            found.add(state, scores, range(start, stop))
             if scheduled.stop == state.prefill_target:
-                state.timing.first_token = state.timing.last_token = time.perf_counter()
                 self._forget(state)
-                yield RequestOutput(
-                    request_id=state.request_id,
-                    sample=0,
-                    token_ids=likeliest,
-                    logprobs=logprobs,
-                    finish_reason="stop",
-                    timing=dataclasses.replace(state.timing),
-                    num_cached_tokens=state.num_cached_tokens,
-                )
+                yield found.output(state)
 
     def _forget(self, state: RequestState) -> None:
         """Drop a request without sequences left to run."""
         if not state.sequences:
             self._requests.pop(state.request_id, None)
             self._scores.pop(state.request_id, None)
-
-
-def _logprob(sampled: SamplerOutput, index: tuple[int, ...], top: int) -> Logprob:
-    ids, values = sampled.top_ids[index][:top].tolist(), sampled.top_logprobs[index][:top].tolist()
-    return Logprob(float(sampled.logprob[index]), tuple(zip(ids, values, strict=True)))

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..runner.shapes import Shapes
     from .request_state import Chunk, Sequence
     from .scheduler import Limits
@@ -66,6 +68,11 @@ class ModelRunnerBase(Protocol):
     def run_decode(self, sequences: Seq[Sequence]) -> AsyncOutput:
         """Decode. `read` returns up to `decode_steps` (M) tokens for each sequence: B M, -1 where
         one has ended."""
+        ...
+
+    def run_decode_constrained(self, sequences: Seq[Sequence], masks: np.ndarray) -> AsyncOutput:
+        """Decode one token of each sequence, of those in its mask (u32[B, ceil(V/32)], see
+        `Matcher.fill_masks`). `read` returns B 1. Needs `structured_outputs`."""
         ...
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:

@@ -62,6 +62,8 @@ class EngineOptions:
     both kinds of keys and values."""
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
+    structured_outputs: bool = False
+    """Compile the programs that a request with a `grammar` needs."""
     decode_rows: tuple[int, ...] | None = None
     """Sizes of a decode call, ascending; None is `max_num_seqs` and eighths of it."""
     chunks: tuple[int, ...] | None = None

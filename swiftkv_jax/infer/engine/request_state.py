@@ -8,6 +8,7 @@ from collections import abc
 from collections.abc import Iterator
 
 from ...config import NO_OWN
+from .grammar import Matcher
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
 
@@ -97,6 +98,8 @@ class Sequence:
     """Tokens that calls which have not been read yet may emit; part of `num_remaining_tokens`."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens emitted so far, an end token among them."""
+    matcher: Matcher | None = None
+    """Grammar that the sequence follows; None if it is free."""
 
     @property
     def params(self) -> SamplingParams:

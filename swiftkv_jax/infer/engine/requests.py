@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ...config import GeneratedKV
+from .grammar import Matcher
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
-"""`stop` is an end token (or the end of the scores), `length` is `max_tokens`, `error` is logits
-that are not finite numbers (`NOT_FINITE`)."""
+"""`stop` is an end token (or the end of the scores), `length` is `max_tokens`, `error` is what
+`RequestOutput.error` says."""
 NOT_FINITE = (
     "the model's logits are not finite numbers: its weights are damaged, or too large "
     "for the type it runs in"
@@ -41,6 +42,9 @@ class Request:
     page_keys: Sequence[bytes] | None = None
     """`page_pool.page_keys(prompt, page_size, cache_salt)`, where another thread has made them.
     They are believed; None makes them when the request is queued."""
+    grammar: Matcher | None = None
+    """Grammar that every sample follows, with `EngineOptions.structured_outputs`; each has a copy
+    of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +107,5 @@ class RequestOutput:
     """Token that ended the sample, one of the model's end tokens or of `stop_token_ids`."""
     stop_logprob: Logprob | None = None
     """Its entry, if they were asked for."""
+    error: str = ""
+    """What went wrong, with the finish reason `error`: `NOT_FINITE`, or what the grammar says."""

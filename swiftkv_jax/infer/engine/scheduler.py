@@ -189,6 +189,8 @@ class Scheduler:
             state.sequences.append(
                 Sequence(state, index, slots.pop(), own, state.request.params.max_tokens)
             )
+            if (grammar := state.request.grammar) is not None:
+                state.sequences[-1].matcher = grammar.copy()
         pool.stats.queries += len(state.prompt_token_ids)
         pool.stats.hits += state.num_cached_tokens
         return True
@@ -196,17 +198,23 @@ class Scheduler:
     # Decoding -----------------------------------------------------------------
 
     def schedule_decode(self, steps: int) -> list[Sequence]:
-        """Sequences that can emit a token in a call of `steps`: all but those that will have ended
-        after the calls in flight."""
+        """Free sequences that can emit a token in a call of `steps`: all but those that will have
+        ended after the calls in flight."""
         sequences = [
             sequence
             for sequence in self.running.values()
-            if sequence.num_remaining_tokens > sequence.num_in_flight_tokens
+            if sequence.matcher is None
+            and sequence.num_remaining_tokens > sequence.num_in_flight_tokens
         ]
         for sequence in sequences:
             unplanned = sequence.num_remaining_tokens - sequence.num_in_flight_tokens
             sequence.num_in_flight_tokens += min(steps, unplanned)
         return sequences
+
+    def schedule_constrained(self) -> list[Sequence]:
+        """Sequences that follow a grammar, which emit one token in a call: the next mask depends on
+        it, so none of them has one in flight."""
+        return [sequence for sequence in self.running.values() if sequence.matcher is not None]
 
     def finish(self, sequence: Sequence, *, aborted: bool = False) -> None:
         """Free the slot and pages of a sequence that has ended; the pages can be shared, unless

@@ -15,6 +15,7 @@ from ...config import Config
 from ...mesh import dp_size
 from ...pallas_kernels import Implementation
 from ...quantization import Scheme
+from ..engine.grammar import mask_words
 from .decode_state import insert_sequences, insert_token_counts
 from .layout import Layout
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
@@ -28,9 +29,10 @@ COPY_PAGES = 16
 """Pages copied in one call, on each data-parallel shard."""
 
 GREEDY = "decode greedy"
-DECODE = "decode", GREEDY
-"""Names of the programs that decode; the first for all sequences, the second for those whose
-`SamplingParams.is_plain_greedy`."""
+CONSTRAINED = "decode constrained"
+DECODE = "decode", GREEDY, CONSTRAINED
+"""Names of the programs that decode; the first for all sequences without a grammar, the second for
+those whose `SamplingParams.is_plain_greedy`, the third for those with one: a single step."""
 
 CHUNKED = "prefill", "tail", "score"
 """Names of the programs that run a chunk."""
@@ -38,7 +40,8 @@ CHUNKED = "prefill", "tail", "score"
 Key = tuple[Any, ...]
 """Name of a program: ("prefill", tokens, query tiles, context pages), ("tail", tokens,
 tokens that run through all layers, context pages), ("score", tokens, the same with those that are
-scored, context pages), ("decode", rows), ("decode greedy", rows), ("insert",), ("token_counts",) or
+scored, context pages), ("decode", rows), ("decode greedy", rows), ("decode
+constrained", rows), ("insert",), ("token_counts",) or
 ("copy",)."""
 
 
@@ -80,6 +83,10 @@ def lower_all(
         add(("decode", rows), decode, *operands, **static)
         if shapes.greedy_programs:
             add((GREEDY, rows), decode, *operands, **static, greedy=True)
+        if shapes.structured_outputs:
+            words = mask_words(served.vocab_size)
+            masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)
+            add((CONSTRAINED, rows), decode, *operands, **static | {"steps": 1}, masks=masks)
     new = layout.batch(INSERT_SEQUENCES, shapes)
     add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     counts = layout.array((served.vocab_size,), jnp.uint16)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from ...attention import Attention
 from ...cache import bytes_per_token
 from ...errors import OutOfMemoryError, UsageError, name_attention
+from ..engine.grammar import mask_words
 from ..engine.model_runner_base import AsyncOutput, SamplerOutput
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
@@ -29,7 +30,16 @@ from ..sampling.penalties import prompt_token_counts
 from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, make_batch
 from .layout import Layout
-from .lowering import CHUNKED, COPY_PAGES, DECODE, GREEDY, INSERT_SEQUENCES, Key, lower_all
+from .lowering import (
+    CHUNKED,
+    CONSTRAINED,
+    COPY_PAGES,
+    DECODE,
+    GREEDY,
+    INSERT_SEQUENCES,
+    Key,
+    lower_all,
+)
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import (
     INVALID_PAGE,
@@ -164,7 +174,9 @@ class ModelRunner:
                 if key[0] in CHUNKED:
                     self._prefill(key, empty)
                 elif key[0] in DECODE:
-                    self._decode(key, [[] for _ in empty])
+                    words = self.shapes.dp_size * key[1], mask_words(self.config.vocab_size)
+                    masks = np.zeros(words, np.uint32) if key[0] == CONSTRAINED else None
+                    self._decode(key, [[] for _ in empty], masks)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
             self._insert_token_counts(0, [])
@@ -224,6 +236,24 @@ class ModelRunner:
 
     def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
         """See `ModelRunnerBase`."""
+        slots, size, index = self._decode_rows(sequences)
+        plain = all(sequence.params.is_plain_greedy for sequence in sequences)
+        kind = GREEDY if plain and self.shapes.greedy_programs else "decode"
+        return AsyncOutput(self._decode((kind, size), slots), index)
+
+    def run_decode_constrained(
+        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+    ) -> AsyncOutput:
+        """See `ModelRunnerBase`."""
+        slots, size, index = self._decode_rows(sequences)
+        padded = np.zeros((self.shapes.dp_size * size, masks.shape[1]), np.uint32)
+        padded[index] = masks
+        return AsyncOutput(self._decode((CONSTRAINED, size), slots, padded), index)
+
+    def _decode_rows(
+        self, sequences: abc.Sequence[Sequence]
+    ) -> tuple[list[list[int]], int, np.ndarray]:
+        """(slots of each shard, rows of the smallest call for them, row of each sequence)."""
         slots: list[list[int]] = [[] for _ in range(self.shapes.dp_size)]
         rows = []
         for sequence in sequences:
@@ -231,10 +261,7 @@ class ModelRunner:
             rows.append((dp_rank, len(slots[dp_rank])))
             slots[dp_rank].append(sequence.slot)
         size = next(size for size in self.shapes.decode_rows if size >= max(map(len, slots)))
-        plain = all(sequence.params.is_plain_greedy for sequence in sequences)
-        kind = GREEDY if plain and self.shapes.greedy_programs else "decode"
-        result = self._decode((kind, size), slots)
-        return AsyncOutput(result, np.array([dp_rank * size + row for dp_rank, row in rows]))
+        return slots, size, np.array([dp_rank * size + row for dp_rank, row in rows])
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
         """See `ModelRunnerBase`."""
@@ -273,12 +300,18 @@ class ModelRunner:
         self._state = dataclasses.replace(self._state, cache=cache)
         return output
 
-    def _decode(self, key: Key, slots: list[list[int]]) -> SamplerOutput:
+    def _decode(
+        self, key: Key, slots: list[list[int]], masks: np.ndarray | None = None
+    ) -> SamplerOutput:
         past_the_last = self.shapes.dp_size * self.shapes.slots
         padded = np.full((self.shapes.dp_size, key[1]), past_the_last, np.int32)
         for row, shard in zip(padded, slots, strict=True):
             row[: len(shard)] = shard
-        self._state, sampled = self._compiled[key](self.weights, padded.reshape(-1), self._state)
+        operands = self.weights, padded.reshape(-1), self._state
+        if masks is None:
+            self._state, sampled = self._compiled[key](*operands)
+        else:
+            self._state, sampled = self._compiled[key](*operands, masks=masks)
         return self._to_host(sampled)
 
     def _to_host(self, result: SamplerOutput) -> SamplerOutput:

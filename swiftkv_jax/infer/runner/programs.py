@@ -14,7 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from ...attention import Attention
 from ...cache import (
@@ -33,7 +33,7 @@ from ...transformer import DEFAULT, head_major
 from ..engine.model_runner_base import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from ..sampling.penalties import update_token_counts
-from ..sampling.sampler import sample, sample_greedy
+from ..sampling.sampler import apply_masks, sample, sample_greedy
 from .cached_layers import (
     Read,
     Write,
@@ -288,6 +288,7 @@ def decode(
     attention: Attention = DEFAULT,
     greedy: bool = False,
     kv: KVPrograms = "boundary",
+    masks: UInt32[Array, "B _"] | None = None,
 ) -> tuple[DecodeState, SamplerOutput]:
     """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
     where a sequence has ended.
@@ -295,7 +296,8 @@ def decode(
     An end token is emitted and ends its sequence. A slot past the last is empty. `greedy` is for
     sequences that all ask for the likeliest token and nothing else (`is_plain_greedy`): without the
     branches of the sampler, at which the host waits for a GPU, and without counts of tokens. `kv`
-    as in `decode_logits`.
+    as in `decode_logits`. `masks` have the tokens that each sequence may emit, as
+    `Matcher.fill_masks` writes them; None is all.
     """
 
     def step(carry, _):
@@ -305,7 +307,10 @@ def decode(
         if greedy:
             sampled = sample_greedy(logits)
         else:
-            sampled = sample(logits, batch.sampling, token_counts, slots, batch.length)
+            allowed = logits if masks is None else apply_masks(logits, masks)
+            sampled = sample(
+                allowed, batch.sampling, token_counts, slots, batch.length, reported=logits
+            )
             token_counts = update_token_counts(token_counts, slots, sampled.token, active)
         cache = _keep_cache_sharding(config, cache, attention)
         carry = cache, batch.advance(sampled.token), token_counts

@@ -55,6 +55,8 @@ class Shapes:
     (`with_contexts`); else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
+    structured_outputs: bool = False
+    """Whether there are decode programs for sequences that follow a grammar."""
     kv: KVPrograms = "boundary"
     """Upper keys and values of tokens that run through all layers."""
     tail: int = 0
@@ -203,6 +205,7 @@ def choose_shapes(
             spare_tiles=spare,
             contexts=(None,),
             scoring=options.scoring,
+            structured_outputs=options.structured_outputs,
             kv=kv_programs(config, mixed=options.mixed_generated_kv),
             tail=_tail(config, mixed=options.mixed_generated_kv),
         ),

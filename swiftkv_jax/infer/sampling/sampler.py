@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Float, Int, UInt16, UInt32
 
 from ..engine.model_runner_base import NON_FINITE, SamplerOutput
 from .logprobs import empty_logprobs, gather_logprobs
@@ -22,9 +22,12 @@ def sample(
     token_counts: UInt16[Array, "_ V"],
     slots: Int[Array, " B"],
     position: Int[Array, " B"],
+    *,
+    reported: Float[Array, "B V"] | None = None,
 ) -> SamplerOutput:
     """The token that follows the one at `position` of each row. `token_counts` have a row for each
-    slot, and are read only for rows with penalties.
+    slot, and are read only for rows with penalties. Log-probabilities are those of the logits
+    `reported`, where these are not the ones to choose from.
 
     The randomness of a draw is fold_in of the row's stream and `position` into key(seed): the same
     for every batch, slot, chunk size and number of steps per call. What no row asks for is not
@@ -56,13 +59,23 @@ def sample(
         token = _mark_non_finite(token, largest)
         logprobs = jax.lax.cond(
             reports,
-            lambda: gather_logprobs(logits, token, sampling.num_logprobs),
+            lambda: gather_logprobs(
+                logits if reported is None else reported, token, sampling.num_logprobs
+            ),
             lambda: empty_logprobs(len(token)),
         )
         return SamplerOutput(token, *logprobs)
 
     # One branch around all: on a GPU the host waits for the predicate of each.
     return jax.lax.cond(changes | draws | reports, full, lambda: sample_greedy(logits))
+
+
+def apply_masks(logits: Float[Array, "B V"], masks: UInt32[Array, "B _"]) -> Float[Array, "B V"]:
+    """`logits`, minus infinity where a token's bit is 0 (`Matcher.fill_masks`). What is no number
+    stays, so that it is noticed."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = bits.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
+    return jnp.where((bits == 1) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def sample_greedy(logits: Float[Array, "B V"]) -> SamplerOutput:

@@ -161,7 +161,7 @@ class ChatWriter(Writer):
         logprobs = chat_logprobs(delta, self._spellings) if self._with_logprobs else None
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": _message(delta),
             "logprobs": logprobs,
             **self._end(choice),
             **self._ids(delta),
@@ -178,13 +178,42 @@ class ChatWriter(Writer):
         logprobs = chat_logprobs(delta, self._spellings) if self._with_logprobs else None
         result = {
             "index": choice.index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": _delta(delta),
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
         }
         if choice.finish_reason is not None:
             result["stop_reason"] = choice.stop_reason
         return result | self._ids(delta)
+
+
+def _message(delta: TextDelta) -> dict[str, Any]:
+    """A whole answer. Its content is null where it only calls."""
+    calls: list[dict[str, Any]] = []
+    for call in delta.calls:
+        if call.name is not None:
+            function = {"name": call.name, "arguments": ""}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        calls[-1]["function"]["arguments"] += call.arguments
+    content = delta.text if delta.text or not calls else None
+    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(delta: TextDelta) -> dict[str, Any]:
+    """What a chunk adds: name and id of a call come once, with what there is of its arguments."""
+    calls: list[dict[str, Any]] = []
+    for call in delta.calls:
+        if call.name is not None:
+            function = {"name": call.name, "arguments": call.arguments}
+            one = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            calls.append(one)
+        elif calls and calls[-1]["index"] == call.index:
+            calls[-1]["function"]["arguments"] += call.arguments
+        else:
+            calls.append({"index": call.index, "function": {"arguments": call.arguments}})
+    found: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    return found | ({"tool_calls": calls} if calls else {})
 
 
 class CompletionWriter(Writer):

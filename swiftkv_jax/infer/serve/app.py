@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,11 +17,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from ... import __version__
+from ...errors import UsageError
 from ..engine.engine import Engine
+from ..engine.grammar import Matcher
+from ..structured_outputs import GrammarCompiler
 from . import generate
 from .auth import Keys
 from .errors import APIError, invalid, printable, unsupported
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .forms import Form
 from .options import ServerOptions
 from .prompts import Prompt, PromptEncoder
 from .protocol import MAX_MESSAGES, ChatBody, DetokenizeBody, TokenizeBody, decode
@@ -28,6 +33,7 @@ from .schema import openapi
 from .score import score
 from .service import Service
 from .token_text import TokenSpellings
+from .tool_calls import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,7 @@ class App:
         tokenizer: Any,
         sampling_defaults: Mapping[str, Any],
         prefill_rate: float,
+        compiler: GrammarCompiler | None,
     ) -> None:
         """Take requests, now that the engine is ready; the arguments are those of `Loaded`."""
         options = engine.options
@@ -74,6 +81,12 @@ class App:
             page_size=engine.model_runner.shapes.page_size,
             caching=options.enable_prefix_caching,
         )
+        self.compiler = compiler
+        chosen = self.options.tool_call_parser
+        if chosen == "auto":
+            self.tool_format = format_of(str(getattr(tokenizer, "chat_template", None) or ""))
+        else:
+            self.tool_format = None if chosen == "none" else chosen
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
         self.service.open(engine, prefill_rate)
@@ -112,7 +125,21 @@ class App:
             add_generation_prompt=generation_prompt,
             continue_final_message=go_on,
             add_special_tokens=bool(body.add_special_tokens),
+            tools=None if body.tools is None else msgspec.to_builtins(body.tools),
         )
+
+    async def compile_grammar(self, form: Form) -> Matcher | None:
+        """What keeps an answer in its form; None for free text. Raises `APIError`."""
+        if (grammar := form.grammar) is None:
+            return None
+        if (compiler := self.compiler) is None:
+            raise unsupported(form.param, f"`{form.param}`: this server follows no grammars")
+        try:
+            return await self.encoder.in_thread(
+                lambda: compiler.compile_grammar(grammar), len(grammar)
+            )
+        except UsageError as error:
+            raise invalid(form.param, str(error), "invalid_grammar") from None
 
     def asgi(self) -> Starlette:
         """The application that a web server runs."""
@@ -317,8 +344,8 @@ async def tokenize(app: App, exchange: Exchange) -> None:
     app.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
-    if body.tools:
-        raise unsupported("tools")
+    if body.tools is not None and app.tool_format is None:
+        raise unsupported("tools", "this model's chat template takes no tools")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         (prompt,) = await app.encoder.encode(

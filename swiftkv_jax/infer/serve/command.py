@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import importlib.util
 import ipaddress
 import logging
@@ -39,11 +40,13 @@ from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
+from ..structured_outputs import GrammarCompiler
 from .options import FAIR_BY, ServerOptions
+from .tool_calls import FORMATS
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance")
 """What the extra `serve` installs."""
 
 
@@ -66,6 +69,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser, "--allowed-hosts", "values of the header Host; default on loopback: its own"
     )
     add("--unknown-fields", choices=("refuse", "ignore"), help="(default: refuse)")
+    add(
+        "--tool-call-parser",
+        choices=("auto", *FORMATS, "none"),
+        help="how the model writes calls of tools (default: by its chat template)",
+    )
+    add(
+        "--no-structured-outputs",
+        dest="structured_outputs",
+        action="store_false",
+        default=None,
+        help="no grammars, JSON schemas and forced calls; some programs fewer to compile",
+    )
     add(
         "--share-prefix-cache",
         action="store_true",
@@ -142,7 +157,8 @@ def main(args: argparse.Namespace) -> int:
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
     model_options, options = ModelOptions.from_args(args), server_options(args)
-    engine_options = EngineOptions(**given_engine_options(args))
+    given: dict[str, Any] = {"structured_outputs": True} | given_engine_options(args)
+    engine_options = EngineOptions(**given)
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
     from . import server  # after the look for its packages
@@ -160,9 +176,20 @@ def main(args: argparse.Namespace) -> int:
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
         say("compiling")
-        engine = start_engine(model, mesh, engine_options, model_options)
+        compiler, chosen = None, engine_options
+        if chosen.structured_outputs:
+            try:
+                compiler = GrammarCompiler(
+                    tokenizer,
+                    vocab_size=model.config.vocab_size,
+                    eos_token_ids=model.eos_token_ids,
+                )
+            except UsageError as error:
+                logger.warning("no structured outputs: %s", error)
+                chosen = dataclasses.replace(chosen, structured_outputs=False)
+        engine = start_engine(model, mesh, chosen, model_options)
         say("warming")
-        return server.Loaded(engine, tokenizer, defaults, warm(engine))
+        return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler)
 
     with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
         return runner.run(server.serve(options, name, listener, load)) or OK

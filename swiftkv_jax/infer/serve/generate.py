@@ -13,6 +13,7 @@ from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
 from .errors import unsupported
 from .exchange import DONE, KEEP_ALIVE, ClientGone, Exchange
+from .forms import Form, form_of
 from .generation import Choice, Generation, Part, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
@@ -78,6 +79,7 @@ async def _completion(
         texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
     )
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
+    form = form_of(body, None)
     params = _params(app, body, prompts)
     total = sum(len(prompt.token_ids) for prompt in prompts)
     check_logprob_entries(params, total if scores else 0, len(prompts))
@@ -85,7 +87,7 @@ async def _completion(
     scored = [Part(score_of(prompt, params.logprobs or 0, salt=salt), prompt) for prompt in prompts]
     parts = [part for part in scored if scores and len(part.prompt.token_ids) > 1]
     if generates:
-        parts += _parts(app, body, prompts, params, salt)
+        parts += await _parts(app, body, prompts, params, salt, form)
     _count(reservation, parts, "n" if params.n > 1 else "prompt")
     prompt_texts = []
     if body.echo:
@@ -109,12 +111,13 @@ async def _completion(
 async def _chat(
     app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
+    form = form_of(body, app.tool_format)
     salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
     prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])
     check_logprob_entries(params, 0, 1)
-    parts = _parts(app, body, [prompt], params, salt)
+    parts = await _parts(app, body, [prompt], params, salt, form)
     _count(reservation, parts, "n")
     writer = ChatWriter(
         *_facts(app, exchange, body),
@@ -142,23 +145,24 @@ def _params(app: App, body: CompletionBody | ChatBody, prompts: list[Prompt]) ->
     )
 
 
-def _parts(
+async def _parts(
     app: App,
     body: CompletionBody | ChatBody,
     prompts: list[Prompt],
     params: SamplingParams,
     salt: str,
+    form: Form,
 ) -> list[Part]:
     """With a seed of the client's every prompt gets the answer that it gets alone."""
-    parts = []
+    parts, grammar = [], await app.compile_grammar(form)
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0
-        request = request_of(prompt, params, rng_stream=rng_stream, salt=salt)
+        request = request_of(prompt, params, rng_stream=rng_stream, salt=salt, grammar=grammar)
         part = Part(request, prompt)
         for sample in range(params.n):
             index = number * params.n + sample
             stop = bool(body.include_stop_str_in_output)
-            part.choices.append(Choice(index, app.tokenizer, request, stop))
+            part.choices.append(Choice(index, app.tokenizer, request, stop, form.parser()))
         parts.append(part)
     return parts
 

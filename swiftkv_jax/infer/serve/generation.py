@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import UsageError
+from ..engine.grammar import Matcher
 from ..engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, ScoreRequest
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream
 from .admission import Reservation
 from .engine_thread import Ended
-from .errors import APIError, of_usage
+from .errors import APIError, invalid, of_usage
 from .prompts import Prompt
+from .tool_calls import ToolCallDelta, ToolCallParser
 
 
 @dataclasses.dataclass
@@ -28,16 +30,25 @@ class TextDelta:
     """Tokens whose text is out, an end token included."""
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
     """An entry for each of them, if they were asked for."""
+    calls: list[ToolCallDelta] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.token_ids)
+        return bool(self.text or self.token_ids or self.calls)
 
 
 class Choice:
     """One sample of one prompt."""
 
-    def __init__(self, index: int, tokenizer: Any, request: Request, include_stop: bool):
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Any,
+        request: Request,
+        include_stop: bool,
+        parser: ToolCallParser | None = None,
+    ):
         self.index, self._params, self._include_stop = index, request.params, include_stop
+        self._parser = parser
         self._stream = TextStream.of(tokenizer, request)
         self._held = TextDelta()
         self._ready = TextDelta()
@@ -49,8 +60,8 @@ class Choice:
         """`time.monotonic()` of its last token; 0 before the first."""
 
     def push(self, output: RequestOutput) -> bool:
-        """Add new tokens. True if a stop string has ended the sample, which the engine does not
-        know."""
+        """Add new tokens. True if their text has ended the sample, by a stop string or as its only
+        call, which the engine does not know."""
         stream, held = self._stream, self._held
         before = len(stream.token_ids)
         text = stream.push(output.token_ids)
@@ -74,13 +85,30 @@ class Choice:
                 self.num_tokens += 1
                 if output.stop_token in self._params.stop_token_ids:
                     self.stop_reason = output.stop_token
-        if text or self.finish_reason is not None:
+        calls: list[ToolCallDelta] = []
+        if self._parser is not None:
+            text, calls = self._parse(text, self._parser)
+            ended_by_text |= self._parser.is_complete
+        if text or calls or self.finish_reason is not None:
             ready = self._ready
             ready.text += text
+            ready.calls += calls
             ready.token_ids += held.token_ids
             ready.logprobs += held.logprobs
             self._held = TextDelta()
         return ended_by_text and output.finish_reason is None
+
+    def _parse(self, text: str, parser: ToolCallParser) -> tuple[str, list[ToolCallDelta]]:
+        """(content, calls) of new text."""
+        parsed = parser.push(text)
+        content = parsed.content
+        if parser.is_complete:
+            self.finish_reason = self.finish_reason or "stop"
+        if self.finish_reason is not None:
+            content += parser.finish().content
+            if parser.num_calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        return content, parsed.calls
 
     def take(self) -> TextDelta:
         """What has become certain since the last call."""
@@ -170,7 +198,11 @@ class Generation:
         else:
             self._observe(part, event)
             if event.finish_reason == "error":
-                self.fail(APIError(500, "not_finite", NOT_FINITE))
+                self.fail(
+                    APIError(500, "not_finite", NOT_FINITE)
+                    if event.error == NOT_FINITE
+                    else invalid(None, event.error, "invalid_grammar")
+                )
             elif isinstance(part.request, ScoreRequest):
                 part.scores = event
             else:
@@ -198,7 +230,14 @@ class Generation:
         self.changed.set()
 
 
-def request_of(prompt: Prompt, params: SamplingParams, *, rng_stream: int, salt: str) -> Request:
+def request_of(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    rng_stream: int,
+    salt: str,
+    grammar: Matcher | None = None,
+) -> Request:
     """What the engine continues."""
     return Request(
         prompt.token_ids,  # type: ignore[arg-type]
@@ -206,6 +245,7 @@ def request_of(prompt: Prompt, params: SamplingParams, *, rng_stream: int, salt:
         rng_stream=rng_stream,
         cache_salt=salt,
         page_keys=prompt.page_keys or None,
+        grammar=grammar,
     )
 
 

@@ -39,6 +39,9 @@ class ServerOptions:
     """What to do with a field that no version of the API has; the header `x-ignored-fields` of the
     answer names those that were ignored."""
 
+    tool_call_parser: Literal["auto", "llama3_json", "hermes", "none"] = "auto"
+    """Format of calls of tools; "auto" is that of the chat template, "none" refuses tools."""
+
     max_connections: int = 4096
     max_body_size: int | None = None
     """Bytes of a body; None is 64 for each token of `max_model_len`, from 2 to 32 MiB."""

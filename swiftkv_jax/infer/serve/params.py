@@ -34,15 +34,12 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "priority": (0,),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
     "use_beam_search": (False,),
     "watermarking": (False,),
 }
@@ -54,7 +51,7 @@ _REASONS = {
     "function_call": "`function_call` is deprecated: the field is `tool_choice`",
     "reasoning_effort": "the model has no reasoning channel",
     **{
-        f"guided_{kind}": f"`guided_{kind}` is now `structured_outputs`, which is not supported yet"
+        f"guided_{kind}": f"`guided_{kind}` is now `structured_outputs.{kind}`"
         for kind in ("choice", "grammar", "json", "regex")
     },
 }
@@ -72,11 +69,9 @@ _REFUSED = sorted(
         "prompt_logprobs",
         "repetition_detection",
         "stream_interval",
-        "structured_outputs",
         "suffix",
         "thinking",
         "thinking_token_budget",
-        "tools",
         "truncate_prompt_tokens",
         "truncation_side",
         "verbosity",

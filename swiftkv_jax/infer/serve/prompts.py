@@ -87,19 +87,22 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
-        """The prompt of a conversation of some `num_bytes`. What its messages spell is text: a
-        special token in it stays one of its template's alone. Raises `APIError`."""
+        """The prompt of a conversation of some `num_bytes`, with the tools that it may call, as
+        OpenAI's objects. What messages and tools spell is text: a special token in it stays one of
+        the template's alone. Raises `APIError`."""
 
         def work() -> Prompt:
             rendered = [message.rendered(number) for number, message in enumerate(messages)]
-            guarded, sentinel = self._guard(rendered)
+            (guarded, described), sentinel = self._guard((rendered, tools))
             try:
                 text = render_chat(
                     self._tokenizer,
                     guarded,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
+                    tools=described,
                     deadline_s=TEMPLATE_SECONDS,
                 )
             except DataError as error:
@@ -169,14 +172,12 @@ class PromptEncoder:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def _guard(
-        self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
-        """(messages in which the spelling of special token i is SiS, the character S)."""
-        said = json.dumps(messages, ensure_ascii=False)
+    def _guard(self, content: Any) -> tuple[Any, str | None]:
+        """(`content`, in which the spelling of special token i is SiS, the character S)."""
+        said = json.dumps(content, ensure_ascii=False)
         spelled = [i for i, token in enumerate(self._specials) if token in said]
         if not spelled or self._plain is None:
-            return messages, None
+            return content, None
         sentinel = next((one for one in _SENTINELS if one not in said), None)
         if sentinel is None:
             raise invalid("messages", "too many characters for private use")
@@ -188,16 +189,16 @@ class PromptEncoder:
                 for i in spelled:
                     value = value.replace(self._specials[i], f"{sentinel}{i}{sentinel}")
                 return value
-            if isinstance(value, list):
+            if isinstance(value, list | tuple):
                 return [guard(each) for each in value]
             if isinstance(value, Mapping):
-                return {name: guard(each) for name, each in value.items()}
+                return {
+                    guard(name): each if name == "role" else guard(each)
+                    for name, each in value.items()
+                }
             return value
 
-        return [
-            {name: value if name == "role" else guard(value) for name, value in message.items()}
-            for message in messages
-        ], sentinel
+        return guard(content), sentinel
 
     # Checks -----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ that they are refused by name and not as unknown ones; see `params`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -27,6 +27,28 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class JSONSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputsField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of `StructuredOutputs`."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class Sampling(Body, kw_only=True):
@@ -55,6 +77,8 @@ class Sampling(Body, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
 
     # Accepted without effect.
     user: str | None = None
@@ -84,13 +108,11 @@ class Sampling(Body, kw_only=True):
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
     repetition_detection: Any = None
-    response_format: Any = None
     service_tier: Any = None
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     store: Any = None
     stream_interval: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
     use_beam_search: Any = None
@@ -127,6 +149,53 @@ class CompletionBody(Sampling, kw_only=True):
         )
 
 
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in a message of the assistant's."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """The call as chat templates take it: arguments as an object."""
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                found = msgspec.json.decode(arguments or "{}")
+            except (msgspec.DecodeError, RecursionError):
+                found = None
+            arguments = found if isinstance(found, dict) else arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", "function": function} | ({"id": self.id} if self.id else {})
+
+
 class Part(msgspec.Struct):
     """A part of a message. Fields of other types than text are not looked at."""
 
@@ -139,7 +208,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     content: str | list[Part] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: str | None = None
     reasoning: Any = None
     annotations: Any = None
@@ -168,9 +237,11 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
             raise invalid(f"{at}.content", f"a message of role {self.role!r} needs `content`")
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = self.refusal if content is None and self.refusal else content or ""
-        for name in ("name", "tool_call_id", "tool_calls"):
+        for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
+        if self.tool_calls:
+            found["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return found
 
 
@@ -181,6 +252,9 @@ class ChatBody(Sampling, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     chat_template: Any = None
     chat_template_kwargs: Any = None
@@ -189,12 +263,9 @@ class ChatBody(Sampling, kw_only=True):
     function_call: Any = None
     functions: Any = None
     include_reasoning: Any = None
-    parallel_tool_calls: Any = None
     reasoning_effort: Any = None
     thinking: Any = None
     thinking_token_budget: Any = None
-    tool_choice: Any = None
-    tools: Any = None
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -204,7 +275,7 @@ class TokenizeBody(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: Any = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeBody(Body, kw_only=True):

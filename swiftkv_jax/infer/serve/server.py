@@ -22,6 +22,7 @@ import uvicorn
 from ...cli import ERROR, INTERRUPTED, OK, OUT_OF_MEMORY
 from ...errors import OutOfMemoryError, UsageError
 from ..engine.engine import Engine
+from ..structured_outputs import GrammarCompiler
 from .app import App
 from .connection import MAX_HEADER_BYTES, with_options
 from .options import ServerOptions
@@ -38,6 +39,8 @@ class Loaded(NamedTuple):
     """Fields of `SamplingParams` for requests that leave them out."""
     prefill_rate: float = 0.0
     """Tokens/s, as measured before the first request; 0 if it is not known."""
+    compiler: GrammarCompiler | None = None
+    """For structured outputs; None refuses them."""
 
 
 BACKLOG = 2048

@@ -17,10 +17,13 @@ from transformers import PreTrainedTokenizerFast
 from swiftkv_jax.infer.serve import server
 from swiftkv_jax.infer.serve.app import App
 from swiftkv_jax.infer.serve.options import ServerOptions
+from swiftkv_jax.infer.structured_outputs import GrammarCompiler
 from tests.infer.mock_model_runner import END, VOCAB, mock_engine
 
 TEMPLATE = (
-    "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] | trim }}"
+    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 USER_TOKEN = 96
@@ -130,7 +133,14 @@ def start() -> Iterator[Start]:
         **options: Any,
     ) -> Running:
         made, runner = mock_engine(
-            **{"max_model_len": 256, "num_pages": 512, "chunk": 64, "slots": 8} | (engine or {})
+            **{
+                "structured_outputs": True,
+                "max_model_len": 256,
+                "num_pages": 512,
+                "chunk": 64,
+                "slots": 8,
+            }
+            | (engine or {})
         )
         decode = runner.run_decode
 
@@ -139,6 +149,9 @@ def start() -> Iterator[Start]:
             return decode(sequences)
 
         runner.run_decode = slow
+        tokenizer = make_tokenizer()
+        compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
+        loaded = server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler)
         listener = server.listen("127.0.0.1", 0)
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -153,7 +166,7 @@ def start() -> Iterator[Start]:
                             ServerOptions(**options),
                             "tiny",
                             listener,
-                            lambda say: server.Loaded(made, make_tokenizer(), {"temperature": 1.0}),
+                            lambda say: loaded,
                             handle_signals=False,
                             on_start=lambda app, stop: apps.append((app, stop)),
                         )

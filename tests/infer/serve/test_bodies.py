@@ -57,9 +57,7 @@ REFUSED = [
     ("metadata", {str(i): "" for i in range(17)}, "invalid_value"),
     ("use_beam_search", True, "unsupported_parameter"),
     ("length_penalty", 0.5, "unsupported_parameter"),
-    ("response_format", {"type": "json_object"}, "unsupported_parameter"),
     ("guided_json", {}, "unsupported_parameter"),
-    ("structured_outputs", {"regex": "a"}, "unsupported_parameter"),
     ("prompt_logprobs", 1, "unsupported_parameter"),
     ("priority", 1, "unsupported_parameter"),
     ("truncate_prompt_tokens", 5, "unsupported_parameter"),
@@ -112,9 +110,6 @@ CHATS_REFUSED = [
     ("max_completion_tokens", 0, "invalid_value"),
     ("top_logprobs", 3, "invalid_value"),
     ("logprobs", 3, "invalid_value"),
-    ("tools", [], "unsupported_parameter"),
-    ("tools", [{"type": "function", "function": {"name": "f"}}], "unsupported_parameter"),
-    ("tool_choice", "required", "unsupported_parameter"),
     ("functions", [{"name": "f"}], "unsupported_parameter"),
     ("reasoning_effort", "high", "unsupported_parameter"),
     ("chat_template", "a", "unsupported_parameter"),
@@ -168,7 +163,8 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "model stream stream_options seed stop include_stop_str_in_output min_tokens max_tokens "
         "logit_bias add_special_tokens return_token_ids return_tokens_as_token_ids cache_salt "
         "request_id best_of prompt messages logprobs top_logprobs echo max_completion_tokens "
-        "add_generation_prompt continue_final_message".split()
+        "add_generation_prompt continue_final_message response_format structured_outputs tools "
+        "tool_choice parallel_tool_calls".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}

@@ -10,7 +10,7 @@ from swiftkv_jax.infer.engine.page_pool import page_keys
 from swiftkv_jax.infer.serve import prompts
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.prompts import PromptEncoder
-from swiftkv_jax.infer.serve.protocol import Message
+from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
 from swiftkv_jax.infer.serve.token_text import TokenSpellings
 from tests.infer.serve.conftest import USER_TOKEN, make_tokenizer
 
@@ -47,8 +47,11 @@ def test_a_template_that_trims_trims_around_special_tokens():
 
 def test_special_tokens_anywhere_in_a_message_are_text():
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.tool_calls[0].name }}{% endfor %}"
-    messages = [Message(role="assistant", tool_calls=[{"name": "<|user|>"}])]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    call = FunctionCall(name="<|user|>", arguments="{}")
+    messages = [Message(role="assistant", tool_calls=[ToolCall(function=call)])]
     found = asyncio.run(encoder(tokenizer).encode_chat(messages, num_bytes=100, salt=""))
     assert USER_TOKEN not in found.token_ids
 

@@ -1,0 +1,330 @@
+"""Calls of functions in the text of a model, as they come: one parser for streams and for whole
+answers.
+
+A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"),
+anywhere in the text. The text before and after is content. Calls may be separated by whitespace,
+`;` and the markers of the format: Llama 3's `<|python_tag|>`, or `<tool_call>` and `</tool_call>`
+around each call (Hermes, Qwen). What looks like a call and is none is content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "llama3_json": ("<|python_tag|>",),
+    "hermes": ("<tool_call>", "</tool_call>"),
+}
+"""Formats, with vLLM's names -> their markers."""
+MAX_NAME = 64
+_ARGUMENTS = "parameters", "arguments"
+_BUFFERED = "type", "id", *_ARGUMENTS
+"""Keys with which a call may begin that is read to its end first."""
+_MAX_GAP = 1024
+"""Characters between calls that are held back until it is known what follows."""
+_MAX_HEAD = 512
+"""Characters of a call before its arguments."""
+_SPACE = " \t\r\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of a call: first its name and id, then more of its arguments."""
+
+    index: int
+    name: str | None = None
+    id: str | None = None
+    arguments: str = ""
+    """Of a JSON object, as the model wrote it."""
+
+
+@dataclasses.dataclass
+class Parsed:
+    """What has become certain."""
+
+    content: str = ""
+    calls: list[ToolCallDelta] = dataclasses.field(default_factory=list)
+
+
+def format_of(template: str) -> str | None:
+    """The format that a chat template asks for; None if it takes no tools."""
+    if "tools" not in template:
+        return None
+    return "hermes" if "<tool_call>" in template else "llama3_json"
+
+
+class ToolCallParser:
+    """Reads one answer."""
+
+    def __init__(self, names: Collection[str], format: str, *, single: bool = False):
+        """`names` are the declared ones. With `single` the answer ends with its first call."""
+        self._names, self._markers, self._single = names, FORMATS[format], single
+        self._text = ""
+        """What is not certain yet."""
+        self._state = self._read_text
+        self._follows_call = False
+        """Nothing but separators has come since a call."""
+        self._value = _JSONValue()
+        self._brace = self._value_start = 0
+        """Where the object of `_read_object` begins in `_text`, and how far it has been read."""
+        self._parsed = Parsed()
+        self.num_calls = 0
+        self.is_complete = False
+        """The answer ends here, whatever follows."""
+
+    def push(self, text: str) -> Parsed:
+        """Add text."""
+        self._text += text
+        while not self.is_complete and self._state():
+            pass
+        if self.is_complete:
+            self._text = ""
+        parsed, self._parsed = self._parsed, Parsed()
+        return parsed
+
+    def finish(self) -> Parsed:
+        """The end of the text: what was held back is content."""
+        parsed = Parsed()
+        if self._state in (self._read_text, self._read_object):
+            rest = self._text
+            separators = self._state == self._read_text and not self._without_gap(rest)
+            parsed.content = "" if self._follows_call and separators else rest
+        self._text = ""
+        return parsed
+
+    # States: each reads some of the text, and returns whether another may go on -----------------
+
+    def _read_text(self) -> bool:
+        text = self._text
+        brace = text.find("{")
+        before = text if brace < 0 else text[:brace]
+        certain = len(self._without_gap(before, may_go_on=brace < 0))
+        if len(before) - certain > _MAX_GAP:
+            certain = len(before)
+        self._emit(text[:certain])
+        self._text = text[certain:]
+        if brace < 0:
+            return False
+        self._brace = brace - certain
+        try:
+            found = _head(self._text, self._brace, self._names)
+        except _Incomplete:
+            if len(self._text) - self._brace <= _MAX_HEAD:
+                return False
+            found = None
+        if found is None:
+            self._emit(self._text[: self._brace + 1])
+            self._text = self._text[self._brace + 1 :]
+            return True
+        self._value = _JSONValue()
+        if isinstance(found, _Buffered):
+            self._value_start = self._brace
+            self._state = self._read_object
+        else:
+            self._begin(found.name)
+            self._text = self._text[found.end :]
+            self._state = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        """The arguments of a call, as they come."""
+        end = self._value.end(self._text)
+        arguments, self._text = self._text[:end], self._text[end:]
+        if arguments:
+            self._parsed.calls.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+        if not self._value.is_whole:
+            return False
+        self._state = self._read_close
+        return True
+
+    def _read_close(self) -> bool:
+        """The rest of an object after the arguments; other keys are left out."""
+        self._text = self._text.lstrip(_SPACE)
+        if not self._text:
+            return False
+        if self._text[0] == ",":
+            self._value = _JSONValue(depth=1)
+            self._state = self._skip_rest
+            return True
+        self._text = self._text.removeprefix("}")
+        self._end_call()
+        return True
+
+    def _skip_rest(self) -> bool:
+        self._text = self._text[self._value.end(self._text) :]
+        if self._value.is_whole:
+            self._end_call()
+        return self._value.is_whole
+
+    def _read_object(self) -> bool:
+        """An object that may be a call, up to its end."""
+        end = self._value_start = self._value_start + self._value.end(
+            self._text[self._value_start :]
+        )
+        if not self._value.is_whole:
+            return False
+        written, self._text = self._text[:end], self._text[end:]
+        call = _whole_call(written[self._brace :], self._names)
+        self._state = self._read_text
+        if call is None:
+            self._emit(written)
+            return True
+        name, arguments = call
+        self._begin(name)
+        self._parsed.calls.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+        self._end_call()
+        return True
+
+    # Parts ------------------------------------------------------------------------
+
+    def _emit(self, content: str) -> None:
+        if self._follows_call:  # what closes a call is no content
+            while opened := [m for m in self._markers if content.lstrip(_SPACE).startswith(m)]:
+                content = content.lstrip(_SPACE).removeprefix(opened[0])
+        if content:
+            self._parsed.content += content
+            self._follows_call = False
+
+    def _begin(self, name: str) -> None:
+        call_id = f"call_{secrets.token_hex(12)}"
+        self._parsed.calls.append(ToolCallDelta(self.num_calls, name, call_id))
+        self.num_calls += 1
+
+    def _end_call(self) -> None:
+        self._follows_call, self._state = True, self._read_text
+        self.is_complete = self._single
+
+    def _without_gap(self, text: str, *, may_go_on: bool = False) -> str:
+        """`text` without the separators at its end; with `may_go_on` also without what may become
+        one."""
+        space = _SPACE + ";," if self._follows_call else _SPACE
+        if may_go_on:
+            text = text.removesuffix(self._begun_marker(text))
+        while True:
+            shorter = text.rstrip(space)
+            for marker in self._markers:
+                shorter = shorter.removesuffix(marker)
+            if shorter == text:
+                return text
+            text = shorter
+
+    def _begun_marker(self, text: str) -> str:
+        """The longest end of `text` with which a marker begins."""
+        longest = max(map(len, self._markers)) - 1
+        for start in range(max(len(text) - longest, 0), len(text)):
+            if any(marker.startswith(text[start:]) for marker in self._markers):
+                return text[start:]
+        return ""
+
+
+class _Incomplete(Exception):
+    """More text is needed."""
+
+
+class _Head(NamedTuple):
+    """The beginning of a call up to its arguments."""
+
+    name: str
+    end: int
+    """Where the arguments begin."""
+
+
+class _Buffered(NamedTuple):
+    """The beginning of an object that may be a call."""
+
+
+def _head(text: str, at: int, names: Collection[str]) -> _Head | _Buffered | None:
+    """What the object at `at` begins like; None for no call. Raises `_Incomplete`."""
+    reader = _Reader(text, at + 1)
+    key = reader.string()
+    if key != "name" or reader.next() != ":":
+        return _Buffered() if key in _BUFFERED else None
+    if reader.string() not in names:
+        return None
+    name = reader.last
+    if reader.next() != "," or reader.string() not in _ARGUMENTS:
+        return _Buffered()
+    if reader.next() != ":" or reader.next() != "{":
+        return _Buffered()
+    return _Head(name, reader.at - 1)
+
+
+class _Reader:
+    """Reads the short texts and the signs at the beginning of an object."""
+
+    def __init__(self, text: str, at: int):
+        self._text, self.at, self.last = text, at, ""
+
+    def next(self) -> str:
+        """The next sign, after spaces. Raises `_Incomplete`."""
+        text = self._text
+        while self.at < len(text) and text[self.at] in _SPACE:
+            self.at += 1
+        if self.at == len(text):
+            raise _Incomplete
+        self.at += 1
+        return text[self.at - 1]
+
+    def string(self) -> str | None:
+        """A text of up to 64 characters without escapes; None for anything else. Raises
+        `_Incomplete`."""
+        if self.next() != '"':
+            return None
+        end = self._text.find('"', self.at, self.at + MAX_NAME + 1)
+        if end < 0:
+            if len(self._text) - self.at <= MAX_NAME:
+                raise _Incomplete
+            return None
+        self.last, self.at = self._text[self.at : end], end + 1
+        return self.last
+
+
+class _JSONValue:
+    """Finds the end of an object or list as its text comes."""
+
+    def __init__(self, depth: int = 0):
+        self._depth, self._in_string, self._escaped = depth, False, False
+        self.is_whole = False
+
+    def end(self, text: str) -> int:
+        """Characters of `text`, which follows the text before, that belong to the value."""
+        for at, sign in enumerate(text, 1):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif sign == "\\":
+                    self._escaped = True
+                elif sign == '"':
+                    self._in_string = False
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.is_whole = True
+                    return at
+        return len(text)
+
+
+def _whole_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of an object; None if it is no call."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name = found.get("name")
+    arguments = next((found[key] for key in _ARGUMENTS if key in found), {})
+    if isinstance(arguments, str):  # JSON in JSON, as in OpenAI's own messages
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)

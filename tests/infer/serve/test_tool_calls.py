@@ -1,0 +1,128 @@
+"""The parser of calls: one text gives one answer, however it is cut."""
+
+import json
+import random
+
+import pytest
+
+from swiftkv_jax.infer.serve.tool_calls import ToolCallParser, format_of
+
+NAMES = {"get_weather", "f", "send-mail_2"}
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
+
+
+def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
+    """(content, [(name, arguments)]) of a text that comes in parts of `size`."""
+    parser = ToolCallParser(NAMES, format, **options)
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    content, calls = "", []
+    for parsed in (*map(parser.push, parts), parser.finish()):
+        content += parsed.content
+        for delta in parsed.calls:
+            if delta.name is not None:
+                assert delta.index == len(calls) and delta.id and not delta.arguments
+                calls.append([delta.name, ""])
+            else:
+                assert delta.index == len(calls) - 1 and delta.id is None
+            calls[-1][1] += delta.arguments
+    assert parser.num_calls == len(calls)
+    return content, [tuple(call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "f", "parameters": {"a": "x}\\"{"}}', "", [("f", '{"a": "x}\\"{"}')]),
+        ('<|python_tag|>{"name":"f","arguments":{}}', "", [("f", "{}")]),
+        (
+            '{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"b": [{}]}}\n',
+            "",
+            [("f", "{}"), ("get_weather", '{"b": [{}]}')],
+        ),
+        ('Let me look.\n\n{"name": "f", "parameters": {}}', "Let me look.", [("f", "{}")]),
+        ('{"name": "f", "parameters": {}}\nDone.', "\nDone.", [("f", "{}")]),
+        ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        ('{"parameters": {"a": 1}, "name": "f"}', "", [("f", '{"a": 1}')]),
+        ('{"name": "f", "parameters": {}, "id": "}"} x', " x", [("f", "{}")]),
+        ('{"name": "f"}', "", [("f", "{}")]),
+        ('{"name": "f", "parameters": "{\\"a\\": 2}"}', "", [("f", '{"a": 2}')]),
+        ('{"name": "f", "parameters": {"a": 1}', "", [("f", '{"a": 1}')]),  # cut, or forgotten
+        ('{"name": "f", "parameters": {"a": 1', "", [("f", '{"a": 1')]),
+        # Not calls.
+        ('{"name": "f", "param', '{"name": "f", "param', []),
+        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+        ('A set {1, 2} and {"a": {"b": 2}} ; ok', 'A set {1, 2} and {"a": {"b": 2}} ; ok', []),
+        ('{"parameters": {"a" 1}, "name": "f"}', '{"parameters": {"a" 1}, "name": "f"}', []),
+        ('{"name": "f", "parameters": [1]}', '{"name": "f", "parameters": [1]}', []),
+        ("  \n<|python", "  \n<|python", []),
+        ("a; b, c <", "a; b, c <", []),
+        ("", "", []),
+    ],
+)
+def test_llama3_json(text, content, calls):
+    for size in (1, 2, 3, 5, 8, 64, 1000):
+        assert parse(text, size) == (content, calls), size
+
+
+def test_hermes():
+    calls = [("f", '{"a": [1, "}"]}')]
+    for size in (1, 2, 5, 8, 64, 1000):
+        assert parse(HERMES, size, "hermes") == ("", calls)
+        assert parse(f"Yes.\n{HERMES}\n{HERMES}", size, "hermes") == ("Yes.", calls * 2)
+        assert parse(f"{HERMES} and so on", size, "hermes") == (" and so on", calls)
+        assert parse("<tool_call> is a tag", size, "hermes") == ("<tool_call> is a tag", [])
+
+
+def test_only_one():
+    text = '{"name": "f", "parameters": {"a": 1}} and {"name": "f", "parameters": {}}'
+    for size in (1, 8, 100):
+        assert parse(text, size, single=True) == ("", [("f", '{"a": 1}')])
+
+
+def test_random_texts_do_not_depend_on_how_they_come():
+    """250 texts of calls, prose and broken calls."""
+    rng = random.Random(0)
+    parts = [
+        '{"name": "f", "parameters": {"text": "a \\\\ \\" } {", "n": [1, {"x": null}]}}',
+        '{"name": "get_weather", "arguments": {}}',
+        '{"name": "send-mail_2", "parameters": {"é": "ü😀"}, "type": "function"}',
+        '{"name": "unknown", "parameters": {}}',
+        '{"name": "f", "parameters": ',
+        '{"arguments": {"q": 1}, "name": "f"}',
+        '{"type": "f"}',
+        "<|python_tag|>",
+        "Some words; and more, {of them}. ",
+        "\n\n",
+        "; ",
+        "}",
+        '"',
+    ]
+    calls = 0
+    for _ in range(250):
+        text = "".join(rng.choices(parts, k=rng.randrange(1, 7)))
+        whole = parse(text, 10**6)
+        calls += len(whole[1])
+        for size in (1, 2, 5, 8, 64):
+            assert parse(text, size) == whole, text
+        complete = parse(text + "}" * 9, 3)[1] if whole[1] else []
+        for name, arguments in complete[:-1]:
+            assert name in NAMES and isinstance(json.loads(arguments), dict), text
+    assert calls > 100
+
+
+def test_held_text_is_bounded():
+    """Spaces, quotes and braces for ever cost a bounded time and come out in the end."""
+    for text in (" " * 5000, '{"name' + " " * 5000, '{"' * 3000, '{"name": "' + "f" * 5000):
+        assert parse(text, 1) == (text, [])
+        parser = ToolCallParser(NAMES, "llama3_json")
+        held = 0
+        for sign in text:
+            parser.push(sign)
+            held = max(held, len(parser._text))
+        assert held <= 1100
+
+
+def test_format_of_templates():
+    assert format_of("{{ messages }}") is None
+    assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert format_of("{% if tools %}{'name': ...}{% endif %}") == "llama3_json"
