@@ -84,6 +84,12 @@ class TimedModelRunner:
     def add_sequences(self, sequences: Seq[Sequence]) -> None:
         self._remaining |= {one.slot: one.num_remaining_tokens for one in sequences}
 
+    def update_pages(self, sequences: Seq[Sequence]) -> None:
+        pass
+
+    def run_decode_constrained(self, sequences: Seq[Sequence], masks: np.ndarray) -> AsyncOutput:
+        raise NotImplementedError("grammars are not timed")
+
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         tokens = sum(one.num_tokens for _, one in chunk.scheduled_tokens())
         self._call(CHUNK_SECONDS * tokens / CHUNK)

@@ -125,6 +125,9 @@ class PredictedRunner:
             self._rows[slot] = cached + emitted, left - emitted
         return self._run(seconds, tokens)
 
+    def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
+        pass
+
     def run_decode_constrained(
         self, sequences: abc.Sequence[Sequence], masks: np.ndarray
     ) -> AsyncOutput:

@@ -86,6 +86,9 @@ class MockModelRunner:
             tokens = list(sequence.request_state.prompt_token_ids)
             self.rows[sequence.slot] = Row(sequence, tokens, sequence.num_remaining_tokens)
 
+    def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
+        assert all(self.rows[sequence.slot].sequence is sequence for sequence in sequences)
+
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         size = self.shapes.page_size
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]

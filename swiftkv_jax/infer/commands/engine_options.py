@@ -76,6 +76,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="positions in a page of the KV cache (default: 128)",
     )
+    add(
+        "--reserve-tokens",
+        type=token_count,
+        metavar="N",
+        help="new tokens for which a sequence gets pages at a time (default: 512)",
+    )
     action = argparse.BooleanOptionalAction
     add(
         "--enable-prefix-caching",

@@ -83,7 +83,12 @@ class Engine[R: ModelRunnerBase]:
             PagePool(shapes.num_pages, shapes.page_size, share=options.enable_prefix_caching)
             for _ in range(shapes.dp_size)
         ]
-        self._scheduler = Scheduler(self._pools, model_runner.limits, max_skips=max_skips)
+        self._scheduler = Scheduler(
+            self._pools,
+            model_runner.limits,
+            reserve_tokens=max(options.reserve_tokens, shapes.decode_steps),
+            max_skips=max_skips,
+        )
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._sent: deque[_Sent] = deque()
@@ -147,7 +152,8 @@ class Engine[R: ModelRunnerBase]:
     @property
     def waiting_request_ids(self) -> list[int]:
         """Requests of which nothing has been planned."""
-        return [state.request_id for state in self._scheduler.waiting]
+        waiting = self._scheduler.waiting
+        return [state.request_id for state in waiting if not state.num_preemptions]
 
     @property
     def num_running(self) -> int:
@@ -273,9 +279,13 @@ class Engine[R: ModelRunnerBase]:
 
     def _send(self, decode: bool, outputs: list[RequestOutput]) -> _Sent | None:
         scheduler, runner = self._scheduler, self.model_runner
+        grown = scheduler.grow(runner.shapes.decode_steps) if decode else []
+        self.stats.preemptions = scheduler.num_preemptions
         if scheduler.pending_removals:  # before their pages are written by other requests
             runner.remove_sequences(scheduler.pending_removals)
             scheduler.pending_removals.clear()
+        if grown:
+            runner.update_pages(grown)
         sent = _Sent()
         for _ in range(runner.shapes.decode_steps):
             if (chunk := scheduler.schedule_prefill()) is None:
@@ -321,7 +331,9 @@ class Engine[R: ModelRunnerBase]:
             for scheduled in scheduled_tokens
             if scheduled.stop == scheduled.request_state.prefill_target
         } | {sequence.request_state for sequence in chunk.finished_prefill}
-        self.stats.prompt_tokens += sum(len(state.prompt_token_ids) for state in ended)
+        self.stats.prompt_tokens += sum(
+            len(state.prompt_token_ids) for state in ended if not state.num_preemptions
+        )
 
     def _receive_constrained(self, sent: _Sent) -> list[RequestOutput]:
         """Read what sequences that follow a grammar have emitted, once."""

@@ -60,6 +60,10 @@ class ModelRunnerBase(Protocol):
         """Start decoding sequences, whose prompts are cached, with the next decode call."""
         ...
 
+    def update_pages(self, sequences: Seq[Sequence]) -> None:
+        """Let sequences that decode use all of their `pages`, of which there are more now."""
+        ...
+
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """Run a chunk of prefill, then its page copies. `read` returns an entry for each scored
         token, in the order of `Chunk.scheduled_tokens`."""

@@ -48,6 +48,11 @@ class EngineOptions:
     page_size: int = 128
     """Positions of a page. Prefixes are shared in whole pages. The device kernels take multiples of
     128."""
+    reserve_tokens: int = 512
+    """New tokens for which a sequence reserves pages at a time. When no page is left for the next
+    ones, the request that came last goes back to the queue, and later runs its prompt and its
+    answer so far through prefill: the answer goes on as if nothing had been. A request with several
+    samples reserves all of its `max_tokens`. Few tokens let more sequences run at once."""
     enable_prefix_caching: bool = True
     """Keep the pages of prompts and answers for later requests that begin with the same tokens.
     Tokens that keep their own keys and values are not kept for others."""
@@ -90,6 +95,7 @@ class EngineOptions:
             "decode_steps",
             "kv_cache_memory",
             "page_size",
+            "reserve_tokens",
         ):
             value, least = getattr(self, name), 2 if name == "max_model_len" else 1
             if value is not None and (type(value) is not int or value < least):

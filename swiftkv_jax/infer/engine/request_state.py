@@ -24,20 +24,13 @@ class RequestState:
         self.prompt_token_ids: abc.Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
         )
-        # The last prompt token is the input of the first decode step; and no token follows the last
-        # one that is scored.
-        self.prefill_target = len(self.prompt_token_ids) - 1
-        """Positions to cache."""
+        """What is cached before decoding: the prompt, and after a preemption what was generated."""
         self.scored = (
             range(request.start - 1, self.prefill_target)
             if isinstance(request, ScoreRequest)
             else range(0)
         )
         """Positions whose predictions are scored."""
-        upper = min(own_start, self.scored.start if self.scored else own_start)
-        self.upper = range(min(upper, self.prefill_target), self.prefill_target)
-        """Positions that run through all layers before decoding: those that are scored, and those
-        that keep their own upper keys and values."""
         self.num_computed_tokens = 0
         """Positions that are cached once the chunks planned so far have run."""
         self.num_cached_tokens = 0
@@ -51,10 +44,37 @@ class RequestState:
         """Pages of the first sequence, or of the scored tokens."""
         self.sequences: list[Sequence] = []
         """Sequences that have not ended; empty before the request is admitted."""
+        self.num_remaining_tokens = 0
+        """Tokens that a sample may still emit when the request is admitted."""
+        self.matcher: Matcher | None = None
+        """Grammar that a sample follows, in its state when the request is admitted."""
+        if isinstance(request, Request):
+            self.num_remaining_tokens, self.matcher = request.params.max_tokens, request.grammar
+        self.num_preemptions = 0
         self.aborted: set[int] = set()
         """Indices of aborted samples."""
         self.num_times_skipped = 0
         """Number of later requests that were admitted before this one."""
+
+    @property
+    def prefill_target(self) -> int:
+        """Positions to cache. The last token is the input of the first decode step; and no token
+        follows the last one that is scored."""
+        return len(self.prompt_token_ids) - 1
+
+    @property
+    def upper(self) -> range:
+        """Positions that run through all layers before decoding: those that are scored, and those
+        that keep their own upper keys and values."""
+        start = min(self.own_start, self.scored.start if self.scored else self.own_start)
+        return range(min(start, self.prefill_target), self.prefill_target)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens at the end of `prompt_token_ids` that were generated before a preemption."""
+        request = self.request
+        length = len(request.prompt if isinstance(request, Request) else request.tokens)
+        return len(self.prompt_token_ids) - length
 
     @property
     def active_indices(self) -> set[int]:
@@ -73,8 +93,23 @@ class RequestState:
 
     def pages_of_one(self, page_size: int) -> int:
         """Pages that one sequence can fill: its last new token is never cached."""
-        new = self.request.params.max_tokens if isinstance(self.request, Request) else 0
+        return -(-(self.prefill_target + self.num_remaining_tokens) // page_size)
+
+    def pages_at_first(self, page_size: int, reserve_tokens: int) -> int:
+        """Pages of one sequence that are reserved before it runs. Samples of one prompt cannot be
+        preempted, and reserve all."""
+        new = self.num_remaining_tokens
+        if self.num_samples == 1:
+            new = min(new, reserve_tokens)
         return -(-(self.prefill_target + new) // page_size)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Let its only sequence wait again: its tokens so far are cached anew, then it goes on."""
+        self.prompt_token_ids = [*self.prompt_token_ids, *sequence.token_ids]
+        self.num_remaining_tokens = sequence.num_remaining_tokens
+        self.matcher = sequence.matcher
+        self.num_computed_tokens, self.dp_rank, self.pages = 0, -1, []
+        self.num_preemptions += 1
 
     def pages_of_others(self, page_size: int) -> int:
         """Pages that all sequences but the first need besides the full pages of the prompt, which

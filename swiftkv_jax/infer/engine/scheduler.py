@@ -1,11 +1,14 @@
 """The scheduler: which tokens go into the next chunk of prefill, which sequences decode, and which
 pages and slots a request gets. Imports no JAX.
 
-Requests wait in one queue. A request is admitted when all it can ever need is free: slots for its
-samples, and pages for its prompt and every token it may generate. So nothing is ever taken back
-from a running request. Pages serve long and short requests alike: a request reserves what its own
-length needs. Requests are admitted in the order of their arrival with one exception: while one has
-no room, later ones that have may go before it, at most `max_skips` of them.
+Requests wait in one queue. A request is admitted when there are slots for its samples, and pages
+for its prompt and the first `reserve_tokens` new tokens; for more of them it gets pages as it
+decodes. When there are none, the running request that came last is preempted: its pages and slot
+become free, and it waits first in the queue, to run its prompt and its answer so far through
+prefill. So the request that came first always runs on, and all end. Pages serve long and short
+requests alike: a request reserves what its own length needs. Requests are admitted in the order of
+their arrival with one exception: while one has no room, later ones that have may go before it, at
+most `max_skips` of them.
 
 With rows split over devices each data-parallel shard (`dp_rank`) has its own pages and slots, and
 its own part of each chunk. A request stays on one shard.
@@ -21,7 +24,6 @@ from collections import abc
 from ...config import NO_OWN
 from .page_pool import PagePool
 from .request_state import Chunk, RequestState, ScheduledTokens, Sequence
-from .requests import Request
 
 MAX_SKIPS = 32
 """Requests that may be admitted before an earlier one that has no room yet; also how far down the
@@ -48,9 +50,17 @@ class Scheduler:
     """The queue of requests, and the slots and pages of all shards."""
 
     def __init__(
-        self, pools: abc.Sequence[PagePool], limits: Limits, *, max_skips: int = MAX_SKIPS
+        self,
+        pools: abc.Sequence[PagePool],
+        limits: Limits,
+        *,
+        reserve_tokens: int,
+        max_skips: int = MAX_SKIPS,
     ):
+        """`reserve_tokens` as in `EngineOptions`, at least those of a decode call: a sequence runs
+        in the step in which its prefill ends."""
         self.pools, self.limits, self.max_skips = list(pools), limits, max_skips
+        self.reserve_tokens = reserve_tokens
         self.page_size = pools[0].page_size
         self.waiting: dict[RequestState, None] = {}
         """Requests that are not admitted yet, in the order of their arrival."""
@@ -60,6 +70,9 @@ class Scheduler:
         """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
         self.pending_removals: list[int] = []
         """Slots of aborted sequences that the model runner still decodes."""
+        self.num_preemptions = 0
+        self._without_pages: set[Sequence] = set()
+        """Sequences that wait for pages in this step."""
         slots = limits.max_num_seqs
         self._free_slots = [
             list(range((dp_rank + 1) * slots - 1, dp_rank * slots - 1, -1))
@@ -171,13 +184,15 @@ class Scheduler:
         """Reserve pages and slots of one shard; False, and nothing reserved, if there are too few
         pages."""
         pool, slots = self.pools[dp_rank], self._free_slots[dp_rank]
-        count = state.pages_of_one(self.page_size)
+        count = state.pages_at_first(self.page_size, self.reserve_tokens)
         shared = state.prefill_target // self.page_size
         pages = pool.reserve(cached, count - len(cached) + state.pages_of_others(self.page_size))
         if pages is None:
             return False
         state.dp_rank, state.pages, others = dp_rank, pages[:count], iter(pages[count:])
-        state.num_cached_tokens = state.num_computed_tokens = len(cached) * self.page_size
+        state.num_computed_tokens = len(cached) * self.page_size
+        if not state.num_preemptions:
+            state.num_cached_tokens = state.num_computed_tokens
         for index in range(state.num_samples):
             own = state.pages
             if index:
@@ -185,17 +200,80 @@ class Scheduler:
                     *pool.share_pages(state.pages[:shared]),
                     *itertools.islice(others, count - shared),
                 ]
-            assert isinstance(state.request, Request)
+            matcher = None if state.matcher is None else state.matcher.copy()
             state.sequences.append(
-                Sequence(state, index, slots.pop(), own, state.request.params.max_tokens)
+                Sequence(
+                    state, index, slots.pop(), own, state.num_remaining_tokens, matcher=matcher
+                )
             )
-            if (grammar := state.request.grammar) is not None:
-                state.sequences[-1].matcher = grammar.copy()
-        pool.stats.queries += len(state.prompt_token_ids)
-        pool.stats.hits += state.num_cached_tokens
+        if not state.num_preemptions:
+            pool.stats.queries += len(state.prompt_token_ids)
+            pool.stats.hits += state.num_cached_tokens
         return True
 
     # Decoding -----------------------------------------------------------------
+
+    def grow(self, steps: int) -> list[Sequence]:
+        """Give running sequences pages for a decode call of `steps`, those that came first before
+        the others; where there are none, preempt the last. Returns those that got pages. One for
+        which there are none sits out: the pages are with requests in prefill, or with samples that
+        share a prompt."""
+        self._without_pages.clear()
+        needing = [one for one in self.running.values() if self._missing_pages(one, steps) > 0]
+        needing.sort(key=lambda one: (one.request_state.request_id, one.index))
+        grown = []
+        for sequence in needing:
+            if self.running.get(sequence.slot) is not sequence:
+                continue  # preempted
+            state, least = sequence.request_state, self._missing_pages(sequence, steps)
+            pool = self.pools[state.dp_rank]
+            while pool.available < least and self._preempt_after(state):
+                pass
+            if pool.available < least:
+                self._without_pages.add(sequence)
+                continue
+            most = self._missing_pages(sequence, steps + self.reserve_tokens)
+            pages = pool.reserve([], min(most, pool.available))
+            assert pages is not None
+            sequence.pages += pages
+            grown.append(sequence)
+        return grown
+
+    def _missing_pages(self, sequence: Sequence, steps: int) -> int:
+        """Pages that a sequence needs besides its own to emit up to `steps` more tokens."""
+        new = min(sequence.num_in_flight_tokens + steps, sequence.num_remaining_tokens)
+        cached = sequence.request_state.prefill_target + len(sequence.token_ids)
+        return -(-(cached + new) // self.page_size) - len(sequence.pages)
+
+    def _preempt_after(self, state: RequestState) -> bool:
+        """Preempt the running request of the same shard that came last; False if none came after
+        `state`."""
+        last = max(
+            (
+                sequence
+                for sequence in self.running.values()
+                if sequence.request_state.dp_rank == state.dp_rank
+                and sequence.request_state.num_samples == 1
+                and sequence.request_state.request_id > state.request_id
+            ),
+            key=lambda sequence: sequence.request_state.request_id,
+            default=None,
+        )
+        if last is None:
+            return False
+        preempted = last.request_state
+        self.finish(last, aborted=True)
+        preempted.preempt(last)
+        pool, size = self.pools[state.dp_rank], self.page_size
+        shareable = preempted.prompt_token_ids[: preempted.own_start]
+        preempted.page_keys = pool.keys(
+            shareable[len(preempted.page_keys) * size :],
+            preempted.request.cache_salt,
+            after=preempted.page_keys,
+        )
+        self.waiting = {preempted: None, **self.waiting}
+        self.num_preemptions += 1
+        return True
 
     def schedule_decode(self, steps: int) -> list[Sequence]:
         """Free sequences that can emit a token in a call of `steps`: all but those that will have
@@ -204,6 +282,7 @@ class Scheduler:
             sequence
             for sequence in self.running.values()
             if sequence.matcher is None
+            and sequence not in self._without_pages
             and sequence.num_remaining_tokens > sequence.num_in_flight_tokens
         ]
         for sequence in sequences:
@@ -214,7 +293,11 @@ class Scheduler:
     def schedule_constrained(self) -> list[Sequence]:
         """Sequences that follow a grammar, which emit one token in a call: the next mask depends on
         it, so none of them has one in flight."""
-        return [sequence for sequence in self.running.values() if sequence.matcher is not None]
+        return [
+            sequence
+            for sequence in self.running.values()
+            if sequence.matcher is not None and sequence not in self._without_pages
+        ]
 
     def finish(self, sequence: Sequence, *, aborted: bool = False) -> None:
         """Free the slot and pages of a sequence that has ended; the pages can be shared, unless

@@ -24,6 +24,8 @@ class Stats:
     """Seconds that `step` spent on the host; the device may work meanwhile."""
     wait_seconds: float = 0.0
     """Seconds that `step` waited for the device."""
+    preemptions: int = 0
+    """Requests that went back to the queue, to make room for earlier ones."""
     compilations: int = 0
     """Programs compiled during steps; 0, since all are compiled before the first."""
 
@@ -41,7 +43,7 @@ class Load(NamedTuple):
     """Prompt tokens that are not cached yet, of all requests. Those that the prefix cache will
     supply are counted until a request is admitted."""
     pages_in_use: int
-    """Pages that requests hold. A request holds from the start what it can fill."""
+    """Pages that requests hold, for what they have cached and the next `reserve_tokens`."""
     num_pages: int
 
     @classmethod

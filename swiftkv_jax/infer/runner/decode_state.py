@@ -108,6 +108,15 @@ def insert_sequences(batch: DecodeBatch, slots: Int[Array, " E"], new: DecodeBat
     return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), batch, new)
 
 
+@functools.partial(jax.jit, donate_argnames="batch")
+def update_page_tables(
+    batch: DecodeBatch, slots: Int[Array, " E"], page_tables: Int[Array, "E P"]
+) -> DecodeBatch:
+    """`batch` with these page tables. A slot past the last is left out."""
+    page_table = batch.page_table.at[slots].set(page_tables, mode="drop")
+    return dataclasses.replace(batch, page_table=page_table)
+
+
 @functools.partial(jax.jit, donate_argnames="token_counts")
 def insert_token_counts(
     token_counts: UInt16[Array, "B V"], slot: Int[Array, ""], counts: UInt16[Array, " V"]

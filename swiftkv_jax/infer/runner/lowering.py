@@ -16,7 +16,7 @@ from ...mesh import dp_size
 from ...pallas_kernels import Implementation
 from ...quantization import Scheme
 from ..engine.grammar import mask_words
-from .decode_state import insert_sequences, insert_token_counts
+from .decode_state import insert_sequences, insert_token_counts, update_page_tables
 from .layout import Layout
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
 from .programs import copy_pages, decode, prefill_chunk, prefill_tail, score_chunk
@@ -41,8 +41,8 @@ Key = tuple[Any, ...]
 """Name of a program: ("prefill", tokens, query tiles, context pages), ("tail", tokens,
 tokens that run through all layers, context pages), ("score", tokens, the same with those that are
 scored, context pages), ("decode", rows), ("decode greedy", rows), ("decode
-constrained", rows), ("insert",), ("token_counts",) or
-("copy",)."""
+constrained", rows), ("insert",), ("page_tables",),
+("token_counts",) or ("copy",)."""
 
 
 def lower_all(
@@ -89,6 +89,7 @@ def lower_all(
             add((CONSTRAINED, rows), decode, *operands, **static | {"steps": 1}, masks=masks)
     new = layout.batch(INSERT_SEQUENCES, shapes)
     add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
+    add(("page_tables",), update_page_tables, state.batch, ints(INSERT_SEQUENCES), new.page_table)
     counts = layout.array((served.vocab_size,), jnp.uint16)
     add(("token_counts",), insert_token_counts, state.token_counts, ints(), counts)
     pages = ints(shapes.dp_size * COPY_PAGES)

@@ -26,7 +26,7 @@ from ..engine.model_runner_base import AsyncOutput, SamplerOutput
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
 from ..sampling.metadata import SamplingMetadata, sampling_row
-from ..sampling.penalties import prompt_token_counts
+from ..sampling.penalties import token_counts_of
 from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, make_batch
 from .layout import Layout
@@ -179,7 +179,8 @@ class ModelRunner:
                     self._decode(key, [[] for _ in empty], masks)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
-            self._insert_token_counts(0, [])
+            self._insert_token_counts(0, [], 0)
+            self._update_pages([], np.zeros((0, self.shapes.table_pages), np.int32))
         jax.block_until_ready(self._state)
 
     # Steps --------------------------------------------------------------------
@@ -192,15 +193,12 @@ class ModelRunner:
     def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
-            page_tables = np.zeros((len(some), self.shapes.table_pages), np.int32)
-            for page_table, sequence in zip(page_tables, some, strict=True):
-                page_table[: len(sequence.pages)] = sequence.pages
             states = [sequence.request_state for sequence in some]
             batch = make_batch(
                 tokens=[state.prompt_token_ids[-1] for state in states],
                 lengths=[state.prefill_target for state in states],
                 remaining=[sequence.num_remaining_tokens for sequence in some],
-                page_tables=page_tables,
+                page_tables=self._page_tables(some),
                 sampling=[self._sampling(sequence) for sequence in some],
                 own_start=[state.own_start for state in states]
                 if self.shapes.has_own_start
@@ -209,8 +207,22 @@ class ModelRunner:
             self._insert([sequence.slot for sequence in some], batch)
         for sequence in sequences:
             if sequence.params.has_penalty:
-                prompt = sequence.request_state.prompt_token_ids
-                self._insert_token_counts(sequence.slot, prompt)
+                state = sequence.request_state
+                self._insert_token_counts(
+                    sequence.slot, state.prompt_token_ids, state.num_generated_tokens
+                )
+
+    def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
+        """See `ModelRunnerBase`."""
+        for some in itertools.batched(sequences, INSERT_SEQUENCES):
+            self._update_pages([sequence.slot for sequence in some], self._page_tables(some))
+
+    def _page_tables(self, sequences: abc.Sequence[Sequence]) -> np.ndarray:
+        """i32[B, P]; 0 past the pages of a sequence."""
+        tables = np.zeros((len(sequences), self.shapes.table_pages), np.int32)
+        for table, sequence in zip(tables, sequences, strict=True):
+            table[: len(sequence.pages)] = sequence.pages
+        return tables
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """See `ModelRunnerBase`."""
@@ -342,8 +354,18 @@ class ModelRunner:
         batch = self._compiled[("insert",)](self._state.batch, padded, batch)
         self._state = dataclasses.replace(self._state, batch=batch)
 
-    def _insert_token_counts(self, slot: int, prompt: abc.Sequence[int]) -> None:
-        counts = prompt_token_counts(prompt, self.config.vocab_size)
+    def _update_pages(self, slots: abc.Sequence[int], page_tables: np.ndarray) -> None:
+        missing = INSERT_SEQUENCES - len(slots)
+        past_the_last = self.shapes.dp_size * self.shapes.slots
+        padded = np.array([*slots, *[past_the_last] * missing], np.int32)
+        tables = np.pad(page_tables, ((0, missing), (0, 0)))
+        batch = self._compiled[("page_tables",)](self._state.batch, padded, tables)
+        self._state = dataclasses.replace(self._state, batch=batch)
+
+    def _insert_token_counts(
+        self, slot: int, tokens: abc.Sequence[int], num_generated: int
+    ) -> None:
+        counts = token_counts_of(tokens, num_generated, self.config.vocab_size)
         token_counts = self._compiled[("token_counts",)](
             self._state.token_counts, np.int32(slot), counts
         )

@@ -207,7 +207,9 @@ def choose_shapes(
             scoring=options.scoring,
             structured_outputs=options.structured_outputs,
             kv=kv_programs(config, mixed=options.mixed_generated_kv),
-            tail=_tail(config, mixed=options.mixed_generated_kv),
+            tail=_tail(
+                config, mixed=options.mixed_generated_kv, preempts=options.reserve_tokens < length
+            ),
         ),
         length,
         page_bytes,
@@ -222,9 +224,12 @@ def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
 
 
-def _tail(config: Config, *, mixed: bool) -> int:
-    """`Shapes.tail`: the last token of a prompt is decoded, not prefilled."""
+def _tail(config: Config, *, mixed: bool, preempts: bool) -> int:
+    """`Shapes.tail`: the last token of a prompt is decoded, not prefilled. After a preemption the
+    tokens that were generated are."""
     least = MIXED_TAIL if mixed and config.num_upper_layers else 0
+    if preempts and config.num_upper_layers and config.generated_kv == "own":
+        least = max(least, 1)
     return max(config.exact_tail - 1, least)
 
 

@@ -19,10 +19,12 @@ IN_PROMPT = 1 << 15
 _COUNT = IN_PROMPT - 1
 
 
-def prompt_token_counts(prompt: Sequence[int], vocab_size: int) -> np.ndarray:
-    """u16[V]: the token counts of a sequence that has generated nothing yet."""
-    counts = np.zeros(vocab_size, np.uint16)
-    counts[np.asarray(prompt, np.int64)] = IN_PROMPT
+def token_counts_of(tokens: Sequence[int], num_generated: int, vocab_size: int) -> np.ndarray:
+    """u16[V]: the token counts of a sequence that has generated the last `num_generated` of its
+    tokens."""
+    ids, prompt = np.asarray(tokens, np.int64), len(tokens) - num_generated
+    counts = np.bincount(ids[prompt:], minlength=vocab_size).clip(max=_COUNT).astype(np.uint16)
+    counts[ids[:prompt]] |= IN_PROMPT
     return counts
 
 

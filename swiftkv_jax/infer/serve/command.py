@@ -132,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--default-max-tokens",
         type=token_count,
         metavar="N",
-        help="max_tokens of chats that name none (default: 2048)",
+        help="max_tokens of chats that name none (default: what there is room for)",
     )
     add("--max-tokens-limit", type=token_count, metavar="N", help="most max_tokens")
     add("--max-temperature", type=float, help="(default: 2)")

@@ -195,7 +195,11 @@ class Metrics:
             )
             info.add_metric([*values, *facts.values()], 1)
             yield info
-            yield counter("vllm:num_preemptions", "Requests that lost their pages.", 0)
+            yield counter(
+                "vllm:num_preemptions",
+                "Requests that made room for earlier ones.",
+                stats.preemptions,
+            )
             yield counter(
                 "swiftkv:compilations", "Programs compiled while serving.", stats.compilations
             )

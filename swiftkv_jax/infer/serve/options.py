@@ -81,8 +81,8 @@ class ServerOptions:
     sse_keep_alive: float = 10.0
     """Silence of a stream after which a comment is sent, for proxies that cut silent ones."""
 
-    default_max_tokens: int = 2048
-    """`max_tokens` of a chat that names none, if there is room for so many."""
+    default_max_tokens: int | None = None
+    """`max_tokens` of a chat that names none, if there is room for so many; None is the room."""
     max_tokens_limit: int | None = None
     """Most `max_tokens`."""
     max_temperature: float = 2.0

@@ -133,7 +133,10 @@ def sampling_params(
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
-            tokens = max(min(room, options.default_max_tokens, limit), 1)
+            tokens = min(room, options.default_max_tokens or room, limit)
+            if (logprobs := _logprobs(body)) is not None:
+                tokens = min(tokens, MAX_LOGPROB_ENTRIES // ((body.n or 1) * (logprobs + 1)))
+            tokens = max(tokens, 1)
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
     else:

@@ -314,7 +314,7 @@ def test_a_sample_aborted_before_it_begins_has_no_output():
 def test_at_random(seed):
     """Requests of all kinds come, go and are aborted at any moment; every answer is right, and
     nothing leaks."""
-    rng = random.Random(seed)
+    rng, kinds = random.Random(seed), random.Random(f"kinds {seed}")
     dp_size, context = rng.choice([1, 1, 2]), rng.choice([None, 17])
     engine, runner = mock_engine(
         dp_size=dp_size,
@@ -327,8 +327,9 @@ def test_at_random(seed):
         scored=rng.choice([1, 3, 8]),
         enable_prefix_caching=rng.random() < 0.8,
         mixed_generated_kv=seed % 3 > 0,
+        reserve_tokens=kinds.choice([1, 2, 5, 9, 512]),
+        structured_outputs=True,
     )
-    kinds = random.Random(f"kinds {seed}")
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
     gone: set[tuple[int, int]] = set()

@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.sampling.metadata import sampling_row
-from swiftkv_jax.infer.sampling.penalties import IN_PROMPT, prompt_token_counts
+from swiftkv_jax.infer.sampling.penalties import IN_PROMPT, token_counts_of
 from swiftkv_jax.infer.sampling.sampler import gumbel_noise, sample
 
 DRAWS = 20_000
@@ -16,7 +16,7 @@ V = 16
 PROMPT_LENGTH = 3
 WEIGHTS = np.array([5, 40, 10, 25, 15, 5, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9.0])
 LOGITS = np.log(WEIGHTS) - 1.5
-SEEN = prompt_token_counts([1, 2, 15], V)
+SEEN = token_counts_of([1, 2, 15], 0, V)
 SEEN[[2, 3, 4]] += np.array([2, 1, 3], np.uint16)
 
 jitted_sample = jax.jit(sample)

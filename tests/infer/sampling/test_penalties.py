@@ -10,7 +10,7 @@ from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.sampling.metadata import sampling_row
 from swiftkv_jax.infer.sampling.penalties import (
     IN_PROMPT,
-    prompt_token_counts,
+    token_counts_of,
     update_token_counts,
 )
 
@@ -20,7 +20,7 @@ V = 16
 def test_tokens_are_counted():
     """In the rows named, of which one is past the last: nothing is written for it, nor for one that
     is not active."""
-    token_counts = np.stack([prompt_token_counts([3, 3, 5], V)] * 3 + [np.zeros(V, np.uint16)])
+    token_counts = np.stack([token_counts_of([3, 3, 5], 0, V)] * 3 + [np.zeros(V, np.uint16)])
     assert np.flatnonzero(token_counts[0] == IN_PROMPT).tolist() == [3, 5]
     expected = token_counts.copy()
     counted = jax.jit(update_token_counts, donate_argnums=0)
