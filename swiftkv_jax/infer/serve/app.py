@@ -27,8 +27,10 @@ from .errors import APIError, invalid, printable, unsupported
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .forms import Form
 from .options import ServerOptions
+from .page import page
 from .prompts import Prompt, PromptEncoder
 from .protocol import MAX_MESSAGES, ChatBody, DetokenizeBody, TokenizeBody, decode
+from .responses import responses
 from .schema import openapi
 from .score import score
 from .service import Service
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[["App", Exchange], Awaitable[None]]
 OTHER_MODELS = ("embeddings", "audio", "images", "files", "fine_tuning", "moderations", "batches")
 """What OpenAI has under /v1/ besides text."""
-QUIET = ("/health", "/ready", "/ping", "/metrics", "/load")
+QUIET = ("/", "/health", "/ready", "/ping", "/metrics", "/load")
 """Routes that are not logged."""
 
 
@@ -146,6 +148,7 @@ class App:
         root = [
             ("/v1/chat/completions", ["POST"], generate.chat_completions),
             ("/v1/completions", ["POST"], generate.completions),
+            ("/v1/responses", ["POST"], responses),
             ("/v1/score", ["POST"], score),
             ("/v1/models", ["GET"], models),
             ("/v1/models/{id:path}", ["GET"], model),
@@ -159,7 +162,9 @@ class App:
             ("/load", ["GET"], load),
             ("/openapi.json", ["GET"], schema),
         ]
-        public = {"/health", "/ready", "/ping", "/version"}
+        public = {"/health", "/ready", "/ping", "/version", "/"}
+        if self.options.page:
+            root.append(("/", ["GET"], page))
         if self.options.metrics_public:
             public.add("/metrics")
         routes = [
@@ -333,6 +338,7 @@ def _card(app: App, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": app.service.max_model_len if is_open else None,
         "default_max_tokens": app.options.default_max_tokens,
+        "has_chat_template": bool(getattr(app.tokenizer, "chat_template", None)),
         "permission": [],
     }
 

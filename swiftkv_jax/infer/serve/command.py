@@ -143,6 +143,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="refuse ignore_eos",
     )
+    add(
+        "--no-page",
+        "--no-ui",
+        dest="page",
+        action="store_false",
+        default=None,
+        help="no page to talk to the model at /",
+    )
     add("--log-json", action="store_true", default=None, help="a JSON object for each request")
     add_model_arguments(parser)
     add_distribution_arguments(parser, temperature=1)

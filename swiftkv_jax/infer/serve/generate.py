@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ..engine.sampling_params import SamplingParams
@@ -111,6 +111,19 @@ async def _completion(
 async def _chat(
     app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
+    generation, params = await chat_generation(app, exchange, body, reservation)
+    writer = ChatWriter(
+        *_facts(app, exchange, body),
+        with_logprobs=params.logprobs is not None,
+        with_token_ids=bool(body.return_token_ids),
+    )
+    return generation, writer
+
+
+async def chat_generation(
+    app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
+) -> tuple[Generation, SamplingParams]:
+    """What the engine runs for a chat. Raises `APIError`."""
     form = form_of(body, app.tool_format)
     salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
     prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
@@ -119,12 +132,7 @@ async def _chat(
     check_logprob_entries(params, 0, 1)
     parts = await _parts(app, body, [prompt], params, salt, form)
     _count(reservation, parts, "n")
-    writer = ChatWriter(
-        *_facts(app, exchange, body),
-        with_logprobs=params.logprobs is not None,
-        with_token_ids=bool(body.return_token_ids),
-    )
-    return Generation([prompt], parts, reservation, exchange.arrival), writer
+    return Generation([prompt], parts, reservation, exchange.arrival), params
 
 
 def _facts(app: App, exchange: Exchange, body: Sampling) -> tuple:
@@ -204,19 +212,8 @@ async def _stream(
     wanted = body.stream_options
     each_usage = bool(wanted and wanted.continuous_usage_stats)
     last_usage = bool(wanted and wanted.include_usage)
-    begun, ended, done = set[int](), set[int](), False
-    while not done:
-        try:
-            async with asyncio.timeout(app.options.sse_keep_alive):
-                await generation.changed.wait()
-        except TimeoutError:
-            await exchange.send_events(KEEP_ALIVE)
-            continue
-        generation.changed.clear()
-        if exchange.is_gone:
-            raise ClientGone
-        if generation.error is not None:
-            raise generation.error
+    begun, ended = set[int](), set[int]()
+    async for _ in changes(app, exchange, generation):
         fields = {"usage": writer.usage(generation)} if each_usage else {}
         if last_usage and not each_usage:
             fields = {"usage": None}
@@ -239,6 +236,28 @@ async def _stream(
             if not exchange.status:
                 exchange.extra["server-timing"] = _server_timing(generation, whole=False)
             await exchange.send_events(b"".join(events), more=not done)
+
+
+async def changes(
+    app: App, exchange: Exchange, generation: Generation, *, keep_alive: bool = True
+) -> AsyncIterator[None]:
+    """Yields when there may be something new to send, the last time when all is there. In silence
+    it sends comments, with `keep_alive`. Raises `APIError` and `ClientGone`."""
+    done = False
+    while not done:
+        try:
+            async with asyncio.timeout(app.options.sse_keep_alive if keep_alive else None):
+                await generation.changed.wait()
+        except TimeoutError:
+            await exchange.send_events(KEEP_ALIVE)
+            continue
+        generation.changed.clear()
+        if exchange.is_gone:
+            raise ClientGone
+        if generation.error is not None:
+            raise generation.error
+        done = generation.is_done
+        yield
 
 
 def _server_timing(generation: Generation, *, whole: bool = True) -> str:

@@ -87,6 +87,8 @@ class ServerOptions:
     """Most `max_tokens`."""
     max_temperature: float = 2.0
     allow_ignore_eos: bool = True
+    page: bool = True
+    """Answer / with a page to talk to the model."""
     log_json: bool = False
     """One JSON object for each request in the log, in the place of a line of text."""
 

@@ -9,13 +9,13 @@ from .admission import Reservation
 from .errors import printable
 from .exchange import ClientGone, Exchange
 from .generation import Generation
-from .protocol import Sampling, ScoreBody, decode
+from .protocol import Body, decode
 
 if TYPE_CHECKING:
     from .app import App
 
 
-async def run[B: Sampling | ScoreBody, A](
+async def run[B: Body, A](
     app: App,
     exchange: Exchange,
     kind: type[B],
@@ -50,7 +50,7 @@ async def run[B: Sampling | ScoreBody, A](
         generation.timeout = timeout
         generation.queue_key = {
             "key": exchange.key,
-            "user": f"{exchange.key}/{body.user or ''}",
+            "user": f"{exchange.key}/{getattr(body, 'user', None) or ''}",
             "none": "",
         }[app.options.fair_by]
         exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()

@@ -9,10 +9,12 @@ import msgspec
 
 from ... import __version__
 from .protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
+from .responses import ResponsesBody
 
 _BODIES = {
     "/v1/chat/completions": (ChatBody, "Continue a conversation"),
     "/v1/completions": (CompletionBody, "Continue prompts"),
+    "/v1/responses": (ResponsesBody, "Answer, in items"),
     "/v1/score": (ScoreBody, "Log-likelihoods of continuations"),
     "/tokenize": (TokenizeBody, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeBody, "Text of token ids"),

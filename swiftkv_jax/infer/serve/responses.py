@@ -1,0 +1,296 @@
+"""POST /v1/responses: OpenAI's Responses API, without anything that a server would have to keep. A
+body becomes that of a chat; `response_events` writes the answer.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from .admission import Reservation
+from .errors import APIError, invalid, unsupported
+from .exchange import Exchange
+from .generate import changes, chat_generation
+from .generation import Generation
+from .protocol import (
+    Body,
+    ChatBody,
+    Function,
+    FunctionCall,
+    FunctionName,
+    JSONSchema,
+    Message,
+    NamedToolChoice,
+    Part,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+)
+from .response_events import ResponseWriter
+from .run import run
+
+if TYPE_CHECKING:
+    from .app import App
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Fields of a chat -> what they are called here."""
+
+
+class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message, a call of a function, or what it returned; fields as in `type`."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    output: str | list[Part] | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class FunctionTool(Function, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+
+
+class FunctionChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
+class EventOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Body, kw_only=True):
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Accepted without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    metadata: dict[str, str] | None = None
+
+    # Refused unless they ask for nothing.
+    background: Any = None
+    conversation: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    service_tier: Any = None
+    store: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+
+_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None}),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields that are refused, with the values besides null at which they change nothing."""
+_STATELESS = {
+    "background": "answers are not kept: ask with `stream`",
+    "conversation": "conversations are not kept: send all items in `input`",
+    "previous_response_id": "answers are not kept: send all items in `input`",
+    "store": "answers are not kept: leave `store` out, or set it to false",
+}
+
+
+async def responses(app: App, exchange: Exchange) -> None:
+    """POST /v1/responses"""
+    ignore = app.options.unknown_fields == "ignore"
+    await run(app, exchange, ResponsesBody, _prepare, _answer, ignore_unknown=ignore)
+
+
+async def _prepare(
+    app: App, exchange: Exchange, body: ResponsesBody, reservation: Reservation
+) -> tuple[Generation, ResponseWriter]:
+    for name, allowed in _ASK_FOR_NOTHING.items():
+        value = getattr(body, name)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
+        ):
+            raise unsupported(name, _STATELESS.get(name, ""))
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    try:
+        generation, params = await chat_generation(app, exchange, chat_body(body), reservation)
+    except APIError as error:
+        raise _renamed(error) from None
+    facts = {
+        "id": f"resp_{exchange.request_id}",
+        "created_at": int(time.time()),
+        "model": body.model or app.model_names[0],
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+    }
+    return generation, ResponseWriter(_echo(body) | facts)
+
+
+def _renamed(error: APIError) -> APIError:
+    """An error of the chat, with the names of this body."""
+    message, param = error.message, error.param
+    for chat, here in _NAMES.items():
+        message = message.replace(f"`{chat}`", f"`{here}`")
+        if param is not None and param.partition("[")[0].partition(".")[0] == chat:
+            param = here + param[len(chat) :]
+    return APIError(error.status, error.code, message, param=param, headers=error.headers)
+
+
+def _echo(body: ResponsesBody) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    choice = "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice)
+    tools = [{"type": "function", **msgspec.to_builtins(tool)} for tool in body.tools or ()]
+    wanted = body.text.format if body.text else None
+    format = {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "text": {"format": {name: each for name, each in format.items() if each is not None}},
+        "tool_choice": choice,
+        "tools": tools,
+        "user": body.user,
+    }
+
+
+async def _answer(
+    app: App,
+    exchange: Exchange,
+    body: ResponsesBody,
+    generation: Generation,
+    writer: ResponseWriter,
+) -> None:
+    (part,) = generation.parts
+    (choice,) = part.choices
+    if body.stream:
+        await exchange.send_events(writer.begin())
+    async for _ in changes(app, exchange, generation, keep_alive=bool(body.stream)):
+        events = writer.add(choice.take())
+        if generation.is_done:
+            events += writer.end(generation, choice)
+        if body.stream and events:
+            await exchange.send_events(events, more=not generation.is_done)
+    if not body.stream:
+        await exchange.send_json(200, writer.response)
+
+
+# The chat ------------------------------------------------------------------------------
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The chat that a body asks for. Raises `APIError`."""
+    messages: list[Message] = []
+    if body.instructions is not None:
+        messages.append(Message(role="system", content=body.instructions))
+    items = body.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    for number, item in enumerate(items):
+        _add_item(messages, item, f"input[{number}]")
+    choice = body.tool_choice
+    if isinstance(choice, FunctionChoice):
+        choice = NamedToolChoice(type="function", function=FunctionName(name=choice.name))
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        response_format=_format(body.text),
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        metadata=body.metadata,
+        user=body.user,
+    )
+
+
+def _add_item(messages: list[Message], item: InputItem, at: str) -> None:
+    def needed(name: str) -> Any:
+        if (value := getattr(item, name)) is None:
+            raise invalid(f"{at}.{name}", f"an item of type {item.type!r} needs `{name}`")
+        return value
+
+    if item.type == "message":
+        messages.append(Message(role=needed("role"), content=needed("content")))
+    elif item.type == "function_call_output":
+        messages.append(
+            Message(role="tool", content=needed("output"), tool_call_id=needed("call_id"))
+        )
+    else:
+        function = FunctionCall(name=needed("name"), arguments=needed("arguments"))
+        call = ToolCall(function=function, id=needed("call_id"))
+        last = messages[-1] if messages else None
+        if last is None or last.role != "assistant":
+            messages.append(Message(role="assistant", tool_calls=[call]))
+        else:  # calls of one answer, or those after its text
+            last.tool_calls = [*(last.tool_calls or ()), call]
+
+
+def _format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    found = text.format
+    schema = None
+    if found.type == "json_schema":
+        if found.schema is None:
+            raise invalid("text.format.schema", "`schema` is missing")
+        schema = JSONSchema(name=found.name, schema=found.schema, strict=found.strict)
+    return ResponseFormat(type=found.type, json_schema=schema)
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)

@@ -1,0 +1,27 @@
+"""The page at /."""
+
+import base64
+import hashlib
+import re
+
+
+def test_the_page(running):
+    status, headers, content = running.request("GET", "/")
+    assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
+    assert len(content) < 30_000 and headers["x-content-type-options"] == "nosniff"
+    text, policy = content.decode(), headers["content-security-policy"]
+    for name in ("script", "style"):
+        (inside,) = re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    assert not re.findall(r"https?://|src=|@import|url\(|innerHTML| on\w+=", text), "only its own"
+    assert running.request("HEAD", "/")[0] == 200
+    assert running.request("GET", "/v1/models")[0] == 200
+
+
+def test_it_needs_no_key_and_can_be_left_out(start):
+    running = start(api_keys={"a": "secret"})
+    assert running.request("GET", "/")[0] == 200
+    assert running.request("GET", "/v1/models")[0] == 401
+    assert start(page=False).request("GET", "/")[0] == 404

@@ -1,0 +1,159 @@
+"""The Responses API, asked by OpenAI's own client."""
+
+import openai
+import pytest
+
+from swiftkv_jax.infer.serve.protocol import Message
+from swiftkv_jax.infer.serve.responses import InputItem, ResponsesBody, chat_body
+from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
+
+PATH = "/v1/responses"
+FORECAST = {"type": "function", "name": "forecast", "parameters": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    return start(engine=ROOM, tool_call_parser="llama3_json")
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    server.check_empty()
+
+
+def test_text(client, server):
+    """The answer is that of the same chat."""
+    found = client.responses.create(
+        model="tiny", input="hi", instructions="be kind", max_output_tokens=30, temperature=0
+    )
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    _, chat = server.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 30, "temperature": 0}
+    )
+    (choice,) = chat["choices"]
+    assert found.output_text == choice["message"]["content"] and found.object == "response"
+    assert found.status == ("incomplete" if choice["finish_reason"] == "length" else "completed")
+    assert found.usage.output_tokens == chat["usage"]["completion_tokens"]
+    assert found.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert found.instructions == "be kind" and found.store is False
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_output_tokens": 25, "temperature": 0},
+        {"max_output_tokens": 200, "text": {"format": {"type": "json_object"}}, "temperature": 0},
+        {
+            "max_output_tokens": 300,
+            "tools": [FORECAST],
+            "tool_choice": {"type": "function", "name": "forecast"},
+            "temperature": 0,
+        },
+    ],
+)
+def test_a_stream_is_the_whole_answer(client, fields):
+    """Every item, text and call is opened, filled and closed, in order."""
+    whole = client.responses.create(model="tiny", input="hi", **fields)
+    events = list(client.responses.create(model="tiny", input="hi", stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    texts, arguments, opened, closed = {}, {}, [], []
+    for event in events:
+        if event.type == "response.output_text.delta":
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+        elif event.type == "response.function_call_arguments.delta":
+            arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
+        elif event.type == "response.output_item.added":
+            opened.append(event.item.id)
+        elif event.type == "response.output_item.done":
+            closed.append(event.item.id)
+    assert opened == closed == [item.id for item in last.response.output]
+
+    def content(response):
+        return [
+            (item.type, item.status)
+            + ((item.content[0].text,) if item.type == "message" else (item.name, item.arguments))
+            for item in response.output
+        ]
+
+    assert content(whole) == content(last.response)
+    for item in last.response.output:
+        if item.type == "message":
+            assert texts.get(item.id, "") == item.content[0].text
+        else:
+            assert arguments[item.id] == item.arguments
+            check_schema(item.arguments)
+    assert whole.usage.total_tokens == last.response.usage.total_tokens
+
+
+def test_forms(client):
+    form = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    found = client.responses.create(model="tiny", input="hi", text={"format": form})
+    check_schema(found.output_text)
+
+
+def test_items_become_messages():
+    items = [
+        InputItem(role="user", content="weather?"),
+        InputItem(type="function_call", name="forecast", arguments="{}", call_id="a"),
+        InputItem(type="function_call", name="forecast", arguments="{}", call_id="b"),
+        InputItem(type="function_call_output", call_id="a", output="sun"),
+        InputItem(role="assistant", content="Sun."),
+    ]
+    found = chat_body(ResponsesBody(input=items, instructions="short"))
+    assert [
+        message.role for message in found.messages
+    ] == "system user assistant tool assistant".split()
+    calls = found.messages[2].tool_calls
+    assert calls is not None and [call.id for call in calls] == ["a", "b"]
+    assert found.messages[3] == Message(role="tool", content="sun", tool_call_id="a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": []}, "tools"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "input_image"}]}, "input[0].type"),
+        ({"input": 3}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_refused(server, fields, param):
+    status, answer = server.post(PATH, {"input": "hi"} | fields)
+    assert status == 400 and answer["error"]["param"] == param, answer
+    assert "`messages`" not in answer["error"]["message"]
+
+
+def test_what_asks_for_nothing(server):
+    fields = {"store": False, "truncation": "disabled", "include": [], "metadata": {"a": "b"}}
+    fields |= {"parallel_tool_calls": True, "reasoning": None, "background": False, "user": "x"}
+    status, answer = server.post(PATH, {"input": "hi", "max_output_tokens": 2} | fields)
+    assert status == 200 and answer["metadata"] == {"a": "b"}
+
+
+def test_an_error_in_a_stream_is_raised(start):
+    running = start(request_timeout=0.5, step_seconds=0.3)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIError, match="has run for"):
+            for _ in client.responses.create(model="tiny", input="hi", stream=True):
+                pass
+    running.check_empty()
