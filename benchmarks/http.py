@@ -95,8 +95,7 @@ class TimedModelRunner:
         self._call(CHUNK_SECONDS * tokens / CHUNK)
         return None
 
-    def run_decode(self, sequences: Seq[Sequence]) -> AsyncOutput:
-        steps = self.shapes.decode_steps
+    def run_decode(self, sequences: Seq[Sequence], steps: int) -> AsyncOutput:
         left = np.array([self._remaining[one.slot] for one in sequences])
         for one in sequences:
             self._remaining[one.slot] -= min(steps, self._remaining[one.slot])

@@ -109,8 +109,8 @@ class PredictedRunner:
         tiles += [0] * (num_tiles - len(tiles))
         return self._run(self.model.chunk_seconds(size, tiles, context))
 
-    def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
-        steps, slots = self.shapes.decode_steps, [sequence.slot for sequence in sequences]
+    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
+        slots = [sequence.slot for sequence in sequences]
         size = next(size for size in self.shapes.decode_rows if size >= len(slots))
         rows = [self._rows[slot] for slot in slots]
         # All steps at the mean length.

@@ -1,6 +1,7 @@
 """A model runner without a model. Its cache holds the tokens themselves, and which of them keep
 their own keys and values, so every read of a page can check that it holds the right ones."""
 
+import collections
 import dataclasses
 import hashlib
 from collections import abc
@@ -122,10 +123,13 @@ class MockModelRunner:
                 self.pages[dp_rank, target] = self.pages[dp_rank, source]
         return AsyncOutput(likeliest, "scores" if likeliest else None) if scheduled_tokens else None
 
-    def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
+    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
         assert all(sequence.matcher is None for sequence in sequences)
+        if steps != self.shapes.decode_steps:
+            per_shard = collections.Counter(one.request_state.dp_rank for one in sequences)
+            assert steps == 1 and max(per_shard.values()) <= self.shapes.single_step_sizes[-1]
         self.calls.append(f"decode {len(sequences)}")
-        return self._decode(sequences, self.shapes.decode_steps)
+        return self._decode(sequences, steps)
 
     def run_decode_constrained(
         self, sequences: abc.Sequence[Sequence], masks: np.ndarray
@@ -203,6 +207,7 @@ def mock_engine(
     scored: int = 8,
     max_model_len: int = 64,
     max_skips: int = MAX_SKIPS,
+    single_step_rows: int = 0,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     tiles = tiles or chunk // page_size + 3
@@ -219,6 +224,7 @@ def mock_engine(
         spare_tiles=(3,),
         contexts=(context,),
         scoring=True,
+        single_step_rows=single_step_rows,
     )
     runner = MockModelRunner(shapes, Limits(slots, chunk, tiles, context, scored))
     settings = EngineOptions(

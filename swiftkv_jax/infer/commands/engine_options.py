@@ -52,6 +52,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens a row decodes in one call (default: 8; 1 where text is printed as it comes)",
     )
     add(
+        "--single-step-rows",
+        type=int,
+        metavar="N",
+        help="rows up to which a call decodes one token of each (default: 0, in the server 32)",
+    )
+    add(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",

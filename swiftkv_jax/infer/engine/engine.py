@@ -31,7 +31,7 @@ from .checks import check_request, iterate, own_start
 from .grammar import mask_words
 from .model_runner_base import AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
-from .outputs import Scores, failed_output, sequence_output
+from .outputs import Scores, Sent, failed_output, sequence_output
 from .page_pool import PagePool, PrefixStats
 from .request_state import Chunk, RequestState, Sequence
 from .requests import Request, RequestOutput, ScoreRequest
@@ -48,17 +48,6 @@ if TYPE_CHECKING:
 MAX_ADDED_PER_STEP = 32
 """Requests that `Engine.run` takes from an iterator between two steps: making one may cost the
 caller time (tokenising), in which the device may run out of work."""
-
-
-@dataclasses.dataclass
-class _Sent:
-    """Calls that one step has sent to the device."""
-
-    chunks: list[tuple[Chunk, AsyncOutput | None]] = dataclasses.field(default_factory=list)
-    sequences: list[Sequence] = dataclasses.field(default_factory=list)
-    tokens: AsyncOutput | None = None
-    constrained: list[Sequence] = dataclasses.field(default_factory=list)
-    constrained_tokens: AsyncOutput | None = None
 
 
 class Engine[R: ModelRunnerBase]:
@@ -91,7 +80,7 @@ class Engine[R: ModelRunnerBase]:
         )
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[Sent] = deque()
         self._scores: dict[int, Scores] = {}
         self.stats = Stats()
         model_runner.num_compilations()
@@ -277,7 +266,7 @@ class Engine[R: ModelRunnerBase]:
         self.stats.host_seconds += time.perf_counter() - start - (self.stats.wait_seconds - waited)
         return outputs
 
-    def _send(self, decode: bool, outputs: list[RequestOutput]) -> _Sent | None:
+    def _send(self, decode: bool, outputs: list[RequestOutput]) -> Sent | None:
         scheduler, runner = self._scheduler, self.model_runner
         grown = scheduler.grow(runner.shapes.decode_steps) if decode else []
         self.stats.preemptions = scheduler.num_preemptions
@@ -286,8 +275,8 @@ class Engine[R: ModelRunnerBase]:
             scheduler.pending_removals.clear()
         if grown:
             runner.update_pages(grown)
-        sent = _Sent()
-        for _ in range(runner.shapes.decode_steps):
+        sent = Sent()
+        for _ in range(self._steps()):
             if (chunk := scheduler.schedule_prefill()) is None:
                 break
             sent.chunks.append((chunk, runner.run_chunk(chunk)))
@@ -301,10 +290,17 @@ class Engine[R: ModelRunnerBase]:
                 sent.constrained = constrained
                 sent.constrained_tokens = runner.run_decode_constrained(constrained, masks)
                 self.stats.decode_calls += 1
-        if sequences := scheduler.schedule_decode(runner.shapes.decode_steps):
-            sent.sequences, sent.tokens = sequences, runner.run_decode(sequences)
+        sent.steps = self._steps()
+        if sequences := scheduler.schedule_decode(sent.steps):
+            sent.sequences, sent.tokens = sequences, runner.run_decode(sequences, sent.steps)
             self.stats.decode_calls += 1
         return sent if sent.chunks or sent.sequences or sent.constrained else None
+
+    def _steps(self) -> int:
+        """Tokens that each sequence may emit in the next call."""
+        shapes = self.model_runner.shapes
+        rows = shapes.single_step_rows
+        return 1 if rows and self._scheduler.most_running <= rows else shapes.decode_steps
 
     def _masks(
         self, sequences: list[Sequence], outputs: list[RequestOutput]
@@ -335,7 +331,7 @@ class Engine[R: ModelRunnerBase]:
             len(state.prompt_token_ids) for state in ended if not state.num_preemptions
         )
 
-    def _receive_constrained(self, sent: _Sent) -> list[RequestOutput]:
+    def _receive_constrained(self, sent: Sent) -> list[RequestOutput]:
         """Read what sequences that follow a grammar have emitted, once."""
         if sent.constrained_tokens is None:
             return []
@@ -347,7 +343,7 @@ class Engine[R: ModelRunnerBase]:
             if self._scheduler.running.get(sequence.slot) is sequence
         ]
 
-    def _receive(self, sent: _Sent) -> list[RequestOutput]:
+    def _receive(self, sent: Sent) -> list[RequestOutput]:
         outputs = []
         for chunk, output in sent.chunks:
             if output is not None and (scores := self._read(output)) is not None:
@@ -355,9 +351,8 @@ class Engine[R: ModelRunnerBase]:
         if sent.tokens is not None:
             sampled = self._read(sent.tokens)
             assert sampled is not None
-            steps = self.model_runner.shapes.decode_steps
             for row, sequence in enumerate(sent.sequences):
-                sequence.num_in_flight_tokens -= min(steps, sequence.num_in_flight_tokens)
+                sequence.num_in_flight_tokens -= min(sent.steps, sequence.num_in_flight_tokens)
                 if self._scheduler.running.get(sequence.slot) is sequence:
                     outputs.append(self._add_tokens(sequence, sampled, row))
         return outputs

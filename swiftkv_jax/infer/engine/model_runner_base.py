@@ -69,9 +69,9 @@ class ModelRunnerBase(Protocol):
         token, in the order of `Chunk.scheduled_tokens`."""
         ...
 
-    def run_decode(self, sequences: Seq[Sequence]) -> AsyncOutput:
-        """Decode. `read` returns up to `decode_steps` (M) tokens for each sequence: B M, -1 where
-        one has ended."""
+    def run_decode(self, sequences: Seq[Sequence], steps: int) -> AsyncOutput:
+        """Decode. `read` returns up to `steps` (M) tokens for each sequence: B M, -1 where one has
+        ended. `steps` is `decode_steps`, or 1 for at most `single_step_rows` sequences."""
         ...
 
     def run_decode_constrained(self, sequences: Seq[Sequence], masks: np.ndarray) -> AsyncOutput:

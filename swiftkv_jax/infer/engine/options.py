@@ -34,6 +34,10 @@ class EngineOptions:
     decode_steps: int = 8
     """Tokens that each sequence decodes in one call, and most chunks of prefill before it: fewer
     come out sooner, more cost the host less."""
+    single_step_rows: int | None = 0
+    """Sequences up to which a call decodes one token of each all the same: with few, the host keeps
+    up, and their tokens come out one by one. Such calls have programs of their own. None is 32, on
+    a CPU 0."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Format of the KV cache: "auto" (the weights' dtype), "float32", "bfloat16", "fp8" or
     "int8"."""
@@ -105,6 +109,9 @@ class EngineOptions:
                 f"`decode_steps`={self.decode_steps} must be at most {MAX_DECODE_STEPS}: a call "
                 f"runs all of them, also for sequences that have ended"
             )
+        rows = self.single_step_rows
+        if rows is not None and (type(rows) is not int or rows < 0):
+            raise UsageError(f"`single_step_rows`={rows!r} must be a whole number from 0 up")
         check_generated_kv(self.generated_kv, self.exact_tail)
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(

@@ -6,9 +6,22 @@ import dataclasses
 import time
 from collections.abc import Sequence as Seq
 
-from .model_runner_base import NON_FINITE, SamplerOutput
-from .request_state import RequestState, Sequence
+from .model_runner_base import NON_FINITE, AsyncOutput, SamplerOutput
+from .request_state import Chunk, RequestState, Sequence
 from .requests import NOT_FINITE, FinishReason, Logprob, RequestOutput, ScoreRequest
+
+
+@dataclasses.dataclass
+class Sent:
+    """Calls that one step has sent to the device."""
+
+    chunks: list[tuple[Chunk, AsyncOutput | None]] = dataclasses.field(default_factory=list)
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    steps: int = 0
+    """Tokens that each of them may emit."""
+    tokens: AsyncOutput | None = None
+    constrained: list[Sequence] = dataclasses.field(default_factory=list)
+    constrained_tokens: AsyncOutput | None = None
 
 
 def sequence_output(

@@ -16,6 +16,7 @@ its own part of each chunk. A request stays on one shard.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import time
@@ -212,6 +213,13 @@ class Scheduler:
         return True
 
     # Decoding -----------------------------------------------------------------
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that decode on the shard that has most of them."""
+        slots = self.limits.max_num_seqs
+        counts = collections.Counter(slot // slots for slot in self.running)
+        return max(counts.values(), default=0)
 
     def grow(self, steps: int) -> list[Sequence]:
         """Give running sequences pages for a decode call of `steps`, those that came first before

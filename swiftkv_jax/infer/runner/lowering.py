@@ -29,10 +29,12 @@ COPY_PAGES = 16
 """Pages copied in one call, on each data-parallel shard."""
 
 GREEDY = "decode greedy"
+SINGLE_STEP = {"decode": "decode single", GREEDY: "decode greedy single"}
+"""Program -> the same of one step."""
 CONSTRAINED = "decode constrained"
-DECODE = "decode", GREEDY, CONSTRAINED
+DECODE = "decode", GREEDY, *SINGLE_STEP.values(), CONSTRAINED
 """Names of the programs that decode; the first for all sequences without a grammar, the second for
-those whose `SamplingParams.is_plain_greedy`, the third for those with one: a single step."""
+those whose `SamplingParams.is_plain_greedy`, the last for those with a grammar, one step."""
 
 CHUNKED = "prefill", "tail", "score"
 """Names of the programs that run a chunk."""
@@ -40,8 +42,8 @@ CHUNKED = "prefill", "tail", "score"
 Key = tuple[Any, ...]
 """Name of a program: ("prefill", tokens, query tiles, context pages), ("tail", tokens,
 tokens that run through all layers, context pages), ("score", tokens, the same with those that are
-scored, context pages), ("decode", rows), ("decode greedy", rows), ("decode
-constrained", rows), ("insert",), ("page_tables",),
+scored, context pages), ("decode", rows), ("decode greedy", rows), these with
+" single", ("decode constrained", rows), ("insert",), ("page_tables",),
 ("token_counts",) or ("copy",)."""
 
 
@@ -81,12 +83,17 @@ def lower_all(
         operands = served, weights, ints(shapes.dp_size * rows), state
         static = {"steps": shapes.decode_steps, "attention": attention, "kv": shapes.kv}
         add(("decode", rows), decode, *operands, **static)
+        one_step = static | {"steps": 1}
+        if single := rows in shapes.single_step_sizes:
+            add((SINGLE_STEP["decode"], rows), decode, *operands, **one_step)
         if shapes.greedy_programs:
             add((GREEDY, rows), decode, *operands, **static, greedy=True)
+            if single:
+                add((SINGLE_STEP[GREEDY], rows), decode, *operands, **one_step, greedy=True)
         if shapes.structured_outputs:
             words = mask_words(served.vocab_size)
             masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)
-            add((CONSTRAINED, rows), decode, *operands, **static | {"steps": 1}, masks=masks)
+            add((CONSTRAINED, rows), decode, *operands, **one_step, masks=masks)
     new = layout.batch(INSERT_SEQUENCES, shapes)
     add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     add(("page_tables",), update_page_tables, state.batch, ints(INSERT_SEQUENCES), new.page_table)

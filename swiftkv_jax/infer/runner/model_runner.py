@@ -37,6 +37,7 @@ from .lowering import (
     DECODE,
     GREEDY,
     INSERT_SEQUENCES,
+    SINGLE_STEP,
     Key,
     lower_all,
 )
@@ -246,11 +247,13 @@ class ModelRunner:
         )
         return "score" if scores else "tail", size, upper, context
 
-    def run_decode(self, sequences: abc.Sequence[Sequence]) -> AsyncOutput:
+    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
         kind = GREEDY if plain and self.shapes.greedy_programs else "decode"
+        if steps != self.shapes.decode_steps:
+            kind = SINGLE_STEP[kind]
         return AsyncOutput(self._decode((kind, size), slots), index)
 
     def run_decode_constrained(

@@ -23,6 +23,10 @@ the boundary, the tokens' own, or both, and each token keeps those of its kind."
 MIXED_TAIL = 64
 """Tokens of the tail for which programs are compiled where each request chooses its own."""
 
+SINGLE_STEP_ROWS = 32
+"""Sequences whose tokens the host can take one at a time while a device decodes the next: some 15
+microseconds each, for a step of 2 to 5 ms."""
+
 FEW_TILES = 4
 """Spare query tiles of a chunk of few requests, which long prompts are."""
 
@@ -55,6 +59,8 @@ class Shapes:
     (`with_contexts`); else (None,)."""
     scoring: bool
     """Whether tokens of a chunk can be scored."""
+    single_step_rows: int = 0
+    """Sequences up to which a decode call emits one token of each; 0 if there is no such call."""
     structured_outputs: bool = False
     """Whether there are decode programs for sequences that follow a grammar."""
     kv: KVPrograms = "boundary"
@@ -84,6 +90,13 @@ class Shapes:
             context_pages=self.contexts[-1],
             upper_tokens=longest if self.scoring or self.tail else 0,
         )
+
+    @property
+    def single_step_sizes(self) -> tuple[int, ...]:
+        """Those of `decode_rows` of which there is a program of one step."""
+        rows = self.single_step_rows
+        largest = next((size for size in self.decode_rows if size >= rows), self.slots)
+        return tuple(size for size in self.decode_rows if rows and size <= largest)
 
     def tiles(self, tokens: int) -> tuple[int, ...]:
         """Numbers of query tiles that a chunk of `tokens` can have, ascending. One that scores has
@@ -205,6 +218,7 @@ def choose_shapes(
             spare_tiles=spare,
             contexts=(None,),
             scoring=options.scoring,
+            single_step_rows=_single_step_rows(options, slots, platform),
             structured_outputs=options.structured_outputs,
             kv=kv_programs(config, mixed=options.mixed_generated_kv),
             tail=_tail(
@@ -222,6 +236,14 @@ def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
         return "both"
     # Without a tail the last token of a prompt, the input of the first decode step, is no own one.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
+
+
+def _single_step_rows(options: EngineOptions, slots: int, platform: str) -> int:
+    """`Shapes.single_step_rows`, of each shard."""
+    rows = options.single_step_rows
+    if rows is None:
+        rows = 0 if platform == "cpu" else SINGLE_STEP_ROWS
+    return 0 if options.decode_steps == 1 else min(rows, slots)
 
 
 def _tail(config: Config, *, mixed: bool, preempts: bool) -> int:

@@ -165,8 +165,8 @@ def main(args: argparse.Namespace) -> int:
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
     model_options, options = ModelOptions.from_args(args), server_options(args)
-    given: dict[str, Any] = {"structured_outputs": True} | given_engine_options(args)
-    engine_options = EngineOptions(**given)
+    defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
+    engine_options = EngineOptions(**defaults | given_engine_options(args))
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
     from . import server  # after the look for its packages

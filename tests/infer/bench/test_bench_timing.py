@@ -28,7 +28,7 @@ def test_prefill_runs_all_tokens_but_the_last_and_decodes_nothing(engine, monkey
         return run_chunk(chunk)
 
     monkeypatch.setattr(engine.model_runner, "run_chunk", run)
-    monkeypatch.setattr(engine.model_runner, "run_decode", decoded.append)
+    monkeypatch.setattr(engine.model_runner, "run_decode", lambda *args: decoded.append(args))
     monkeypatch.setattr(engine, "run", lambda requests: alone.extend(requests) or iter([None]))
     raw = timing.prefill(engine, CELL, seed=3)
     assert sum(chunks) == 2 * 20 and len(chunks) == 3  # of at most 16 tokens

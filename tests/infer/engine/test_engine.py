@@ -18,7 +18,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.infer.runner.lowering import DECODE
+from swiftkv_jax.infer.runner.lowering import DECODE, GREEDY, SINGLE_STEP
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.infer.runner.shapes import with_contexts
 from swiftkv_jax.mesh import make_mesh
@@ -57,7 +57,8 @@ def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
     chosen = options(kv_cache_dtype=format)
     runner = build_model_runner(model(), chosen, swiftkv=swiftkv)
     if format == "int8":
-        more = {"greedy_programs": True, "spare_tiles": (0, *runner.shapes.spare_tiles)}
+        more = {"greedy_programs": True, "single_step_rows": 2}
+        more |= {"spare_tiles": (0, *runner.shapes.spare_tiles)}
         runner.shapes = with_contexts(dataclasses.replace(runner.shapes, **more))
         runner.limits = runner.shapes.limits
     return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)
@@ -165,7 +166,9 @@ def test_soak(format, swiftkv, compilations):
     assert len(finished) > 50
     if format == "int8":
         of_16 = {key[2] for key in programs.keys_used if key[:2] == ("prefill", 16)}
-        assert {*DECODE} <= {key[0] for key in programs.keys_used} and len(of_16) == 2
+        assert {"decode", GREEDY, *SINGLE_STEP.values()} == {*DECODE} & {
+            key[0] for key in programs.keys_used
+        } and len(of_16) == 2
         pages = {key[-1] for key in programs.keys_used if key[0] in ("prefill", "score")}
         assert pages == {*engine.model_runner.shapes.contexts} and len(pages) > 1
     for id, sample in finished:

@@ -329,6 +329,7 @@ def test_at_random(seed):
         mixed_generated_kv=seed % 3 > 0,
         reserve_tokens=kinds.choice([1, 2, 5, 9, 512]),
         structured_outputs=True,
+        single_step_rows=kinds.choice([0, 0, 1, 2]),
     )
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}

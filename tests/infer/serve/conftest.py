@@ -144,9 +144,9 @@ def start() -> Iterator[Start]:
         )
         decode = runner.run_decode
 
-        def slow(sequences):
+        def slow(sequences, steps):
             time.sleep(step_seconds)
-            return decode(sequences)
+            return decode(sequences, steps)
 
         runner.run_decode = slow
         tokenizer = make_tokenizer()

@@ -131,7 +131,7 @@ def test_an_engine_that_stalls_is_not_ready(start):
     assert running.request("GET", "/health")[0] == 200
     assert running.post("/v1/completions", BODY)[0] == 503
     slow = running.runner.run_decode
-    running.runner.run_decode = lambda sequences: time.sleep(0.1) or slow(sequences)
+    running.runner.run_decode = lambda *args: time.sleep(0.1) or slow(*args)
     running.runner.read = read
     released.set()
     running.until(lambda: service.state == "ready", 10)
