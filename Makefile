@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-gpu test-tpu lock clean
+.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -68,6 +68,12 @@ test-kernels: $(VENV)/installed
 test-soak: $(VENV)/installed
 	$(RUN) -m pytest -q -s tests/soak
 
+# Two servers behind sglang-router, in an environment of its own.
+test-router: $(VENV)/installed
+	test -x .venv-router/bin/python || $(PYTHON) -m venv .venv-router
+	.venv-router/bin/python -m pip install --quiet --disable-pip-version-check 'sglang-router>=0.3.2'
+	ROUTER_PYTHON=$(CURDIR)/.venv-router/bin/python $(RUN) -m pytest -q -n 0 -s tests/deploy
+
 # Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
 # from $(VENV): a JAX that finds them looks for their hardware.
 COMPILE_CASES :=  # a pytest -k expression; empty is all
@@ -103,4 +109,4 @@ lock:
 		--no-header --output-file requirements-compile.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-eval build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-eval .venv-router build runs *.egg-info

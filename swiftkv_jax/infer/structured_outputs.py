@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..errors import UsageError
+from .engine.grammar import mask_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,8 +29,14 @@ MAX_REGEX_LENGTH = 4096
 MAX_CHOICES = 512
 MAX_DEPTH = 64
 """Depth to which a schema may be nested."""
-_WHITESPACE = r"[\x20\x0A]{0,16}"
-"""Between the tokens of JSON: a model may not write spaces for ever."""
+MAX_COMPILED_LENGTH = 4 * MAX_GRAMMAR_LENGTH
+"""Characters of all grammars of one request."""
+_JSON: Mapping[str, Any] = {
+    "whitespace_pattern": r"[\x20\x0A]{0,16}",
+    "json_allowed_escapes": '"\\bfnrt',
+}
+"""How JSON is written: no spaces for ever, and no escapes of letters (`\\u0061`), so that a key has
+one spelling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +49,7 @@ class StructuredOutputs:
     json: str | bool | Mapping[str, Any] | None = None
     """A JSON schema; True is any object."""
     regex: str | None = None
-    """A regular expression that the whole output matches, in the syntax of Rust's regex crate,
-    without anchors."""
+    """A regular expression that the whole output matches, in the syntax of Rust's regex crate."""
     choice: Sequence[str] | None = None
     """Texts, of which the output is one."""
     grammar: str | None = None
@@ -62,6 +68,8 @@ class StructuredOutputs:
                 isinstance(text, str) and text for text in texts
             ):
                 raise UsageError(f"`choice` must have 1 to {MAX_CHOICES} texts, none of them empty")
+            if sum(map(len, texts)) > MAX_GRAMMAR_LENGTH:
+                raise UsageError(f"`choice` has more than {MAX_GRAMMAR_LENGTH} characters in all")
         for name, limit in (("regex", MAX_REGEX_LENGTH), ("grammar", MAX_GRAMMAR_LENGTH)):
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and 1 <= len(text) <= limit):
@@ -87,12 +95,12 @@ def json_grammar(schema: str | bool | Mapping[str, Any] | None) -> str:
     """llguidance's form of a JSON schema; True is any object. Raises `UsageError`."""
     from llguidance import LLMatcher
 
-    try:
-        return LLMatcher.grammar_from_json_schema(
-            checked_schema(schema), overrides={"whitespace_pattern": _WHITESPACE}
-        )
-    except ValueError as error:
-        raise UsageError(f"`json` is no JSON schema: {_line(error)}") from None
+    return LLMatcher.grammar_from_json_schema(json_options(checked_schema(schema)))
+
+
+def json_options(schema: Mapping[str, Any]) -> str:
+    """A checked schema as JSON, with the options under which llguidance compiles it."""
+    return json.dumps({**schema, "x-guidance": _JSON})
 
 
 def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -108,24 +116,29 @@ def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, A
         raise UsageError("`json` must be a JSON schema, that is an object, or True")
     if len(text) > MAX_GRAMMAR_LENGTH:
         raise UsageError(f"`json` has more than {MAX_GRAMMAR_LENGTH} characters")
-    if _depth(found) > MAX_DEPTH:
-        raise UsageError(f"`json` is nested more than {MAX_DEPTH} deep")
-    return dict(found)
+    level: list[Any] = [found]
+    for _ in range(MAX_DEPTH):
+        for one in level:
+            if isinstance(one, Mapping):
+                _check_keywords(one)
+        level = [each for one in level for each in _inside(one)]
+        if not level:
+            return dict(found)
+    raise UsageError(f"`json` is nested more than {MAX_DEPTH} deep")
 
 
-def _depth(value: Any) -> int:
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        depth += 1
-        inner = [list(one.values()) if isinstance(one, Mapping) else one for one in level]
-        level = [
-            each
-            for one in inner
-            if isinstance(one, list)
-            for each in one
-            if isinstance(each, Mapping | list)
-        ]
-    return depth
+def _check_keywords(schema: Mapping[str, Any]) -> None:
+    if "x-guidance" in schema:
+        raise UsageError("`x-guidance` in a schema is not supported")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and len(pattern) > MAX_REGEX_LENGTH:
+        raise UsageError(f"`pattern` in a schema has more than {MAX_REGEX_LENGTH} characters")
+
+
+def _inside(value: Any) -> list[Any]:
+    """Objects and lists within one."""
+    inside = value.values() if isinstance(value, Mapping) else value
+    return [each for each in inside if isinstance(each, Mapping | list)]
 
 
 class GrammarCompiler:
@@ -147,9 +160,10 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise UsageError(f"this tokenizer cannot follow grammars: {_line(error)}") from None
-        self._executor = LLExecutor()
+        self._vocab_size, self._executor = vocab_size, LLExecutor()
         self._limits = LLParserLimits(
             initial_lexer_fuel=500_000,
+            step_lexer_fuel=50_000,
             step_max_items=20_000,
             max_lexer_states=50_000,
             max_grammar_size=100_000,
@@ -165,11 +179,19 @@ class GrammarCompiler:
         """The same of a grammar in llguidance's own form."""
         from llguidance import LLMatcher
 
+        if len(grammar) > MAX_COMPILED_LENGTH:
+            raise UsageError(f"the grammar has more than {MAX_COMPILED_LENGTH} characters")
         # The interpreter runs other threads meanwhile.
         found = LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
         if found.is_error():
             raise UsageError(f"the grammar is refused: {_line(found.get_error())}")
-        return _Matcher(found, self._executor)
+        made = _Matcher(found, self._executor)
+        mask = np.zeros((1, mask_words(self._vocab_size)), np.uint32)
+        first = made.copy()
+        first.fill_masks([first], mask)
+        if first.error or not mask.any():
+            raise UsageError("the grammar is refused: it allows no first token, or is too complex")
+        return made
 
 
 class _Matcher:
@@ -197,8 +219,11 @@ class _Matcher:
 
     @property
     def error(self) -> str:
+        if not self._matcher.is_error():
+            return ""
         return (
-            f"the grammar: {_line(self._matcher.get_error())}" if self._matcher.is_error() else ""
+            "the answer cannot go on: its grammar is too complex, or allows nothing that this "
+            f"tokenizer can write ({_line(self._matcher.get_error())})"
         )
 
 

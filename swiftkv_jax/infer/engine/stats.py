@@ -34,7 +34,7 @@ class Load(NamedTuple):
     """What is queued and running in an engine between two steps, and the memory that it holds."""
 
     num_waiting: int
-    """Requests of which nothing has been planned."""
+    """Requests that wait to begin, or after a preemption to go on."""
     num_prefilling: int
     """Requests whose prompts are being cached, or whose tokens are being scored."""
     num_running: int

@@ -338,7 +338,7 @@ def _card(app: App, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": app.service.max_model_len if is_open else None,
         "default_max_tokens": app.options.default_max_tokens,
-        "has_chat_template": bool(getattr(app.tokenizer, "chat_template", None)),
+        "has_chat_template": bool(app.tokenizer.chat_template) if is_open else None,
         "permission": [],
     }
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 from ...errors import UsageError
-from ..structured_outputs import StructuredOutputs, checked_schema, json_grammar
+from ..structured_outputs import (
+    StructuredOutputs,
+    checked_schema,
+    json_grammar,
+    json_options,
+)
 from .errors import invalid, unsupported
 from .protocol import ChatBody, NamedToolChoice, Sampling
 from .tool_calls import ToolCallParser
@@ -51,6 +57,8 @@ def form_of(body: Sampling, tool_format: str | None) -> Form:
         return Form(grammar, param)
     assert tool_format is not None
     single = body.parallel_tool_calls is False
+    if choice == "auto" and grammar is not None:
+        return Form(grammar, param)  # the form leaves no room for a call
     form = Form(grammar, param, tuple(names), tool_format, single)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
@@ -62,7 +70,7 @@ def form_of(body: Sampling, tool_format: str | None) -> Form:
     if grammar is not None:
         raise invalid(param, f"`{param}` does not go with a `tool_choice` that asks for calls")
     called = [tool.function for tool in body.tools if tool.function.name in names]
-    schemas = {function.name: function.parameters or {"type": "object"} for function in called}
+    schemas = {one.name: {"type": "object"} | (one.parameters or {}) for one in called}
     lark = _calls_grammar(schemas, tool_format, single=form.single_call)
     return dataclasses.replace(form, grammar=lark, param="tools")
 
@@ -70,6 +78,10 @@ def form_of(body: Sampling, tool_format: str | None) -> Form:
 def _structured(body: Sampling) -> tuple[str | None, str]:
     """(grammar of `response_format` or `structured_outputs`, name of the field)."""
     response, wanted = body.response_format, body.structured_outputs
+    if response is not None and response.type != "json_schema" and response.json_schema:
+        raise invalid(
+            "response_format.json_schema", f"`json_schema` does not go with {response.type!r}"
+        )
     if response is not None and response.type == "text":
         response = None
     if response is not None and wanted is not None:
@@ -80,7 +92,9 @@ def _structured(body: Sampling) -> tuple[str | None, str]:
         if wanted is not None:
             fields = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
             if fields.pop("json_object"):
-                fields["json"] = True if fields["json"] is None else fields["json"]
+                if wanted.json is not None:
+                    raise UsageError("`json` and `json_object` exclude each other")
+                fields["json"] = True
             return StructuredOutputs(**fields).to_grammar(), "structured_outputs"
         if response is None:
             return None, ""
@@ -105,9 +119,13 @@ def _check_tools(body: ChatBody, tool_format: str | None) -> list[str]:
     names = [tool.function.name for tool in tools]
     for number, tool in enumerate(tools):
         param = f"tools[{number}].function"
+        if not re.fullmatch("[A-Za-z0-9_-]{1,64}", tool.function.name):
+            raise invalid(f"{param}.name", "a name has 1 to 64 letters, digits, _ and -")
         if tool.function.name in names[:number]:
             raise invalid(f"{param}.name", f"two tools are called {tool.function.name!r}")
         if tool.function.parameters is not None:
+            if tool.function.parameters.get("type", "object") != "object":
+                raise invalid(f"{param}.parameters", "`parameters` must be of type object")
             try:
                 checked_schema(tool.function.parameters)
             except UsageError as error:
@@ -125,6 +143,6 @@ def _calls_grammar(schemas: dict[str, Any], tool_format: str, *, single: bool) -
         call = f'{begin} arguments{number} "}}"'
         if tool_format == "hermes":
             call = f'"<tool_call>" {BREAK} {call} {BREAK} "</tool_call>"'
-        rules += [f"call{number}: {call}", f"arguments{number}: %json {json.dumps(schema)}"]
+        rules += [f"call{number}: {call}", f"arguments{number}: %json {json_options(schema)}"]
     start = "start: call" if single else f"start: call ({between} call)*"
     return "\n".join([start, *rules])

@@ -196,7 +196,7 @@ async def _answer(
         await _stream(app, exchange, body, generation, writer)
         return
     await until_done(exchange, generation)
-    exchange.extra["server-timing"] = _server_timing(generation)
+    exchange.extra["server-timing"] = server_timing(generation)
     await exchange.send_json(200, writer.whole(generation))
 
 
@@ -234,7 +234,7 @@ async def _stream(
             events.append(DONE)
         if events:
             if not exchange.status:
-                exchange.extra["server-timing"] = _server_timing(generation, whole=False)
+                exchange.extra["server-timing"] = server_timing(generation, whole=False)
             await exchange.send_events(b"".join(events), more=not done)
 
 
@@ -260,7 +260,7 @@ async def changes(
         yield
 
 
-def _server_timing(generation: Generation, *, whole: bool = True) -> str:
+def server_timing(generation: Generation, *, whole: bool = True) -> str:
     """The times of a request in milliseconds (W3C Server-Timing)."""
     arrival, first = generation.arrival, generation.first_token
     started = generation.started or arrival

@@ -18,22 +18,31 @@ from .admission import Reservation
 from .engine_thread import Ended
 from .errors import APIError, invalid, of_usage
 from .prompts import Prompt
-from .tool_calls import ToolCallDelta, ToolCallParser
+from .tool_calls import AnswerPart, ToolCallDelta, ToolCallParser
 
 
 @dataclasses.dataclass
 class TextDelta:
     """What has become certain of a choice since the last time."""
 
-    text: str = ""
+    parts: list[AnswerPart] = dataclasses.field(default_factory=list)
+    """Content and calls, in their order."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens whose text is out, an end token included."""
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
     """An entry for each of them, if they were asked for."""
-    calls: list[ToolCallDelta] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.token_ids or self.calls)
+        return bool(self.parts or self.token_ids)
+
+    @property
+    def text(self) -> str:
+        """All of the content."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        return [part for part in self.parts if not isinstance(part, str)]
 
 
 class Choice:
@@ -85,30 +94,29 @@ class Choice:
                 self.num_tokens += 1
                 if output.stop_token in self._params.stop_token_ids:
                     self.stop_reason = output.stop_token
-        calls: list[ToolCallDelta] = []
+        parts: list[AnswerPart] = [text] if text else []
         if self._parser is not None:
-            text, calls = self._parse(text, self._parser)
+            parts = self._parse(text, self._parser)
             ended_by_text |= self._parser.is_complete
-        if text or calls or self.finish_reason is not None:
+        if parts or self.finish_reason is not None:
             ready = self._ready
-            ready.text += text
-            ready.calls += calls
+            ready.parts += parts
             ready.token_ids += held.token_ids
             ready.logprobs += held.logprobs
             self._held = TextDelta()
         return ended_by_text and output.finish_reason is None
 
-    def _parse(self, text: str, parser: ToolCallParser) -> tuple[str, list[ToolCallDelta]]:
-        """(content, calls) of new text."""
-        parsed = parser.push(text)
-        content = parsed.content
+    def _parse(self, text: str, parser: ToolCallParser) -> list[AnswerPart]:
+        """Content and calls of new text."""
+        parts = parser.push(text)
         if parser.is_complete:
             self.finish_reason = self.finish_reason or "stop"
         if self.finish_reason is not None:
-            content += parser.finish().content
+            if rest := parser.finish():
+                parts.append(rest)
             if parser.num_calls and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
-        return content, parsed.calls
+        return parts
 
     def take(self) -> TextDelta:
         """What has become certain since the last call."""
@@ -188,8 +196,8 @@ class Generation:
         )
 
     def push(self, part: Part, event: RequestOutput | UsageError | Ended) -> bool:
-        """Add an event of a part. True if a stop string has ended its sample, which the engine
-        does not know."""
+        """Add an event of a part. True if its text has ended its sample, by a stop string or as
+        its only call, which the engine does not know."""
         stopped = False
         if isinstance(event, Ended):
             part.is_ended = True

@@ -95,7 +95,13 @@ class PromptEncoder:
 
         def work() -> Prompt:
             rendered = [message.rendered(number) for number, message in enumerate(messages)]
-            (guarded, described), sentinel = self._guard((rendered, tools))
+            (contents, described), sentinel = self._guard(
+                ([{**message, "role": ""} for message in rendered], tools)
+            )
+            guarded = [
+                {**content, "role": message["role"]}
+                for content, message in zip(contents, rendered, strict=True)
+            ]
             try:
                 text = render_chat(
                     self._tokenizer,
@@ -192,10 +198,7 @@ class PromptEncoder:
             if isinstance(value, list | tuple):
                 return [guard(each) for each in value]
             if isinstance(value, Mapping):
-                return {
-                    guard(name): each if name == "role" else guard(each)
-                    for name, each in value.items()
-                }
+                return {guard(name): guard(each) for name, each in value.items()}
             return value
 
         return guard(content), sentinel

@@ -6,6 +6,7 @@ that they are refused by name and not as unknown ones; see `params`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +15,8 @@ from .errors import APIError, invalid
 from .options import MAX_PROMPTS
 
 MAX_MESSAGES = 4096
+MAX_NULLS = 256
+"""Unknown fields of one body that may be null."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 
 
@@ -298,7 +301,7 @@ def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tupl
     ignored: list[str] = []
     try:
         if not ignore_unknown:
-            return msgspec.json.decode(body, type=kind), ignored
+            return _decode(kind, body), ignored
         fields = msgspec.json.decode(body)
         if isinstance(fields, dict):
             ignored = sorted(fields.keys() - kind.__struct_fields__)
@@ -310,6 +313,38 @@ def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tupl
         raise invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
     except RecursionError:
         raise invalid(None, "the body is nested too deeply", "invalid_json") from None
+
+
+def _decode[B: Body](kind: type[B], body: bytes) -> B:
+    """A body without the unknown fields that are null: clients send back what they were given."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if b"null" not in body or "unknown field" not in str(error):
+            raise
+        fields, problem = msgspec.json.decode(body), error
+    for _ in range(MAX_NULLS):
+        if not _drop_null(fields, str(problem)):
+            raise problem
+        try:
+            return msgspec.convert(fields, type=kind)
+        except msgspec.ValidationError as error:
+            problem = error
+    raise problem
+
+
+def _drop_null(fields: Any, error: str) -> bool:
+    """Remove the unknown field that an error names, if it is null."""
+    text, _, path = error.partition(" - at `")
+    name = text.rpartition("field `")[2].rstrip("`")
+    for step in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            fields = fields[step[0] or int(step[1])]
+        except (LookupError, TypeError):
+            return False
+    if "unknown field" not in text or not isinstance(fields, dict):
+        return False
+    return fields.pop(name, 0) is None
 
 
 def _of_validation(error: msgspec.ValidationError) -> APIError:

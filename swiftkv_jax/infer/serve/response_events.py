@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from .generation import Choice, Generation, TextDelta
+from .tool_calls import ToolCallDelta
 
 
 class ResponseWriter:
-    """One answer. The text is one message, which stays open until the end; each call of a function
-    is an item of its own."""
+    """One answer. Each stretch of text is a message, each call of a function an item of its own;
+    one is closed before the next is opened."""
 
     def __init__(self, facts: dict[str, Any]):
         """`facts` are fields of the response object."""
@@ -30,57 +31,55 @@ class ResponseWriter:
             **facts,
         }
         self._sequence_number = 0
-        self._message: dict[str, Any] | None = None
-        self._calls: list[dict[str, Any]] = []
-
-    def begin(self) -> bytes:
-        """The events before all others."""
-        return b"".join(
-            self._event(f"response.{name}", response=self.response)
-            for name in ("created", "in_progress")
-        )
+        self._open: dict[str, Any] | None = None
+        """The item that grows."""
 
     def add(self, delta: TextDelta) -> bytes:
-        """Add what has become certain."""
+        """Add what has become certain. Returns its events, the first time after those that begin
+        every answer."""
         events = b""
-        if delta.text:
-            if self._message is None:
-                events += self._open_message()
-            assert self._message is not None
-            self._message["content"][0]["text"] += delta.text
-            where = self._at(self._message) | {"content_index": 0}
-            events += self._event(
-                "response.output_text.delta", **where, delta=delta.text, logprobs=[]
+        if not self._sequence_number:
+            for name in ("response.created", "response.in_progress"):
+                events += self._event(name, response=self.response)
+        for part in delta.parts:
+            events += self._add_text(part) if isinstance(part, str) else self._add_call(part)
+        return events
+
+    def _add_text(self, text: str) -> bytes:
+        events = b""
+        if self._open is None or self._open["type"] != "message":
+            events += self._begin_message()
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        where = self._where() | {"content_index": 0}
+        return events + self._event("response.output_text.delta", **where, delta=text, logprobs=[])
+
+    def _add_call(self, call: ToolCallDelta) -> bytes:
+        events = b""
+        if call.name is not None:
+            events += self._begin(
+                {
+                    "id": f"fc_{secrets.token_hex(12)}",
+                    "type": "function_call",
+                    "status": "in_progress",
+                    "call_id": call.id,
+                    "name": call.name,
+                    "arguments": "",
+                }
             )
-        for call in delta.calls:
-            if call.name is not None:
-                events += self._open(
-                    {
-                        "id": f"fc_{secrets.token_hex(12)}",
-                        "type": "function_call",
-                        "status": "in_progress",
-                        "call_id": call.id,
-                        "name": call.name,
-                        "arguments": "",
-                    }
-                )
-                self._calls.append(self._output[-1])
-            if call.arguments:
-                item = self._calls[call.index]
-                item["arguments"] += call.arguments
-                events += self._event(
-                    "response.function_call_arguments.delta",
-                    **self._at(item),
-                    delta=call.arguments,
-                )
+        if call.arguments:
+            assert self._open is not None
+            self._open["arguments"] += call.arguments
+            events += self._event(
+                "response.function_call_arguments.delta", **self._where(), delta=call.arguments
+            )
         return events
 
     def end(self, generation: Generation, choice: Choice) -> bytes:
         """The last events, when all has been added; `response` is whole then."""
         cut = choice.finish_reason == "length"
-        events = b"" if self._output else self._open_message()
-        for item in self._output:
-            events += self._close(item, "incomplete" if cut else "completed")
+        events = b"" if self._output else self._begin_message()
+        events += self._close("incomplete" if cut else "completed")
         prompt, new = generation.num_prompt_tokens, generation.num_tokens
         self.response |= {
             "status": "incomplete" if cut else "completed",
@@ -101,29 +100,35 @@ class ResponseWriter:
     def _output(self) -> list[dict[str, Any]]:
         return self.response["output"]
 
-    def _open_message(self) -> bytes:
-        self._message = {
-            "id": f"msg_{secrets.token_hex(12)}",
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-        events = self._open(self._message)
+    def _begin_message(self) -> bytes:
+        content: list[dict[str, Any]] = []
+        events = self._begin(
+            {
+                "id": f"msg_{secrets.token_hex(12)}",
+                "type": "message",
+                "status": "in_progress",
+                "role": "assistant",
+                "content": content,
+            }
+        )
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        where = self._at(self._message) | {"content_index": 0}
+        where = self._where() | {"content_index": 0}
         events += self._event("response.content_part.added", **where, part=part)
-        self._message["content"].append(part)
+        content.append(part)
         return events
 
-    def _open(self, item: dict[str, Any]) -> bytes:
+    def _begin(self, item: dict[str, Any]) -> bytes:
+        events = self._close("completed")
         self._output.append(item)
-        index = len(self._output) - 1
-        return self._event("response.output_item.added", output_index=index, item=item)
+        self._open, index = item, len(self._output) - 1
+        return events + self._event("response.output_item.added", output_index=index, item=item)
 
-    def _close(self, item: dict[str, Any], status: str) -> bytes:
-        events, where = b"", self._at(item)
-        item["status"] = status
+    def _close(self, status: str) -> bytes:
+        """Close the item that grows."""
+        if (item := self._open) is None:
+            return b""
+        events, where = b"", self._where()
+        item["status"], self._open = status, None
         if item["type"] == "function_call":
             events += self._event(
                 "response.function_call_arguments.done",
@@ -142,9 +147,9 @@ class ResponseWriter:
             "response.output_item.done", output_index=where["output_index"], item=item
         )
 
-    def _at(self, item: dict[str, Any]) -> dict[str, Any]:
-        index = next(index for index, one in enumerate(self._output) if one is item)
-        return {"item_id": item["id"], "output_index": index}
+    def _where(self) -> dict[str, Any]:
+        """The item that grows, in an event."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         event = {"type": name, "sequence_number": self._sequence_number, **fields}

@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +15,11 @@ import msgspec
 from .admission import Reservation
 from .errors import APIError, invalid, unsupported
 from .exchange import Exchange
-from .generate import changes, chat_generation
+from .generate import changes, chat_generation, server_timing
 from .generation import Generation
+from .params import refuse_unsupported
 from .protocol import (
+    MAX_MESSAGES,
     Body,
     ChatBody,
     Function,
@@ -36,17 +39,16 @@ from .run import run
 if TYPE_CHECKING:
     from .app import App
 
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
+_OF_ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("name", "arguments", "call_id"),
+    "function_call_output": ("call_id", "output"),
 }
-"""Fields of a chat -> what they are called here."""
+"""Type of an item -> its fields, all of them needed."""
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, a call of a function, or what it returned; fields as in `type`."""
+    """A message, a call of a function, or what it returned (`_OF_ITEMS`)."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -57,6 +59,7 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output: str | list[Part] | None = None
     id: str | None = None
     status: str | None = None
+    phase: str | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -158,10 +161,12 @@ async def _prepare(
             raise unsupported(name, _STATELESS.get(name, ""))
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
+    chat, items = chat_body(body)
     try:
-        generation, params = await chat_generation(app, exchange, chat_body(body), reservation)
+        refuse_unsupported(chat)
+        generation, params = await chat_generation(app, exchange, chat, reservation)
     except APIError as error:
-        raise _renamed(error) from None
+        raise _renamed(error, items) from None
     facts = {
         "id": f"resp_{exchange.request_id}",
         "created_at": int(time.time()),
@@ -172,13 +177,19 @@ async def _prepare(
     return generation, ResponseWriter(_echo(body) | facts)
 
 
-def _renamed(error: APIError) -> APIError:
-    """An error of the chat, with the names of this body."""
-    message, param = error.message, error.param
-    for chat, here in _NAMES.items():
-        message = message.replace(f"`{chat}`", f"`{here}`")
-        if param is not None and param.partition("[")[0].partition(".")[0] == chat:
-            param = here + param[len(chat) :]
+def _renamed(error: APIError, items: list[str]) -> APIError:
+    """An error of the chat, with the names of this body. `items` are where its messages come
+    from."""
+
+    def here(text: str) -> str:
+        text = re.sub(r"\bmessages\[(\d+)\]", lambda found: items[int(found[1])], text)
+        text = re.sub(r"\b(tools\[\d+\])\.function", r"\1", text)
+        return re.sub(r"\b(max_tokens|max_completion_tokens)\b", "max_output_tokens", text)
+
+    message, param = here(error.message), error.param and here(error.param)
+    for chat, name in {"messages": "input", "response_format": "text.format"}.items():
+        message = message.replace(f"`{chat}`", f"`{name}`")
+        param = name if param == chat else param
     return APIError(error.status, error.code, message, param=param, headers=error.headers)
 
 
@@ -209,35 +220,38 @@ async def _answer(
 ) -> None:
     (part,) = generation.parts
     (choice,) = part.choices
-    if body.stream:
-        await exchange.send_events(writer.begin())
     async for _ in changes(app, exchange, generation, keep_alive=bool(body.stream)):
         events = writer.add(choice.take())
         if generation.is_done:
             events += writer.end(generation, choice)
         if body.stream and events:
+            if not exchange.status:
+                exchange.extra["server-timing"] = server_timing(generation, whole=False)
             await exchange.send_events(events, more=not generation.is_done)
     if not body.stream:
+        exchange.extra["server-timing"] = server_timing(generation)
         await exchange.send_json(200, writer.response)
 
 
 # The chat ------------------------------------------------------------------------------
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """The chat that a body asks for. Raises `APIError`."""
-    messages: list[Message] = []
-    if body.instructions is not None:
-        messages.append(Message(role="system", content=body.instructions))
+def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
+    """(the chat that a body asks for, where each of its messages comes from). Raises
+    `APIError`."""
     items = body.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    for number, item in enumerate(items):
-        _add_item(messages, item, f"input[{number}]")
+    if not 1 <= len(items) <= MAX_MESSAGES:
+        raise invalid("input", f"`input` must have 1 to {MAX_MESSAGES} items")
+    messages, places = _messages(items)
+    if body.instructions is not None:
+        messages.insert(0, Message(role="system", content=body.instructions))
+        places.insert(0, "instructions")
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
         choice = NamedToolChoice(type="function", function=FunctionName(name=choice.name))
-    return ChatBody(
+    chat = ChatBody(
         model=body.model,
         messages=messages,
         max_tokens=body.max_output_tokens,
@@ -250,28 +264,42 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         metadata=body.metadata,
         user=body.user,
     )
+    return chat, places
 
 
-def _add_item(messages: list[Message], item: InputItem, at: str) -> None:
-    def needed(name: str) -> Any:
-        if (value := getattr(item, name)) is None:
-            raise invalid(f"{at}.{name}", f"an item of type {item.type!r} needs `{name}`")
-        return value
-
-    if item.type == "message":
-        messages.append(Message(role=needed("role"), content=needed("content")))
-    elif item.type == "function_call_output":
-        messages.append(
-            Message(role="tool", content=needed("output"), tool_call_id=needed("call_id"))
-        )
-    else:
-        function = FunctionCall(name=needed("name"), arguments=needed("arguments"))
-        call = ToolCall(function=function, id=needed("call_id"))
-        last = messages[-1] if messages else None
-        if last is None or last.role != "assistant":
-            messages.append(Message(role="assistant", tool_calls=[call]))
-        else:  # calls of one answer, or those after its text
-            last.tool_calls = [*(last.tool_calls or ()), call]
+def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
+    """(messages, where each comes from). The calls of one answer are one message, with the text
+    before them. Raises `APIError`."""
+    messages: list[Message] = []
+    places: list[str] = []
+    calls: list[ToolCall] | None = None
+    for number, item in enumerate(items):
+        at, fields = f"input[{number}]", _OF_ITEMS[item.type]
+        for name in ("role", "content", "name", "arguments", "call_id", "output"):
+            if (getattr(item, name) is None) == (name in fields):
+                needs = "needs" if name in fields else "has no"
+                raise invalid(f"{at}.{name}", f"an item of type {item.type!r} {needs} `{name}`")
+        if item.type == "function_call":
+            function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+            call = ToolCall(function=function, id=item.call_id)
+            if calls is not None:
+                calls.append(call)
+                continue
+            calls = [call]
+            if messages and messages[-1].role == "assistant":
+                messages[-1].tool_calls = calls
+                continue
+            message = Message(role="assistant", tool_calls=calls)
+        elif item.type == "function_call_output":
+            calls = None
+            message = Message(role="tool", content=item.output, tool_call_id=item.call_id)
+        else:
+            calls = None
+            assert item.role is not None
+            message = Message(role=item.role, content=item.content)
+        messages.append(message)
+        places.append(at)
+    return messages, places
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
@@ -279,6 +307,8 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
         return None
     found = text.format
     schema = None
+    if found.type != "json_schema" and (found.schema is not None or found.name is not None):
+        raise invalid("text.format", f"`text.format` of type {found.type!r} has no schema")
     if found.type == "json_schema":
         if found.schema is None:
             raise invalid("text.format.schema", "`schema` is missing")

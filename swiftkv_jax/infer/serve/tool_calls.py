@@ -1,8 +1,9 @@
 """Calls of functions in the text of a model, as they come: one parser for streams and for whole
 answers.
 
-A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"),
-anywhere in the text. The text before and after is content. Calls may be separated by whitespace,
+A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"), none
+for a function without them, anywhere in the text but inside another object. The text before and
+after is content. Calls may be separated by whitespace,
 `;` and the markers of the format: Llama 3's `<|python_tag|>`, or `<tool_call>` and `</tool_call>`
 around each call (Hermes, Qwen). What looks like a call and is none is content.
 """
@@ -42,12 +43,8 @@ class ToolCallDelta:
     """Of a JSON object, as the model wrote it."""
 
 
-@dataclasses.dataclass
-class Parsed:
-    """What has become certain."""
-
-    content: str = ""
-    calls: list[ToolCallDelta] = dataclasses.field(default_factory=list)
+AnswerPart = str | ToolCallDelta
+"""Content, or a part of a call."""
 
 
 def format_of(template: str) -> str | None:
@@ -71,30 +68,31 @@ class ToolCallParser:
         self._value = _JSONValue()
         self._brace = self._value_start = 0
         """Where the object of `_read_object` begins in `_text`, and how far it has been read."""
-        self._parsed = Parsed()
+        self._depth = 0
+        """Braces of the content that are open."""
+        self._gap_is_content = False
+        self._parts: list[AnswerPart] = []
         self.num_calls = 0
         self.is_complete = False
         """The answer ends here, whatever follows."""
 
-    def push(self, text: str) -> Parsed:
-        """Add text."""
+    def push(self, text: str) -> list[AnswerPart]:
+        """Add text. Returns what has become certain, in its order."""
         self._text += text
         while not self.is_complete and self._state():
             pass
         if self.is_complete:
             self._text = ""
-        parsed, self._parsed = self._parsed, Parsed()
-        return parsed
+        parts, self._parts = self._parts, []
+        return parts
 
-    def finish(self) -> Parsed:
+    def finish(self) -> str:
         """The end of the text: what was held back is content."""
-        parsed = Parsed()
-        if self._state in (self._read_text, self._read_object):
-            rest = self._text
-            separators = self._state == self._read_text and not self._without_gap(rest)
-            parsed.content = "" if self._follows_call and separators else rest
-        self._text = ""
-        return parsed
+        rest, self._text = self._text, ""
+        if self._state not in (self._read_text, self._read_object):
+            return ""
+        separators = self._state == self._read_text and not self._without_gap(rest)
+        return "" if self._follows_call and separators else rest
 
     # States: each reads some of the text, and returns whether another may go on -----------------
 
@@ -103,15 +101,18 @@ class ToolCallParser:
         brace = text.find("{")
         before = text if brace < 0 else text[:brace]
         certain = len(self._without_gap(before, may_go_on=brace < 0))
-        if len(before) - certain > _MAX_GAP:
-            certain = len(before)
+        if certain:
+            self._gap_is_content = False
+        if self._gap_is_content or len(before) - certain > _MAX_GAP:
+            certain, self._gap_is_content = len(before), True
+        nested = self._depth_after(text[:certain]) > 0 and not before.endswith("\n")
         self._emit(text[:certain])
         self._text = text[certain:]
         if brace < 0:
             return False
         self._brace = brace - certain
         try:
-            found = _head(self._text, self._brace, self._names)
+            found = None if nested else _head(self._text, self._brace, self._names)
         except _Incomplete:
             if len(self._text) - self._brace <= _MAX_HEAD:
                 return False
@@ -135,7 +136,7 @@ class ToolCallParser:
         end = self._value.end(self._text)
         arguments, self._text = self._text[:end], self._text[end:]
         if arguments:
-            self._parsed.calls.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+            self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
         if not self._value.is_whole:
             return False
         self._state = self._read_close
@@ -175,7 +176,7 @@ class ToolCallParser:
             return True
         name, arguments = call
         self._begin(name)
-        self._parsed.calls.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+        self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
         self._end_call()
         return True
 
@@ -186,24 +187,34 @@ class ToolCallParser:
             while opened := [m for m in self._markers if content.lstrip(_SPACE).startswith(m)]:
                 content = content.lstrip(_SPACE).removeprefix(opened[0])
         if content:
-            self._parsed.content += content
+            self._depth = self._depth_after(content)
+            self._parts.append(content)
             self._follows_call = False
+
+    def _depth_after(self, content: str) -> int:
+        return max(self._depth + content.count("{") - content.count("}"), 0)
 
     def _begin(self, name: str) -> None:
         call_id = f"call_{secrets.token_hex(12)}"
-        self._parsed.calls.append(ToolCallDelta(self.num_calls, name, call_id))
+        self._parts.append(ToolCallDelta(self.num_calls, name, call_id))
         self.num_calls += 1
 
     def _end_call(self) -> None:
         self._follows_call, self._state = True, self._read_text
+        self._gap_is_content, self._depth = False, 0
         self.is_complete = self._single
 
     def _without_gap(self, text: str, *, may_go_on: bool = False) -> str:
         """`text` without the separators at its end; with `may_go_on` also without what may become
         one."""
-        space = _SPACE + ";," if self._follows_call else _SPACE
         if may_go_on:
             text = text.removesuffix(self._begun_marker(text))
+        if self._follows_call and not self._stripped(text, _SPACE + ";,"):
+            return ""
+        return self._stripped(text, _SPACE)
+
+    def _stripped(self, text: str, space: str) -> str:
+        """`text` without these characters and markers at its end."""
         while True:
             shorter = text.rstrip(space)
             for marker in self._markers:
@@ -250,7 +261,7 @@ def _head(text: str, at: int, names: Collection[str]) -> _Head | _Buffered | Non
         return _Buffered()
     if reader.next() != ":" or reader.next() != "{":
         return _Buffered()
-    return _Head(name, reader.at - 1)
+    return _Head(name, reader.at - 1) if reader.at - at <= _MAX_HEAD else None
 
 
 class _Reader:
@@ -316,15 +327,16 @@ def _whole_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """(name, arguments as JSON) of an object; None if it is no call."""
     try:
         found: Any = json.loads(text)
+        name = found.get("name")
+        given = [found[key] for key in _ARGUMENTS if key in found]
+        if not given and not found.keys() <= {"name", "type", "id"}:
+            return None
+        arguments = given[0] if given else {}
+        if isinstance(arguments, str):  # JSON in JSON, as in OpenAI's own messages
+            arguments = json.loads(arguments)
+        written = json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    name = found.get("name")
-    arguments = next((found[key] for key in _ARGUMENTS if key in found), {})
-    if isinstance(arguments, str):  # JSON in JSON, as in OpenAI's own messages
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, written

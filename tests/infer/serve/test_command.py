@@ -1,5 +1,6 @@
 """`infer serve` as a user starts it: a process, a checkpoint, a signal."""
 
+import argparse
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.serve import command
@@ -119,3 +121,20 @@ def test_a_model_that_is_none_ends_with_its_own_error(tmp_path, capsys):
 )
 def test_loopback(host, loopback):
     assert command.is_loopback(host) is loopback
+
+
+def test_flags_of_the_deployment_examples():
+    """Every server of examples/deploy starts with flags that there are."""
+    folder, commands = ROOT / "examples" / "deploy", []
+    for service in yaml.safe_load((folder / "compose.yaml").read_text())["services"].values():
+        commands.append(service["command"].split())
+    for document in yaml.safe_load_all((folder / "kubernetes.yaml").read_text()):
+        if document["kind"] == "Deployment":
+            (container,) = document["spec"]["template"]["spec"]["containers"]
+            commands.append([*container["command"], *container["args"]])
+    served = [words for words in commands if words[:3] == ["swiftkv", "infer", "serve"]]
+    assert len(served) == 3
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.add_flags(parser)
+    for words in served:
+        assert parser.parse_args(words[3:]).host == "0.0.0.0"

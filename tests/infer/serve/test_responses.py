@@ -1,9 +1,12 @@
 """The Responses API, asked by OpenAI's own client."""
 
+import time
+
 import openai
 import pytest
 
-from swiftkv_jax.infer.serve.protocol import Message
+from swiftkv_jax.infer.serve.errors import APIError
+from swiftkv_jax.infer.serve.protocol import MAX_MESSAGES, Message
 from swiftkv_jax.infer.serve.responses import InputItem, ResponsesBody, chat_body
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
@@ -104,13 +107,38 @@ def test_items_become_messages():
         InputItem(type="function_call_output", call_id="a", output="sun"),
         InputItem(role="assistant", content="Sun."),
     ]
-    found = chat_body(ResponsesBody(input=items, instructions="short"))
-    assert [
-        message.role for message in found.messages
-    ] == "system user assistant tool assistant".split()
+    found, places = chat_body(ResponsesBody(input=items, instructions="short"))
+    roles = "system user assistant tool assistant".split()
+    assert [message.role for message in found.messages] == roles
+    assert places == ["instructions", "input[0]", "input[1]", "input[3]", "input[4]"]
     calls = found.messages[2].tool_calls
     assert calls is not None and [call.id for call in calls] == ["a", "b"]
     assert found.messages[3] == Message(role="tool", content="sun", tool_call_id="a")
+
+
+def test_many_calls_are_one_message_at_once():
+    call = InputItem(type="function_call", name="f", arguments="{}", call_id="a")
+    start = time.process_time()
+    found, _ = chat_body(ResponsesBody(input=[call] * MAX_MESSAGES))
+    assert time.process_time() - start < 1
+    (message,) = found.messages
+    assert message.tool_calls is not None and len(message.tool_calls) == MAX_MESSAGES
+    with pytest.raises(APIError, match="items"):
+        chat_body(ResponsesBody(input=[call] * (MAX_MESSAGES + 1)))
+
+
+def test_an_answer_may_be_sent_back(client):
+    """As the client's own objects, and as what they are dumped to, with fields of its own."""
+    first = client.responses.create(
+        model="tiny", input="hi", max_output_tokens=300, tools=[FORECAST], tool_choice="required"
+    )
+    (call,) = [item for item in first.output if item.type == "function_call"][:1]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    for items in (first.output, [item.model_dump() for item in first.output]):
+        found = client.responses.create(
+            model="tiny", input=[*items, output], max_output_tokens=4, tools=[FORECAST]
+        )
+        assert found.status in ("completed", "incomplete")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +163,15 @@ def test_items_become_messages():
         ({"temperature": 3}, "temperature"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"n": 2}, "n"),
+        ({"zzz": 1}, "zzz"),
+        ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "input[0].output"),
+        ({"text": {"format": {"type": "json_object", "name": "x", "schema": {}}}}, "text.format"),
+        ({"tools": [FORECAST, FORECAST]}, "tools[1].name"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        (
+            {"instructions": "x", "input": [{"role": "user", "content": [{"type": "image"}]}]},
+            "input[0].content[0].type",
+        ),
     ],
 )
 def test_refused(server, fields, param):
@@ -145,7 +182,13 @@ def test_refused(server, fields, param):
 
 def test_what_asks_for_nothing(server):
     fields = {"store": False, "truncation": "disabled", "include": [], "metadata": {"a": "b"}}
-    fields |= {"parallel_tool_calls": True, "reasoning": None, "background": False, "user": "x"}
+    fields |= {
+        "zzz": None,
+        "parallel_tool_calls": True,
+        "reasoning": None,
+        "background": False,
+        "user": "x",
+    }
     status, answer = server.post(PATH, {"input": "hi", "max_output_tokens": 2} | fields)
     assert status == 200 and answer["metadata"] == {"a": "b"}
 

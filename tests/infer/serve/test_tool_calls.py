@@ -16,15 +16,17 @@ def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
     parser = ToolCallParser(NAMES, format, **options)
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     content, calls = "", []
-    for parsed in (*map(parser.push, parts), parser.finish()):
-        content += parsed.content
-        for delta in parsed.calls:
-            if delta.name is not None:
-                assert delta.index == len(calls) and delta.id and not delta.arguments
-                calls.append([delta.name, ""])
-            else:
-                assert delta.index == len(calls) - 1 and delta.id is None
-            calls[-1][1] += delta.arguments
+    for part in (one for text in parts for one in parser.push(text)):
+        if isinstance(part, str):
+            content += part
+            continue
+        if part.name is not None:
+            assert part.index == len(calls) and part.id and not part.arguments
+            calls.append([part.name, ""])
+        else:
+            assert part.index == len(calls) - 1 and part.id is None
+        calls[-1][1] += part.arguments
+    content += parser.finish()
     assert parser.num_calls == len(calls)
     return content, [tuple(call) for call in calls]
 
@@ -45,10 +47,29 @@ def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
         ('{"parameters": {"a": 1}, "name": "f"}', "", [("f", '{"a": 1}')]),
         ('{"name": "f", "parameters": {}, "id": "}"} x', " x", [("f", "{}")]),
         ('{"name": "f"}', "", [("f", "{}")]),
+        (
+            '{"type": "f", "name": "f", "parameters": {"x": "\\ud800"}}',
+            "",
+            [("f", '{"x": "\\ud800"}')],
+        ),
         ('{"name": "f", "parameters": "{\\"a\\": 2}"}', "", [("f", '{"a": 2}')]),
         ('{"name": "f", "parameters": {"a": 1}', "", [("f", '{"a": 1}')]),  # cut, or forgotten
         ('{"name": "f", "parameters": {"a": 1', "", [("f", '{"a": 1')]),
+        (
+            '{"name": "f", "parameters": {}} First: hello, {"name": "f", "parameters": {}}',
+            " First: hello,",
+            [("f", "{}"), ("f", "{}")],
+        ),
+        ('{\n}\n{"name": "f", "parameters": {}}', "{\n}", [("f", "{}")]),
+        ('a { b\n{"name": "f", "parameters": {}}', "a { b", [("f", "{}")]),
+        ("{" + '"name":' + " " * 520 + '"f", "parameters": {}}',) * 2 + ([],),
+        (" " * 2000 + '{"name": "f", "parameters": {}}', " " * 2000, [("f", "{}")]),
         # Not calls.
+        ('{"people": [{"name": "f"}]}', '{"people": [{"name": "f"}]}', []),
+        ('{"a": {"name": "f", "parameters": {}}}',) * 2 + ([],),
+        ('{"name": "f", "description": "x", "type": "object"}',) * 2 + ([],),
+        ('{"type": "f", "name": "f", "parameters": {"x": NaN}}',) * 2 + ([],),
+        ('{"type": "f", "name": "f", "parameters": {"x": 1e999}}',) * 2 + ([],),
         ('{"name": "f", "param', '{"name": "f", "param', []),
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
         ('A set {1, 2} and {"a": {"b": 2}} ; ok', 'A set {1, 2} and {"a": {"b": 2}} ; ok', []),

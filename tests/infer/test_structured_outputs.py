@@ -1,0 +1,139 @@
+"""Grammars of JSON schemas, regular expressions and the rest, walked at random over a tokenizer of
+single characters."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer import GrammarCompiler, StructuredOutputs
+from tests.infer.mock_model_runner import END, VOCAB
+from tests.infer.serve.conftest import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=[END])
+
+
+def allowed(matcher) -> list[int]:
+    masks = np.zeros((1, -(-VOCAB // 32)), np.uint32)
+    matcher.fill_masks([matcher], masks)
+    return [token for token in range(VOCAB) if masks[0, token // 32] >> np.uint32(token % 32) & 1]
+
+
+def accepts(outputs: StructuredOutputs, text: str) -> bool:
+    """Whether `text` is a whole output."""
+    matcher = COMPILER.compile(outputs)
+    for token in TOKENIZER(text)["input_ids"]:
+        if matcher.is_ended or token not in allowed(matcher):
+            return False
+        matcher.accept(token)
+    return matcher.is_ended or END in allowed(matcher)
+
+
+def walk(outputs: StructuredOutputs, seed: int, longest: int = 400) -> str | None:
+    """A random output, which ends when it can; None if it does not end."""
+    matcher, rng, ids = COMPILER.compile(outputs), np.random.default_rng(seed), []
+    while not matcher.is_ended and len(ids) < longest:
+        possible = allowed(matcher)
+        assert possible and not matcher.error
+        token = END if END in possible and len(ids) > 20 else int(rng.choice(possible))
+        if token == END:
+            return TOKENIZER.decode(ids)
+        matcher.accept(token)
+        ids.append(token)
+    return TOKENIZER.decode(ids) if matcher.is_ended else None
+
+
+TYPES = {
+    "integer": ({"type": "integer", "minimum": -3, "maximum": 40}, lambda v: -3 <= v <= 40),
+    "string": ({"type": "string", "maxLength": 6}, lambda v: len(v) <= 6),
+    "pattern": (
+        {"type": "string", "pattern": "^[a-c]{2}$"},
+        lambda v: bool(re.fullmatch("[a-c]{2}", v)),
+    ),
+    "list": (
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        lambda v: 1 <= len(v) <= 3 and all(isinstance(one, bool) for one in v),
+    ),
+    "enum": ({"enum": ["a", 1, None]}, lambda v: v in ("a", 1, None)),
+}
+
+
+def test_random_schemas():
+    """500 schemas of random properties; what they admit has their form."""
+    rng, ended = np.random.default_rng(0), 0
+    for seed in range(500):
+        names = rng.permutation(list(TYPES))[: rng.integers(1, 4)].tolist()
+        required = [name for name in names if rng.random() < 0.6]
+        schema = {
+            "type": "object",
+            "properties": {name: TYPES[name][0] for name in names},
+            "required": required,
+            "additionalProperties": False,
+        }
+        text = walk(StructuredOutputs(json=schema), seed)
+        if text is None:
+            continue
+        ended += 1
+        found = json.loads(text)
+        assert set(required) <= set(found) <= set(names), text
+        assert all(TYPES[name][1](value) for name, value in found.items()), text
+        assert not re.search(r"\s{17}", text)
+    assert ended > 400
+
+
+@pytest.mark.parametrize(
+    ("outputs", "right", "wrong"),
+    [
+        (StructuredOutputs(regex="[a-c]{3}x+"), "abcxx", "abx"),
+        (StructuredOutputs(choice=["yes", "no (not)"]), "no (not)", "no"),
+        (StructuredOutputs(grammar='start: "a" b*\nb: "b" | "c"'), "abcb", "ba"),
+        (StructuredOutputs(json=True), '{"a": [1, {"b": "c"}]}', "[1]"),
+        (StructuredOutputs(json='{"type": "integer"}'), "12", "1.5"),
+        (StructuredOutputs(json={"enum": ["x"]}), '"x"', '"y"'),
+        # One key has one spelling, and spaces end.
+        (StructuredOutputs(json=True), '{"a": 1}', '{"\\u0061": 1}'),
+        (StructuredOutputs(json=True), "{" + " " * 16 + "}", "{" + " " * 17 + "}"),
+    ],
+)
+def test_what_they_accept(outputs, right, wrong):
+    assert accepts(outputs, right) and not accepts(outputs, wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one"),
+        ({"regex": "a", "json": True}, "exactly one"),
+        ({"choice": []}, "1 to 512"),
+        ({"choice": ["a" * 70_000]}, "characters in all"),
+        ({"regex": "a" * 4097}, "1 to 4096"),
+        ({"regex": ""}, "1 to 4096"),
+        ({"json": 3}, "must be a JSON schema"),
+        ({"json": "{"}, "no JSON schema"),
+        ({"json": {"type": "nope"}}, "refused"),
+        ({"json": {"not": {"type": "string"}}}, "refused"),
+        ({"json": {"$ref": "http://somewhere/x"}}, "refused"),
+        ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance"),
+        ({"json": {"properties": {"a": {"pattern": "a" * 5000}}}}, "pattern"),
+        ({"regex": "(a"}, "refused"),
+        ({"regex": r"[^\s\S]"}, "no first token"),
+        ({"grammar": "start: x"}, "refused"),
+        ({"grammar": "start: start"}, "no first token"),
+    ],
+)
+def test_refused(fields, message):
+    with pytest.raises(UsageError, match=message):
+        COMPILER.compile(StructuredOutputs(**fields))
+
+
+def test_copies_go_their_own_ways():
+    first = COMPILER.compile(StructuredOutputs(regex="ab|cd"))
+    second = first.copy()
+    a, c = TOKENIZER("ac")["input_ids"]
+    first.accept(a)
+    second.accept(c)
+    assert allowed(first) == TOKENIZER("b")["input_ids"]
+    assert allowed(second) == TOKENIZER("d")["input_ids"]
