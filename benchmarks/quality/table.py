@@ -174,11 +174,16 @@ def section(document: dict[str, Any]) -> str:
     return markdown.section(
         "What each cut costs in quality",
         describe(document) + " `python -m benchmarks.quality`.",
-        markdown.table(HEADER, map(_line, document["rows"])),
+        rows_table(document["rows"]),
         f"A student that loses more than {MAX_FAR_LOSS:g} nats on the far tokens is refused: it no "
         "longer reads the distant prompt, however close its averages are to the teacher's.",
         "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
     )
+
+
+def rows_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each student."""
+    return markdown.table(HEADER, map(_line, rows))
 
 
 def describe(document: dict[str, Any]) -> str:
