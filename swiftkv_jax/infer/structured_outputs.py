@@ -145,8 +145,11 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer. May be used by several threads."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Sequence[int]):
-        """Takes about a second for a vocabulary of 128k. `vocab_size` is the model's. Raises
-        `UsageError` for a tokenizer that is no fast one, or without the extra `serve`."""
+        """Takes about a second for a vocabulary of 128k. `vocab_size` and `eos_token_ids` are the
+        model's; without any of these an output ends where nothing can follow.
+
+        Raises `UsageError` for a tokenizer that is no fast one, or without the extra `serve`.
+        """
         try:
             from llguidance import LLExecutor, LLParserLimits
             from llguidance.hf import from_tokenizer
@@ -156,7 +159,7 @@ class GrammarCompiler:
             ) from None
         try:
             self._tokenizer = from_tokenizer(
-                tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+                tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
             )
         except ValueError as error:
             raise UsageError(f"this tokenizer cannot follow grammars: {_line(error)}") from None

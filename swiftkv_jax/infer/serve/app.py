@@ -204,6 +204,7 @@ class Endpoint:
             exchange.extra["connection"] = "close"
         try:
             try:
+                exchange.check_head()
                 self._check_host(exchange)
                 if not self._public:
                     exchange.key = app.keys.name_of(exchange.headers)

@@ -199,8 +199,9 @@ def main(args: argparse.Namespace) -> int:
         say("warming")
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler)
 
+    again = None if args.api_key_file is None else (lambda: _keys(args))
     with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
-        return runner.run(server.serve(options, name, listener, load)) or OK
+        return runner.run(server.serve(options, name, listener, load, read_keys=again)) or OK
 
 
 def warm(engine: Engine) -> float:
@@ -219,11 +220,9 @@ def warm(engine: Engine) -> float:
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """From the arguments of `add_flags`. Raises `UsageError`."""
-    from .auth import read_keys
-
     given: dict[str, Any] = given_fields(ServerOptions, args)
     given["served_model_name"] = tuple(args.served_model_name or ())
-    given["api_keys"] = read_keys(args.api_key or (), args.api_key_file)
+    given["api_keys"] = _keys(args)
     loopback = is_loopback(args.host)
     if not loopback and not given["api_keys"] and not args.insecure:
         raise UsageError(
@@ -233,6 +232,12 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     if loopback and args.allowed_hosts is None:
         given["allowed_hosts"] = ("localhost", "127.0.0.1", "[::1]", args.host)
     return ServerOptions(**given)
+
+
+def _keys(args: argparse.Namespace) -> dict[str, str]:
+    from .auth import read_keys
+
+    return read_keys(args.api_key or (), args.api_key_file)
 
 
 def is_loopback(host: str) -> bool:

@@ -24,6 +24,8 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
+MAX_PATH = 8192
+MAX_HEADERS = 100
 CONNECTION = "swiftkv.connection"
 """Extension of the scope: the `Connection` of the request."""
 
@@ -63,6 +65,17 @@ class Exchange:
     def _request_id(self) -> str:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         return given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+
+    def check_head(self) -> None:
+        """Raise `APIError` for too long a path or too many headers; note a trace (W3C Trace
+        Context)."""
+        if len(self.scope["raw_path"]) + len(self.scope["query_string"]) > MAX_PATH:
+            raise APIError(414, "path_too_long", f"the path has more than {MAX_PATH} bytes")
+        if len(self.scope["headers"]) > MAX_HEADERS:
+            raise APIError(431, "headers_too_large", f"there are more than {MAX_HEADERS} headers")
+        trace = self.headers.get(b"traceparent", b"").decode("latin-1")
+        if re.fullmatch("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", trace):
+            self.log["traceparent"] = trace
 
     # In --------------------------------------------------------------------------------
 

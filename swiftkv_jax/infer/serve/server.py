@@ -24,6 +24,7 @@ from ...errors import OutOfMemoryError, UsageError
 from ..engine.engine import Engine
 from ..structured_outputs import GrammarCompiler
 from .app import App
+from .auth import Keys
 from .connection import MAX_HEADER_BYTES, with_options
 from .options import ServerOptions
 
@@ -85,12 +86,14 @@ async def serve(
     load: Callable[[Callable[[str], None]], Loaded],
     *,
     handle_signals: bool = True,
+    read_keys: Callable[[], Mapping[str, str]] | None = None,
     on_start: Callable[[App, Callable[[], None]], None] | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code. Raises what `load` raises.
 
     `load` makes the engine, in a thread of its own; it is given a function that takes what the
-    start is at. `on_start` gets the application, and a function that does what a signal does.
+    start is at. `read_keys` gives the keys anew after SIGHUP. `on_start` gets the application and a
+    function that does what a signal does.
     """
     app, loop = App(options, model_name), asyncio.get_running_loop()
     config = uvicorn.Config(
@@ -110,6 +113,8 @@ async def serve(
     if handle_signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.signal)
+        if read_keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, _reload_keys, app, read_keys)
     app.service.metrics.num_connections = lambda: len(server.server_state.connections)
     if on_start is not None:
         on_start(app, stopping.signal)
@@ -187,6 +192,18 @@ class _Stopping:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
+
+
+def _reload_keys(app: App, read_keys: Callable[[], Mapping[str, str]]) -> None:
+    """Let in who has one of the keys that there are now. A file that cannot be read changes
+    nothing."""
+    try:
+        keys = read_keys()
+    except (UsageError, OSError, UnicodeDecodeError) as error:
+        logger.error("the keys stay as they were: %s", error)
+        return
+    app.keys = Keys(keys)
+    logger.info("keys read again: %s", ", ".join(keys))
 
 
 async def _failure(app: App) -> None:

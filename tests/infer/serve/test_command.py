@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -24,20 +25,22 @@ SMALL = (
 ).split()
 
 
-def ask(url: str, path: str, body: object = None) -> dict:
+def ask(url: str, path: str, body: object = None, key: str = "first-key") -> dict:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url + path, data, {"content-type": "application/json"} if data else {}
-    )
+    headers = {"content-type": "application/json"} if data else {}
+    request = urllib.request.Request(url + path, data, headers | {"authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
-def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy):
+def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tmp_path):
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("someone: first-key\n")
     (checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     arguments = ["-m", "swiftkv_jax.infer", "serve", "--model", str(checkpoint), *SMALL]
     process = subprocess.Popen(
-        [sys.executable, *arguments, "--served-model-name", "tiny"],
+        [sys.executable, *arguments, "--served-model-name", "tiny", "--api-key-file", str(keys)],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"},
         stderr=subprocess.PIPE,
@@ -65,6 +68,15 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy):
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         one, two = (ask(url, "/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
         assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4
+        form = {"structured_outputs": {"regex": "[a-d]{3}"}}
+        bound = ask(url, "/v1/completions", {"prompt": "the", "seed": 1} | form)["choices"][0]
+        assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
+        keys.write_text("someone: other-key\n")
+        process.send_signal(signal.SIGHUP)
+        assert next(line for line in process.stderr if "keys read again" in line)
+        assert ask(url, "/v1/models", key="other-key")["data"][0]["id"] == "tiny"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(url, "/v1/models")
         process.send_signal(signal.SIGTERM)
         _, rest = process.communicate(timeout=30)
     finally:

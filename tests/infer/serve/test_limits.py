@@ -262,3 +262,19 @@ def test_what_is_removed_does_not_come():
     assert len(queue) == 3
     assert sorted(found.name for _ in range(3) if (found := queue.pop())) == ["1", "2", "4"]
     assert queue.pop() is None and len(queue) == 0 and not queue._queues
+
+
+def test_long_paths_and_many_headers(running):
+    status, _, content = running.request("GET", "/health?" + "a" * 8200)
+    assert status == 414 and json.loads(content)["error"]["code"] == "path_too_long"
+    many = {f"x-{number}": "a" for number in range(101)}
+    status, _, content = running.request("GET", "/health", headers=many)
+    assert status == 431 and json.loads(content)["error"]["code"] == "headers_too_large"
+
+
+def test_a_trace_is_in_the_log(running, caplog):
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for given in (trace, "00-zz-00-01"):
+        with caplog.at_level("INFO"):
+            running.request("GET", "/v1/models", headers={"traceparent": given})
+    assert f"traceparent={trace}" in caplog.text and "zz" not in caplog.text
