@@ -18,7 +18,8 @@ MODEL = (
 )
 ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
     --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
-    --generated-kv --exact-tail --compiler-option --compile-cache""".split()
+    --generated-kv --exact-tail --compiler-option --compile-cache --reserve-tokens
+    --single-step-rows""".split()
 SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty
     --presence-penalty --frequency-penalty --logit-bias --seed --stop --stop-token-ids
     --ignore-eos""".split()
