@@ -72,7 +72,8 @@ def write_orbax(
     keeps each leaf's own."""
     check_free(path)
     wanted, where = source.parse_dtype(dtype), opened.shardings(mesh)
-    with new_directory(path) as partial:
+    # Around the folder too: after an error Orbax's threads still write while it is removed.
+    with quiet_orbax(), new_directory(path) as partial:
         manifest = {}
         for leaf in opened.leaves:
             array = opened.read(leaf, wanted, where[leaf.name])
@@ -103,7 +104,7 @@ def _save_leaf(path: Path, array: jax.Array) -> None:
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.memory.deepcopy_host_arrays = False  # the save has ended before the array can change
     try:
-        with context, quiet_orbax():
+        with context:
             ocp.save(str(path), {"leaf": array})
     except Exception as error:
         if code := _OS_ERROR.search(str(error)):
