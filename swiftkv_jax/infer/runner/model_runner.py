@@ -322,11 +322,10 @@ class ModelRunner:
         padded = np.full((self.shapes.dp_size, key[1]), past_the_last, np.int32)
         for row, shard in zip(padded, slots, strict=True):
             row[: len(shard)] = shard
-        operands = self.weights, padded.reshape(-1), self._state
-        if masks is None:
-            self._state, sampled = self._compiled[key](*operands)
-        else:
-            self._state, sampled = self._compiled[key](*operands, masks=masks)
+        more = {} if masks is None else {"masks": masks}
+        self._state, sampled = self._compiled[key](
+            self.weights, padded.reshape(-1), self._state, **more
+        )
         return self._to_host(sampled)
 
     def _to_host(self, result: SamplerOutput) -> SamplerOutput:
@@ -349,21 +348,22 @@ class ModelRunner:
 
     def _insert(self, slots: abc.Sequence[int], batch: DecodeBatch) -> None:
         missing = INSERT_SEQUENCES - len(slots)
-        past_the_last = self.shapes.dp_size * self.shapes.slots
-        padded = np.array([*slots, *[past_the_last] * missing], np.int32)
         batch = jax.tree.map(
             lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]), batch
         )
-        batch = self._compiled[("insert",)](self._state.batch, padded, batch)
+        batch = self._compiled[("insert",)](self._state.batch, self._padded(slots), batch)
         self._state = dataclasses.replace(self._state, batch=batch)
 
     def _update_pages(self, slots: abc.Sequence[int], page_tables: np.ndarray) -> None:
-        missing = INSERT_SEQUENCES - len(slots)
-        past_the_last = self.shapes.dp_size * self.shapes.slots
-        padded = np.array([*slots, *[past_the_last] * missing], np.int32)
-        tables = np.pad(page_tables, ((0, missing), (0, 0)))
-        batch = self._compiled[("page_tables",)](self._state.batch, padded, tables)
+        tables = np.pad(page_tables, ((0, INSERT_SEQUENCES - len(slots)), (0, 0)))
+        batch = self._compiled[("page_tables",)](self._state.batch, self._padded(slots), tables)
         self._state = dataclasses.replace(self._state, batch=batch)
+
+    def _padded(self, slots: abc.Sequence[int]) -> np.ndarray:
+        """i32[E]: these slots, then one past the last."""
+        past_the_last = self.shapes.dp_size * self.shapes.slots
+        missing = INSERT_SEQUENCES - len(slots)
+        return np.array([*slots, *[past_the_last] * missing], np.int32)
 
     def _insert_token_counts(
         self, slot: int, tokens: abc.Sequence[int], num_generated: int

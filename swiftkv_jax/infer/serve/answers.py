@@ -189,19 +189,24 @@ class ChatWriter(Writer):
 
 def _message(delta: TextDelta) -> dict[str, Any]:
     """A whole answer. Its content is null where it only calls."""
-    calls: list[dict[str, Any]] = []
-    for call in delta.calls:
-        if call.name is not None:
-            function = {"name": call.name, "arguments": ""}
-            calls.append({"id": call.id, "type": "function", "function": function})
-        calls[-1]["function"]["arguments"] += call.arguments
+    calls = _tool_calls(delta)
+    for call in calls:
+        del call["index"]
     content = delta.text if delta.text or not calls else None
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     return found | ({"tool_calls": calls} if calls else {})
 
 
 def _delta(delta: TextDelta) -> dict[str, Any]:
-    """What a chunk adds: name and id of a call come once, with what there is of its arguments."""
+    """What a chunk adds."""
+    calls = _tool_calls(delta)
+    found: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def _tool_calls(delta: TextDelta) -> list[dict[str, Any]]:
+    """The calls that have grown: name and id of each come once, with what there is of its
+    arguments."""
     calls: list[dict[str, Any]] = []
     for call in delta.calls:
         if call.name is not None:
@@ -212,8 +217,7 @@ def _delta(delta: TextDelta) -> dict[str, Any]:
             calls[-1]["function"]["arguments"] += call.arguments
         else:
             calls.append({"index": call.index, "function": {"arguments": call.arguments}})
-    found: dict[str, Any] = {"content": delta.text} if delta.text else {}
-    return found | ({"tool_calls": calls} if calls else {})
+    return calls
 
 
 class CompletionWriter(Writer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from typing import Any
 
 from ...errors import UsageError
@@ -119,8 +118,6 @@ def _check_tools(body: ChatBody, tool_format: str | None) -> list[str]:
     names = [tool.function.name for tool in tools]
     for number, tool in enumerate(tools):
         param = f"tools[{number}].function"
-        if not re.fullmatch("[A-Za-z0-9_-]{1,64}", tool.function.name):
-            raise invalid(f"{param}.name", "a name has 1 to 64 letters, digits, _ and -")
         if tool.function.name in names[:number]:
             raise invalid(f"{param}.name", f"two tools are called {tool.function.name!r}")
         if tool.function.parameters is not None:

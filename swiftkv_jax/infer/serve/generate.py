@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ..engine.sampling_params import SamplingParams
 from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
 from .errors import unsupported
-from .exchange import DONE, KEEP_ALIVE, ClientGone, Exchange
+from .exchange import DONE, Exchange
 from .forms import Form, form_of
 from .generation import Choice, Generation, Part, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
 from .protocol import ChatBody, CompletionBody, Sampling
-from .run import run, until_done
+from .run import changes, run, until_done
 
 if TYPE_CHECKING:
     from .app import App
@@ -213,7 +212,7 @@ async def _stream(
     each_usage = bool(wanted and wanted.continuous_usage_stats)
     last_usage = bool(wanted and wanted.include_usage)
     begun, ended = set[int](), set[int]()
-    async for _ in changes(app, exchange, generation):
+    async for _ in changes(exchange, generation, silence=app.options.sse_keep_alive):
         fields = {"usage": writer.usage(generation)} if each_usage else {}
         if last_usage and not each_usage:
             fields = {"usage": None}
@@ -236,28 +235,6 @@ async def _stream(
             if not exchange.status:
                 exchange.extra["server-timing"] = server_timing(generation, whole=False)
             await exchange.send_events(b"".join(events), more=not done)
-
-
-async def changes(
-    app: App, exchange: Exchange, generation: Generation, *, keep_alive: bool = True
-) -> AsyncIterator[None]:
-    """Yields when there may be something new to send, the last time when all is there. In silence
-    it sends comments, with `keep_alive`. Raises `APIError` and `ClientGone`."""
-    done = False
-    while not done:
-        try:
-            async with asyncio.timeout(app.options.sse_keep_alive if keep_alive else None):
-                await generation.changed.wait()
-        except TimeoutError:
-            await exchange.send_events(KEEP_ALIVE)
-            continue
-        generation.changed.clear()
-        if exchange.is_gone:
-            raise ClientGone
-        if generation.error is not None:
-            raise generation.error
-        done = generation.is_done
-        yield
 
 
 def server_timing(generation: Generation, *, whole: bool = True) -> str:

@@ -86,14 +86,9 @@ _REFUSED = sorted(
 def refuse_unsupported(body: Sampling) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
     for name in _REFUSED:
-        value = getattr(body, name, None)
-        if value is None or (name == "echo" and isinstance(body, CompletionBody)):
+        if name == "echo" and isinstance(body, CompletionBody):
             continue
-        # `True == 1`: a bool is no number here.
-        allowed = _ASK_FOR_NOTHING.get(name, ())
-        if not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
-        ):
+        if asks_for_something(getattr(body, name, None), _ASK_FOR_NOTHING.get(name, ())):
             raise unsupported(name, _REASONS.get(name, ""))
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "`best_of` must be equal to `n`")
@@ -111,6 +106,14 @@ def refuse_unsupported(body: Sampling) -> None:
             raise invalid(name, f"`{name}` must be 1 to 128 characters like {pattern[:-7]}")
     if body.metadata is not None and len(body.metadata) > 16:
         raise invalid("metadata", "`metadata` has at most 16 pairs")
+
+
+def asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
+    """Whether a value is neither null nor one of those that change nothing."""
+    # `True == 1`: a bool is no number here.
+    return value is not None and not any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing
+    )
 
 
 def sampling_params(

@@ -6,10 +6,11 @@ that they are refused by name and not as unknown ones; see `params`.
 
 from __future__ import annotations
 
-import re
+import functools
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import inspect
 
 from .errors import APIError, invalid
 from .options import MAX_PROMPTS
@@ -153,7 +154,7 @@ class CompletionBody(Sampling, kw_only=True):
 
 
 class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -322,29 +323,30 @@ def _decode[B: Body](kind: type[B], body: bytes) -> B:
     except msgspec.ValidationError as error:
         if b"null" not in body or "unknown field" not in str(error):
             raise
-        fields, problem = msgspec.json.decode(body), error
-    for _ in range(MAX_NULLS):
-        if not _drop_null(fields, str(problem)):
-            raise problem
-        try:
-            return msgspec.convert(fields, type=kind)
-        except msgspec.ValidationError as error:
-            problem = error
-    raise problem
+        fields = msgspec.json.decode(body)
+        if _drop_nulls(fields, _type_info(kind)) > MAX_NULLS:
+            raise
+    return msgspec.convert(fields, type=kind)
 
 
-def _drop_null(fields: Any, error: str) -> bool:
-    """Remove the unknown field that an error names, if it is null."""
-    text, _, path = error.partition(" - at `")
-    name = text.rpartition("field `")[2].rstrip("`")
-    for step in re.findall(r"\.(\w+)|\[(\d+)\]", path):
-        try:
-            fields = fields[step[0] or int(step[1])]
-        except (LookupError, TypeError):
-            return False
-    if "unknown field" not in text or not isinstance(fields, dict):
-        return False
-    return fields.pop(name, 0) is None
+_type_info = functools.cache(inspect.type_info)
+
+
+def _drop_nulls(value: Any, kind: inspect.Type) -> int:
+    """Remove the fields that are null and that the types of `kind` do not have. Returns how many
+    they were."""
+    if isinstance(kind, inspect.UnionType):
+        return sum(_drop_nulls(value, one) for one in kind.types)
+    if isinstance(kind, inspect.ListType) and isinstance(value, list):
+        return sum(_drop_nulls(one, kind.item_type) for one in value)
+    if not (isinstance(kind, inspect.StructType) and isinstance(value, dict)):
+        return 0
+    known = {field.encode_name: field.type for field in kind.fields}
+    unknown = [name for name, one in value.items() if one is None and name not in known]
+    for name in unknown:
+        del value[name]
+    inner = (_drop_nulls(one, known[name]) for name, one in value.items() if name in known)
+    return len(unknown) + sum(inner)
 
 
 def _of_validation(error: msgspec.ValidationError) -> APIError:

@@ -15,9 +15,9 @@ import msgspec
 from .admission import Reservation
 from .errors import APIError, invalid, unsupported
 from .exchange import Exchange
-from .generate import changes, chat_generation, server_timing
+from .generate import chat_generation, server_timing
 from .generation import Generation
-from .params import refuse_unsupported
+from .params import asks_for_something, refuse_unsupported
 from .protocol import (
     MAX_MESSAGES,
     Body,
@@ -34,7 +34,7 @@ from .protocol import (
     ToolCall,
 )
 from .response_events import ResponseWriter
-from .run import run
+from .run import changes, run
 
 if TYPE_CHECKING:
     from .app import App
@@ -153,11 +153,8 @@ async def responses(app: App, exchange: Exchange) -> None:
 async def _prepare(
     app: App, exchange: Exchange, body: ResponsesBody, reservation: Reservation
 ) -> tuple[Generation, ResponseWriter]:
-    for name, allowed in _ASK_FOR_NOTHING.items():
-        value = getattr(body, name)
-        if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
-        ):
+    for name, nothing in _ASK_FOR_NOTHING.items():
+        if asks_for_something(getattr(body, name), nothing):
             raise unsupported(name, _STATELESS.get(name, ""))
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
@@ -220,7 +217,8 @@ async def _answer(
 ) -> None:
     (part,) = generation.parts
     (choice,) = part.choices
-    async for _ in changes(app, exchange, generation, keep_alive=bool(body.stream)):
+    silence = app.options.sse_keep_alive if body.stream else None
+    async for _ in changes(exchange, generation, silence=silence):
         events = writer.add(choice.take())
         if generation.is_done:
             events += writer.end(generation, choice)

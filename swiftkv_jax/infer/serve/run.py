@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from .admission import Reservation
 from .errors import printable
-from .exchange import ClientGone, Exchange
+from .exchange import KEEP_ALIVE, ClientGone, Exchange
 from .generation import Generation
 from .protocol import Body, decode
 
@@ -69,15 +70,32 @@ async def run[B: Body, A](
             _log(exchange, generation)
 
 
-async def until_done(exchange: Exchange, generation: Generation) -> None:
-    """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
-    while not generation.is_done:
+async def changes(
+    exchange: Exchange, generation: Generation, *, silence: float | None = None
+) -> AsyncIterator[None]:
+    """Yields when there may be something new to send, the last time when all is there. After so
+    many seconds of silence it sends a comment of a stream. Raises `APIError` and `ClientGone`."""
+    done = generation.is_done and generation.error is None  # nothing is to be run
+    while not done:
+        try:
+            async with asyncio.timeout(silence):
+                await generation.changed.wait()
+        except TimeoutError:
+            await exchange.send_events(KEEP_ALIVE)
+            continue
+        generation.changed.clear()
         if exchange.is_gone:
             raise ClientGone
-        generation.changed.clear()
-        await generation.changed.wait()
-    if generation.error is not None:
-        raise generation.error
+        if generation.error is not None:
+            raise generation.error
+        done = generation.is_done
+        yield
+
+
+async def until_done(exchange: Exchange, generation: Generation) -> None:
+    """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
+    async for _ in changes(exchange, generation):
+        pass
 
 
 def _log(exchange: Exchange, generation: Generation) -> None:

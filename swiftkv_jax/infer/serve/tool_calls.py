@@ -3,9 +3,9 @@ answers.
 
 A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"), none
 for a function without them, anywhere in the text but inside another object. The text before and
-after is content. Calls may be separated by whitespace,
-`;` and the markers of the format: Llama 3's `<|python_tag|>`, or `<tool_call>` and `</tool_call>`
-around each call (Hermes, Qwen). What looks like a call and is none is content.
+after is content. Calls may be separated by whitespace, `;` and the markers of the format: Llama 3's
+`<|python_tag|>`, or `<tool_call>` and `</tool_call>` around each call (Hermes, Qwen). What looks
+like a call and is none is content.
 """
 
 from __future__ import annotations
