@@ -35,7 +35,7 @@ import numpy as np
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
-from swiftkv_jax.config import Config
+from swiftkv_jax.config import Config, LayerKind, Rope
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.bench.dummy import dummy_model
@@ -55,7 +55,7 @@ CONFIG = Config(
     head_dim=64,
     num_key_value_layers=8,
     max_position_embeddings=4096,
-    rope_theta=500_000.0,
+    layer_kinds=(LayerKind(Rope(theta=500_000.0)),),
 )
 """The config of `medium/`, with the proportions of Llama-3.1-8B."""
 TINY = Config(

@@ -33,9 +33,9 @@ from swiftkv_jax import cli
 from swiftkv_jax.cache import Pool, write_pages
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.layers import rope_table
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.rope import rope_tables
 from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.transformer import project_fused_kv
 
@@ -151,7 +151,7 @@ def projection(config: Config):
     `infer.runner.programs` does it."""
 
     def run(norm, kv, x, rope, pages, caches):
-        k, v = project_fused_kv(config, norm, kv, None, x, rope)
+        k, v = project_fused_kv(config, norm, kv, None, None, x, rope)
         written = jnp.ones((pages.size, PAGE_SIZE), bool)
 
         def write(pool, new):  # 1 K T H
@@ -274,7 +274,7 @@ def timed(config: Config, chunk: int, length: int, key: jax.Array, plan: Plan) -
     chunks = [draw(jax.random.fold_in(key, 2 + i), x.shape) for i in range(4)]
     scale, rope, pages = (
         jnp.ones(norm.shape, norm.dtype),
-        rope_table(config, jnp.arange(chunk)[None]),
+        rope_tables(config, jnp.arange(chunk)[None])[0],
         jnp.arange(chunk // PAGE_SIZE),
     )
     state = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_by_part
-from swiftkv_jax.layers import head_weights, rms_norm
+from swiftkv_jax.layers import head_weights, norm
 from swiftkv_jax.pallas_kernels.remat import checkpoint_names
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import AUTHORS, linear_kl, mean_loss
@@ -121,7 +121,7 @@ def two_model_loss(
         attention=attention,
     )
     student_x, teacher_x = (
-        rms_norm(x, model.final_norm, config.norm_eps)
+        norm(config, x, model.final_norm)
         for x, model in ((student_x, student), (teacher_x, teacher))
     )
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
@@ -132,6 +132,7 @@ def two_model_loss(
         head_weights(teacher),
         next_tokens,
         batch.loss_mask,
+        config=config,
     )
     return kl / batch.loss_mask.sum() + AUTHORS.hidden_weight * hidden / (ids > 0).sum()
 

@@ -45,7 +45,6 @@ CONFIG = Config(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    rope_theta=10_000.0,
     max_position_embeddings=1024,
     tie_word_embeddings=True,
 )

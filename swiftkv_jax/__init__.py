@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import calibrate, distill_loss, load, logits, save, save_hf
-    from .config import Config, RopeScaling
+    from .config import Config, LayerKind, Rope, RopeScaling
     from .errors import CheckpointError, ConfigError, DataError, UsageError
     from .infer.generate import chat, generate
     from .mesh import make_mesh
@@ -27,7 +27,9 @@ _MODULES = {
     "Config": "config",
     "ConfigError": "errors",
     "DataError": "errors",
+    "LayerKind": "config",
     "Model": "model",
+    "Rope": "config",
     "RopeScaling": "config",
     "UsageError": "errors",
     "add_swiftkv": "model",
@@ -48,7 +50,9 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataError",
+    "LayerKind",
     "Model",
+    "Rope",
     "RopeScaling",
     "UsageError",
     "add_swiftkv",

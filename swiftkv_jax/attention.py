@@ -48,10 +48,16 @@ class Attention:
         k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         page_table: Int[Array, "B P"] | None = None,
+        window: Int[Array, ""] | int | None = None,
+        score_cap: float | None = None,
     ) -> Float[Array, "B T N H"]:
         """`pallas_kernels.prefill_attention` on this mesh. With a `page_table` the pool is split
         over the data-parallel shards: see `decode`."""
-        op = functools.partial(pallas_kernels.prefill_attention, implementation=self.implementation)
+        op = functools.partial(
+            pallas_kernels.prefill_attention,
+            implementation=self.implementation,
+            score_cap=score_cap,
+        )
         options: dict[str, Any] = {
             "lengths": lengths,
             "segment_ids": segment_ids,
@@ -60,7 +66,7 @@ class Attention:
             "page_table": page_table,
         }
         if self.mesh is None:
-            return op(q, k, v, q_offset=q_offset, **options)
+            return op(q, k, v, q_offset=q_offset, window=window, **options)
         q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = (
             pallas_kernels.check_prefill(q, k, v, q_offset=q_offset, **options)
         )
@@ -75,6 +81,10 @@ class Attention:
             op = functools.partial(op, q_offset=q_offset)
         else:
             rows["q_offset"] = q_offset
+        if isinstance(window, jax.Array):
+            rows["window"] = window
+        else:
+            op = functools.partial(op, window=window)
         return self._per_device(self.mesh, op, q, kv, rows)
 
     def decode(
@@ -88,6 +98,8 @@ class Attention:
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         page_table: Int[Array, "B P"] | None = None,
         plan: DecodePlan | None = None,
+        window: int | None = None,
+        score_cap: float | None = None,
     ) -> Float[Array, "B T N H"]:
         """`pallas_kernels.decode_attention` on this mesh; `plan` is the result of `plan_decode`.
 
@@ -95,7 +107,12 @@ class Attention:
         from `d * B / D` on use pages from `d * X / D` on, and an entry counts from the first page
         of its row's shard. Raises `ValueError` if B or X is not a multiple of D.
         """
-        op = functools.partial(pallas_kernels.decode_attention, implementation=self.implementation)
+        op = functools.partial(
+            pallas_kernels.decode_attention,
+            implementation=self.implementation,
+            window=window,
+            score_cap=score_cap,
+        )
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         if self.mesh is None:
             return op(q, k, v, length, **scales, page_table=page_table, plan=plan)
@@ -113,6 +130,7 @@ class Attention:
         length: Int[Array, " B"],
         *,
         page_table: Int[Array, "B P"] | None = None,
+        score_cap: float | None = None,
     ) -> DecodePlan | None:
         """`pallas_kernels.plan_decode` on this mesh: make it once a step and give it to `decode` in
         all layers. Of `q` and `k` only shapes and dtypes count.
@@ -120,7 +138,9 @@ class Attention:
         Each data-parallel shard plans its own rows, for the heads that one of its devices has: the
         plans of the shards follow one another, and an entry counts from its shard's first row.
         """
-        op = functools.partial(pallas_kernels.plan_decode, implementation=self.implementation)
+        op = functools.partial(
+            pallas_kernels.plan_decode, implementation=self.implementation, score_cap=score_cap
+        )
         if self.mesh is None:
             return op(q, k, length, page_table=page_table)
         split = _Split.of(self.mesh, q, k, page_table)

@@ -1,4 +1,4 @@
-"""Architecture of a Llama-family model and where SwiftKV cuts it.
+"""Architecture of a decoder and where SwiftKV cuts it.
 
 A `Config` is frozen and hashable, so it is a static argument of every jitted function. It holds
 architecture only: no mesh, no dtype, no batch size, no kernel choice.
@@ -19,24 +19,50 @@ GENERATED_KV: tuple[GeneratedKV, ...] = ("boundary", "own")
 NO_OWN = 2**30
 """A position that no sequence reaches."""
 
+QKNorm = Literal["head", "all"]
+NormOrder = Literal["pre", "post", "both"]
+Activation = Literal["silu", "gelu_tanh"]
+_POSITIVE = (
+    "norm_eps embed_scale residual_scale query_scale score_cap logit_divisor logit_cap".split()
+)
+
 MAX_LAYERS = 1_000
 """Far more than any model has. Names, programs and lists grow with the layers, so that a slip in a
 `config.json` would fill the memory."""
 
 
+def _check_positive(what: str, field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{what}: {field}={value!r} must be a positive number")
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the pretraining length.
+    """How rotary frequencies are stretched beyond the pretraining length; `rope` has the formulas.
 
     `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones
-    and blends between (Llama 3.1, "The Llama 3 Herd of Models", 2024; HF `rope_type: llama3`).
+    and blends between (Llama 3.1, "The Llama 3 Herd of Models", 2024). `yarn` does so by the turns
+    that a pair makes within the pretraining length (arXiv:2309.00071), `longrope` divides each
+    frequency by a number of its own (arXiv:2402.13753). The names are Hugging Face's `rope_type`.
     """
 
-    rope_type: Literal["linear", "llama3"]
-    factor: float
+    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
+    factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    """yarn and longrope: what cosines and sines are multiplied by."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: whether the bounds of the blended pairs are rounded to whole ones."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: the divisor of each pair's frequency in texts of at most
+    `original_max_position_embeddings` tokens; `long_factor` that in longer ones."""
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
+    """longrope: whether `long_factor` holds: see `Config.at_length`."""
 
     def __post_init__(self):
         for field in (
@@ -44,20 +70,56 @@ class RopeScaling:
             "low_freq_factor",
             "high_freq_factor",
             "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
         ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ConfigError(f"rope scaling: {field}={value!r} must be a positive number")
+            _check_positive("rope scaling", field, getattr(self, field))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"rope scaling: high_freq_factor={self.high_freq_factor} must exceed "
                 f"low_freq_factor={self.low_freq_factor}"
             )
+        for value in (*self.short_factor, *self.long_factor):
+            _check_positive("rope scaling", "a factor of a frequency", value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a layer's queries and keys (arXiv:2104.09864)."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+    fraction: float = 1.0
+    """The share of `head_dim`, its first dimensions, that rotates."""
+
+    def __post_init__(self):
+        _check_positive("rope", "theta", self.theta)
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"rope: fraction={self.fraction!r} must be above 0 and at most 1")
+
+    def rotated(self, head_dim: int) -> int:
+        """The number of a head's dimensions that rotate."""
+        return int(head_dim * self.fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What attention may differ in from layer to layer."""
+
+    rope: Rope | None = Rope()
+    """None: queries and keys are not rotated."""
+    window: int | None = None
+    """A token sees this many positions, its own among them; None: all up to its own."""
+
+    def __post_init__(self):
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ConfigError(f"window={self.window!r} must be a whole number from 1 up")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Shape of a Llama and of its SwiftKV variant.
+    """Shape of a Llama and of its SwiftKV variant; options make it another family's model.
 
     Layers `0 .. num_key_value_layers-1` ("lower") own their keys and values. The others ("upper")
     read keys and values projected from the hidden state that enters layer `num_key_value_layers`
@@ -73,11 +135,38 @@ class Config:
     num_kv_heads: int
     head_dim: int
     norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 2048
-    attention_bias: bool = False
     tie_word_embeddings: bool = False
+    layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
+    """The kind of each layer; one entry where all are of it."""
+    family: str = "llama"
+    """Whose names a checkpoint's tensors and fields have: a key of `checkpoints.families`."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: QKNorm | None = None
+    """An RMS norm of queries and keys before they rotate: `head` of each head by itself, `all` of
+    all heads together."""
+    norm_order: NormOrder = "pre"
+    """Norms before attention and MLP, after them (of what is added to the residual), or both."""
+    norm_offset: bool = False
+    """Whether a norm multiplies by one more than its scale."""
+    norm_wide: bool = False
+    """Whether a norm multiplies by its scale in float32, before it rounds."""
+    activation: Activation = "silu"
+    """Of the gate of the MLP."""
+    embed_scale: float = 1.0
+    """What embeddings are multiplied by."""
+    round_embed_scale: bool = False
+    """Whether `embed_scale` is first rounded to the embedding's dtype."""
+    residual_scale: float = 1.0
+    """What attention and MLP add to the residual is multiplied by."""
+    query_scale: float | None = None
+    """What scores are multiplied by; None is 1 / sqrt(head_dim)."""
+    score_cap: float | None = None
+    """c of c tanh(score / c), before the mask; None: no cap."""
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+    """As `score_cap`, of logits, after `logit_divisor`."""
     num_key_value_layers: int = 0
     """K of the paper; 0 means all layers, as in the authors' configuration."""
     key_value_group_size: int = 1
@@ -107,9 +196,10 @@ class Config:
             largest = MAX_LAYERS if field == "num_layers" else 2**31 - 1
             if not 1 <= getattr(self, field) <= largest:
                 raise ConfigError(f"{field}={getattr(self, field)} must be from 1 to {largest}")
-        for field in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ConfigError(f"{field}={getattr(self, field)} must be positive")
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{field}={value} must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -132,8 +222,31 @@ class Config:
                 f"from num_key_value_layers={self.num_key_value_layers} to "
                 f"num_layers={self.num_layers}"
             )
+        self._check_layer_kinds()
         self._check_shared_kv_heads()
         self._check_generated_kv()
+
+    def _check_layer_kinds(self):
+        if len(set(self.layer_kinds)) == 1:
+            object.__setattr__(self, "layer_kinds", self.layer_kinds[:1])
+        elif len(self.layer_kinds) != self.num_layers:
+            raise ConfigError(
+                f"layer_kinds has {len(self.layer_kinds)} entries, not one for each of the "
+                f"{self.num_layers} layers"
+            )
+        rotated = {rope.rotated(self.head_dim) for rope in self.ropes}
+        if any(size < 2 or size % 2 for size in rotated) or len(rotated) > 1:
+            raise ConfigError(
+                f"of head_dim={self.head_dim}, {sorted(rotated)} dimensions rotate: they must be "
+                f"an even number, the same in all layers that rotate"
+            )
+        group = self.key_value_group_size
+        for first in range(self.num_key_value_layers, self.num_layers, group):
+            if len({self.kind(layer).rope for layer in range(first, first + group)}) > 1:
+                raise ConfigError(
+                    f"key_value_group_size={group}: layers {first} to {first + group - 1} would "
+                    f"share rotated keys, and rotate them differently"
+                )
 
     def _check_shared_kv_heads(self):
         if self.shared_kv_heads is None:
@@ -176,6 +289,48 @@ class Config:
         return (
             NO_OWN if self.generated_kv == "boundary" else max(prompt_length - self.exact_tail, 0)
         )
+
+    def kind(self, layer: int) -> LayerKind:
+        return self.layer_kinds[layer if len(self.layer_kinds) > 1 else 0]
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The distinct ones among `layer_kinds`."""
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(kind.rope for kind in self.kinds if kind.rope is not None))
+
+    def at_length(self, length: int) -> Config:
+        """The same model for texts of at most `length` tokens: LongRoPE divides by its short or its
+        long factors, and windows that hide nothing are gone.
+
+        Serving takes the longest text that it accepts for all texts, so that cached keys stay
+        valid, as vLLM does; Hugging Face takes the length of each text.
+        """
+
+        def fit(kind: LayerKind) -> LayerKind:
+            rope = kind.rope
+            if rope is not None and rope.scaling is not None:
+                long = length > rope.scaling.original_max_position_embeddings
+                long = long and rope.scaling.rope_type == "longrope"
+                scaling = dataclasses.replace(rope.scaling, long=long)
+                rope = dataclasses.replace(rope, scaling=scaling)
+            window = None if kind.window is not None and kind.window >= length else kind.window
+            return LayerKind(rope, window)
+
+        return dataclasses.replace(self, layer_kinds=tuple(map(fit, self.layer_kinds)))
+
+    @property
+    def q_norm_dim(self) -> int:
+        """Scales of a layer's norm of queries; `k_norm_dim` those of its norm of keys."""
+        return self.head_dim * (self.num_heads if self.qk_norm == "all" else 1)
+
+    @property
+    def k_norm_dim(self) -> int:
+        return self.head_dim * (self.num_kv_heads if self.qk_norm == "all" else 1)
 
     @property
     def num_lower_layers(self) -> int:

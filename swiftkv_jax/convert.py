@@ -13,6 +13,7 @@ if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import math
@@ -30,6 +31,7 @@ from .checkpoints.hf_write import write_hf
 from .checkpoints.source import Source
 from .checkpoints.tensor_map import MappedLeaf
 from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
+from .config import Config, Rope
 from .errors import CheckpointError, UsageError
 from .io.files import check_free
 from .mesh import emulate_cpu_devices, make_mesh, parse_mesh
@@ -215,13 +217,10 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
             f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide",
         ),
         ("vocabulary", f"{config.vocab_size}{', head tied to embedding' if tied else ''}"),
-        (
-            "rope",
-            f"theta {config.rope_theta:g}, scaling "
-            f"{config.rope_scaling.rope_type if config.rope_scaling else 'none'}",
-        ),
+        ("family", config.family),
+        ("attention", "; ".join(_kinds(config))),
         ("max positions", str(config.max_position_embeddings)),
-        ("attention bias", _yes(config.attention_bias)),
+        ("attention biases", _biases(config)),
         ("swiftkv", _yes(opened.has_delta)),
         ("num_key_value_layers", str(config.num_key_value_layers)),
         ("key_value_group_size", str(config.key_value_group_size)),
@@ -246,6 +245,30 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
 
 def _num_bytes(opened: Source, leaf: MappedLeaf) -> int:
     return leaf.size * opened.dtypes[leaf.name].itemsize
+
+
+def _kinds(config: Config) -> list[str]:
+    """A few words on each kind of layer."""
+    layers = range(config.num_layers)
+    counts = collections.Counter(config.kind(layer) for layer in layers)
+    return [
+        f"{counts[kind]} with {_rope(kind.rope)}"
+        + ("" if kind.window is None else f", window {kind.window}")
+        for kind in config.kinds
+    ]
+
+
+def _rope(rope: Rope | None) -> str:
+    if rope is None:
+        return "no rope"
+    scaling = "no scaling" if rope.scaling is None else f"{rope.scaling.rope_type} scaling"
+    share = "" if rope.fraction == 1 else f" of {rope.fraction:g} of each head"
+    return f"rope{share}, theta {rope.theta:g}, {scaling}"
+
+
+def _biases(config: Config) -> str:
+    found = {"q, k, v": config.qkv_bias, "output": config.o_bias}
+    return " and ".join(name for name, there in found.items() if there) or "none"
 
 
 def _yes(value: bool) -> str:

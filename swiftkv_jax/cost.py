@@ -100,7 +100,7 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     and of each upper layer the sums that `calibration.moments` takes. Those count once, as in
     float32: bfloat16 takes two products. The attention probabilities are those of whole rows,
     what the mask hides included."""
-    size = config.embed_dim + config.attention_bias
+    size = config.embed_dim + config.qkv_bias
     return {
         "teacher": config.num_layers * _layer_flops(config, length) / length,
         "second moments": config.num_upper_layers * 2 * size * (size + kv_width(config)),

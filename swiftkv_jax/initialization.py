@@ -12,15 +12,16 @@ from .params import Llama, Param, SwiftKV, llama_params, require_teacher, swiftk
 
 
 def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: float = 0.02) -> Llama:
-    """Random weights: norms at one, biases at zero, matrices normal with standard deviation
-    `scale`."""
+    """Random weights: norms that scale by one, biases at zero, matrices normal with standard
+    deviation `scale`."""
     rows, tree = jax.tree.flatten(llama_params(config))
 
     def draw(row: Param, key: jax.Array) -> jax.Array:
         shape = row.shape(config)
         if row.init == "normal":
             return (scale * jax.random.normal(key, shape)).astype(dtype)
-        return jnp.ones(shape, dtype) if row.init == "ones" else jnp.zeros(shape, dtype)
+        one = row.init == "one" and not config.norm_offset
+        return jnp.ones(shape, dtype) if one else jnp.zeros(shape, dtype)
 
     keys = jax.random.split(key, len(rows))
     return jax.tree.unflatten(tree, [draw(row, k) for row, k in zip(rows, keys, strict=True)])
@@ -35,10 +36,10 @@ the layer's own."""
 def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "authors") -> SwiftKV:
     """A delta copied from the teacher; `calibration` fits a better one to data.
 
-    The norm is that of the first upper layer, queries are the teacher's, keys and values as `start`
-    says, in float32; layers take the shared values as they are. Every leaf is a new buffer: nothing
-    aliases the teacher, so the delta can be donated. `dtype` None keeps the teacher's. Raises
-    `ValueError` if the teacher's upper projections were dropped.
+    The norm is that of the first upper layer, queries and their norms are the teacher's, keys,
+    their norms and values as `start` says, in float32; layers take the shared values as they are.
+    Every leaf is a new buffer: nothing aliases the teacher, so the delta can be donated. `dtype`
+    None keeps the teacher's. Raises `ValueError` if the teacher's upper projections were dropped.
     """
     upper = require_teacher(llama, "start a delta")
     if config.num_upper_layers == 0:
@@ -64,12 +65,14 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
         shape = swiftkv_params(config).mix.shape(config)
         mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), shape)
     return SwiftKV(
-        norm=copy(llama.upper.attn_norm[0]),
+        norm=None if llama.upper.attn_norm is None else copy(llama.upper.attn_norm[0]),
         q=copy(upper.q),
         k=shared(upper.k),
         v=shared(upper.v),
         q_bias=copy(upper.q_bias),
         k_bias=shared(upper.k_bias),
         v_bias=shared(upper.v_bias),
+        q_norm=copy(upper.q_norm),
+        k_norm=shared(upper.k_norm),
         mix=mix,
     )

@@ -1,8 +1,7 @@
-"""The parts of a Llama layer: normalisation, rotary embeddings, projections, MLP, embedding and
-head.
+"""The parts of a layer: norms, projections, MLP, embedding and head; the rotation is in `rope`.
 
 Letters as in `params`; B batch, T positions. Matrix products run in the parameters' dtype (those
-with quantised matrices as `quantization.product` says), norms and rotary angles in float32.
+with quantised matrices as `quantization.product` says), norms in float32.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import Config
+from .config import Activation, Config
 from .params import Block, Leaf, ServingBlock
 from .quantization import Quantized, as_matrix, product
 
@@ -36,51 +36,48 @@ class Ends(Protocol):
 _rematerialized = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-@functools.partial(_rematerialized, static_argnums=2)
+@functools.partial(_rematerialized, static_argnums=(2, 3, 4))
 def rms_norm(
-    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float
+    x: Float[Array, "*B D"],
+    scale: Float[Array, "*_ D"],
+    eps: float,
+    offset: bool,
+    wide: bool,
 ) -> Float[Array, "*B D"]:
     """Root-mean-square norm: float32 inside, cast back before the scale is applied, as Hugging
-    Face's Llama does."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale
+    Face's Llama does; with `wide` after it. `offset`: the scale is one more than `scale`."""
+    normed = x.astype(jnp.float32)
+    normed = normed * jax.lax.rsqrt(jnp.mean(jnp.square(normed), axis=-1, keepdims=True) + eps)
+    if offset:
+        scale = 1.0 + scale.astype(jnp.float32)
+    if not wide:
+        return normed.astype(x.dtype) * scale.astype(x.dtype)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rope_frequencies(config: Config) -> Float[Array, " H_half"]:
-    """Radians per position of each rotated pair, after scaling (`RopeScaling` says by which
-    rule)."""
-    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequency = config.rope_theta**-exponent
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequency
-    if scaling.rope_type == "linear":
-        return frequency / scaling.factor
-    # llama3: share of the stretched frequency falls from 1 to 0 as the turns made within the
-    # pretraining length rise from low_freq_factor to high_freq_factor.
-    turns = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = jnp.clip(keep, 0.0, 1.0)
-    return keep * frequency + (1 - keep) * frequency / scaling.factor
+def norm(
+    config: Config, x: Float[Array, "*B D"], scale: Float[Array, "*_ D"] | None
+) -> Float[Array, "*B D"]:
+    """`rms_norm` as the model has it; `x` itself where it has none."""
+    if scale is None:
+        return x
+    return rms_norm(x, scale, config.norm_eps, config.norm_offset, config.norm_wide)
 
 
-def rope_table(config: Config, positions: Int[Array, "B T"]) -> Float[Array, "2 B T H_half"]:
-    """Cosines and sines of every position, float32. Made once per forward pass and shared by all
-    layers."""
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-
-
-@_rematerialized
-def apply_rope(
-    x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T H_half"]
+def norm_heads(
+    config: Config, x: Float[Array, "B T *J N H"], scale: Float[Array, "*J Nq"] | None
 ) -> Float[Array, "B T *J N H"]:
-    """Rotate each head; the first half of H pairs with the second, as in the Hugging Face
-    checkpoints."""
-    cos, sin = rope.reshape(*rope.shape[:3], *(1,) * (x.ndim - 3), rope.shape[-1])
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    """The norm of queries or keys: of each head by itself, or of all heads together."""
+    if scale is None:
+        return x
+    if config.qk_norm == "head":
+        return norm(config, x, scale[..., None, :])
+    return norm(config, x.reshape(*x.shape[:-2], -1), scale).reshape(x.shape)
+
+
+def scaled(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
+    """`x` times a constant that is not rounded to the dtype of `x` first."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def project_heads(
@@ -107,15 +104,18 @@ def output_and_mlp(
     x: Float[Array, "B T D"],
     attended: Float[Array, "B T N H"],
 ) -> Float[Array, "B T D"]:
-    """All that follows attention: output projection, residual, SwiGLU MLP, residual."""
+    """All that follows attention: output projection, residual, gated MLP, residual."""
     with jax.named_scope("attention_output"):
         heads = attended.reshape(*x.shape[:2], -1)
         # M = N H
         out = product("BTM,DM->BTD", heads, as_matrix(block.o))
-        x = x + (out if block.o_bias is None else out + block.o_bias)
+        out = out if block.o_bias is None else out + block.o_bias
+        x = x + scaled(norm(config, out, block.attn_post), config.residual_scale)
     with jax.named_scope("mlp"):
-        h = rms_norm(x, block.mlp_norm, config.norm_eps)
-        return x + product("BTF,DF->BTD", _gated(*_gate_and_up(block, h)), block.down)
+        h = norm(config, x, block.mlp_norm)
+        gated = _gated(*_gate_and_up(block, h), config.activation)
+        out = product("BTF,DF->BTD", gated, block.down)
+        return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
 
 def _gate_and_up(
@@ -127,13 +127,24 @@ def _gate_and_up(
     return product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)
 
 
-@_rematerialized
-def _gated(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    return jax.nn.silu(gate) * up
+@functools.partial(_rematerialized, static_argnums=2)
+def _gated(
+    gate: Float[Array, "B T F"], up: Float[Array, "B T F"], activation: Activation
+) -> Float[Array, "B T F"]:
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    # Wide: its tanh of a polynomial in bfloat16 would round at every step.
+    return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype) * up
 
 
-def embed(llama: Ends, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    return llama.embed[tokens]
+def embed(
+    config: Config, embedding: Float[Array, "V D"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """The tokens' rows of the embedding, scaled."""
+    scale = config.embed_scale
+    if config.round_embed_scale:
+        scale = float(np.asarray(scale, embedding.dtype))
+    return scaled(embedding[tokens], scale)
 
 
 def head_weights(llama: Ends) -> Float[Array, "V D"]:
@@ -141,7 +152,27 @@ def head_weights(llama: Ends) -> Float[Array, "V D"]:
     return llama.embed if llama.lm_head is None else llama.lm_head
 
 
+def finish_logits(config: Config, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """Logits from products with the output matrix: divided and capped, in float32."""
+    if config.logit_divisor != 1.0:
+        logits = logits / config.logit_divisor
+    if config.logit_cap is not None:
+        logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
+    return logits
+
+
+def unfinished_gradient(
+    config: Config, gradient: Float[Array, "*B V"], logits: Float[Array, "*B V"]
+) -> Float[Array, "*B V"]:
+    """The gradient in what `finish_logits` makes `logits` of, from that in `logits`."""
+    if config.logit_cap is not None:
+        gradient = gradient * (1 - jnp.square(logits / config.logit_cap))
+    return gradient if config.logit_divisor == 1.0 else gradient / config.logit_divisor
+
+
 def unembed(config: Config, llama: Ends, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Final norm and logits, accumulated and returned in float32."""
-    x = rms_norm(x, llama.final_norm, config.norm_eps)
-    return jnp.einsum("BTD,VD->BTV", x, head_weights(llama), preferred_element_type=jnp.float32)
+    x = norm(config, x, llama.final_norm)
+    head = head_weights(llama)
+    logits = jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=jnp.float32)
+    return finish_logits(config, logits)

@@ -2,6 +2,7 @@
 
 Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
 lower layers, U upper layers, J key/value groups of the upper layers (J = U / key_value_group_size).
+Nq and Kq are the scales of the norms of queries and keys: H, or N H and K H.
 
 Matrices keep the checkpoints' orientation (output features first), so import and export only split
 or merge the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `PartitionSpec`s,
@@ -10,12 +11,15 @@ shardings and gradients.
 The delta is a set of *replacement projections*, not a difference: where the student runs, the
 delta's q, k, v stand in the place of the teacher's, and nothing is added to the frozen weights.
 
-How to add a parameter, for example the query norm of a family that has one:
+What a family of models lacks is None: a layer without a norm has None in its place, and computes
+nothing there.
+
+How to add a parameter, as the query norm was:
 
 1.  a field of the class that it belongs to, here of `QKV`, with its row of the table:
-        q_norm: Annotated[Leaf, norm_scale("? H", "self_attn.q_norm.weight", when=...)] = None
+        q_norm: Annotated[Leaf, norm_scale("? Nq", "self_attn.q_norm.weight", when=...)] = None
     Shapes, initial values, shardings, quantisation and names in checkpoints follow from it;
-2.  its use in `transformer` (`self_layer`, and `cross_layer` for the student's queries);
+2.  its use in `transformer` (`project_q`, which `self_layer` and `cross_layer` share);
 3.  if the student trains its own, the same field of `SwiftKV`, and in `init_swiftkv` what it starts
     from.
 """
@@ -47,6 +51,8 @@ _SIZES = {
     "N": "num_heads",
     "K": "num_kv_heads",
     "H": "head_dim",
+    "Nq": "q_norm_dim",
+    "Kq": "k_norm_dim",
 }
 _STACKS: dict[str, Callable[[Config], range]] = {
     "L": lambda config: range(config.num_lower_layers),
@@ -67,7 +73,8 @@ class Param:
     tensor: str
     """Name in a Hugging Face checkpoint; of a stacked parameter the part after
     `model.layers.<layer>.`."""
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "one", "zeros"] = "normal"
+    """`one`: as much as leaves what it scales as it is (`Config.norm_offset`)."""
     split: str | None = None
     """Letter of the axis that tensor parallelism splits. The axis over `fsdp` follows from the
     shape: see `sharding`."""
@@ -116,14 +123,18 @@ def matrix(dims: str, tensor: str, *, split: str, in_axes: int = 1) -> Param:
     return Param(dims, tensor, split=split, in_axes=in_axes)
 
 
-def bias(dims: str, tensor: str, *, split: str | None = None) -> Param:
-    return Param(dims, tensor, init="zeros", split=split, when=lambda config: config.attention_bias)
+def bias(dims: str, tensor: str, *, split: str, when=lambda config: config.qkv_bias) -> Param:
+    return Param(dims, tensor, init="zeros", split=split, when=when)
+
+
+def head_norm(dims: str, tensor: str) -> Param:
+    return norm_scale(dims, tensor, when=lambda config: config.qk_norm is not None)
 
 
 def norm_scale(
     dims: str, tensor: str, *, when: Callable[[Config], bool] = lambda config: True
 ) -> Param:
-    return Param(dims, tensor, init="ones", when=when)
+    return Param(dims, tensor, init="one", when=when)
 
 
 def value_mix(dims: str, tensor: str) -> Param:
@@ -134,17 +145,37 @@ def _untied(config: Config) -> bool:
     return not config.tie_word_embeddings
 
 
+def _norm_before(config: Config) -> bool:
+    return config.norm_order in ("pre", "both")
+
+
+def _norm_after(config: Config) -> bool:
+    return config.norm_order in ("post", "both")
+
+
 @struct.dataclass
 class Block:
     """What every layer has besides its query, key and value projections. `?` is L or U."""
 
-    attn_norm: Annotated[Leaf, norm_scale("? D", "input_layernorm.weight")]
+    attn_norm: Annotated[Leaf, norm_scale("? D", "input_layernorm.weight", when=_norm_before)]
     o: Annotated[Leaf, matrix("? D N H", "self_attn.o_proj.weight", split="N", in_axes=2)]
-    mlp_norm: Annotated[Leaf, norm_scale("? D", "post_attention_layernorm.weight")]
+    mlp_norm: Annotated[
+        Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=_norm_before)
+    ]
     gate: Annotated[Leaf, matrix("? F D", "mlp.gate_proj.weight", split="F")]
     up: Annotated[Leaf, matrix("? F D", "mlp.up_proj.weight", split="F")]
     down: Annotated[Leaf, matrix("? D F", "mlp.down_proj.weight", split="F")]
-    o_bias: Annotated[Leaf, bias("? D", "self_attn.o_proj.bias")] = None
+    o_bias: Annotated[
+        Leaf,
+        Param("? D", "self_attn.o_proj.bias", init="zeros", when=lambda config: config.o_bias),
+    ] = None
+    attn_post: Annotated[
+        Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=_norm_after)
+    ] = None
+    """Norm of what attention adds to the residual; `mlp_post` of what the MLP adds."""
+    mlp_post: Annotated[
+        Leaf, norm_scale("? D", "post_feedforward_layernorm.weight", when=_norm_after)
+    ] = None
 
 
 @struct.dataclass
@@ -157,6 +188,8 @@ class ServingBlock:
     gate_up: Leaf  # 2 F D
     down: Leaf  # D F
     o_bias: Leaf = None  # D
+    attn_post: Leaf = None  # D
+    mlp_post: Leaf = None  # D
 
 
 @struct.dataclass
@@ -169,6 +202,8 @@ class QKV:
     q_bias: Annotated[Leaf, bias("? N H", "self_attn.q_proj.bias", split="N")] = None
     k_bias: Annotated[Leaf, bias("? K H", "self_attn.k_proj.bias", split="K")] = None
     v_bias: Annotated[Leaf, bias("? K H", "self_attn.v_proj.bias", split="K")] = None
+    q_norm: Annotated[Leaf, head_norm("? Nq", "self_attn.q_norm.weight")] = None
+    k_norm: Annotated[Leaf, head_norm("? Kq", "self_attn.k_norm.weight")] = None
 
 
 @struct.dataclass
@@ -193,13 +228,15 @@ class Llama:
 class SwiftKV:
     """The delta: all that distillation trains, saves and optimises."""
 
-    norm: Annotated[Leaf, norm_scale("D", "model.norm_swiftkv.weight")]
+    norm: Annotated[Leaf, norm_scale("D", "model.norm_swiftkv.weight", when=_norm_before)]
     q: Annotated[Leaf, matrix("U N H D", "self_attn.q_proj_swiftkv.weight", split="N")]
     k: Annotated[Leaf, matrix("J K H D", "self_attn.k_proj_swiftkv.weight", split="K")]
     v: Annotated[Leaf, matrix("J K H D", "self_attn.v_proj_swiftkv.weight", split="K")]
     q_bias: Annotated[Leaf, bias("U N H", "self_attn.q_proj_swiftkv.bias", split="N")] = None
     k_bias: Annotated[Leaf, bias("J K H", "self_attn.k_proj_swiftkv.bias", split="K")] = None
     v_bias: Annotated[Leaf, bias("J K H", "self_attn.v_proj_swiftkv.bias", split="K")] = None
+    q_norm: Annotated[Leaf, head_norm("U Nq", "self_attn.q_norm_swiftkv.weight")] = None
+    k_norm: Annotated[Leaf, head_norm("J Kq", "self_attn.k_norm_swiftkv.weight")] = None
     mix: Annotated[Leaf, value_mix("U K H H", "self_attn.mix_swiftkv.weight")] = None
     """A layer's values are `mix` times those of its group, per key/value head: exact wherever it is
     applied, so it is applied to what attention returns."""
@@ -229,11 +266,13 @@ LLAMA_PARAMS = Llama(
 """The table of the frozen weights: a `Param` in the place of each leaf."""
 SWIFTKV_PARAMS = SwiftKV(**_rows(SwiftKV))
 """The table of the delta."""
+BLOCK_PARAMS, QKV_PARAMS = Block(**_rows(Block)), QKV(**_rows(QKV))
+"""The tables of one stack of layers, whose first axis is `?`."""
 _TABLES: dict[type, Any] = {
     Llama: LLAMA_PARAMS,
     SwiftKV: SWIFTKV_PARAMS,
-    Block: Block(**_rows(Block)),
-    QKV: QKV(**_rows(QKV)),
+    Block: BLOCK_PARAMS,
+    QKV: QKV_PARAMS,
 }
 
 
@@ -307,7 +346,7 @@ def split_layers(config: Config, llama: Llama) -> Llama:
     Raises `ValueError` if the teacher's upper projections were dropped.
     """
     require_teacher(llama, "split its layers elsewhere")
-    if llama.lower.attn_norm.shape[0] == config.num_lower_layers:
+    if jax.tree.leaves(llama.lower)[0].shape[0] == config.num_lower_layers:
         return llama
     cut = config.num_lower_layers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .config import Config, RopeScaling
+from .config import Config, LayerKind, Rope, RopeScaling
 
 LLAMA_8B = Config(
     vocab_size=128256,
@@ -15,13 +15,19 @@ LLAMA_8B = Config(
     num_heads=32,
     num_kv_heads=8,
     head_dim=128,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
+    layer_kinds=(
+        LayerKind(
+            Rope(
+                theta=500_000.0,
+                scaling=RopeScaling(
+                    rope_type="llama3",
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=8192,
+                ),
+            )
+        ),
     ),
     max_position_embeddings=131072,
     num_key_value_layers=16,

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .attention import ATTENTION_OUTPUT, Attention
 from .config import Config
-from .layers import apply_rope, mix_values, output_and_mlp, project_heads, rms_norm, rope_table
+from .layers import embed, mix_values, norm, norm_heads, output_and_mlp, project_heads
 from .params import (
     QKV,
     Block,
@@ -37,6 +37,7 @@ from .params import (
     require_upper_kv,
 )
 from .quantization import Quantized, product
+from .rope import Tables, apply_rope, group_table, rope_tables, scanned_kinds
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
 Heads = Float[Array, "B T N H"]
@@ -88,28 +89,43 @@ def unpacked_batch(
 
 def self_layer(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, attend: Attend):
     """A layer with keys and values of its own: (x, state), where `attend(q, k, v)` returns
-    (attended, state)."""
+    (attended, state). `rope` is the table of its kind, or None."""
     with jax.named_scope("qkv"):
-        h = rms_norm(x, block.attn_norm, config.norm_eps)
-        q = apply_rope(project_heads(h, qkv.q, qkv.q_bias), rope)
-        k = apply_rope(project_heads(h, qkv.k, qkv.k_bias), rope)
-        v = project_heads(h, qkv.v, qkv.v_bias)
+        h = norm(config, x, block.attn_norm)
+        q = project_q(config, qkv, h, rope)
+        k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
+        k, v = apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
     with jax.named_scope("attention"):
         attended, state = attend(q, k, v)
     return output_and_mlp(config, block, x, attended), state
 
 
-def cross_layer(
-    config: Config, block: Block | ServingBlock, q_weight, q_bias, x, rope, attend: Attend
-):
+def cross_layer(config: Config, block: Block | ServingBlock, queries: QKV, x, rope, attend: Attend):
     """An upper layer of the student, with queries of its own: x. `attend(q)` attends to the keys
-    and values of its group."""
+    and values of its group; of `queries` only those of q count."""
     with jax.named_scope("q"):
-        h = rms_norm(x, block.attn_norm, config.norm_eps)
-        q = apply_rope(project_heads(h, q_weight, q_bias), rope)
+        q = project_q(config, queries, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
         attended = attend(q)
     return output_and_mlp(config, block, x, attended)
+
+
+def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
+    """Rotated queries. Attention multiplies scores by 1 / sqrt(head_dim): what `query_scale` is
+    besides is in the queries."""
+    q = norm_heads(config, project_heads(h, queries.q, queries.q_bias), queries.q_norm)
+    scale = config.query_scale
+    return apply_rope(q, rope, 1.0 if scale is None else scale * config.head_dim**0.5)
+
+
+def delta_queries(delta: SwiftKV) -> QKV:
+    """The student's queries, without keys and values."""
+    return QKV(delta.q, None, None, q_bias=delta.q_bias, q_norm=delta.q_norm)
+
+
+def with_queries(kv: QKV, queries: QKV) -> QKV:
+    """The keys and values of one layer, or stack, with the queries of another."""
+    return dataclasses.replace(kv, q=queries.q, q_bias=queries.q_bias, q_norm=queries.q_norm)
 
 
 def project_kv(
@@ -117,50 +133,58 @@ def project_kv(
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
     """Keys and values of every upper group from the hidden state that enters layer K.
 
-    A prompt token needs no more of the upper layers than this. Keys are returned rotated, once per
-    group: the layers of a group share positions, so they share the rotated keys.
+    A prompt token needs no more of the upper layers than this. Keys are returned rotated, by the
+    `group_table`, once per group: the layers of a group share positions, so they share the rotated
+    keys.
     """
     with jax.named_scope("project_kv"):
-        s = rms_norm(x, delta.norm, config.norm_eps)
+        s = norm(config, x, delta.norm)
         k, v = product("BTD,JKHD->BTJKH", s, delta.k), product("BTD,JKHD->BTJKH", s, delta.v)
         if delta.k_bias is not None:
             k, v = k + delta.k_bias, v + delta.v_bias
-        return apply_rope(k, rope).transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
+        k = apply_rope(norm_heads(config, k, delta.k_norm), rope)
+        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
 
 def project_fused_kv(
     config: Config,
-    norm: Float[Array, " D"],
+    delta_norm: Float[Array, " D"] | None,
     kv: Float[Array, "2 J K H D"] | Quantized,
     bias: Float[Array, "2 J K H"] | None,
+    k_norm: Float[Array, "J Kq"] | None,
     x,
     rope,
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
     """`project_kv` with keys' and values' weights in one array: one product for all groups. Serving
     joins them once."""
     with jax.named_scope("project_kv"):
-        s = rms_norm(x, norm, config.norm_eps)
+        s = norm(config, x, delta_norm)
         out = product("BTD,PJKHD->PBTJKH", s, kv)
         if bias is not None:
             out = out + bias[:, None, None]
-        k, v = apply_rope(out[0], rope), out[1]
+        k, v = apply_rope(norm_heads(config, out[0], k_norm), rope), out[1]
         return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
 
 # Whole sequences --------------------------------------------------------------
 
 
-def packed_attention(attention: Attention, segment_ids: Int[Array, "B T"]) -> Attend:
+def packed_attention(
+    config: Config, attention: Attention, segment_ids: Int[Array, "B T"], window
+) -> Attend:
     """Causal attention within each packed document; keys and values come as the projections leave
     them."""
-
-    def attend(q, k, v):
-        return attention.prefill(q, head_major(k), head_major(v), segment_ids=segment_ids), None
-
-    return attend
+    read = _reader(config, attention, segment_ids, window)
+    return lambda q, k, v: (read(q, head_major(k), head_major(v)), None)
 
 
-def _own_attention(attention: Attention, segment_ids, own: Bool[Array, "B T"], k, v) -> Attend:
+def _reader(config: Config, attention: Attention, segment_ids, window):
+    return functools.partial(
+        attention.prefill, segment_ids=segment_ids, window=window, score_cap=config.score_cap
+    )
+
+
+def _own_attention(read, own: Bool[Array, "B T"], k, v) -> Attend:
     """`packed_attention` in which tokens that are not `own` have the keys and values `k` and `v`
     (B K T H)."""
 
@@ -170,7 +194,7 @@ def _own_attention(attention: Attention, segment_ids, own: Bool[Array, "B T"], k
             jnp.where(keep, head_major(mine), boundary)
             for mine, boundary in ((own_k, k), (own_v, v))
         )
-        return attention.prefill(q, *merged, segment_ids=segment_ids), None
+        return read(q, *merged), None
 
     return attend
 
@@ -182,30 +206,34 @@ def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
 
 def run_lower_layers(
     config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
-) -> tuple[Float[Array, "B T D"], Array]:
+) -> tuple[Float[Array, "B T D"], Tables]:
     """Embedding and lower layers, the same for teacher and student: the hidden state that enters
-    layer K, and the rotary table."""
-    rope = rope_table(config, batch.positions)
-    mesh, attend = attention.mesh, packed_attention(attention, batch.segment_ids)
+    layer K, and the rotary tables."""
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_lower_layers))
     between_layers = functools.partial(
         constrain_activations, mesh, sequence=attention.shard_sequence
     )
 
     def step(x, layer):
-        block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
+        *weights, kind = layer
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        rope, window = kind_of(kind)
+        attend = packed_attention(config, attention, batch.segment_ids, window)
         x, _ = self_layer(config, block, qkv, x, rope, attend)
         return between_layers(x), None
 
-    x = between_layers(all_gather_vocabulary(mesh, llama.embed)[batch.tokens])
-    x, _ = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
-    return x, rope
+    x = between_layers(embed(config, all_gather_vocabulary(mesh, llama.embed), batch.tokens))
+    x, _ = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv, kinds))
+    return x, tables
 
 
 def run_upper_layers_teacher(
     config: Config,
     llama: Llama,
     x,
-    rope,
+    tables: Tables,
     segment_ids,
     *,
     layer_hook: LayerHook | None = None,
@@ -214,14 +242,20 @@ def run_upper_layers_teacher(
 ):
     """The plain Llama's upper layers: (x, sum over layers of `layer_hook(index, input)`)."""
     upper_qkv = require_teacher(llama, "run it as a plain Llama")
-    mesh, attend = attention.mesh, packed_attention(attention, segment_ids)
+    config, mesh = config.at_length(x.shape[1]), attention.mesh
+    kinds, kind_of = scanned_kinds(
+        config, tables, range(config.num_lower_layers, config.num_layers)
+    )
 
     def layer_step(x, layer):
-        block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
+        *weights, kind = layer
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        rope, window = kind_of(kind)
+        attend = packed_attention(config, attention, segment_ids, window)
         x, _ = self_layer(config, block, qkv, x, rope, attend)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    return _scan_upper(config, layer_step, (llama.upper, upper_qkv), x, layer_hook, remat)
+    return _scan_upper(config, layer_step, (llama.upper, upper_qkv, kinds), x, layer_hook, remat)
 
 
 def run_upper_layers_student(
@@ -229,7 +263,7 @@ def run_upper_layers_student(
     llama: Llama,
     delta: SwiftKV,
     x,
-    rope,
+    tables: Tables,
     segment_ids,
     *,
     layer_hook: LayerHook | None = None,
@@ -244,39 +278,42 @@ def run_upper_layers_student(
     before each layer (`Config.generated_kv`); None is none. Raises `ValueError` if those
     projections were dropped.
     """
-    mesh, queries = attention.mesh, QKV(delta.q, None, None, delta.q_bias)
+    config, mesh, queries = config.at_length(x.shape[1]), attention.mesh, delta_queries(delta)
+    kinds, kind_of = scanned_kinds(
+        config, tables, range(config.num_lower_layers, config.num_layers)
+    )
     k, v = project_kv(
         config,
-        all_gather_fsdp(mesh, dataclasses.replace(delta, q=None, q_bias=None), layer=False),
+        all_gather_fsdp(
+            mesh, dataclasses.replace(delta, q=None, q_bias=None, q_norm=None), layer=False
+        ),
         x,
-        rope,
+        group_table(config, tables),
     )
     k, v = (_repeat_groups(config, a) for a in (k, v))
     mixes = SwiftKV(None, None, None, None, mix=delta.mix)
     if own is not None:
-        queries = dataclasses.replace(
-            require_upper_kv(llama, "keep the own keys and values of tokens"),
-            q=delta.q,
-            q_bias=delta.q_bias,
-        )
+        upper_kv = require_upper_kv(llama, "keep the own keys and values of tokens")
+        queries = with_queries(upper_kv, queries)
 
     def layer_step(x, layer):
-        weights, k, v = layer
+        weights, k, v, kind = layer
         block, qkv, mixes = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        rope, window = kind_of(kind)
+        read = _reader(config, attention, segment_ids, window)
         if own is not None:
-            attend = _own_attention(attention, segment_ids, own, k, v)
-            x, _ = self_layer(config, block, qkv, x, rope, attend)
+            x, _ = self_layer(config, block, qkv, x, rope, _own_attention(read, own, k, v))
             return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
         def attend(q):
-            attended = attention.prefill(q, k, v, segment_ids=segment_ids)
+            attended = read(q, k, v)
             return attended if mixes.mix is None else mix_values(attended, mixes.mix)
 
-        x = cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend)
+        x = cross_layer(config, block, qkv, x, rope, attend)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
     return _scan_upper(
-        config, layer_step, ((llama.upper, queries, mixes), k, v), x, layer_hook, remat
+        config, layer_step, ((llama.upper, queries, mixes), k, v, kinds), x, layer_hook, remat
     )
 
 
@@ -312,10 +349,10 @@ def teacher(
     config: Config, llama: Llama, batch: Batch, *, attention: Attention = DEFAULT
 ) -> Float[Array, "B T D"]:
     """The plain Llama: hidden state before the final norm."""
-    x, rope = run_lower_layers(config, llama, batch, attention=attention)
-    return run_upper_layers_teacher(config, llama, x, rope, batch.segment_ids, attention=attention)[
-        0
-    ]
+    x, tables = run_lower_layers(config, llama, batch, attention=attention)
+    return run_upper_layers_teacher(
+        config, llama, x, tables, batch.segment_ids, attention=attention
+    )[0]
 
 
 def student(
@@ -329,7 +366,7 @@ def student(
 ) -> Float[Array, "B T D"]:
     """The SwiftKV model: hidden state before the final norm. Every token runs through every layer;
     `own` as in `run_upper_layers_student`."""
-    x, rope = run_lower_layers(config, llama, batch, attention=attention)
+    x, tables = run_lower_layers(config, llama, batch, attention=attention)
     return run_upper_layers_student(
-        config, llama, delta, x, rope, batch.segment_ids, attention=attention, own=own
+        config, llama, delta, x, tables, batch.segment_ids, attention=attention, own=own
     )[0]

@@ -1,6 +1,6 @@
 """The `config.json` of published models, and what is read from each."""
 
-from swiftkv_jax import Config, RopeScaling
+from swiftkv_jax import Config, LayerKind, Rope, RopeScaling
 
 LLAMA3_SCALING = {
     "factor": 8.0,
@@ -135,6 +135,11 @@ SWIFTKV_8B_TRANSFORMERS5 = {
     "transformers_version": "5.0.0",
 }
 
+
+def rope(theta: float, scaling: RopeScaling | None = None) -> tuple[LayerKind, ...]:
+    return (LayerKind(Rope(theta, scaling)),)
+
+
 SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 CONFIG_8B = Config(
     vocab_size=128256,
@@ -145,8 +150,7 @@ CONFIG_8B = Config(
     num_kv_heads=8,
     head_dim=128,
     norm_eps=1e-5,
-    rope_theta=500000.0,
-    rope_scaling=SCALING,
+    layer_kinds=rope(500000.0, SCALING),
     max_position_embeddings=131072,
 )
 PUBLISHED = {
@@ -161,7 +165,7 @@ PUBLISHED = {
             32,
             128,
             norm_eps=1e-5,
-            rope_theta=10000.0,
+            layer_kinds=rope(10000.0),
             max_position_embeddings=4096,
         ),
     ),
@@ -176,7 +180,7 @@ PUBLISHED = {
             8,
             128,
             norm_eps=1e-5,
-            rope_theta=500000.0,
+            layer_kinds=rope(500000.0),
             max_position_embeddings=8192,
         ),
     ),
@@ -184,8 +188,8 @@ PUBLISHED = {
     "Llama-3.2-1B": (
         LLAMA32_1B,
         Config(
-            *(128256, 2048, 8192, 16, 32, 8, 64, 1e-5, 500000.0),
-            rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+            *(128256, 2048, 8192, 16, 32, 8, 64, 1e-5),
+            layer_kinds=rope(500000.0, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
             max_position_embeddings=131072,
             tie_word_embeddings=True,
         ),
@@ -201,8 +205,7 @@ PUBLISHED = {
             8,
             128,
             1e-5,
-            500000.0,
-            rope_scaling=SCALING,
+            layer_kinds=rope(500000.0, SCALING),
             max_position_embeddings=131072,
         ),
     ),
@@ -217,7 +220,7 @@ PUBLISHED = {
             8,
             128,
             norm_eps=1e-5,
-            rope_theta=1e6,
+            layer_kinds=rope(1e6),
             max_position_embeddings=32768,
         ),
     ),

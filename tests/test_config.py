@@ -4,7 +4,7 @@ everything that must be refused."""
 import pytest
 from transformers import LlamaConfig, MistralConfig
 
-from swiftkv_jax import CheckpointError, Config, ConfigError
+from swiftkv_jax import CheckpointError, Config, ConfigError, LayerKind, Rope
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from tests.published import (
     CONFIG_8B,
@@ -85,11 +85,11 @@ def test_derived_sizes():
 # What is refused --------------------------------------------------------------
 
 REFUSED = {
-    "unknown rope type": (
+    "longrope without its factors": (
         {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}},
-        "rope_scaling.*longrope",
+        "rope_scaling.*longrope.*long_factor, short_factor",
     ),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling.*yarn"),
+    "yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.*yarn.*factor"),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}},
         "rope_parameters.*dynamic",
@@ -135,7 +135,7 @@ REFUSED = {
         "quantization_config",
     ),
     "unknown field": ({"logit_softcapping": 30.0}, "logit_softcapping"),
-    "another model": ({"model_type": "qwen2"}, "model_type.*qwen2"),
+    "another model": ({"model_type": "gpt2"}, "model_type='gpt2'.*qwen3"),
     "no model type": ({"model_type": None}, "model_type"),
     "no width": ({"hidden_size": None}, "hidden_size"),
     "group size does not divide": ({"key_value_group_size": 3}, "key_value_group_size=3"),
@@ -202,8 +202,8 @@ def test_mistral_without_a_window_field():
         ).sliding_window
         == 4096
     )
-    with pytest.raises(ConfigError, match="sliding_window=4096"):
-        config_from_hf(hf)
+    assert config_from_hf(hf).kinds == (LayerKind(Rope(1e6), 4096),)
+    assert config_from_hf(MISTRAL_7B_V03).family == "llama"
 
 
 # transformers 5 ---------------------------------------------------------------
@@ -223,15 +223,13 @@ def test_what_transformers_writes(written):
         32,
         128,
         norm_eps=1e-6,
-        rope_theta=10000.0,
         max_position_embeddings=2048,
     )
     rope = {**LLAMA3_SCALING, "rope_theta": 500000.0}
     scaled = LlamaConfig(  # pyright: ignore[reportCallIssue]
         max_position_embeddings=131072, rope_parameters=rope
     )
-    assert config_from_hf(written(scaled)).rope_scaling == SCALING
-    assert config_from_hf(written(scaled)).rope_theta == 500000.0
+    assert config_from_hf(written(scaled)).ropes == (Rope(500000.0, SCALING),)
 
 
 @pytest.mark.parametrize("name", ["Llama-2-7B", "Llama-3.1-8B", "Llama-3.2-1B"])

@@ -182,7 +182,7 @@ def shapes_of(config: Config) -> Shapes:
 def test_calibration():
     """In a loop of two upper layers, of which XLA counts one: alone, the end of the last layer
     would be left out."""
-    config = dataclasses.replace(CONFIG, attention_bias=True)
+    config = dataclasses.replace(CONFIG, qkv_bias=True, o_bias=True)
     deep = dataclasses.replace(config, num_layers=3)
     batch = jax.eval_shape(unpacked_batch, jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
     lowered = add_batch.lower(deep, Attention(), moment_shapes(deep), llama_shapes(deep), batch)

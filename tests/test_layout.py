@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
     {"chat_template", "config", "distributed", "mesh", "roofline"},
-    {"attention", "cut", "io", "params", "presets", "topology"},
+    {"attention", "cut", "io", "params", "presets", "rope", "topology"},
     {"initialization", "kernel_check", "quantization"},
     {"cache", "layers", "model", "sharding"},
     {"checkpoints", "transformer"},
@@ -33,6 +33,7 @@ CORE = [
     "quantization",
     "params",
     "attention",
+    "rope",
     "layers",
     "transformer",
     "cache",

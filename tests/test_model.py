@@ -12,8 +12,9 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import transformer
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.layers import embed, rope_table, unembed
+from swiftkv_jax.layers import embed, unembed
 from swiftkv_jax.params import split_layers, unstack
+from swiftkv_jax.rope import rope_tables
 from tests import oracle, tiny
 
 # Each row changes what it names; the rest is `tiny.hf_config`: L=6, K=2, g=1, four query heads on
@@ -359,8 +360,8 @@ def test_layers_one_by_one_equal_the_scan():
     config, llama, delta = model.config, model.llama, model.swiftkv
     assert delta is not None
     batch = transformer.unpacked_batch(jnp.asarray(tokens))
-    attend = transformer.packed_attention(transformer.DEFAULT, batch.segment_ids)
-    x, rope = embed(llama, batch.tokens), rope_table(config, batch.positions)
+    attend = transformer.packed_attention(config, transformer.DEFAULT, batch.segment_ids, None)
+    x, (rope,) = embed(config, llama.embed, batch.tokens), rope_tables(config, batch.positions)
     for block, qkv in zip(unstack(llama.lower), unstack(llama.lower_qkv), strict=True):
         x, _ = transformer.self_layer(config, block, qkv, x, rope, attend)
     keys, values = transformer.project_kv(config, delta, x, rope)
@@ -371,6 +372,7 @@ def test_layers_one_by_one_equal_the_scan():
         tokens.shape[1],
         config.head_dim,
     )
+    queries = unstack(transformer.delta_queries(delta))
     for i, block in enumerate(unstack(llama.upper)):
         group = i // config.key_value_group_size
 
@@ -379,5 +381,5 @@ def test_layers_one_by_one_equal_the_scan():
                 q, keys[group], values[group], segment_ids=batch.segment_ids
             )
 
-        x = transformer.cross_layer(config, block, delta.q[i], delta.q_bias[i], x, rope, read)
+        x = transformer.cross_layer(config, block, queries[i], x, rope, read)
     assert_close(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)))

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import Config, RopeScaling
-from swiftkv_jax.layers import apply_rope, rope_frequencies, rope_table
+from swiftkv_jax import Config, LayerKind, Rope, RopeScaling
+from swiftkv_jax.rope import apply_rope, rope_frequencies, rope_tables
 
 
-def config(head_dim: int, theta: float, scaling: RopeScaling | None) -> Config:
-    return Config(10, 64, 64, 2, 4, 2, head_dim, rope_theta=theta, rope_scaling=scaling)
+def config(head_dim: int, theta: float) -> Config:
+    return Config(10, 64, 64, 2, 4, 2, head_dim, layer_kinds=(LayerKind(Rope(theta)),))
 
 
 def piecewise(
@@ -46,9 +46,8 @@ def test_llama3(head_dim, factor):
         if head_dim == 128
         else {"kept": 15, "blended": 3, "stretched": 14}
     )
-    actual = rope_frequencies(
-        config(head_dim, 500000.0, RopeScaling("llama3", factor, 1.0, 4.0, 8192))
-    )
+    scaling = RopeScaling("llama3", factor, 1.0, 4.0, 8192)
+    actual = rope_frequencies(Rope(500000.0, scaling), head_dim)
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, rtol=3e-6)
 
@@ -57,14 +56,14 @@ def test_llama3(head_dim, factor):
 def test_default_and_linear(factor):
     scaling = None if factor == 1 else RopeScaling("linear", factor)
     expected = [10000.0 ** (-2 * pair / 64) / factor for pair in range(32)]
-    np.testing.assert_allclose(rope_frequencies(config(64, 10000.0, scaling)), expected, rtol=3e-6)
+    np.testing.assert_allclose(rope_frequencies(Rope(10000.0, scaling), 64), expected, rtol=3e-6)
 
 
 @pytest.mark.parametrize("groups", [(), (3,)], ids=["", "an axis between"])
 def test_rotation(groups):
     """Channels c and c + H/2 are the real and imaginary part of one number, turned by position *
     frequency."""
-    c = config(8, 10000.0, None)
+    c = config(8, 10000.0)
     positions = jnp.asarray([[0, 1, 2, 3, 0, 1], [7, 100, 0, 5, 6, 127]])
     x = np.random.default_rng(0).normal(size=(2, 6, *groups, 4, 8)).astype(np.float32)
     angle = np.asarray(positions)[..., None] * np.array(
@@ -73,6 +72,7 @@ def test_rotation(groups):
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle).reshape(
         2, 6, *(1 for _ in groups), 1, 4
     )
-    actual = apply_rope(jnp.asarray(x), rope_table(c, positions))
+    (table,) = rope_tables(c, positions)
+    actual = apply_rope(jnp.asarray(x), table)
     np.testing.assert_allclose(actual, np.concatenate([turned.real, turned.imag], -1), atol=1e-5)
-    assert apply_rope(jnp.asarray(x, jnp.bfloat16), rope_table(c, positions)).dtype == jnp.bfloat16
+    assert apply_rope(jnp.asarray(x, jnp.bfloat16), table).dtype == jnp.bfloat16

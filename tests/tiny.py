@@ -103,7 +103,7 @@ def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp
             gate=stack(layers, "mlp.gate_proj.weight", F, D),
             up=stack(layers, "mlp.up_proj.weight", F, D),
             down=stack(layers, "mlp.down_proj.weight", D, F),
-            o_bias=stack(layers, "self_attn.o_proj.bias", D) if config.attention_bias else None,
+            o_bias=stack(layers, "self_attn.o_proj.bias", D) if config.qkv_bias else None,
         )
 
     def projections(q_layers, kv_layers, suffix: str) -> dict[str, jax.Array]:
@@ -112,7 +112,7 @@ def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp
             fields[name] = stack(
                 layers, f"self_attn.{name}_proj{suffix}.weight", heads, H, config.embed_dim
             )
-            if config.attention_bias:
+            if config.qkv_bias:
                 fields[f"{name}_bias"] = stack(
                     layers, f"self_attn.{name}_proj{suffix}.bias", heads, H
                 )

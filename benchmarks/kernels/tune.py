@@ -36,7 +36,7 @@ from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io.files import write_atomic
 from swiftkv_jax.pallas_kernels import ops, tuning
-from swiftkv_jax.pallas_kernels.device import current_device
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, current_device
 
 from .. import report
 from ..timing import SMOKE_PLAN, Plan, measure
@@ -96,7 +96,7 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
     """The kernels of a platform (all of them on a CPU), most used first, that match `pattern`.
     Raises `UsageError`."""
     prefixes = {"gpu": ("hopper",), "tpu": ("tpu",)}.get(platform, ("hopper", "tpu"))
-    head_dims = sorted(ops.HEAD_DIMS, key=lambda head_dim: head_dim != 128)
+    head_dims = sorted(HEAD_DIMS, key=lambda head_dim: head_dim != 128)
     found = [
         Job(f"{prefix}.{name}", head_dim, dtype)
         for head_dim in head_dims

@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.config import Config
-from swiftkv_jax.layers import rope_table, unembed
+from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Model
 from swiftkv_jax.params import Llama
+from swiftkv_jax.rope import rope_tables
 from swiftkv_jax.sharding import batch_sharding
 from swiftkv_jax.train.sweep import teacher_states
 from swiftkv_jax.transformer import Batch, run_lower_layers, run_upper_layers_student
@@ -157,7 +158,7 @@ def _student(config, attention, llama, delta, batch: Batch, x, last, own) -> Sco
         llama,
         delta,
         x,
-        rope_table(config, batch.positions),
+        rope_tables(config, batch.positions),
         batch.segment_ids,
         attention=attention,
         own=own,

@@ -16,10 +16,11 @@ from jaxtyping import Array, Complex, Float, Int
 
 from ..config import Config
 from ..distributed import from_process_0
+from ..errors import ConfigError
 from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
-from .moments import Moments
+from .moments import Moments, first_upper_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,15 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
 
     `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values, and the second
     moments of one layer at a time in float64. With several processes all of them call this; the
-    result is that of process 0. Raises `ValueError` if the teacher's
-    upper projections were dropped.
+    result is that of process 0. Raises `ValueError` if the teacher's upper projections were
+    dropped, `ConfigError` for groups of layers whose keys have norms.
     """
+    if config.key_value_group_size > 1 and config.qk_norm is not None:
+        raise ConfigError(
+            f"key_value_group_size={config.key_value_group_size}: the closed form of groups folds "
+            f"a shared basis into keys, which this model normalises first; start from the authors' "
+            f"or the leader's, or take groups of 1"
+        )
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
     layers = fit_layers(config, upper, metrics, moments)
@@ -71,13 +78,15 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     k, v = ([getattr(group, name) for group in groups] for name in "kv")  # each K H E
     size = config.embed_dim
     delta = SwiftKV(
-        norm=jnp.array(llama.upper.attn_norm[0], copy=True),
+        norm=_copy(first_upper_norm(llama)),
         q=jnp.array(upper.q, copy=True),
         k=put([x[..., :size] for x in k], where.k),
         v=put([x[..., :size] for x in v], where.v),
-        q_bias=None if upper.q_bias is None else jnp.array(upper.q_bias, copy=True),
+        q_bias=_copy(upper.q_bias),
+        q_norm=_copy(upper.q_norm),
+        k_norm=_copy(upper.k_norm),
     )
-    if config.attention_bias:
+    if config.qkv_bias:
         delta = dataclasses.replace(
             delta,
             k_bias=put([x[..., size] for x in k], where.k_bias),
@@ -95,6 +104,10 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     if mesh is not None:
         delta = jax.device_put(delta, where)
     return Fit(config, delta, tuple(itertools.chain(*fits)))
+
+
+def _copy(leaf: jax.Array | None) -> jax.Array | None:
+    return None if leaf is None else jnp.array(leaf, copy=True)
 
 
 class FittedLayer(NamedTuple):

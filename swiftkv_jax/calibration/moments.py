@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..config import Config
-from ..layers import apply_rope, project_heads, rms_norm
+from ..layers import norm, norm_heads, project_heads
 from ..mesh import FSDP, MODEL, dp_size
 from ..params import QKV, Block, Leaf, Llama, require_teacher
+from ..rope import apply_rope, scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations
-from ..transformer import Batch, packed_attention, run_lower_layers, self_layer
+from ..transformer import Batch, packed_attention, project_q, run_lower_layers, self_layer
 
 PROBABILITIES_PER_CHUNK = 2**26
 """Entries of the attention probabilities that exist at a time on a device, 256 MiB in float32."""
@@ -45,7 +47,7 @@ def moment_shapes(config: Config, layers: int | None = None) -> Moments:
     """Of `layers` layers; None is all upper ones."""
     u = config.num_upper_layers if layers is None else layers
     n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-    e = config.embed_dim + config.attention_bias
+    e = config.embed_dim + config.qkv_bias
     shapes = Moments((u, e, e), (u, e, 2, k, h), (u, 2, k), (u, n, h // 2), ())
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -64,7 +66,7 @@ def moment_shardings(config: Config, mesh: Mesh) -> Moments:
             shards *= mesh.shape[axis]
         return axes if axes and size % shards == 0 else None
 
-    rows = config.embed_dim + config.attention_bias
+    rows = config.embed_dim + config.qkv_bias
     specs = Moments(
         P(None, split(rows, FSDP, MODEL)),
         P(None, split(rows, FSDP), None, split(config.num_kv_heads, MODEL)),
@@ -94,35 +96,44 @@ def add_batch(
     config: Config, attention: Attention, moments: Moments, llama: Llama, batch: Batch
 ) -> Moments:
     """`moments` with those of one more batch of packed rows."""
+    config = config.at_length(batch.tokens.shape[1])
     mesh, segment_ids = attention.mesh, batch.segment_ids
-    attend = packed_attention(attention, segment_ids)
-    x, rope = run_lower_layers(config, llama, batch, attention=attention)
-    s = regressors(config, x, llama.upper.attn_norm[0])
+    x, tables = run_lower_layers(config, llama, batch, attention=attention)
+    kinds, kind_of = scanned_kinds(
+        config, tables, range(config.num_lower_layers, config.num_layers)
+    )
+    s = regressors(config, x, first_upper_norm(llama))
 
     def step(carry, indexed_layer):
         x, moments = carry
-        index, layer = indexed_layer
-        block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
-        added = layer_moments(config, block, qkv, x, s, rope, segment_ids, mesh=mesh)
+        index, (*weights, kind) = indexed_layer
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        rope, window = kind_of(kind)
+        added = layer_moments(config, block, qkv, x, s, (rope, window), segment_ids, mesh=mesh)
+        attend = packed_attention(config, attention, segment_ids, window)
         x, _ = self_layer(config, block, qkv, x, rope, attend)
         return (
             constrain_activations(mesh, x),
             add_layer(config, mesh, moments, added, index),
         ), None
 
-    layers = (llama.upper, require_teacher(llama, "calibrate"))
+    layers = (llama.upper, require_teacher(llama, "calibrate"), kinds)
     (_, moments), _ = jax.lax.scan(
         step, (x, moments), (jnp.arange(config.num_upper_layers), layers)
     )
     return dataclasses.replace(moments, tokens=moments.tokens + (segment_ids > 0).sum())
 
 
+def first_upper_norm(llama: Llama) -> Float[Array, " D"] | None:
+    return None if llama.upper.attn_norm is None else llama.upper.attn_norm[0]
+
+
 def regressors(
-    config: Config, x: Float[Array, "B T D"], norm: Float[Array, " D"]
+    config: Config, x: Float[Array, "B T D"], scale: Float[Array, " D"] | None
 ) -> Float[Array, "B T E"]:
     """s of every token, from the hidden state that enters layer K and that layer's norm."""
-    s = rms_norm(x, norm, config.norm_eps)
-    ones = jnp.ones((*s.shape[:2], int(config.attention_bias)), s.dtype)
+    s = norm(config, x, scale)
+    ones = jnp.ones((*s.shape[:2], int(config.qkv_bias)), s.dtype)
     return jnp.concatenate([s, ones], -1)
 
 
@@ -132,22 +143,23 @@ def layer_moments(
     qkv: QKV,
     x: Float[Array, "B T D"],
     s: Float[Array, "B T E"],
-    rope: Float[Array, "2 B T H_half"],
+    kind: tuple[Float[Array, "2 B T F"] | None, Any],
     segment_ids: Int[Array, "B T"],
     *,
     mesh: Mesh | None = None,
 ) -> Moments:
     """The sums of one layer over a batch, without its number of tokens: fields as in `Moments` but
-    for the first axis. `x` enters the layer."""
+    for the first axis. `x` enters the layer, `kind` is its rotary table and window. Keys are taken
+    before their norm, which the student has too."""
     real = (segment_ids > 0).astype(jnp.float32)
     # As in `self_layer`: where that runs too, the compiler keeps one of both.
-    h = rms_norm(x, block.attn_norm, config.norm_eps)
-    q, k, v = (
-        project_heads(h, weight, bias)
-        for weight, bias in ((qkv.q, qkv.q_bias), (qkv.k, qkv.k_bias), (qkv.v, qkv.v_bias))
+    h, (rope, window) = norm(config, x, block.attn_norm), kind
+    q = project_q(config, qkv, h, rope)
+    k, v = project_heads(h, qkv.k, qkv.k_bias), project_heads(h, qkv.v, qkv.v_bias)
+    y, k = jnp.stack([k, v], axis=2), apply_rope(norm_heads(config, k, qkv.k_norm), rope)
+    weight = real * received_attention(
+        q, k, segment_ids, window=window, score_cap=config.score_cap, mesh=mesh
     )
-    y, q = jnp.stack([k, v], axis=2), apply_rope(q, rope)
-    weight = received_attention(q, apply_rope(k, rope), segment_ids, mesh=mesh) * real
     weight *= real.sum() / jnp.maximum(weight.sum(), jnp.finfo(jnp.float32).tiny)
     weighted = s.astype(jnp.float32) * weight[..., None]
     return Moments(
@@ -204,6 +216,8 @@ def received_attention(
     k: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"],
     *,
+    window: Any = None,
+    score_cap: float | None = None,
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
     """Sum over heads and queries of the squared attention probability of each key, for rotated
@@ -228,7 +242,12 @@ def received_attention(
         visible = (segments[:, :, None] == segment_ids[:, None]) & (
             position[:, None] >= jnp.arange(length)
         )
-        scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, -1e30)
+        if window is not None:
+            visible &= position[:, None] - jnp.arange(length) < window
+        scores = scores * head_dim**-0.5
+        if score_cap is not None:
+            scores = score_cap * jnp.tanh(scores / score_cap)
+        scores = jnp.where(visible[:, None, None], scores, -1e30)
         probabilities = jax.nn.softmax(scores, axis=-1) * (segments > 0)[:, None, None, :, None]
         return total + jnp.square(probabilities).sum((1, 2, 3)), None
 

@@ -9,28 +9,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import Config, RopeScaling
+from ..config import MAX_LAYERS, Config
 from ..errors import ConfigError
 from .compressed_tensors import check_quantization_config
+from .families import FAMILIES, Family
 
-SHARED_BASIS = "llama_swiftkv_shared_basis"
-"""Model type of a student with `SwiftKV.mix`: one that the authors' classes do not know, because
-they would load it and leave the mixes out."""
-MODEL_TYPES = ("llama", "llama_swiftkv", SHARED_BASIS, "mistral")
+SWIFTKV, SHARED_BASIS = "_swiftkv", "_swiftkv_shared_basis"
+"""What the model type of a student ends with; the second where it has `SwiftKV.mix`: a type that
+the authors' classes do not know, because they would load it and leave the mixes out."""
+MODEL_TYPES = tuple(name + end for name in FAMILIES for end in ("", SWIFTKV, SHARED_BASIS))
 
-# Fields whose only supported value leaves the computation as it is.
+# Fields whose only supported value leaves the computation as it is, whatever the family.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False, None),
     "partial_rotary_factor": (1.0, None),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "tie_encoder_decoder": (False, None),
     "pruned_heads": ({}, None),
     "logit_scale": (1.0, None),
-    # SmolLM2's: the split halves that this package computes, and a mark of conversion scripts.
-    "rope_interleaved": (False, None),
-    "is_llama_config": (True, None),
 }
 
 # Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
@@ -47,7 +43,8 @@ _IRRELEVANT = frozenset(
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
     suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
-    remove_invalid_values unsloth_version unsloth_fixed
+    remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
+    cache_implementation neftune_noise_alpha transformers.js_config _sliding_window_pattern
     """.split()
 )
 
@@ -55,11 +52,12 @@ _USED = frozenset(
     """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
-    max_position_embeddings attention_bias tie_word_embeddings num_key_value_layers
-    key_value_group_size shared_kv_heads generated_kv exact_tail sliding_window layer_types
-    quantization_config
+    max_position_embeddings tie_word_embeddings num_key_value_layers key_value_group_size
+    shared_kv_heads generated_kv exact_tail quantization_config
     """.split()
 )
+# Null is a value of these, and the family's default of all others.
+_NULLABLE = frozenset("sliding_window attn_logit_softcapping final_logit_softcapping".split())
 
 # What JSON may hold besides null in the fields that are used.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -68,13 +66,21 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
-        key_value_group_size exact_tail
+        key_value_group_size exact_tail max_window_layers no_rope_layer_interval
+        sliding_window_pattern original_max_position_embeddings
         """,
     ),
-    "a number": ((int, float), "rms_norm_eps rope_theta"),
-    "true or false": ((bool,), "attention_bias tie_word_embeddings"),
-    "a string": ((str,), "generated_kv"),
-    "a list": ((list,), "shared_kv_heads"),
+    "a number": (
+        (int, float),
+        """
+        rms_norm_eps rope_theta rope_local_base_freq partial_rotary_factor embedding_multiplier
+        residual_multiplier attention_multiplier logits_scaling query_pre_attn_scalar
+        attn_logit_softcapping final_logit_softcapping
+        """,
+    ),
+    "true or false": ((bool,), "attention_bias tie_word_embeddings use_sliding_window"),
+    "a string": ((str,), "generated_kv hidden_activation"),
+    "a list": ((list,), "shared_kv_heads layer_types no_rope_layers"),
     "an object": ((Mapping,), "rope_scaling rope_parameters"),
 }
 
@@ -90,25 +96,18 @@ def _check_types(hf: Mapping[str, Any]) -> None:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> Config:
-    """Read a Hugging Face `config.json` (Llama, Mistral shape, or the authors' `llama_swiftkv`).
+    """Read a Hugging Face `config.json` of one of `FAMILIES`, or of its SwiftKV student.
 
     Raises `ConfigError` for any field that would change the result and is not implemented.
     """
     if hf.get("model_type") not in MODEL_TYPES:
         raise ConfigError(
             f"model_type={hf.get('model_type')!r} is not supported; supported: "
-            f"{', '.join(MODEL_TYPES)}"
+            f"{', '.join(FAMILIES)}, and their students"
         )
-    for name, value in hf.items():
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise ConfigError(
-                f"{name}={value!r} is not supported; supported: {_NEUTRAL[name][0]!r}"
-            )
-        if name not in _NEUTRAL and name not in _IRRELEVANT and name not in _USED:
-            raise ConfigError(
-                f"unknown field {name!r} (value {value!r}): it may change the model, so it is not "
-                f"ignored"
-            )
+    name = hf["model_type"].removesuffix(SHARED_BASIS).removesuffix(SWIFTKV)
+    family = FAMILIES[name]
+    _check_fields(hf, family)
     if hf.get("quantization_config") is not None:
         check_quantization_config(hf["quantization_config"])
     required = (
@@ -121,53 +120,54 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")
     _check_types(hf)
-    if (
-        not hf.get("head_dim")
-        and hf["num_attention_heads"]
-        and hf["hidden_size"] % hf["num_attention_heads"]
-    ):
+    stated = {key: value for key, value in hf.items() if value is not None or key in _NULLABLE}
+    hf = {**family.defaults, **stated}
+    heads, width = hf["num_attention_heads"], hf["hidden_size"]
+    if not hf.get("head_dim") and heads and width % heads:
         raise ConfigError(
-            f"hidden_size={hf['hidden_size']} must be a multiple of "
-            f"num_attention_heads={hf['num_attention_heads']}, or head_dim be given"
+            f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim "
+            f"be given"
         )
-
-    max_positions = hf.get("max_position_embeddings")
-    max_positions = 2048 if max_positions is None else max_positions
-    # transformers reads a Mistral without the field as one with a window of 4096; null is no
-    # window.
-    window = hf.get("sliding_window", 4096 if hf["model_type"] == "mistral" else None)
-    if window is not None and window < max_positions:
+    if not 1 <= hf["num_hidden_layers"] <= MAX_LAYERS:
         raise ConfigError(
-            f"sliding_window={window} below max_position_embeddings={max_positions} is not "
-            f"supported"
+            f"num_layers={hf['num_hidden_layers']} must be from 1 to {MAX_LAYERS} "
+            f"(num_hidden_layers)"
         )
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ConfigError(
-            f"layer_types={hf['layer_types']!r} is not supported; supported: full_attention "
-            f"everywhere"
-        )
-
-    theta, scaling = _rope_from_hf(hf)
-    return Config(
+    config = Config(
         vocab_size=hf["vocab_size"],
-        embed_dim=hf["hidden_size"],
+        embed_dim=width,
         mlp_dim=hf["intermediate_size"],
         num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        norm_eps=1e-6 if hf.get("rms_norm_eps") is None else hf["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=max_positions,
-        attention_bias=bool(hf.get("attention_bias")),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or (width // heads if heads else 0),
+        norm_eps=hf["rms_norm_eps"],
+        max_position_embeddings=hf["max_position_embeddings"],
+        tie_word_embeddings=hf["tie_word_embeddings"],
         num_key_value_layers=hf.get("num_key_value_layers") or 0,
         key_value_group_size=hf.get("key_value_group_size") or 1,
         shared_kv_heads=_shared_kv_heads(hf.get("shared_kv_heads")),
-        generated_kv="boundary" if hf.get("generated_kv") is None else hf["generated_kv"],
-        exact_tail=hf.get("exact_tail") or 0,
+        generated_kv=hf.get("generated_kv", "boundary"),
+        exact_tail=hf.get("exact_tail", 0),
+        family=name,
+        **family.read(hf),
     )
+    plain = name == "mistral" and all(kind.window is None for kind in config.kinds)
+    return dataclasses.replace(config, family="llama") if plain else config
+
+
+def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
+    used = _USED | set(family.fields.split())
+    neutral = {name: values for name, values in _NEUTRAL.items() if name not in used}
+    neutral |= family.neutral
+    for name, value in hf.items():
+        if name in neutral and value not in neutral[name]:
+            raise ConfigError(f"{name}={value!r} is not supported; supported: {neutral[name][0]!r}")
+        if name not in neutral and name not in _IRRELEVANT and name not in used:
+            raise ConfigError(
+                f"unknown field {name!r} (value {value!r}): it may change the model, so it is not "
+                f"ignored"
+            )
 
 
 def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | None:
@@ -180,10 +180,10 @@ def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | N
 
 def config_to_hf(config: Config) -> dict[str, Any]:
     """The fields of a `config.json` that a `Config` determines, in the authors' spelling."""
-    swiftkv = config.num_upper_layers > 0
+    family = FAMILIES[config.family]
     fields: dict[str, Any] = {
-        "architectures": ["LlamaSwiftKVForCausalLM" if swiftkv else "LlamaForCausalLM"],
-        "model_type": "llama_swiftkv" if swiftkv else "llama",
+        "architectures": [f"{family.architecture}ForCausalLM"],
+        "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
         "intermediate_size": config.mlp_dim,
@@ -191,91 +191,24 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if config.rope_scaling is None
-        else _rope_scaling_to_hf(config.rope_scaling),
         "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": False,
         "tie_word_embeddings": config.tie_word_embeddings,
-    }
-    if swiftkv:
+    } | family.write(config)
+    if config.num_upper_layers:
         fields |= {
+            "architectures": [f"{family.architecture}SwiftKVForCausalLM"],
+            "model_type": config.family + SWIFTKV,
             "swiftkv": True,
             "num_key_value_layers": config.num_key_value_layers,
             "key_value_group_size": config.key_value_group_size,
         }
     if config.shared_kv_heads is not None:
         fields |= {
-            "architectures": ["LlamaSwiftKVSharedBasisForCausalLM"],
-            "model_type": SHARED_BASIS,
+            "architectures": [f"{family.architecture}SwiftKVSharedBasisForCausalLM"],
+            "model_type": config.family + SHARED_BASIS,
             "shared_kv_heads": [list(row) for row in config.shared_kv_heads],
         }
     if config.generated_kv == "own":  # not known to the authors' stack, which serves `boundary`
         fields |= {"generated_kv": "own", "exact_tail": config.exact_tail}
     return fields
-
-
-def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling in one spelling, to compare two of them."""
-    fields = {
-        name: value
-        for name, value in rope.items()
-        if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-    }
-    return fields | {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
-
-
-def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters`
-    (transformers 5)."""
-    field = "rope_parameters" if hf.get("rope_parameters") is not None else "rope_scaling"
-    if (
-        field == "rope_parameters"
-        and hf.get("rope_scaling") is not None
-        and _scaling(hf["rope_scaling"]) != _scaling(hf[field])
-    ):
-        raise ConfigError(
-            f"rope_scaling={hf['rope_scaling']!r} and rope_parameters={hf[field]!r} disagree"
-        )
-    rope = dict(hf.get(field) or {})
-    theta = rope.pop("rope_theta", None)
-    if theta is None:
-        theta = 10_000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ConfigError(f"rope_theta={theta!r} must be a number")
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    if kind == "default":
-        known: frozenset[str] = frozenset()
-    elif kind == "linear":
-        known = frozenset({"factor"})
-    elif kind == "llama3":
-        known = frozenset(
-            {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-        )
-    else:
-        raise ConfigError(
-            f"{field}: rope_type={kind!r} is not supported; supported: default, linear, llama3"
-        )
-    if missing := known - rope.keys():
-        raise ConfigError(f"{field}: rope_type={kind!r} needs {', '.join(sorted(missing))}")
-    # A rotary factor of one is how transformers 5 spells "all of head_dim".
-    if unknown := [
-        name for name in rope.keys() - known if (name, rope[name]) != ("partial_rotary_factor", 1.0)
-    ]:
-        raise ConfigError(
-            f"{field}: unknown fields for rope_type={kind!r}: {', '.join(sorted(unknown))}"
-        )
-    if kind == "default":
-        return float(theta), None
-    return float(theta), RopeScaling(rope_type=kind, **{name: rope[name] for name in known})
-
-
-def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return dataclasses.asdict(scaling)

@@ -218,7 +218,7 @@ def _is_file(path: Path) -> bool:
 def _match(path: Path, expected: tuple[MappedLeaf, ...], stored: list[Stored]) -> dict[str, Stored]:
     """Name -> tensor, after checking that the files hold exactly what is expected. One error names
     every kind of difference."""
-    shapes = {name: leaf.tensor_shape for leaf in expected for name in leaf.tensors}
+    shapes = {name: leaf.stored_shape for leaf in expected for name in leaf.tensors}
     eight_bits = {name for leaf in expected if leaf.part == VALUES for name in leaf.tensors}
     tied = "lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes
     by_tensor_name: dict[str, list[Stored]] = {}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -39,16 +40,21 @@ SHARD_BYTES = 4_000_000_000
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write: part `index` of a leaf's leading axis, or all of it."""
+    """A tensor to write: part `index` of a leaf's leading axis, or all of it; of several leaves the
+    one below the other."""
 
-    leaf: MappedLeaf
+    leaves: tuple[MappedLeaf, ...]
     index: int | None
     name: str
     dtype: np.dtype
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaves[0].stored_shape
+
+    @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.leaf.tensor_shape, dtype=np.int64)) * self.dtype.itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def save_hf(model: Model, path: str | os.PathLike[str], *, format: Format = "full") -> None:
@@ -100,7 +106,7 @@ def write_hf(
             if jax.process_index() == 0:
                 write_file(
                     partial / name,
-                    [(p.name, p.leaf.tensor_shape, p.dtype) for p in shard],
+                    [(tensor.name, tensor.shape, tensor.dtype) for tensor in shard],
                     mine,
                     metadata,
                 )
@@ -134,7 +140,7 @@ def base_model_digest(source: Source) -> str:
     Each is taken of the values rounded to bfloat16, so a base loaded in a wider dtype than its
     file's is the same base.
     """
-    tensors = [tensor for tensor in _plan(source, "full", None) if not tensor.leaf.is_delta]
+    tensors = [tensor for tensor in _plan(source, "full", None) if not tensor.leaves[0].is_delta]
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     digests = {
         tensor.name: crc32(block.astype(bfloat16))
@@ -175,18 +181,29 @@ def _config(source: Source) -> Config:
 def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Tensor]:
     """Every tensor to write, in the order of the leaves; wide dtypes first, so that each starts at
     a multiple of its size."""
-    chosen = [leaf for leaf in source.leaves if leaf.is_delta or format != "delta"]
-    dtypes = {
-        leaf.name: source.dtypes[leaf.name] if dtype is None or leaf.part else dtype
-        for leaf in chosen
-    }
+    joined: dict[tuple[str, ...], list[MappedLeaf]] = {}
+    for leaf in source.leaves:
+        if leaf.tensors and (leaf.is_delta or format != "delta"):
+            joined.setdefault(leaf.tensors, []).append(leaf)
+
+    def stored(parts: list[MappedLeaf]) -> np.dtype:
+        if dtype is not None and not parts[0].part:
+            return dtype
+        found = [source.dtypes[leaf.name] for leaf in parts]
+        return found[0] if len(found) == 1 else np.dtype(jnp.result_type(*found))
+
+    groups = [(tuple(sorted(parts, key=_first_row)), stored(parts)) for parts in joined.values()]
     tensors = []
-    for leaf in sorted(chosen, key=lambda leaf: -dtypes[leaf.name].itemsize):
+    for parts, of_group in sorted(groups, key=lambda group: -group[1].itemsize):
         tensors += [
-            _Tensor(leaf, index if leaf.stacked else None, name, dtypes[leaf.name])
-            for index, name in enumerate(leaf.tensors)
+            _Tensor(parts, index if parts[0].stacked else None, name, of_group)
+            for index, name in enumerate(parts[0].tensors)
         ]
     return tensors
+
+
+def _first_row(leaf: MappedLeaf) -> int:
+    return 0 if leaf.rows is None else leaf.rows[0]
 
 
 def _split(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
@@ -209,14 +226,17 @@ def _values(
 ) -> Iterator[np.ndarray]:
     """The values of the tensors on the host. Each leaf is read once and let go before the next."""
     where = source.shardings(None)
-    array, current = None, None
+    arrays, current = [], ()
     for tensor in tensors:
-        if tensor.leaf is not current:
-            if current is not None:
-                progress(current)
-            array, current = None, tensor.leaf
-            array = source.read(current, dtype, where[current.name])
-        assert array is not None
-        yield to_host(array, tensor.index).reshape(tensor.leaf.tensor_shape)
-    if current is not None:
-        progress(current)
+        if tensor.leaves is not current:
+            for leaf in current:
+                progress(leaf)
+            arrays, current = [], tensor.leaves
+            arrays = [source.read(leaf, dtype, where[leaf.name]) for leaf in current]
+        parts = [
+            to_host(array, tensor.index).reshape(leaf.tensor_shape)
+            for leaf, array in zip(current, arrays, strict=True)
+        ]
+        yield parts[0] if len(parts) == 1 else np.concatenate(parts).astype(tensor.dtype)
+    for leaf in current:
+        progress(leaf)

@@ -19,6 +19,8 @@ import jax
 from ..config import Config
 from ..errors import CheckpointError
 from ..params import (
+    BLOCK_PARAMS,
+    QKV_PARAMS,
     Llama,
     Param,
     SwiftKV,
@@ -29,6 +31,7 @@ from ..params import (
 )
 from ..quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
 from .compressed_tensors import SCALE_SUFFIX
+from .families import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,9 @@ class MappedLeaf:
     """Checkpoint names along the leading axis; a single one if the leaf is not stacked."""
     param: Param
     """The leaf's row in the table of `params`."""
+    rows: tuple[int, int, int] | None = None
+    """(first, one past the last, number of all) rows of the tensors that are the leaf's, where a
+    tensor joins several leaves; None where it is one."""
 
     @property
     def is_delta(self) -> bool:
@@ -86,6 +92,12 @@ class MappedLeaf:
         return (*shape, 1) if self.part == SCALE else shape
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of each whole tensor, of which `tensor_shape` is the leaf's part."""
+        shape = self.tensor_shape
+        return shape if self.rows is None else (self.rows[2], *shape[1:])
+
+    @property
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
@@ -112,8 +124,9 @@ def leaves(
     for name, shape in shapes.items():
         row = rows[name.removesuffix(f".{VALUES}").removesuffix(f".{SCALE}")]
         layers = row.layers(config) if row.stacked else None
-        tensors = _tensor_names(row, layers, name.endswith(f".{SCALE}"))
-        found.append(MappedLeaf(name, shape.shape, tensors, row))
+        tensor, joined = _tensor_of(config, name, row)
+        tensors = _tensor_names(tensor, layers, name.endswith(f".{SCALE}"))
+        found.append(MappedLeaf(name, shape.shape, tensors, row, joined))
     return tuple(leaf for leaf in found if teacher_qkv or not leaf.is_teacher_qkv)
 
 
@@ -133,7 +146,7 @@ def to_trees(
     llama = jax.tree_util.tree_map_with_path(
         lambda path, _: values[_name(path)], quantized_shapes(shapes, scheme)
     )
-    if "swiftkv.norm" not in values:
+    if not any(name.startswith("swiftkv.") for name in values):
         return llama, None
     shapes = quantized_shapes(swiftkv_shapes(config), scheme)
     delta = jax.tree_util.tree_map_with_path(
@@ -159,10 +172,32 @@ def first_of(names: Sequence[str], count: int = 5) -> str:
     return f"{', '.join(shown[:count])} and {len(names) - count:,} more"
 
 
-def _tensor_names(row: Param, layers: Iterable[int] | None, scale: bool) -> tuple[str, ...]:
+def _tensor_of(config: Config, name: str, row: Param) -> tuple[str, tuple[int, int, int] | None]:
+    """The tensor that holds leaf `name`, within its layer, and `MappedLeaf.rows`."""
+    family = FAMILIES[config.family]
+    stack, _, field = name.partition(".")
+    if stack not in ("lower", "upper", "lower_qkv", "upper_qkv"):
+        return row.tensor, None
+    field = field.partition(".")[0]
+    for tensor, fields in family.fused.items():
+        if field in fields:
+            table = QKV_PARAMS if stack.endswith("qkv") else BLOCK_PARAMS
+            sizes = [_num_rows(config, getattr(table, part)) for part in fields]
+            first = sum(sizes[: fields.index(field)])
+            return tensor, (first, first + sizes[fields.index(field)], sum(sizes))
+    return family.names.get(field, row.tensor), None
+
+
+def _num_rows(config: Config, row: Param) -> int:
+    """Rows of a matrix of one layer, heads merged."""
+    shape = dataclasses.replace(row, dims=row.dims.replace("? ", "")).shape(config)
+    return math.prod(shape[: len(shape) - (row.in_axes or 0)])
+
+
+def _tensor_names(name: str, layers: Iterable[int] | None, scale: bool) -> tuple[str, ...]:
     """Names in a checkpoint, one for each of `layers`; None for a parameter that is not stacked.
     `scale` for those of its scales."""
-    name = row.tensor + SCALE_SUFFIX if scale else row.tensor
+    name = name + SCALE_SUFFIX if scale else name
     return (name,) if layers is None else tuple(f"model.layers.{i}.{name}" for i in layers)
 
 

@@ -50,7 +50,7 @@ class TensorReader:
         part the checksum is verified once."""
         out = _empty(leaf, tuple(len(part) for part in ranges), dtype)
         layers, within = (ranges[0], ranges[1:]) if leaf.stacked else (range(1), ranges)
-        index = _merge_heads(leaf, within)
+        index = _within_tensor(leaf, _merge_heads(leaf, within))
         for row, layer in enumerate(layers):
             tensor = self.tensors[leaf.tensors[layer]]
             partial = any(
@@ -93,6 +93,14 @@ def _empty(leaf: MappedLeaf, shape: tuple[int, ...], dtype: np.dtype) -> np.ndar
         ) from None
     start = -buffer.ctypes.data % 64
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _within_tensor(leaf: MappedLeaf, slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """`slices` of the leaf's part of a tensor, counted from where the tensor begins."""
+    if leaf.rows is None:
+        return slices
+    first, rest = leaf.rows[0], slices[1:]
+    return (slice(slices[0].start + first, slices[0].stop + first), *rest)
 
 
 def _merge_heads(leaf: MappedLeaf, within: tuple[range, ...]) -> tuple[slice, ...]:

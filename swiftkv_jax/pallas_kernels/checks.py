@@ -90,6 +90,22 @@ def check_decode(
     return q, k, v, _int32(length), k_scale, v_scale, _int32(page_table)
 
 
+def check_restrictions(window, score_cap) -> tuple[Any, float | None]:
+    """`window` as an int, or an int32 scalar where it is an array; `score_cap` as a float."""
+    if window is not None:
+        window = _offset(window, "window")
+        if np.shape(window) != ():
+            raise ValueError(f"window must be a scalar, got {np.shape(window)=}")
+        if _is_known(window) and int(window) < 1:
+            raise ValueError(f"window must be from 1 up, got {int(window)}")
+        window = window if isinstance(window, int) else _int32(window)
+    if score_cap is not None:
+        if isinstance(score_cap, bool) or not isinstance(score_cap, int | float) or score_cap <= 0:
+            raise ValueError(f"score_cap must be a number above 0, got {score_cap!r}")
+        score_cap = float(score_cap)
+    return window, score_cap
+
+
 def _operands(q, k, v, k_scale, v_scale):
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     if k.shape != v.shape or k.dtype != v.dtype:
@@ -166,7 +182,7 @@ def _integers(name, value):
     return value
 
 
-def _offset(value):
+def _offset(value, name="q_offset"):
     """An int if the offset is static: only then is it known while tracing whether rows start where
     their keys start."""
     if not isinstance(value, (bool, np.bool_, jax.Array)):
@@ -174,7 +190,7 @@ def _offset(value):
             return operator.index(value)
         except TypeError:
             pass
-    return _integers("q_offset", value)
+    return _integers(name, value)
 
 
 def _one_a_row(name, value, batch, high, what):

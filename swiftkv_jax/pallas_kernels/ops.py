@@ -1,4 +1,4 @@
-"""The two attention ops: check the arguments, choose an implementation, run it.
+"""The two attention ops: check the arguments, choose an implementation (`choice`), run it.
 
 `implementation=None` chooses for the device; a name is obeyed or refused with
 `NotImplementedError`. Arguments that do not belong together are a `ValueError`. Queries are `B T N
@@ -8,8 +8,7 @@ H` as the projection leaves them, keys and values head-major `B K S H` as the ca
 from __future__ import annotations
 
 import functools
-from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +16,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from . import cudnn, xla
-from .checks import check_decode, check_prefill
+from .checks import check_decode, check_prefill, check_restrictions
+from .choice import Implementation, choose_implementation, find_tuning, kernels_of, widens_pool
 from .decode_plan import DecodePlan
-from .device import (
-    HEAD_DIMS,
-    cuda_runtime_version,
-    cuda_unsupported_reason,
-    cudnn_version,
-    current_device,
-    device_kernels,
-    is_hopper,
-    is_nvidia,
-)
 from .no_gradient import SCALED_OR_PAGED, without_gradient
 from .remat import checkpoint_names
-from .tuning import tuning_for
 
-Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
+__all__ = [
+    "Implementation",
+    "choose_implementation",
+    "decode_attention",
+    "find_tuning",
+    "plan_decode",
+    "prefill_attention",
+    "widens_pool",
+]
 
 
 def prefill_attention(
@@ -47,6 +44,8 @@ def prefill_attention(
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    window: Int[Array, ""] | int | None = None,
+    score_cap: float | None = None,
     implementation: Implementation | None = None,
     tuning: Any = None,
     backward_tuning: Any = None,
@@ -66,6 +65,9 @@ def prefill_attention(
     page; where the queries past `lengths[b]` stand does not matter. Only visible pages are read,
     but for the copy that the next paragraph names. `segment_ids` are refused.
 
+    With `window` a query sees that many positions at most, its own and those right before it. With
+    `score_cap` c a score s is c tanh(s / c) (Gemma 2, arXiv:2408.00118). Only XLA has either.
+
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per
     position and head: the value is what is stored times its scale. The device kernels read them
     widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
@@ -83,6 +85,7 @@ def prefill_attention(
     Python or NumPy, are static. Values of other offsets and of lengths are checked where they are
     known, that is outside of `jax.jit`.
     """
+    window, score_cap = check_restrictions(window, score_cap)
     q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = check_prefill(
         q,
         k,
@@ -103,6 +106,7 @@ def prefill_attention(
         k,
         segment_ids=segment_ids,
         page_table=page_table,
+        restricted=window is not None or score_cap is not None,
         tuning=tuning,
         backward_tuning=backward_tuning,
     )
@@ -110,7 +114,9 @@ def prefill_attention(
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
     if name == "xla":
-        return xla.prefill(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table)
+        return xla.prefill(
+            q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table, window, score_cap
+        )
     if name == "cudnn" and (page_table is not None or not starts_at_zero):
         q, k, v = without_gradient(
             "implementation='cudnn' has no gradient with q_offset; 'xla' has", (q, k, v)
@@ -140,6 +146,8 @@ def decode_attention(
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
     plan: DecodePlan | None = None,
+    window: Int[Array, ""] | int | None = None,
+    score_cap: float | None = None,
     implementation: Implementation | None = None,
     tuning: Any = None,
 ) -> Float[Array, "B T N H"]:
@@ -149,7 +157,8 @@ def decode_attention(
     `length[b] - T + t + 1`, and where these are none, as for the early queries of a row with fewer
     than T positions, it yields zeros. A row of length 0 is idle. Cache formats are those of
     `prefill_attention`, widened on the way to the product: the kernels read them as they are
-    stored. What no query sees must be finite here too.
+    stored. What no query sees must be finite here too. `window` and `score_cap` are those of
+    `prefill_attention`.
 
     With `page_table`, `k` and `v` are a pool of X pages: position s of row b is position `s % page`
     of page `page_table[b, s // page]`. Entries for the pages that `length` reaches must lie in the
@@ -165,22 +174,26 @@ def decode_attention(
     Differentiable in q, k, v, but for scaled or paged keys and values, and not on the device
     kernels. Raises as `prefill_attention` does.
     """
+    window, score_cap = check_restrictions(window, score_cap)
     q, k, v, length, k_scale, v_scale, page_table = check_decode(
         q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
     )
+    restricted = window is not None or score_cap is not None
     name = choose_implementation(
-        "decode", implementation, q, k, page_table=page_table, tuning=tuning
+        "decode", implementation, q, k, page_table=page_table, restricted=restricted, tuning=tuning
     )
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
     if name == "xla":
-        return xla.decode(q, k, v, length, k_scale, v_scale, page_table)
+        return xla.decode(
+            q, k, v, length, k_scale, v_scale, page_table, window=window, score_cap=score_cap
+        )
     if name == "cudnn":
         return cudnn.decode(q, k, v, length)
     q, k, v = without_gradient(
         f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
     )
-    kernel = _kernels(name).decode
+    kernel = kernels_of(name).decode
     tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
     operands = q, k, v, length, k_scale, v_scale, page_table
     if name == "hopper":
@@ -194,6 +207,7 @@ def plan_decode(
     length: Int[Array, " B"],
     *,
     page_table: Int[Array, "B P"] | None = None,
+    score_cap: float | None = None,
     implementation: Implementation | None = None,
     tuning: Any = None,
 ) -> DecodePlan | None:
@@ -204,148 +218,18 @@ def plan_decode(
     operations on B^2 + B W small integers, W being about B + 528 / K. Raises as `decode_attention`
     does.
     """
+    restricted = score_cap is not None
     name = choose_implementation(
-        "decode", implementation, q, k, page_table=page_table, tuning=tuning
+        "decode", implementation, q, k, page_table=page_table, restricted=restricted, tuning=tuning
     )
     if name != "hopper":
         return None
     tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
     length = jnp.asarray(length, jnp.int32)
-    return _kernels(name).decode.plan(q, k, length, page_table, tuning=tuning)
-
-
-# Choosing ---------------------------------------------------------------------
-
-
-def widens_pool(
-    q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
-    k: Num[Array, "X K page H"] | jax.ShapeDtypeStruct,
-    page_table: Int[Array, "B P"] | jax.ShapeDtypeStruct,
-    *,
-    implementation: Implementation | None = None,
-) -> bool:
-    """Whether `prefill_attention` with these operands and options widens the whole pool before it
-    reads pages of it: with keys in 8 bits, on a device kernel. Only shapes and dtypes count."""
-    if k.dtype == q.dtype:
-        return False
-    name = implementation or choose_implementation("prefill", None, q, k, page_table=page_table)
-    return name in ("hopper", "tpu")
-
-
-def choose_implementation(
-    op: Literal["prefill", "decode"],
-    implementation: str | None,
-    q,
-    k,
-    *,
-    segment_ids=None,
-    page_table=None,
-    tuning: Any = None,
-    backward_tuning: Any = None,
-) -> str:
-    """The implementation to run: the named one, or with None the current device's kernel if it can
-    run these operands, else 'xla'. cuDNN decodes by name only: it takes no pages, and transposes
-    a cache before it reads it.
-
-    Only the shapes and dtypes of the arrays count. Raises `NotImplementedError` if the named
-    implementation cannot run them, `ValueError` for a tuning of another kernel.
-    """
-    operands = op, q, k, segment_ids, page_table
-    if implementation not in ("hopper", "tpu"):
-        for name, value in (("tuning", tuning), ("backward_tuning", backward_tuning)):
-            if value is not None:
-                raise ValueError(
-                    f"{name} goes with implementation='hopper' or 'tpu', got {implementation=}"
-                )
-    if implementation is None:
-        name = device_kernels(*current_device())
-        if name is None or (name, op) == ("cudnn", "decode"):
-            return "xla"
-        return "xla" if _unsupported_reason(name, *operands) else name
-    if implementation not in get_args(Implementation):
-        raise NotImplementedError(
-            f"{implementation=} is not available; available: "
-            f"{', '.join(map(repr, get_args(Implementation)))}"
-        )
-    _check_tuning("tuning", tuning, implementation, op)
-    _check_tuning("backward_tuning", backward_tuning, implementation, "backward")
-    reason = _unsupported_reason(implementation, *operands, tuning)
-    if reason:
-        raise NotImplementedError(f"{implementation=} {reason}; 'xla' runs {op} everywhere")
-    return implementation
-
-
-def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
-    """Raise `ValueError` if `tuning` is not None and not of the class of this kernel."""
-    if tuning is None:
-        return
-    wanted = getattr(_kernels(implementation), op).Tuning
-    if not isinstance(tuning, wanted):
-        raise ValueError(
-            f"{name} must be a Tuning of the {implementation} {op} kernel, got {tuning!r}"
-        )
-
-
-def _unsupported_reason(
-    name: str, op: str, q, k, segment_ids, page_table, tuning: Any = None
-) -> str | None:
-    """Why `name` cannot run `op` on these operands on the current device; None if it can."""
-    platform, kind = current_device()
-    if name in ("hopper", "tpu"):
-        dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
-        if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
-            needed = "Hopper GPU" if name == "hopper" else "TPU"
-            return f"needs a {needed}, this is {platform} ({kind})"
-        if name == "hopper" and (reason := cuda_unsupported_reason(cuda_runtime_version())):
-            return reason
-        if q.shape[3] not in HEAD_DIMS:
-            return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
-        if q.dtype not in dtypes:
-            return f"takes {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}, got {q.dtype=}"
-        if tuning is None:
-            packed = segment_ids is not None
-            try:
-                tuning = find_tuning(name, "prefill.packed" if packed else op, q, k)
-            except NotImplementedError as error:
-                return f"cannot: {error}"
-        # The kernel's module is imported here first, on its own device only.
-        return getattr(_kernels(name), op).unsupported_reason(q, k, page_table, tuning)
-    if name == "cudnn":
-        if not is_nvidia(platform, kind):
-            return f"needs an NVIDIA GPU, this is {platform} ({kind})"
-        wide = is_hopper(platform, kind)  # on older GPUs JAX refuses H > 128
-        return cudnn.unsupported_reason(
-            op, q, k, segment_ids, page_table, wide_heads=wide, version=cudnn_version()
-        )
-    return None
+    return kernels_of(name).decode.plan(q, k, length, page_table, tuning=tuning)
 
 
 # Device kernels ---------------------------------------------------------------
-
-
-def _kernels(name: str) -> ModuleType:
-    """The package of device kernels, imported when first used: Mosaic GPU alone takes half a
-    second."""
-    if name == "hopper":
-        from . import hopper as kernels
-    else:
-        from . import tpu as kernels
-    return kernels
-
-
-def find_tuning(name: str, op: str, q, k) -> Any:
-    """The table's entry for `op` of device kernel `name`, with these queries and keys.
-
-    Keys that prefill widens count as widened. float16 has the entries of bfloat16: both have 16
-    bits.
-    """
-    kernel = getattr(_kernels(name), op.split(".")[0])
-    dtype = k.dtype if op == "decode" else q.dtype
-    dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
-    tuning = tuning_for(kernel.Tuning, f"{name}.{op}", q.shape[3], dtype)
-    if name == "hopper" and op.startswith("prefill"):
-        tuning = kernel.for_heads(tuning, q, k)
-    return tuning
 
 
 @functools.cache
@@ -360,7 +244,7 @@ def _forward(
 ):
     if tuning is None:
         tuning = find_tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, k)
-    return _jitted(_kernels(name).prefill.attention, tuning, save_lse=save_lse)(
+    return _jitted(kernels_of(name).prefill.attention, tuning, save_lse=save_lse)(
         q, k, v, offset, lengths, segment_ids, page_table
     )
 
@@ -379,7 +263,7 @@ def _whole_rows_forward(name, tuning, backward_tuning, q, k, v, segment_ids):
 def _whole_rows_backward(name, tuning, backward_tuning, residuals, d_out):
     if backward_tuning is None:
         backward_tuning = find_tuning(name, "backward", *residuals[:2])
-    gradient = _jitted(_kernels(name).backward.attention_grad, backward_tuning)
+    gradient = _jitted(kernels_of(name).backward.attention_grad, backward_tuning)
     return *gradient(*residuals, d_out), None
 
 

@@ -13,11 +13,13 @@ def attention(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    score_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v over the positions where `mask` is True, in float32: f32[B, T, N,
     H].
 
-    Query head n reads key/value head n // (N / K). A row with nothing to attend to yields zeros.
+    With `score_cap` c, c tanh(s / c) in the place of each score s. Query head n reads key/value
+    head n // (N / K). A row with nothing to attend to yields zeros.
     """
     groups = q.shape[2] // k.shape[1]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -25,6 +27,8 @@ def attention(
     scores = jnp.einsum("BTNH,BNSH->BNTS", q, k, precision="highest") / jnp.sqrt(
         jnp.float32(q.shape[-1])
     )
+    if score_cap is not None:
+        scores = score_cap * jnp.tanh(scores / score_cap)
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     weights = jnp.where(mask[:, None], weights, 0.0)
     return jnp.einsum("BNTS,BNSH->BTNH", weights, v, precision="highest")

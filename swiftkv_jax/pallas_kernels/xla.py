@@ -41,7 +41,7 @@ first: blocks are walked only if at most a quarter of the positions is valid."""
 
 
 class _Keys(NamedTuple):
-    """Keys and values, and their optional scales, segment ids and page table."""
+    """Keys and values, and their optional scales, segment ids, page table and window."""
 
     k: Array  # B K S H; with a page table X K page H
     v: Array
@@ -49,6 +49,7 @@ class _Keys(NamedTuple):
     v_scale: Array | None = None
     segment_ids: Array | None = None  # B S
     page_table: Array | None = None  # B P
+    window: Array | None = None  # i32[]
 
     @property
     def length(self) -> int:  # S
@@ -65,9 +66,11 @@ def prefill(
     k_scale: Float[Array, "_ K _"] | None = None,
     v_scale: Float[Array, "_ K _"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    window: Int[Array, ""] | int | None = None,
+    score_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with
-    its own segment id.
+    its own segment id, and the last `window` of them.
 
     k and v are `B K S H`, or with a page table a pool of pages `X K page H`: position s of row b is
     position `s % page` of page `page_table[b, s // page]`. Queries from `lengths[b]` on see nothing
@@ -78,19 +81,23 @@ def prefill(
     last = start + index  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
-    keys = _Keys(k, v, k_scale, v_scale, segment_ids, page_table)
+    keys = _Keys(k, v, k_scale, v_scale, segment_ids, page_table, _scalar(window))
     platform, (batch, queries, heads, _) = current_device()[0], q.shape
     most = prefill_blocks(platform, batch, queries, heads)
     if queries <= most.queries and keys.length <= most.keys:
-        return _direct(q, keys, last)
+        return _direct(q, keys, last, score_cap)
     if page_table is None:
-        return _blocked(q, keys, last, _even(queries, most.queries), _even(keys.length, most.keys))
+        blocks = _even(queries, most.queries), _even(keys.length, most.keys)
+        return _blocked(q, keys, last, *blocks, score_cap)
     most = prefill_blocks(platform, 1, queries, heads)
     blocks = _even(queries, most.queries), _even(keys.length, most.keys, page=k.shape[2])
 
     def row(q, table, last):
         return jnp.squeeze(
-            _blocked(q[None], keys._replace(page_table=table[None]), last[None], *blocks), 0
+            _blocked(
+                q[None], keys._replace(page_table=table[None]), last[None], *blocks, score_cap
+            ),
+            0,
         )
 
     # Rows one after the other: they are chunks of prompts, some long, some idle, and each walks its
@@ -106,9 +113,12 @@ def decode(
     k_scale: Float[Array, "_ K _"] | None = None,
     v_scale: Float[Array, "_ K _"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    *,
+    window: Int[Array, ""] | int | None = None,
+    score_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of the last T tokens of each row: query t sees the first `length[b] - T + t + 1`
-    positions.
+    positions, and the last `window` of them.
 
     Keys and values are as in `prefill`. A row of length 0 yields zeros. What lies beyond the
     longest row's block is not read, unless reading it all is faster.
@@ -116,29 +126,36 @@ def decode(
     batch, queries, _, head_dim = q.shape
     most = decode_keys(current_device()[0], batch * k.shape[1] * head_dim * q.dtype.itemsize)
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
-    keys = _Keys(k, v, k_scale, v_scale, page_table=page_table)
+    keys = _Keys(k, v, k_scale, v_scale, page_table=page_table, window=_scalar(window))
     in_place = page_table is None and k_scale is None
     if keys.length <= most * (FULL_SHARE if in_place else 1):
-        return _direct(q, keys, last)
+        return _direct(q, keys, last, score_cap)
     block = _even(keys.length, most, page=1 if page_table is None else k.shape[2])
     if not in_place:
-        return _blocked(q, keys, last, queries, block)
+        return _blocked(q, keys, last, queries, block, score_cap)
     short = length.max() <= keys.length // FULL_SHARE
     return lax.cond(
-        short, lambda: _blocked(q, keys, last, queries, block), lambda: _direct(q, keys, last)
+        short,
+        lambda: _blocked(q, keys, last, queries, block, score_cap),
+        lambda: _direct(q, keys, last, score_cap),
     )
+
+
+def _scalar(window) -> Array | None:
+    return None if window is None else jnp.asarray(window, jnp.int32)
 
 
 # One block --------------------------------------------------------------------
 
 
-def _direct(q, keys: _Keys, last):
+def _direct(q, keys: _Keys, last, cap: float | None):
     rows = _rows(q, keys)
     k, v, k_scale, v_scale, mask = _load(keys, 0, keys.length, rows.dtype, _visible(q, keys, last))
     # The smallest finite number, not -inf: a query that sees nothing must not be NaN before it is
     # zero, nor its gradient.
     weights = jax.nn.softmax(
-        jnp.where(mask, _scores(rows, k, k_scale), jnp.finfo(jnp.float32).min), axis=-1
+        jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), jnp.finfo(jnp.float32).min),
+        axis=-1,
     )
     out = _heads(_attend(weights, v, v_scale), q).astype(q.dtype)
     return jnp.where((last >= 0)[:, :, None, None], out, 0)
@@ -147,12 +164,12 @@ def _direct(q, keys: _Keys, last):
 # Many blocks ------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _blocked(q, keys: _Keys, last, block_q: int, block_kv: int):
-    return _forward(q, keys, last, block_q, block_kv)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _blocked(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | None):
+    return _forward(q, keys, last, block_q, block_kv, cap)[0]
 
 
-def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
+def _forward(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | None):
     """The output, and the logarithm of each row's sum of exponentials (I B K R), +inf for rows that
     see nothing."""
 
@@ -163,7 +180,7 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
         def key_block(j, carry):
             out, largest, total = carry
             k, v, k_scale, v_scale, mask = _load(keys, j, block_kv, rows.dtype, visible)
-            scores = jnp.where(mask, _scores(rows, k, k_scale), -jnp.inf)
+            scores = jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(axis=-1))
             weights = jnp.exp(scores - new_largest[..., None])
             shrink = jnp.exp(largest - new_largest)
@@ -184,14 +201,14 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int):
     return _join(out, q.shape[1]), lse
 
 
-def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int):
+def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | None):
     if keys.k_scale is not None or keys.page_table is not None:
         raise NotImplementedError(SCALED_OR_PAGED)
-    q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv))
+    q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv, cap))
     return out, (q, keys, last, out, lse)
 
 
-def _backward_rule(block_q: int, block_kv: int, residuals, d_out):
+def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_out):
     q, keys, last, out, lse = residuals
     scale = q.shape[-1] ** -0.5
 
@@ -207,13 +224,15 @@ def _backward_rule(block_q: int, block_kv: int, residuals, d_out):
             dq, dk, dv = carry
             k, v, _, _, mask = _load(keys, j, block_kv, rows.dtype, visible)
             mask = mask.swapaxes(2, 3)
-            weights = jnp.where(mask, jnp.exp(_scores(k, rows) - lse[:, :, None]), 0)
+            scores = _capped(_scores(k, rows), cap)
+            weights = jnp.where(mask, jnp.exp(scores - lse[:, :, None]), 0)
             d_weights = _product("BKSH,BKRH->BKSR", v, d_rows)
             # Masked again: an unseen value can have made d_weights infinite, and zero times that is
             # not zero.
-            d_scores = jnp.where(mask, weights * (d_weights - delta[:, :, None]), 0).astype(
-                rows.dtype
-            )
+            d_scores = jnp.where(mask, weights * (d_weights - delta[:, :, None]), 0)
+            if cap is not None:
+                d_scores *= 1 - jnp.square(scores / cap)
+            d_scores = d_scores.astype(rows.dtype)
             dq += _product("BKSH,BKSR->BKHR", k, d_scores)
             dk = _add_block(dk, j, _product("BKSR,BKRH->BKSH", d_scores, rows))
             dv = _add_block(dv, j, _product("BKSR,BKRH->BKSH", weights.astype(rows.dtype), d_rows))
@@ -258,10 +277,14 @@ def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
     rows = block_q * (q.shape[2] // keys.k.shape[1])
     visible = jax.tree.map(lambda x: _split(x, rows, padding=-1), _visible(q, keys, last))
     end = (visible[0].max(axis=(1, 2)) + block_kv) // block_kv
-    if keys.segment_ids is None:
-        return visible, jnp.zeros_like(end), end
-    first, segment_end = segments.visible_kv_blocks(keys.segment_ids, block_q, block_kv)
-    return visible, first.min(axis=0), jnp.minimum(end, segment_end.max(axis=0))
+    first = jnp.zeros_like(end)
+    if keys.segment_ids is not None:
+        first, segment_end = segments.visible_kv_blocks(keys.segment_ids, block_q, block_kv)
+        first, end = first.min(axis=0), jnp.minimum(end, segment_end.max(axis=0))
+    if keys.window is not None:
+        oldest = jnp.where(visible[0] < 0, keys.length, visible[0] - keys.window + 1)
+        first = jnp.maximum(first, oldest.min(axis=(1, 2)) // block_kv)
+    return visible, first, end
 
 
 def _load(keys: _Keys, j, size: int, dtype, visible):
@@ -285,6 +308,8 @@ def _load(keys: _Keys, j, size: int, dtype, visible):
 
     position = start + jnp.arange(size, dtype=jnp.int32)
     mask = (position <= last[:, :, None]) & (position >= j * size)
+    if keys.window is not None:
+        mask &= position > last[:, :, None] - keys.window
     if keys.segment_ids is not None:
         mask &= segment_ids[:, :, None] == read(keys.segment_ids, axis=1)[:, None]
     k_scale, v_scale = (None if x is None else read(x) for x in (keys.k_scale, keys.v_scale))
@@ -342,6 +367,10 @@ def _heads(rows, q):
 def _scores(rows, k, k_scale=None):
     scores = _product("BKRH,BKSH->BKRS", rows, k) * rows.shape[-1] ** -0.5
     return scores if k_scale is None else scores * k_scale[:, :, None]
+
+
+def _capped(scores, cap: float | None):
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def _attend(weights, v, v_scale):

@@ -62,7 +62,7 @@ def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
 
 def size_of(config: Config) -> int:
     """Inputs of the regression: the hidden state, and a constant where there are biases."""
-    return config.embed_dim + config.attention_bias
+    return config.embed_dim + config.qkv_bias
 
 
 def memory_per_device(

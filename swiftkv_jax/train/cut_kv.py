@@ -33,8 +33,8 @@ from ..calibration.moments import (
 )
 from ..config import Config
 from ..initialization import Start
-from ..layers import rope_table
 from ..params import Llama, SwiftKV, swiftkv_shapes
+from ..rope import rope_tables, scanned_kinds
 from ..sharding import all_gather_fsdp, swiftkv_shardings
 from ..transformer import Batch
 
@@ -175,7 +175,9 @@ def add_cut(
 ) -> Moments:
     """`moments` with those of one more batch for the upper layers of one cut, from `entry` on; not
     the number of tokens."""
-    mesh, rope = attention.mesh, rope_table(config, batch.positions)
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
     norm = layer_of(llama.lower.attn_norm, first_upper)
     s = regressors(config, layer_of(inputs, first_upper), norm)
 
@@ -185,7 +187,8 @@ def add_cut(
             for stack in (llama.lower, llama.lower_qkv)
         )
         x = layer_of(inputs, index)
-        added = layer_moments(config, block, qkv, x, s, rope, batch.segment_ids, mesh=mesh)
+        kind = kind_of(layer_of(kinds, index))
+        added = layer_moments(config, block, qkv, x, s, kind, batch.segment_ids, mesh=mesh)
         return add_layer(config, mesh, moments, added, entry + index - first_upper)
 
     return jax.lax.fori_loop(first_upper, config.num_layers, step, moments)
@@ -245,7 +248,7 @@ def _put(
         name: put([x[..., :width] for x in arrays], getattr(where, name))
         for name, arrays in parts.items()
     }
-    if config.attention_bias:
+    if config.qkv_bias:
         stacks |= {
             f"{name}_bias": put([x[..., width] for x in arrays], getattr(where, f"{name}_bias"))
             for name, arrays in parts.items()

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..config import Config
-from ..layers import head_weights, rms_norm
+from ..layers import finish_logits, head_weights, norm, unfinished_gradient
 from ..mesh import MODEL, dp_size
 from ..params import Llama, SwiftKV, cast
 from ..sharding import all_gather_vocabulary, constrain_activations
@@ -136,13 +136,13 @@ def distill_sums(
         return (error * real).sum()
 
     with jax.named_scope("lower"):
-        x, rope = run_lower_layers(config, llama, batch, attention=attention)
+        x, tables = run_lower_layers(config, llama, batch, attention=attention)
     with jax.named_scope("teacher"):
         teacher_x, teacher_hidden = run_upper_layers_teacher(
             config,
             llama,
             x,
-            rope,
+            tables,
             batch.segment_ids,
             layer_hook=lambda index, x: jnp.where(index == compared, x, 0),
             attention=attention,
@@ -155,7 +155,7 @@ def distill_sums(
             llama,
             delta,
             x,
-            rope,
+            tables,
             batch.segment_ids,
             layer_hook=lambda index, x: jax.lax.cond(
                 index == compared, squared_error, lambda *_: 0.0, x, teacher_hidden
@@ -167,8 +167,7 @@ def distill_sums(
     teacher_x, student_x = (
         constrain_activations(attention.mesh, x) for x in (teacher_x, student_x)
     )  # not split along the sequence: chunks run along it
-    teacher_x = rms_norm(teacher_x, llama.final_norm, config.norm_eps)
-    student_x = rms_norm(student_x, llama.final_norm, config.norm_eps)
+    teacher_x, student_x = (norm(config, x, llama.final_norm) for x in (teacher_x, student_x))
     if compared == config.num_layers:
         hidden = squared_error(student_x, teacher_x)
     kl, agreement, teacher_nll, student_nll = linear_kl(
@@ -178,6 +177,7 @@ def distill_sums(
         head_weights(llama),
         jnp.roll(batch.tokens, -1, axis=1),
         batch.loss_mask,
+        config=config,
         divergence=objective.divergence,
         top_k=objective.top_k,
         mesh=attention.mesh,
@@ -210,6 +210,7 @@ def mean_loss(
 
 
 class _Static(NamedTuple):
+    config: Config | None
     temperature: float
     divergence: Divergence
     top_k: int | None
@@ -224,6 +225,7 @@ def linear_kl(
     next_tokens: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     *,
+    config: Config | None = None,
     divergence: Divergence = "forward",
     top_k: int | None = None,
     mesh: Mesh | None = None,
@@ -234,14 +236,15 @@ def linear_kl(
 
     The divergence is taken between the softmaxes of both logits over `temperature` (Hinton et al.,
     "Distilling the Knowledge in a Neural Network", 2015), see `divergence`. Only it is
-    differentiable, and only in `student_x`: teacher and head are frozen. On a `mesh` rows stay
+    differentiable, and only in `student_x`: teacher and head are frozen. Logits are divided and
+    capped as `config` says; without one they are the products with `head`. On a `mesh` rows stay
     split over data and fsdp, and logits over model. `chunk` is the number of positions whose logits
     exist at a time; None is `chunk_length`.
     """
     batch, length, _ = student_x.shape
     chunk = chunk_length(batch, length, head.shape[0], mesh) if chunk is None else chunk
     sums: Any = _linear_kl(
-        _Static(temperature, divergence, top_k, chunk),
+        _Static(config, temperature, divergence, top_k, chunk),
         student_x,
         teacher_x,
         all_gather_vocabulary(mesh, head),
@@ -296,6 +299,8 @@ def _scan_chunks(
         student_x, teacher_x, next_tokens, weights = arrays
         student = jnp.einsum("BTD,VD->BTV", student_x, head, preferred_element_type=jnp.float32)
         teacher = jnp.einsum("BTD,VD->BTV", teacher_x, head, preferred_element_type=jnp.float32)
+        if static.config is not None:
+            student, teacher = (finish_logits(static.config, x) for x in (student, teacher))
         kl, gradient = divergence_and_gradient(
             static.divergence, student, teacher, static.temperature, static.top_k
         )
@@ -310,6 +315,8 @@ def _scan_chunks(
         )
         if not with_gradient:
             return sums, None
+        if static.config is not None:
+            gradient = unfinished_gradient(static.config, gradient, student)
         gradient = (gradient * weights[..., None]).astype(head.dtype)
         return sums, jnp.einsum("BTV,VD->BTD", gradient, head).astype(student_x.dtype)
 

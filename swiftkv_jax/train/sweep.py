@@ -25,8 +25,9 @@ from ..cache import bytes_per_token
 from ..calibration import LayerFit
 from ..config import Config
 from ..cost import prefill_flops
-from ..layers import head_weights, rms_norm, rope_table
+from ..layers import embed, head_weights, norm
 from ..params import Llama, SwiftKV
+from ..rope import rope_tables, scanned_kinds
 from ..sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations, replicated
 from ..transformer import Batch, cross_layer, packed_attention, project_kv, self_layer
 from .cut_kv import States, calibrated_kv, copied_kv, layer_of
@@ -179,16 +180,21 @@ def teacher_states(
     config: Config, attention: Attention, llama: Llama, batch: Batch
 ) -> tuple[Float[Array, "L B T D"], Float[Array, "B T D"]]:
     """The hidden state that enters each layer, and the output of the last one."""
-    mesh, rope = attention.mesh, rope_table(config, batch.positions)
-    attend = packed_attention(attention, batch.segment_ids)
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
 
     def step(x, layer):
-        block, qkv = (all_gather_fsdp(mesh, weights, layer=True) for weights in layer)
+        *weights, kind = layer
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        rope, window = kind_of(kind)
+        attend = packed_attention(config, attention, batch.segment_ids, window)
         following, _ = self_layer(config, block, qkv, x, rope, attend)
         return constrain_activations(mesh, following), x
 
-    x = constrain_activations(mesh, all_gather_vocabulary(mesh, llama.embed)[batch.tokens])
-    last, inputs = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv))
+    embedding = all_gather_vocabulary(mesh, llama.embed)
+    x = constrain_activations(mesh, embed(config, embedding, batch.tokens))
+    last, inputs = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv, kinds))
     return inputs, last
 
 
@@ -228,9 +234,11 @@ def cut_sums(
 ) -> tuple[Array, Array, Array, Array]:
     """`linear_kl` at temperature 1 between the teacher, which is `last`, and the student of one
     cut, whose upper layers' keys and values are projected by the entries of `kv` in turn."""
-    mesh, rope = attention.mesh, rope_table(config, batch.positions)
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
     first_x = layer_of(inputs, first_upper)
-    norm = layer_of(llama.lower.attn_norm, first_upper)
+    first_norm = layer_of(llama.lower.attn_norm, first_upper)
 
     def run_layer(index, x):
         block, qkv, own = (
@@ -241,18 +249,29 @@ def cut_sums(
                 (kv, index - first_upper),
             )
         )
-        delta = dataclasses.replace(jax.tree.map(lambda leaf: leaf[None], own), norm=norm)
+        delta = dataclasses.replace(jax.tree.map(lambda leaf: leaf[None], own), norm=first_norm)
+        rope, window = kind_of(layer_of(kinds, index))
         k, v = (heads[0] for heads in project_kv(config, delta, first_x, rope))
-        attend = functools.partial(attention.prefill, k=k, v=v, segment_ids=batch.segment_ids)
-        return constrain_activations(
-            mesh, cross_layer(config, block, qkv.q, qkv.q_bias, x, rope, attend)
+        attend = functools.partial(
+            attention.prefill,
+            k=k,
+            v=v,
+            segment_ids=batch.segment_ids,
+            window=window,
+            score_cap=config.score_cap,
         )
+        return constrain_activations(mesh, cross_layer(config, block, qkv, x, rope, attend))
 
     student_x = jax.lax.fori_loop(first_upper, config.num_layers, run_layer, first_x)
-    student_x, teacher_x = (
-        rms_norm(x, llama.final_norm, config.norm_eps) for x in (student_x, last)
-    )
+    student_x, teacher_x = (norm(config, x, llama.final_norm) for x in (student_x, last))
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
     return linear_kl(
-        1.0, student_x, teacher_x, head_weights(llama), next_tokens, batch.loss_mask, mesh=mesh
+        1.0,
+        student_x,
+        teacher_x,
+        head_weights(llama),
+        next_tokens,
+        batch.loss_mask,
+        config=config,
+        mesh=mesh,
     )

@@ -24,7 +24,8 @@ BIASED = Config(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    attention_bias=True,
+    qkv_bias=True,
+    o_bias=True,
     tie_word_embeddings=True,
 )
 

@@ -119,8 +119,8 @@ def test_pickles_are_refused(tmp_path):
     "fields, message",
     [
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type='yarn' is not supported",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type='dynamic' is not supported",
         ),
         ({"clip_qkv": 3.0}, "unknown field 'clip_qkv'"),
         ({"key_value_group_size": 3}, "key_value_group_size=3 must divide the 4 layers"),

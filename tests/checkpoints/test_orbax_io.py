@@ -30,7 +30,8 @@ SMALL = Config(
     num_heads=4,
     num_kv_heads=2,
     head_dim=4,
-    attention_bias=True,
+    qkv_bias=True,
+    o_bias=True,
 )
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
 from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
 from tests.compile.compiled import compile_for
 
@@ -36,7 +37,7 @@ def check(function, *shapes, kernels: int):
     return compiled
 
 
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_chunk(head_dim):
     q, kv, rows = (
         shape(2, 2048, N, head_dim),
@@ -67,7 +68,7 @@ def chunk_operands(head_dim, page):
 
 
 @pytest.mark.parametrize("page", [64, 128, 256])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_of_chunks_in_a_pool(head_dim, page):
     """The pool is read as it lies there."""
     op = functools.partial(prefill_attention, implementation="hopper")
@@ -94,7 +95,7 @@ def training(head_dim, packed, implementation):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_training(head_dim, packed):
     """Forward and backward, 8k tokens: three kernels, and nothing of the size of T x S around
     them."""
@@ -106,7 +107,7 @@ def test_training(head_dim, packed):
 
 
 @pytest.mark.parametrize(("persistent", "multicast"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_in_tunings_beyond_the_table(head_dim, persistent, multicast):
     """With documents and log-sum-exps, which take the most registers and shared memory; at head dim
     256 without the latter, for which each thread would keep a register in local memory, once a
@@ -134,7 +135,7 @@ def test_prefill_in_tunings_beyond_the_table(head_dim, persistent, multicast):
 
 DECODE = [
     (head_dim, cache_format, slots, length, paged)
-    for head_dim in ops.HEAD_DIMS
+    for head_dim in HEAD_DIMS
     for cache_format in CACHE
     for slots, length, paged in [(64, 2048, False), (1, 32768, False), (64, 2048, True)]
     if head_dim == 128 or slots == 64 and not paged

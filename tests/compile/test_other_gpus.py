@@ -18,7 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from swiftkv_jax.config import Config
 from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.infer.runner.shapes import FEW_TILES
-from swiftkv_jax.pallas_kernels import cudnn, decode_attention, ops, prefill_attention
+from swiftkv_jax.pallas_kernels import choice, cudnn, decode_attention, prefill_attention
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import compile_for
@@ -122,7 +122,7 @@ def test_prefill_by_xla(gpu):
 def installed(monkeypatch):
     """JAX asks for cuDNN's version before it lowers a call."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 92000)
-    monkeypatch.setattr(ops, "cudnn_version", lambda: 92000)
+    monkeypatch.setattr(choice, "cudnn_version", lambda: 92000)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -34,7 +34,7 @@ def layer(block, qkv, norm, kv, x, rope):
     """What a token goes through at the boundary, but for attention: a layer, and the keys and
     values of two groups."""
     x = output_and_mlp(CONFIG, block, x, project_heads(x, qkv.q, None))
-    return x, project_fused_kv(CONFIG, norm, kv, None, x, rope)
+    return x, project_fused_kv(CONFIG, norm, kv, None, None, x, rope)
 
 
 def elements(dimensions: str) -> int:

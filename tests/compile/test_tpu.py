@@ -5,7 +5,8 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.pallas_kernels import decode_attention, ops, prefill_attention
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
 from tests.compile.compiled import compile_for
 from tests.compile.test_hopper import (
     DECODE,
@@ -30,7 +31,7 @@ def check(topology, function, *shapes, kernels: int):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_chunk(head_dim, topology):
     q, kv, rows = (
         shape(2, 2048, N, head_dim),
@@ -52,7 +53,7 @@ def test_prefill_chunk(head_dim, topology):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("page", [128, 256, 1024])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_of_chunks_in_a_pool(head_dim, page, topology):
     """The pool is read as it lies there."""
     op = functools.partial(prefill_attention, implementation="tpu")
@@ -69,7 +70,7 @@ def test_prefill_of_chunks_in_a_pool(head_dim, page, topology):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_training(head_dim, packed, topology):
     gradient, shapes = training(head_dim, packed, "tpu")
     compiled = check(topology, gradient, *shapes, kernels=3)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import cudnn, device, ops, prefill_attention
+from swiftkv_jax.pallas_kernels import choice, cudnn, device, ops, prefill_attention
 from swiftkv_jax.pallas_kernels.device import device_kernels
 from tests.pallas_kernels.cudnn_stand_in import attend
 from tests.pallas_kernels.interpreted import on_hardware, under
@@ -164,7 +164,7 @@ def operands(op="prefill", head_dim=128, dtype="bfloat16", cache=None):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(ops, "cudnn_version", lambda: 92000)
+    monkeypatch.setattr(choice, "cudnn_version", lambda: 92000)
 
 
 CHOSEN: dict[str, tuple[str, dict[str, Any], str]] = {  # device, changes of the operands -> chosen
@@ -192,7 +192,7 @@ def test_none_chooses(name, installed):
 
 
 def test_none_does_not_choose_what_is_not_installed(monkeypatch):
-    monkeypatch.setattr(ops, "cudnn_version", lambda: None)
+    monkeypatch.setattr(choice, "cudnn_version", lambda: None)
     with under("A100"):
         assert ops.choose_implementation("prefill", None, *operands(), page_table=TABLE) == "xla"
         with pytest.raises(NotImplementedError, match="needs cuDNN, which JAX does not find"):

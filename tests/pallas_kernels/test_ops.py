@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.pallas_kernels import decode_attention, hopper, ops, prefill_attention, tpu
-from swiftkv_jax.pallas_kernels.device import cuda_unsupported_reason, is_hopper
+from swiftkv_jax.pallas_kernels import choice, decode_attention, hopper, ops, prefill_attention, tpu
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, cuda_unsupported_reason, is_hopper
 from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit, unsupported_reason
 from tests.pallas_kernels.interpreted import under
 from tests.pallas_kernels.small_operands import (
@@ -130,7 +130,7 @@ def test_the_limits_of_a_kernel(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("page", [64, 128, 192, 256])
 def test_hopper_takes_pages_of_64(page, head_dim, dtype):
     """Tiles longer than a page are cut, and still cover it."""
@@ -357,7 +357,7 @@ def test_no_gradient_of_scaled_or_paged_keys(device, call, arguments):
 )
 def test_versions_of_cuda_that_miscompile_causal_masks_are_refused(version, supported, monkeypatch):
     assert (cuda_unsupported_reason(version) is None) == supported
-    monkeypatch.setattr(ops, "cuda_runtime_version", lambda: version)
+    monkeypatch.setattr(choice, "cuda_runtime_version", lambda: version)
     q, k = zeros(B, T, N, 128), zeros(B, K, S, 128)
     with under("H100"):
         assert ops.choose_implementation("prefill", None, q, k) == (

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.pallas_kernels import check_prefill, ops, prefill_attention
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
 from swiftkv_jax.pallas_kernels.hopper.prefill import fit as fit_hopper
 from swiftkv_jax.pallas_kernels.tpu.schedule import Tuning
 from swiftkv_jax.pallas_kernels.tpu.schedule import fit as fit_tpu
@@ -159,7 +160,7 @@ def test_the_limits_of_a_kernel(name):
             ops.choose_implementation("prefill", implementation, q, k, page_table=table)
 
 
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("page", [64, 128, 192, 256, 640])
 def test_hopper_takes_pages_of_64(page, head_dim):
     """Blocks of keys longer than a page are shortened, and still cover it, with as many keys in the

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import ops, prefill_attention, reference
+from swiftkv_jax.pallas_kernels import choice, ops, prefill_attention, reference
 from swiftkv_jax.pallas_kernels.hopper import prefill_tiles
 from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
 from tests.pallas_kernels.interpreted import under
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused(tuning, heads, head_dim, message):
 
 def test_the_table_is_for_any_heads(monkeypatch):
     """An entry with multicast, which the tuner measures with 4 queries a head."""
-    monkeypatch.setattr(ops, "tuning_for", lambda *_: Tuning(multicast=True))
+    monkeypatch.setattr(choice, "tuning_for", lambda *_: Tuning(multicast=True))
     for heads, multicast in ((8, True), (14, False), (2, False)):
         with under("H100"):
             q, k = like(1, 512, heads, 128), like(1, 2, 512, 128)

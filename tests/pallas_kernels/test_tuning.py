@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from swiftkv_jax.pallas_kernels import hopper, ops, tpu, tuning
+from swiftkv_jax.pallas_kernels import hopper, tpu, tuning
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
 from tests.pallas_kernels.interpreted import under
 
 CLASSES = {
@@ -27,7 +28,7 @@ def test_entries_are_valid(entry):
 
 
 @pytest.mark.parametrize("kernel", CLASSES)
-@pytest.mark.parametrize("head_dim", ops.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_table_is_complete(kernel, head_dim):
     formats = ["bfloat16", "float8_e4m3fn", "int8"] if kernel.endswith("decode") else ["bfloat16"]
     for dtype in formats:

@@ -34,7 +34,8 @@ CONFIG = Config(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    attention_bias=True,
+    qkv_bias=True,
+    o_bias=True,
 )
 LLAMA = init_llama(CONFIG, jax.random.key(0), scale=0.3)
 CUTS = possible_cuts(6, range(1, 6), (1, 2, 4))

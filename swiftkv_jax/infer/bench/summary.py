@@ -71,17 +71,16 @@ def variant_of(
     name: str, config: Config, weights: Weights, cache_dtype: Any, shapes: Shapes
 ) -> Variant:
     """Facts of an engine that serves `weights`, or their shapes, of a model with `config`."""
-    filling = num_bytes(
-        (weights.lower, weights.lower_qkv, weights.norm_swiftkv, weights.kv, weights.kv_bias)
-    )
+    boundary = (weights.norm_swiftkv, weights.kv, weights.kv_bias, weights.k_norm_swiftkv)
+    filling = num_bytes((weights.lower, weights.lower_qkv, boundary))
     if not weights.upper:  # of the last layer only the keys and values are needed
         filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
             weights.lower_qkv[-1].q
         )
     unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
     if shapes.kv == "own":
-        unread += num_bytes((weights.norm_swiftkv, weights.kv, weights.kv_bias))
-    tail = num_bytes((weights.upper, weights.upper_q, weights.upper_q_bias, weights.upper_kv))
+        unread += num_bytes(boundary)
+    tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv))
     dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)
     return Variant(
         name=name,

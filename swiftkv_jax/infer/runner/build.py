@@ -43,6 +43,7 @@ def build_model_runner(
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
     served = served_config(model.config, swiftkv, options.generated_kv, options.exact_tail)
+    served = served.at_length(options.max_model_len or served.max_position_embeddings)
     own_kv = kv_programs(served, mixed=options.mixed_generated_kv) != "boundary"
     if own_kv:
         _check_own_kv(model)

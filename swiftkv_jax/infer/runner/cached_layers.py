@@ -9,19 +9,27 @@ Tokens that keep their own upper keys and values (`Config.generated_kv`) run thr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
-from ...layers import embed, rope_table
-from ...transformer import Attend, cross_layer, head_major, project_fused_kv, self_layer
+from ...layers import embed
+from ...rope import Tables, group_table, rope_tables, table_of
+from ...transformer import (
+    Attend,
+    cross_layer,
+    head_major,
+    project_fused_kv,
+    self_layer,
+    with_queries,
+)
 from .weights import Weights
 
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
-Read = Callable[[Float[Array, "A T N H"], Pool, Pool], Float[Array, "A T N H"]]
+Read = Callable[[Float[Array, "A T N H"], Pool, Pool, int | None], Float[Array, "A T N H"]]
+"""Attention of queries to a pool, within the layer's window."""
 
 
 def run_lower_layers(
@@ -34,38 +42,49 @@ def run_lower_layers(
     read: Read,
     *,
     boundary_kv: bool = True,
-) -> tuple[Float[Array, "A T D"], Float[Array, "2 A T H_half"], KVCache]:
-    """What runs for every token: (hidden state at the SwiftKV layer, rotary table, cache with the
+) -> tuple[Float[Array, "A T D"], Tables, KVCache]:
+    """What runs for every token: (hidden state at the SwiftKV layer, rotary tables, cache with the
     tokens' keys and values). `boundary_kv` False leaves out those of the upper layers."""
-    x, rope = embed(weights, tokens), rope_table(config, positions)
+    x, tables = embed(config, weights.embed, tokens), rope_tables(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))
     for i, (block, qkv) in enumerate(zip(weights.lower, weights.lower_qkv, strict=True)):
-        x, pools[i] = self_layer(config, block, qkv, x, rope, _attend_own(pools[i], write, read))
+        kind = config.kind(i)
+        attend = _attend_own(pools[i], write, read, kind.window)
+        x, pools[i] = self_layer(config, block, qkv, x, table_of(config, tables, kind), attend)
     if weights.upper and boundary_kv:
-        k, v = project_fused_kv(config, weights.norm_swiftkv, weights.kv, weights.kv_bias, x, rope)
+        k, v = project_fused_kv(
+            config,
+            weights.norm_swiftkv,
+            weights.kv,
+            weights.kv_bias,
+            weights.k_norm_swiftkv,
+            x,
+            group_table(config, tables),
+        )
         for i, group in enumerate(range(config.num_kv_groups), start=config.num_lower_layers):
             pools[i] = _store(pools[i], write, k[group], v[group])
-    return x, rope, _cache(pools)
+    return x, tables, _cache(pools)
 
 
 def run_upper_layers(
-    config: Config, weights: Weights, x: Float[Array, "A T D"], rope, cache: KVCache, read: Read
+    config: Config,
+    weights: Weights,
+    x: Float[Array, "A T D"],
+    tables: Tables,
+    cache: KVCache,
+    read: Read,
 ) -> Float[Array, "A T D"]:
     """The upper layers, for tokens whose own keys and values are in the cache: hidden state before
     the final norm."""
-    for i, (block, q_weight, q_bias) in enumerate(
-        zip(weights.upper, weights.upper_q, weights.upper_q_bias, strict=True)
-    ):
-        layer = config.num_lower_layers + i // config.key_value_group_size
-        x = cross_layer(
-            config,
-            block,
-            q_weight,
-            q_bias,
-            x,
-            rope,
-            lambda q, layer=layer: read(q, cache.k[layer], cache.v[layer]),
-        )
+    layers = zip(weights.upper, weights.upper_q, strict=True)
+    for i, (block, queries) in enumerate(layers):
+        kind = config.kind(config.num_lower_layers + i)
+        entry = config.num_lower_layers + i // config.key_value_group_size
+
+        def attend(q, entry=entry, window=kind.window):
+            return read(q, cache.k[entry], cache.v[entry], window)
+
+        x = cross_layer(config, block, queries, x, table_of(config, tables, kind), attend)
     return x
 
 
@@ -73,7 +92,7 @@ def run_upper_layers_own(
     config: Config,
     weights: Weights,
     x: Float[Array, "A T D"],
-    rope,
+    tables: Tables,
     cache: KVCache,
     write: Write,
     read: Read,
@@ -82,21 +101,20 @@ def run_upper_layers_own(
     each: (hidden state before the final norm, cache with the keys and values that `write` takes).
     A token whose keys and values it leaves out attends to its boundary ones."""
     pools = list(zip(cache.k, cache.v, strict=True))
-    layers = zip(
-        weights.upper, weights.upper_q, weights.upper_q_bias, weights.upper_kv, strict=True
-    )
-    for i, (block, q, q_bias, kv) in enumerate(layers, start=config.num_lower_layers):
-        qkv = dataclasses.replace(kv, q=q, q_bias=q_bias)
-        x, pools[i] = self_layer(config, block, qkv, x, rope, _attend_own(pools[i], write, read))
+    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
+    for i, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
+        kind, qkv = config.kind(i), with_queries(kv, queries)
+        attend = _attend_own(pools[i], write, read, kind.window)
+        x, pools[i] = self_layer(config, block, qkv, x, table_of(config, tables, kind), attend)
     return x, _cache(pools)
 
 
-def _attend_own(pools: tuple[Pool, Pool], write: Write, read: Read) -> Attend:
+def _attend_own(pools: tuple[Pool, Pool], write: Write, read: Read, window: int | None) -> Attend:
     """Attention of tokens that first write their keys and values."""
 
     def attend(q, k, v):
         kv = _store(pools, write, head_major(k), head_major(v))
-        return read(q, *kv), kv
+        return read(q, *kv, window), kv
 
     return attend
 

@@ -163,7 +163,7 @@ def lower_program(
     `key` is one of `Key`; `num_pages` are those of the KV cache, None as many as all sequences can
     fill. The devices of `mesh` need not exist (`topology.topology_mesh`).
     """
-    shards, served = dp_size(mesh), served_config(config, swiftkv)
+    shards, served = dp_size(mesh), served_config(config, swiftkv).at_length(max_model_len)
     table_pages = -(-max_model_len // page_size)
     chunked = key[0] in CHUNKED
     shapes = Shapes(

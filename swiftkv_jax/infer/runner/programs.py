@@ -28,6 +28,7 @@ from ...cache import (
 )
 from ...config import Config
 from ...layers import unembed
+from ...rope import Tables
 from ...sharding import replicated
 from ...transformer import DEFAULT, head_major
 from ..engine.model_runner_base import SamplerOutput
@@ -85,8 +86,8 @@ def prefill_tail(
 ) -> tuple[KVCache, Int[Array, ""]]:
     """`prefill_chunk` in which some tokens run through the upper layers too, and keep their own
     keys and values there."""
-    x, rope, cache = _prefill(config, weights, chunk, cache, attention)
-    _, cache = _run_upper_own(config, weights, chunk, upper, x, rope, cache, attention)
+    x, tables, cache = _prefill(config, weights, chunk, cache, attention)
+    _, cache = _run_upper_own(config, weights, chunk, upper, x, tables, cache, attention)
     done = chunk.tiles.query_end.max()
     return _keep_cache_sharding(config, cache, attention), _replicate(done, attention)
 
@@ -108,13 +109,13 @@ def score_chunk(
     """`prefill_chunk`, and the log-probabilities (A M) of the targets of some of its tokens, which
     alone run through the upper layers. `token` of the result is the likeliest one. Logits are
     computed for `head_rows` tokens at a time."""
-    x, rope, cache = _prefill(config, weights, chunk, cache, attention)
+    x, tables, cache = _prefill(config, weights, chunk, cache, attention)
     if kv == "boundary":
-        x, rope = _upper_input(x, rope, scored)
+        x, tables = _upper_input(x, tables, scored)
         read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
-        x = run_upper_layers(config, weights, x, rope, cache, read)
+        x = run_upper_layers(config, weights, x, tables, cache, read)
     else:
-        x, cache = _run_upper_own(config, weights, chunk, scored, x, rope, cache, attention)
+        x, cache = _run_upper_own(config, weights, chunk, scored, x, tables, cache, attention)
 
     def head(block):
         x, target, num_logprobs = block
@@ -153,21 +154,22 @@ def _run_upper_own(
     chunk: PrefillChunk,
     upper: UpperTokens,
     x: Float[Array, "A T D"],
-    rope: Float[Array, "2 A T H_half"],
+    tables: Tables,
     cache: KVCache,
     attention: Attention,
 ) -> tuple[Float[Array, "A M D"], KVCache]:
     """Run some tokens of a chunk through the upper layers; they keep their own keys and values."""
-    x, rope = _upper_input(x, rope, upper)
+    x, tables = _upper_input(x, tables, upper)
     write = _writer(config, upper.tiles, cache, attention, upper.own_start)
     read = _reader(config, upper.tiles, chunk.gathered_pages, attention)
-    return run_upper_layers_own(config, weights, x, rope, cache, write, read)
+    return run_upper_layers_own(config, weights, x, tables, cache, write, read)
 
 
-def _upper_input(x: Float[Array, "A T D"], rope: Float[Array, "2 A T H_half"], upper: UpperTokens):
-    """Hidden states and rotary table of the tokens that run through the upper layers."""
+def _upper_input(x: Float[Array, "A T D"], tables: Tables, upper: UpperTokens):
+    """Hidden states and rotary tables of the tokens that run through the upper layers."""
     x = jax.vmap(lambda x, index: x[index])(x, upper.index)
-    return x, jax.vmap(lambda rope, index: rope[:, index], (1, 0), 1)(rope, upper.index)
+    of_tokens = jax.vmap(lambda table, index: table[:, index], (1, 0), 1)
+    return x, tuple(of_tokens(table, upper.index) for table in tables)
 
 
 def _writer(
@@ -192,7 +194,7 @@ def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attent
     """Attention of packed queries to the pages of their requests."""
     sharding = _sharding(config, attention)
 
-    def read(q, k: Pool, v: Pool):
+    def read(q, k: Pool, v: Pool, window: int | None):
         page_size = k.values.shape[2]
         if gathered_pages is not None:
             # Attention widens the whole pool that it is given: so only what the chunk reads.
@@ -207,6 +209,8 @@ def _reader(config: Config, tiles: QueryTiles, gathered_pages, attention: Attent
             page_table=tiles.page_table,
             k_scale=k.scale,
             v_scale=v.scale,
+            window=window,
+            score_cap=config.score_cap,
         )
         return pack(out, tiles)
 
@@ -244,9 +248,10 @@ def decode_logits(
         cache.k[0].values,
         lengths,
         page_table=batch.page_table,
+        score_cap=config.score_cap,
     )
 
-    def read(q, k: Pool, v: Pool):
+    def read(q, k: Pool, v: Pool, window: int | None):
         return attention.decode(
             q,
             k.values,
@@ -256,20 +261,22 @@ def decode_logits(
             v_scale=v.scale,
             page_table=batch.page_table,
             plan=plan,
+            window=window,
+            score_cap=config.score_cap,
         )
 
     def writer(page) -> Write:
         return lambda pool, new: write_token(pool, new, page, offset, sharding)
 
     tokens, positions = batch.token[:, None], length[:, None]
-    x, rope, cache = run_lower_layers(
+    x, tables, cache = run_lower_layers(
         config, weights, tokens, positions, cache, writer(page), read, boundary_kv=kv != "own"
     )
     if kv == "boundary":
-        x = run_upper_layers(config, weights, x, rope, cache, read)
+        x = run_upper_layers(config, weights, x, tables, cache, read)
     else:
         own_page = page if kv == "own" else jnp.where(length >= batch.own_start, page, INVALID_PAGE)
-        x, cache = run_upper_layers_own(config, weights, x, rope, cache, writer(own_page), read)
+        x, cache = run_upper_layers_own(config, weights, x, tables, cache, writer(own_page), read)
     return unembed(config, weights, x)[:, 0], cache
 
 

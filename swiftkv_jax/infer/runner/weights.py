@@ -35,6 +35,7 @@ from ...quantization import (
     scheme_of,
 )
 from ...sharding import llama_shardings, swiftkv_shardings
+from ...transformer import delta_queries
 
 
 @struct.dataclass
@@ -47,10 +48,10 @@ class Weights:
     lower_qkv: tuple[QKV, ...]
     norm_swiftkv: Leaf  # D; this and the next two are None in a teacher
     kv: Leaf  # 2 J K H D; all upper keys and values are one product
-    kv_bias: Leaf  # 2 J K H, with `attention_bias` only
+    kv_bias: Leaf  # 2 J K H, with `qkv_bias` only
+    k_norm_swiftkv: Leaf  # J Kq, with `qk_norm` only
     upper: tuple[ServingBlock, ...]  # empty in a teacher
-    upper_q: tuple[Leaf, ...]  # each N H D
-    upper_q_bias: tuple[Leaf, ...]  # each N H, with `attention_bias` only; else None
+    upper_q: tuple[QKV, ...]  # the student's queries, without k and v
     final_norm: Leaf  # D
     lm_head: Leaf  # V D; None when tied to `embed`
     upper_kv: tuple[QKV, ...] = ()
@@ -101,9 +102,6 @@ def serving_weights(
         if upper and llama.upper_qkv is not None:
             lower_qkv += unstack(llama.upper_qkv, donate=donate)
         return _teacher(llama, lower + upper, lower_qkv)
-    q_bias: tuple = (None,) * len(upper)
-    if delta.q_bias is not None:
-        q_bias = unstack(delta.q_bias, donate=donate)
     upper_kv: tuple[QKV, ...] = ()
     if own_kv:
         upper_kv = unstack(_kv(require_upper_kv(llama, "keep tokens' own")), donate=donate)
@@ -114,9 +112,9 @@ def serving_weights(
         norm_swiftkv=delta.norm,
         kv=_joined(delta.k, delta.v),
         kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
+        k_norm_swiftkv=delta.k_norm,
         upper=upper,
-        upper_q=unstack(delta.q, donate=donate),
-        upper_q_bias=q_bias,
+        upper_q=unstack(delta_queries(delta), donate=donate),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
         upper_kv=upper_kv,
@@ -130,7 +128,7 @@ def serving_weights(
 
 def _kv(qkv):
     """A `QKV` without its queries."""
-    return dataclasses.replace(qkv, q=None, q_bias=None)
+    return dataclasses.replace(qkv, q=None, q_bias=None, q_norm=None)
 
 
 def _teacher(llama: Llama, layers: tuple[ServingBlock, ...], qkv: tuple[QKV, ...]) -> Weights:
@@ -141,9 +139,9 @@ def _teacher(llama: Llama, layers: tuple[ServingBlock, ...], qkv: tuple[QKV, ...
         norm_swiftkv=None,
         kv=None,
         kv_bias=None,
+        k_norm_swiftkv=None,
         upper=(),
         upper_q=(),
-        upper_q_bias=(),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
     )
@@ -169,6 +167,8 @@ def _serving_block(block: Block, o: Any, gate_up: Any) -> ServingBlock:
         gate_up=gate_up,
         down=block.down,
         o_bias=block.o_bias,
+        attn_post=block.attn_post,
+        mlp_post=block.mlp_post,
     )
 
 
@@ -233,9 +233,9 @@ def weight_shardings(
         norm_swiftkv=delta.norm,
         kv=joined(delta.k),
         kv_bias=joined(delta.k_bias),
+        k_norm_swiftkv=delta.k_norm,
         upper=upper,
-        upper_q=layers(delta.q, config.num_upper_layers),
-        upper_q_bias=layers(delta.q_bias, config.num_upper_layers),
+        upper_q=layers(delta_queries(delta), config.num_upper_layers),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
         upper_kv=layers(_kv(llama.upper_qkv), config.num_upper_layers)

@@ -13,7 +13,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import Key, lower_all
 from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.pallas_kernels import Implementation, ops
+from swiftkv_jax.pallas_kernels import Implementation, choice
 from tests import tiny
 from tests.pallas_kernels.interpreted import under
 
@@ -56,7 +56,7 @@ IN_PLACE = {  # device, dtype of the weights, head dim, attention: the pages are
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_cache_of_8_bits_takes_no_more_programs(name, format, monkeypatch):
-    monkeypatch.setattr(ops, "cudnn_version", lambda: 92000)
+    monkeypatch.setattr(choice, "cudnn_version", lambda: 92000)
     device, dtype, head_dim, attention = IN_PLACE[name]
     served = model(dtype, head_dim)
     with under(device) if device else contextlib.nullcontext():

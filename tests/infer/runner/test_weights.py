@@ -16,10 +16,10 @@ from swiftkv_jax.infer.runner.weights import (
     weight_shapes,
     weight_shardings,
 )
-from swiftkv_jax.layers import rope_table
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.quantization import Scheme
+from swiftkv_jax.rope import rope_tables
 from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.transformer import project_fused_kv, project_kv
 from tests.test_quantization import SCHEMES, tiny_model
@@ -53,11 +53,11 @@ def test_generates_what_whole_sequences_say(name, swiftkv):
 def test_fused_keys_and_values_are_those_of_the_delta(name):
     model = tiny_model(SCHEMES[name])
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
-    rope = rope_table(model.config, jnp.broadcast_to(jnp.arange(5), (2, 5)))
+    (rope,) = rope_tables(model.config, jnp.broadcast_to(jnp.arange(5), (2, 5)))
     weights = weights_of(model, True)
     assert model.swiftkv is not None
     fused = project_fused_kv(
-        model.config, weights.norm_swiftkv, weights.kv, weights.kv_bias, x, rope
+        model.config, weights.norm_swiftkv, weights.kv, weights.kv_bias, None, x, rope
     )
     for ours, theirs in zip(fused, project_kv(model.config, model.swiftkv, x, rope), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -114,8 +114,8 @@ def test_clients_that_leave_at_the_last_moment_hold_nothing(start):
         one = connect(running, BODY | {"max_tokens": 4, "stream": rng.random() < 0.5})
         time.sleep(rng.random() * 0.01)
         one.close()
+    running.until(running.app.service.idle.is_set)  # the last ones may just be coming in
     running.check_empty()
-    assert running.app.service.idle.is_set()
 
 
 def test_logits_that_are_not_finite_are_an_error(start):

@@ -1,0 +1,229 @@
+"""Models of every family against what transformers computed for them (`record.py`): logits,
+greedy text through the engine, the way there and back, and that every feature counts."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import swiftkv_jax as skv
+from swiftkv_jax import LayerKind, Model
+from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
+
+from . import models
+from .cases import CASES, PROMPT, tokens
+
+SERVED = EngineOptions(
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    page_size=8,
+    kv_cache_memory=2**20,
+    max_model_len=48,
+    decode_steps=2,
+    one_size=True,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def load(folder):
+    """The model of a case, loaded once."""
+
+    @functools.cache
+    def load(case: str) -> Model:
+        return skv.load(models.write(case, folder / case), dtype="float32")
+
+    return load
+
+
+def logits(model: Model, rows=None, **options) -> np.ndarray:
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(skv.logits(model, tokens() if rows is None else rows, **options))
+
+
+def student(model: Model, group: int = 1) -> Model:
+    """A fresh student at a cut that leaves layers of every kind on both sides."""
+    return skv.add_swiftkv(model, model.config.num_layers // 2, group)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case, load):
+    np.testing.assert_allclose(logits(load(case)), models.recorded(case).logits, atol=2e-4, rtol=0)
+
+
+def greedy_text(model: Model, new: int, options=SERVED, **engine_options) -> list[list[int]]:
+    """Continuations of the first 20 tokens of each row, in chunks of at most 16 and pages of 8."""
+    engine = Engine.from_model(model, options, **engine_options)
+    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    found: dict[int, list[int]] = {}
+    for row, output in engine.run([Request(row[:PROMPT].tolist(), params) for row in tokens()]):
+        found.setdefault(row, []).extend(output.token_ids)
+    return [found[row] for row in sorted(found)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_text(case, load):
+    expected = models.recorded(case).greedy
+    assert greedy_text(load(case), expected.shape[1], swiftkv=False) == expected.tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(case, load, tmp_path):
+    """Every tensor bit for bit, fused ones too, under the names that they had; the config's every
+    option."""
+    skv.save_hf(load(case), tmp_path / "hf")
+    written, expected = load_file(tmp_path / "hf" / "model.safetensors"), models.tensors(case)
+    assert written.keys() == expected.keys()
+    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+    again = config_from_hf(json.loads((tmp_path / "hf" / "config.json").read_text()))
+    assert again == load(case).config == config_from_hf(config_to_hf(again))
+    skv.save(load(case), tmp_path / "orbax")
+    assert skv.load(tmp_path / "orbax").config == again
+
+
+# Features ---------------------------------------------------------------------
+
+
+def without_leaf(*path: str):
+    """The model with a norm gone, on all layers."""
+
+    def change(model: Model) -> Model:
+        *stacks, leaf = path
+        llama = model.llama
+        for stack in stacks:
+            part = dataclasses.replace(getattr(llama, stack), **{leaf: None})
+            llama = dataclasses.replace(llama, **{stack: part})
+        return dataclasses.replace(model, llama=llama)
+
+    return change
+
+
+def with_config(**options):
+    return lambda model: dataclasses.replace(
+        model, config=dataclasses.replace(model.config, **options)
+    )
+
+
+def with_kinds(change):
+    """The model with `change` of each layer's kind."""
+
+    def apply(model: Model) -> Model:
+        layers = range(model.config.num_layers)
+        kinds = tuple(change(model.config.kind(layer), layer) for layer in layers)
+        return with_config(layer_kinds=kinds)(model)
+
+    return apply
+
+
+def no_scaling(kind: LayerKind, _) -> LayerKind:
+    assert kind.rope is not None
+    return LayerKind(dataclasses.replace(kind.rope, scaling=None), kind.window)
+
+
+def unit_factor(kind: LayerKind, _) -> LayerKind:
+    assert kind.rope is not None and kind.rope.scaling is not None
+    scaling = dataclasses.replace(kind.rope.scaling, attention_factor=1.0)
+    return LayerKind(dataclasses.replace(kind.rope, scaling=scaling), kind.window)
+
+
+def window_of(size: int | None):
+    return with_kinds(lambda kind, _: LayerKind(kind.rope, kind.window and size))
+
+
+def short_factors(kind: LayerKind, _) -> LayerKind:
+    assert kind.rope is not None and kind.rope.scaling is not None
+    short = kind.rope.scaling.short_factor
+    scaling = dataclasses.replace(kind.rope.scaling, long_factor=short)
+    return LayerKind(dataclasses.replace(kind.rope, scaling=scaling), kind.window)
+
+
+def one_rope(model: Model) -> Model:
+    rope = model.config.ropes[0]
+    return with_kinds(lambda kind, _: LayerKind(rope, kind.window))(model)
+
+
+def all_rotate(model: Model) -> Model:
+    (rope,) = model.config.ropes
+    return with_kinds(lambda kind, _: LayerKind(rope, kind.window))(model)
+
+
+def by_interval(model: Model) -> Model:
+    (rope,) = model.config.ropes
+    return with_kinds(lambda _, layer: LayerKind(rope if (layer + 1) % 4 else None))(model)
+
+
+def no_biases(model: Model) -> Model:
+    def drop(qkv):
+        return dataclasses.replace(qkv, q_bias=None, k_bias=None, v_bias=None)
+
+    llama = model.llama
+    llama = dataclasses.replace(
+        llama, lower_qkv=drop(llama.lower_qkv), upper_qkv=drop(llama.upper_qkv)
+    )
+    return dataclasses.replace(model, llama=llama)
+
+
+BLOCKS, QKVS = ("lower", "upper"), ("lower_qkv", "upper_qkv")
+ABLATIONS = {
+    "qwen2: biases": ("qwen2", no_biases),
+    "qwen2: the window that is off": (
+        "qwen2",
+        with_kinds(lambda kind, layer: LayerKind(kind.rope, 7 if layer >= 2 else None)),
+    ),
+    "qwen2-window: window": ("qwen2-window", window_of(None)),
+    "qwen3: norm of queries": ("qwen3", without_leaf(*QKVS, "q_norm")),
+    "qwen3: norm of keys": ("qwen3", without_leaf(*QKVS, "k_norm")),
+    "qwen3-yarn: yarn": ("qwen3-yarn", with_kinds(no_scaling)),
+    "qwen3-yarn: its factor": ("qwen3-yarn", with_kinds(unit_factor)),
+    "qwen3-yarn: output bias": ("qwen3-yarn", without_leaf(*BLOCKS, "o_bias")),
+    "mistral: window": ("mistral-window", window_of(None)),
+    "mistral: 9 for 8": ("mistral-window", window_of(9)),
+    "granite: embeddings": ("granite", with_config(embed_scale=1.0)),
+    "granite: residual": ("granite", with_config(residual_scale=1.0)),
+    "granite: attention": ("granite", with_config(query_scale=None)),
+    "granite: logits": ("granite", with_config(logit_divisor=1.0)),
+    "smollm3: no rotation": ("smollm3", all_rotate),
+    "smollm3: the interval": ("smollm3", by_interval),
+    "phi3: window": ("phi3", window_of(None)),
+    "phi4-mini: longrope": ("phi4-mini", with_kinds(no_scaling)),
+    "phi4-mini: long factors": ("phi4-mini", with_kinds(short_factors)),
+    "olmo2: norm of queries": ("olmo2", without_leaf(*QKVS, "q_norm")),
+    "olmo2: norm of keys": ("olmo2", without_leaf(*QKVS, "k_norm")),
+    "olmo2: norm after attention": ("olmo2", without_leaf(*BLOCKS, "attn_post")),
+    "olmo2: norm after the MLP": ("olmo2", without_leaf(*BLOCKS, "mlp_post")),
+    "olmo3: window": ("olmo3", window_of(None)),
+    "olmo3: yarn": ("olmo3", with_kinds(no_scaling)),
+    "olmo3: yarn everywhere": ("olmo3", one_rope),
+    "gemma2: window": ("gemma2", window_of(None)),
+    "gemma2: cap of logits": ("gemma2", with_config(logit_cap=None)),
+    "gemma2: cap of scores": ("gemma2", with_config(score_cap=None)),
+    "gemma2: offset of norms": ("gemma2", with_config(norm_offset=False)),
+    "gemma3: window": ("gemma3", window_of(None)),
+    "gemma3: embeddings": ("gemma3", with_config(embed_scale=1.0)),
+    "gemma3: scores": ("gemma3", with_config(query_scale=None)),
+    "gemma3: gelu": ("gemma3", with_config(activation="silu")),
+    "gemma3: norm of queries": ("gemma3", without_leaf(*QKVS, "q_norm")),
+    "gemma3: norm of keys": ("gemma3", without_leaf(*QKVS, "k_norm")),
+    "gemma3: norm after attention": ("gemma3", without_leaf(*BLOCKS, "attn_post")),
+    "gemma3: norm after the MLP": ("gemma3", without_leaf(*BLOCKS, "mlp_post")),
+    "gemma3: two ropes": ("gemma3", one_rope),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_feature_counts(name, load):
+    """Without it some logit is another by more than 1, so that `test_logits` would notice."""
+    case, change = ABLATIONS[name]
+    model = load(case)
+    changed = change(model)
+    difference = np.abs(logits(changed) - models.recorded(case).logits).max()
+    assert difference > 1, difference
