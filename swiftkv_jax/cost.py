@@ -1,7 +1,7 @@
 """Floating-point operations of prefill, decoding and training, counted from the shapes.
 
 A multiply-add is two operations. Only matrix products and attention are counted, causal attention
-with the pairs that its mask leaves.
+with the pairs that its mask and its windows leave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     tail = min(config.exact_tail, length) if swiftkv else 0
     upper = tail_flops(config, length, tail) if tail else 0
     return (
-        layers * _layer_flops(config, length)
+        _layers_flops(config, range(layers), length)
         + projections * 2 * length * kv_weights(config)
         + upper
     )
@@ -31,9 +31,10 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
 
 def tail_flops(config: Config, length: int, tail: int) -> int:
     """Operations of the upper layers for the last `tail` of `length` tokens, to fill the cache."""
-    attention = _attention_flops(config, length) - _attention_flops(config, length - tail)
-    layers = (config.num_upper_layers - 1) * (2 * tail * layer_weights(config) + attention)
-    return layers + 2 * tail * kv_weights(config)
+    upper = range(config.num_lower_layers, config.num_layers - 1)
+    attention = _attention_flops(config, upper, length)
+    attention -= _attention_flops(config, upper, length - tail)
+    return len(upper) * 2 * tail * layer_weights(config) + attention + 2 * tail * kv_weights(config)
 
 
 def kv_projections(config: Config, *, swiftkv: bool) -> int:
@@ -52,7 +53,7 @@ def kv_projections(config: Config, *, swiftkv: bool) -> int:
 def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     """Operations for one token of one row: every layer, attention to `context` positions, its own
     among them, and the logits."""
-    attention = 2 * 2 * config.num_heads * config.head_dim * context
+    attention = 2 * 2 * config.num_heads * config.head_dim * visible_positions(config, context)
     projections = kv_projections(config, swiftkv=swiftkv)
     layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
     return layers + projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
@@ -70,7 +71,11 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     backward through the student's upper layers for activations and for the delta's weights; three
     products with the output matrix.
     """
-    attention = _attention_flops(config, length) / length
+    every = range(config.num_layers)
+    lower_attention, upper_attention = (
+        _attention_flops(config, layers, length) / length
+        for layers in (every[: config.num_lower_layers], every[config.num_lower_layers :])
+    )
     upper_matmul = 2 * (layer_weights(config) - kv_weights(config))
     shared_kv = 2 * config.num_kv_groups * kv_weights(config)
     query_gradients = (
@@ -78,19 +83,18 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     )
     # A layer is recomputed up to its last product, of which the backward pass needs only the input.
     query = 2 * config.embed_dim * config.num_heads * config.head_dim
-    layer = upper_matmul - 2 * config.mlp_dim * config.embed_dim + attention
-    again = {"none": 0, "mlp": layer - query - attention, "layer": layer}
+    upper = config.num_upper_layers
+    layers = upper * (upper_matmul - 2 * config.mlp_dim * config.embed_dim)
+    again = {"none": 0, "mlp": layers - upper * query, "layer": layers + upper_attention}
     return {
-        "lower layers, once for both": config.num_lower_layers
-        * (2 * layer_weights(config) + attention),
-        "teacher's upper layers": config.num_upper_layers * (2 * layer_weights(config) + attention),
-        "student's upper layers": config.num_upper_layers * (upper_matmul + attention) + shared_kv,
+        "lower layers, once for both": config.num_lower_layers * 2 * layer_weights(config)
+        + lower_attention,
+        "teacher's upper layers": upper * 2 * layer_weights(config) + upper_attention,
+        "student's upper layers": upper * upper_matmul + upper_attention + shared_kv,
         # Activations: one product per weight, attention twice. Keys and values give their weights a
         # gradient, and their input one for the norm before them.
-        "backward": config.num_upper_layers * (upper_matmul + 2 * attention)
-        + query_gradients
-        + 2 * shared_kv,
-        "recomputed in backward": config.num_upper_layers * again[remat],
+        "backward": upper * upper_matmul + 2 * upper_attention + query_gradients + 2 * shared_kv,
+        "recomputed in backward": again[remat],
         "output matrix: both logits, one gradient": 3 * 2 * config.vocab_size * config.embed_dim,
     }
 
@@ -102,7 +106,7 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     what the mask hides included."""
     size = config.embed_dim + config.qkv_bias
     return {
-        "teacher": config.num_layers * _layer_flops(config, length) / length,
+        "teacher": _layers_flops(config, range(config.num_layers), length) / length,
         "second moments": config.num_upper_layers * 2 * size * (size + kv_width(config)),
         "attention that each token receives": (
             config.num_upper_layers * 2 * config.num_heads * config.head_dim * length
@@ -110,13 +114,29 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     }
 
 
-def _layer_flops(config: Config, length: int) -> int:
-    return 2 * length * layer_weights(config) + _attention_flops(config, length)
+def visible_positions(config: Config, context: float) -> float:
+    """Positions among `context` that a token sees, its own among them, on the average over the
+    layers."""
+    windows = [config.kind(layer).window for layer in range(config.num_layers)]
+    hidden = sum(max(context - window, 0) for window in windows if window is not None)
+    return context - hidden / len(windows)
 
 
-def _attention_flops(config: Config, length: int) -> int:
-    """Scores and weighted values of one layer over a causal row."""
-    return 2 * 2 * config.num_heads * config.head_dim * length * (length + 1) // 2
+def _layers_flops(config: Config, layers: range, length: int) -> int:
+    matrices = len(layers) * 2 * length * layer_weights(config)
+    return matrices + _attention_flops(config, layers, length)
+
+
+def _attention_flops(config: Config, layers: range, length: int) -> int:
+    """Scores and weighted values of some layers over a causal row."""
+    pairs = sum(_pairs(length, config.kind(layer).window) for layer in layers)
+    return 2 * 2 * config.num_heads * config.head_dim * pairs
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def kv_weights(config: Config) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.calibration.moments import add_batch, moment_shapes
-from swiftkv_jax.config import Config
+from swiftkv_jax.config import Config, LayerKind
 from swiftkv_jax.cost import (
     calibration_flops_by_part,
     decode_flops,
@@ -60,6 +60,26 @@ def test_prefill(swiftkv):
     assert prefill_flops(CONFIG, LENGTH, swiftkv=swiftkv) == pytest.approx(
         counted_flops(compiled), rel=0.05
     )
+
+
+def test_windows_leave_fewer_pairs():
+    """Pairs of a query and a key, counted one by one."""
+    kinds = tuple(LayerKind(window=window) for window in (None, 8, 3, LENGTH, 2 * LENGTH, 1))
+    plain = dataclasses.replace(CONFIG, num_layers=6, num_key_value_layers=3)
+    windowed = dataclasses.replace(plain, layer_kinds=kinds)
+
+    def pairs(layer: int) -> int:
+        window = windowed.kind(layer).window or LENGTH
+        return sum(min(t + 1, window) for t in range(LENGTH))
+
+    per_pair = 4 * CONFIG.num_heads * CONFIG.head_dim
+    for swiftkv, run in (True, range(3)), (False, range(5)):
+        counts = (prefill_flops(c, LENGTH, swiftkv=swiftkv) for c in (plain, windowed))
+        hidden = sum(LENGTH * (LENGTH + 1) // 2 - pairs(layer) for layer in run)
+        assert next(counts) - next(counts) == per_pair * hidden > 0
+    counts = (decode_flops(c, LENGTH, swiftkv=True) for c in (plain, windowed))
+    hidden = sum(LENGTH - min(LENGTH, kind.window or LENGTH) for kind in kinds)
+    assert next(counts) - next(counts) == pytest.approx(per_pair * hidden)
 
 
 # Tokens that keep their own keys and values -----------------------------------

@@ -2,10 +2,8 @@
 greedy text through the engine, the way there and back, and that every feature counts."""
 
 import dataclasses
-import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -13,61 +11,15 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import LayerKind, Model
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
-from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 
 from . import models
-from .cases import CASES, PROMPT, tokens
-
-SERVED = EngineOptions(
-    max_num_seqs=2,
-    max_num_batched_tokens=16,
-    page_size=8,
-    kv_cache_memory=2**20,
-    max_model_len=48,
-    decode_steps=2,
-    one_size=True,
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("families")
-
-
-@pytest.fixture(scope="module")
-def load(folder):
-    """The model of a case, loaded once."""
-
-    @functools.cache
-    def load(case: str) -> Model:
-        return skv.load(models.write(case, folder / case), dtype="float32")
-
-    return load
-
-
-def logits(model: Model, rows=None, **options) -> np.ndarray:
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(skv.logits(model, tokens() if rows is None else rows, **options))
-
-
-def student(model: Model, group: int = 1) -> Model:
-    """A fresh student at a cut that leaves layers of every kind on both sides."""
-    return skv.add_swiftkv(model, model.config.num_layers // 2, group)
+from .cases import CASES
+from .running import greedy_text, logits
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case, load):
     np.testing.assert_allclose(logits(load(case)), models.recorded(case).logits, atol=2e-4, rtol=0)
-
-
-def greedy_text(model: Model, new: int, options=SERVED, **engine_options) -> list[list[int]]:
-    """Continuations of the first 20 tokens of each row, in chunks of at most 16 and pages of 8."""
-    engine = Engine.from_model(model, options, **engine_options)
-    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-    found: dict[int, list[int]] = {}
-    for row, output in engine.run([Request(row[:PROMPT].tolist(), params) for row in tokens()]):
-        found.setdefault(row, []).extend(output.token_ids)
-    return [found[row] for row in sorted(found)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...cache import bytes_per_token
 from ...config import Config
-from ...cost import decode_flops, prefill_flops
+from ...cost import decode_flops, prefill_flops, visible_positions
 from ...params import llama_shapes
 from ...roofline import Roofline
 from ..runner.shapes import Shapes
@@ -179,7 +179,8 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
     # The mean over the steps that were timed.
     context = cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2
     executed = cell.prompts * steps * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
-    read = steps * (variant.weight_bytes + cell.prompts * context * variant.kv_bytes)
+    seen = visible_positions(variant.config, context)
+    read = steps * (variant.weight_bytes + cell.prompts * seen * variant.kv_bytes)
     return {
         "seconds_per_output_token": seconds / steps,
         "tokens_per_s": cell.prompts * steps / seconds,
@@ -203,7 +204,9 @@ def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
     moved = (
         calls[0] * variant.prefill_bytes + calls[1] * variant.decode_steps * variant.weight_bytes
     )
-    moved += total * variant.written_bytes + new * (first + last) / 2 * variant.kv_bytes
+    moved += total * variant.written_bytes + (
+        new * visible_positions(variant.config, (first + last) / 2) * variant.kv_bytes
+    )
     moved += variant.tail_bytes
     return {
         "tokens_per_s": total / seconds,
