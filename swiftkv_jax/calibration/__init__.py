@@ -12,12 +12,24 @@ from collections.abc import Iterable
 
 from ..attention import Attention
 from ..config import Config
+from ..errors import ConfigError
 from ..params import Llama
 from ..transformer import Batch
 from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
-__all__ = ["Fit", "LayerFit", "calibrate"]
+__all__ = ["Fit", "LayerFit", "calibrate", "check_groups"]
+
+
+def check_groups(config: Config) -> None:
+    """Raise `ConfigError` if layers of `config` share caches and their keys have norms: the closed
+    form folds a shared basis of keys into queries, and a norm between would not let it."""
+    if config.key_value_group_size > 1 and config.qk_norm is not None:
+        raise ConfigError(
+            f"key_value_group_size={config.key_value_group_size}: there is no closed form for "
+            f"groups of layers whose keys have norms; start from their mean or their leader "
+            f"(`init`), or take groups of 1"
+        )
 
 
 def calibrate(
@@ -26,8 +38,10 @@ def calibrate(
     """The delta of the cut of `config` in closed form, from `batches` of one shape.
 
     `llama` is split at that cut and, like the batches, on the mesh of `attention`. Raises
-    `ValueError` if the teacher's upper projections were dropped or the batches hold no token.
+    `ConfigError` where `check_groups` does, and `ValueError` if the teacher's upper projections
+    were dropped or the batches hold no token.
     """
+    check_groups(config)
     moments = zero_moments(config, attention.mesh)
     for batch in batches:
         moments = add_batch(config, attention, moments, llama, batch)

@@ -16,7 +16,6 @@ from jaxtyping import Array, Complex, Float, Int
 
 from ..config import Config
 from ..distributed import from_process_0
-from ..errors import ConfigError
 from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
@@ -49,14 +48,8 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values, and the second
     moments of one layer at a time in float64. With several processes all of them call this; the
     result is that of process 0. Raises `ValueError` if the teacher's upper projections were
-    dropped, `ConfigError` for groups of layers whose keys have norms.
+    dropped.
     """
-    if config.key_value_group_size > 1 and config.qk_norm is not None:
-        raise ConfigError(
-            f"key_value_group_size={config.key_value_group_size}: the closed form of groups folds "
-            f"a shared basis into keys, which this model normalises first; start from the authors' "
-            f"or the leader's, or take groups of 1"
-        )
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
     layers = fit_layers(config, upper, metrics, moments)

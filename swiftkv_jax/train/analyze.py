@@ -232,14 +232,15 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     found = open_any(model).config
     config = found.cut(found.num_layers)
     cuts = possible_cuts(
-        config.num_layers,
+        config,
         parse_cuts(options.cuts, config.num_layers),
         parse_groups(options.groups),
+        options.init,
     )
     if not cuts:
         raise UsageError(
-            f"`groups`={options.groups}: none divides the upper layers of any cut of this model's "
-            f"{config.num_layers} layers"
+            f"`groups`={options.groups}: none fits the upper layers of any cut of this model's "
+            f"{config.num_layers} layers with `init`={options.init}"
         )
     folder = options.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
     return SweepSettings(

@@ -49,7 +49,7 @@ class CutKV(NamedTuple):
     """What the upper layers of a cut start from."""
 
     kv: SwiftKV
-    """k, v and their biases, of every upper layer."""
+    """k, v, their biases and the norms of k, of every upper layer."""
     layers: tuple[LayerFit, ...]
     """How well they follow; of copies nothing is known."""
 
@@ -73,7 +73,8 @@ def copied_kv(
                 leader = layer - (layer - k) % g
                 members[layer - k, leader : leader + (g if start == "authors" else 1)] = True
             stacks = {name: getattr(llama.lower_qkv, name) for name in ("k", "v")}
-            stacks |= {name: getattr(llama.lower_qkv, name) for name in ("k_bias", "v_bias")}
+            optional = ("k_bias", "v_bias", "k_norm")
+            stacks |= {name: getattr(llama.lower_qkv, name) for name in optional}
             means = {
                 name: _means(stack, members, getattr(where, name))
                 for name, stack in stacks.items()
@@ -109,6 +110,13 @@ def calibrated_kv(
                 shared, fits = zip(*share_layers(layers, g, moments), strict=True)
                 expanded = [kv for group in shared for kv in group.expanded()]
                 kv = _put(config, expanded, size, llama.embed.dtype, attention.mesh)
+                if llama.lower_qkv.k_norm is not None:  # then without groups
+                    norms = np.zeros((size, config.num_layers), bool)
+                    norms[: config.num_layers - k, k:] = np.eye(config.num_layers - k, dtype=bool)
+                    where = _shardings(config, size, attention.mesh).k_norm
+                    kv = dataclasses.replace(
+                        kv, k_norm=_means(llama.lower_qkv.k_norm, norms, where)
+                    )
                 students.append(CutKV(kv, tuple(fit for group in fits for fit in group)))
             yield k, students
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..calibration import check_groups
 from ..checkpoints import load, open_any
 from ..checkpoints.auxiliary import load_tokenizer
 from ..checkpoints.digest import digest_all
@@ -49,6 +50,11 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
         config = dataclasses.replace(config, **given)
     except ConfigError as error:
         raise UsageError(f"`generated_kv`, `exact_tail`: {error}") from None
+    if recipe.init == "closed-form":
+        try:
+            check_groups(config)
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
     if recipe.max_length > config.max_position_embeddings:
         raise UsageError(
             f"`max_length`={recipe.max_length}: this model has {config.max_position_embeddings} "

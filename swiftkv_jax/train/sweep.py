@@ -22,9 +22,10 @@ from tqdm import tqdm
 
 from ..attention import Attention
 from ..cache import bytes_per_token
-from ..calibration import LayerFit
+from ..calibration import LayerFit, check_groups
 from ..config import Config
 from ..cost import prefill_flops
+from ..errors import ConfigError
 from ..layers import embed, head_weights, norm
 from ..params import Llama, SwiftKV
 from ..rope import rope_tables, scanned_kinds
@@ -75,11 +76,21 @@ class Analysis:
 
 
 def possible_cuts(
-    num_layers: int, lower: Iterable[int], groups: Iterable[int]
+    config: Config, lower: Iterable[int], groups: Iterable[int], init: Init
 ) -> list[tuple[int, int]]:
-    """(K, g) for every K and each g that divides the other layers, sorted."""
+    """(K, g) for every K and each g at which the model can be cut and a student started, sorted."""
+
+    def possible(k: int, g: int) -> bool:
+        try:
+            cut = config.cut(k, g)
+            if init == "closed-form":
+                check_groups(cut)
+        except ConfigError:
+            return False
+        return True
+
     groups = sorted(set(groups))
-    return [(k, g) for k in sorted(set(lower)) for g in groups if (num_layers - k) % g == 0]
+    return [(k, g) for k in sorted(set(lower)) for g in groups if possible(k, g)]
 
 
 def analyze_cuts(

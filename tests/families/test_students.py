@@ -12,7 +12,10 @@ from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
 from swiftkv_jax import ConfigError, Model, layers, transformer
+from swiftkv_jax.attention import Attention
 from swiftkv_jax.infer import Engine, ScoreRequest
+from swiftkv_jax.train.recipe import Init
+from swiftkv_jax.train.sweep import analyze_cuts
 
 from . import models
 from .cases import CASES, PROMPT, VOCABULARY, tokens
@@ -20,6 +23,16 @@ from .running import SERVED, greedy_text, logits
 
 MIXED_ROTATIONS = ("smollm3", "olmo3", "gemma3")
 NEW = 5
+
+
+def cases_of_long(*names: str) -> list:
+    """Cases that only `make test-all` runs."""
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def most_long(*always: str) -> list:
+    """All cases, of which `make test` runs only some."""
+    return [*always, *cases_of_long(*(name for name in CASES if name not in always))]
 
 
 def other(model: Model, seed: int = 0) -> Model:
@@ -39,7 +52,7 @@ def student(model: Model, group: int = 1) -> Model:
     return other(skv.add_swiftkv(model, lower, group))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", most_long("qwen2", "gemma3", "olmo3", "smollm3"))
 def test_a_fresh_delta_leaves_the_first_upper_layer_as_it_was(case, load):
     model = skv.add_swiftkv(load(case), 3)
     config, batch = model.config, transformer.unpacked_batch(jnp.asarray(tokens()))
@@ -61,7 +74,7 @@ def test_a_fresh_delta_leaves_the_first_upper_layer_as_it_was(case, load):
     assert np.abs(np.asarray(last)).max() > 0.1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", most_long("qwen3", "gemma3"))
 def test_prompt_tokens_skip_the_upper_layers(case, load):
     """Text of the engine, whose prompt tokens stop at the boundary, is the likeliest by the full
     pass."""
@@ -73,7 +86,7 @@ def test_prompt_tokens_skip_the_upper_layers(case, load):
     np.testing.assert_allclose(chosen, best.max(-1), atol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["gemma2", "granite", "gemma3"])
+@pytest.mark.parametrize("case", ["gemma2", *cases_of_long("granite", "gemma3")])
 def test_scores_are_divided_and_capped(case, load):
     model = load(case)
     options = dataclasses.replace(SERVED, scoring=True)
@@ -82,11 +95,11 @@ def test_scores_are_divided_and_capped(case, load):
     scores = dict(engine.run([ScoreRequest(row.tolist(), 1) for row in rows]))
     expected = jax.nn.log_softmax(models.recorded(case).logits)[:, :-1]
     for number, row in enumerate(rows):
-        found = [entry.logprob for entry in scores[number].logprobs]
+        found = [entry.logprob for entry in scores[number].logprobs or ()]
         np.testing.assert_allclose(found, expected[number, np.arange(39), row[1:]], atol=2e-4)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "qwen3", "phi4-mini"])
+@pytest.mark.parametrize("case", ["qwen3", *cases_of_long("gemma3", "phi4-mini")])
 def test_generated_tokens_keep_their_own(case, load):
     model = student(load(case))
     config = dataclasses.replace(model.config, generated_kv="own", exact_tail=3)
@@ -100,7 +113,7 @@ def test_generated_tokens_keep_their_own(case, load):
     assert np.abs(boundary - best).max() > 1e-2
 
 
-@pytest.mark.parametrize("case", ["olmo2", "phi3", "gemma3", "qwen2-window"])
+@pytest.mark.parametrize("case", ["olmo2", *cases_of_long("phi3", "gemma3", "qwen2-window")])
 @pytest.mark.parametrize("mesh", ["2x2", "1x4"])
 def test_a_mesh_changes_nothing(case, mesh, load, tmp_path):
     path = models.write(case, tmp_path / "model")
@@ -161,7 +174,7 @@ def test_names_of_the_delta(case, load, tmp_path):
 # Distillation -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["gemma2", "granite"])
+@pytest.mark.parametrize("case", ["gemma2", *cases_of_long("granite")])
 def test_caps_and_divisors_reach_the_loss_and_its_gradient(case, load):
     """Against the divergence of the logits that the model returns, differentiated by JAX."""
     model, rows = student(load(case)), jnp.asarray(tokens())
@@ -188,22 +201,42 @@ def test_caps_and_divisors_reach_the_loss_and_its_gradient(case, load):
         np.testing.assert_allclose(ours, theirs, atol=2e-4 * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("case", ["qwen3", "olmo3", "gemma3"])
-def test_calibration(case, load):
-    """The closed form lowers the divergence from the teacher on other text."""
+def divergence(model: Model) -> float:
+    """KL(teacher || student) in nats, averaged over the positions that something follows."""
+    p, q = (jax.nn.log_softmax(logits(model, swiftkv=swiftkv)) for swiftkv in (False, True))
+    return float((jnp.exp(p) * (p - q)).sum(-1)[:, :-1].mean())
+
+
+@pytest.mark.parametrize("case", ["gemma3", *cases_of_long("qwen3", "olmo3")])
+def test_calibration_and_analysis(case, load):
+    """The closed form lowers the divergence from the teacher on other text; the analysis of cuts
+    finds the divergences that the students have."""
     model, rng = load(case), np.random.default_rng(3)
     rows = rng.integers(3, VOCABULARY, (48, 40))
-    fitted = skv.calibrate(model, rows, 3).model
+    fitted, copied = skv.calibrate(model, rows, 3).model, skv.add_swiftkv(model, 3)
+    expected: dict[Init, float] = {
+        "closed-form": divergence(fitted),
+        "leader": divergence(copied),
+    }
+    assert expected["closed-form"] < 0.8 * expected["leader"]
+    batch = transformer.unpacked_batch(jnp.asarray(tokens()))
+    mask = batch.loss_mask.at[:, -1].set(0.0)
+    for init, kl in expected.items():
+        analysis = analyze_cuts(
+            model.config,
+            model.llama,
+            [dataclasses.replace(batch, loss_mask=mask)],
+            [(3, 1)],
+            prompt_length=100,
+            attention=Attention(),
+            init=init,
+            calibration=[transformer.unpacked_batch(jnp.asarray(rows))],
+        )
+        assert analysis.cuts[0].kl == pytest.approx(kl, rel=2e-2)
 
-    def kl(of: Model) -> float:
-        p, q = (jax.nn.log_softmax(logits(of, swiftkv=swiftkv)) for swiftkv in (False, True))
-        return float((jnp.exp(p) * (p - q)).sum(-1).mean())
 
-    assert kl(fitted) < 0.8 * kl(skv.add_swiftkv(model, 3))
-
-
-def test_calibration_of_groups_needs_keys_without_norms(load):
-    with pytest.raises(ConfigError, match="key_value_group_size=2: the closed form of groups"):
+def test_the_closed_form_of_groups_needs_keys_without_norms(load):
+    with pytest.raises(ConfigError, match="key_value_group_size=2: there is no closed form"):
         skv.calibrate(load("qwen3"), tokens(), 2, 2)
 
 

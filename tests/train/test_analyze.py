@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import Config, Model, add_swiftkv
+from swiftkv_jax import Config, LayerKind, Model, Rope, add_swiftkv
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.calibration import LayerFit, calibrate
 from swiftkv_jax.calibration.moments import zero_moments
@@ -38,7 +38,7 @@ CONFIG = Config(
     o_bias=True,
 )
 LLAMA = init_llama(CONFIG, jax.random.key(0), scale=0.3)
-CUTS = possible_cuts(6, range(1, 6), (1, 2, 4))
+CUTS = possible_cuts(CONFIG, range(1, 6), (1, 2, 4), "leader")
 FUNCTION = "def f(x):\n    return x + 1\n\n\n"
 FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,75", "--groups", "1,2"]
 
@@ -88,6 +88,12 @@ def copies(analysis) -> dict[Init, Analysis]:
 
 def test_possible_cuts():
     assert CUTS == [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (4, 1), (4, 2), (5, 1)]
+    normed = dataclasses.replace(CONFIG, qk_norm="head")
+    assert possible_cuts(normed, [2, 4], (1, 2), "leader") == [(2, 1), (2, 2), (4, 1), (4, 2)]
+    assert possible_cuts(normed, [2, 4], (1, 2), "closed-form") == [(2, 1), (4, 1)]
+    kinds = tuple(LayerKind(None if layer == 3 else Rope()) for layer in range(6))
+    mixed = dataclasses.replace(CONFIG, layer_kinds=kinds)
+    assert possible_cuts(mixed, [2, 4], (1, 2), "leader") == [(2, 1), (4, 1), (4, 2)]
 
 
 def test_all_cuts_take_four_programs(analysis):
@@ -107,7 +113,7 @@ def test_more_layers_take_no_more_programs():
     for num_layers in (3, 5):
         config = dataclasses.replace(CONFIG, num_layers=num_layers, num_key_value_layers=0)
         llama = init_llama(config, jax.random.key(0))
-        cuts = possible_cuts(num_layers, range(1, num_layers), (1, 2))
+        cuts = possible_cuts(config, range(1, num_layers), (1, 2), "closed-form")
         compiled.clear()
         analyze_cuts(
             config,
@@ -323,7 +329,7 @@ BAD_FLAGS = {
     "cuts": ("--cuts half", "--cuts 'half': expected percentages"),
     "cuts out of range": ("--cuts 0,50", "every percentage must be between 0 and 100"),
     "groups": ("--groups 1,0", "--groups '1,0': expected whole numbers from 1"),
-    "no group fits": ("--cuts 50 --groups 3", "--groups 3: none divides"),
+    "no group fits": ("--cuts 50 --groups 3", "--groups 3: none fits"),
     "rows": ("--rows 0", "--rows 0: must be at least 1"),
     "calibration tokens": (
         "--calibration-tokens 0",

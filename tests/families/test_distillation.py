@@ -1,0 +1,83 @@
+"""The training command on models that are no Llamas: the loss falls, a run goes on where it
+stopped, its export loads and continues text; plans and analysis from a config alone."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import swiftkv_jax as skv
+from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.analyze import main as analyze
+
+from . import models
+from .cases import CASES, tensor_for
+from .running import logits
+
+TEXT = "def main(argv):\n    for word in argv: print(word)\n\n\nclass A:\n    pass\n\n" * 60
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tokenizer):
+    """The directory of a case whose vocabulary is the tokenizer's."""
+
+    def make(case: str):
+        path = tmp_path_factory.mktemp("teacher") / case
+        hf, size = CASES[case] | {"vocab_size": 320, "eos_token_id": 1}, 320
+        shapes = models.recorded(case).shapes
+        shapes = {
+            name: (size, *shape[1:]) if "embed_tokens" in name or "lm_head" in name else shape
+            for name, shape in shapes.items()
+        }
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(hf))
+        arrays = {name: tensor_for(hf, name, tuple(shape)) for name, shape in shapes.items()}
+        save_file(arrays, path / "model.safetensors", {"format": "pt"})
+        tokenizer.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("case", ["qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_distillation(case, teacher, tmp_path):
+    path, data, output = teacher(case), tmp_path / "code.txt", tmp_path / "run"
+    data.write_text(TEXT)
+    command = [
+        *("--model", str(path), "--data", str(data), "--output-dir", str(output)),
+        *("--init", "leader", "--max-length", "32", "--batch-size", "4", "--lr", "3e-3"),
+        *("--num-key-value-layers", "3", "--logging-steps", "1", "--save-steps", "20"),
+    ]
+    assert main([*command, "--max-steps", "25"]) == 0
+    assert main([*command, "--max-steps", str(STEPS)]) == 0
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1] / 3
+    exported = output / "model"
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, exported))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    student = skv.load(exported, dtype="float32")
+    prompt = list(range(5, 25))
+    new = skv.generate(student, [prompt], max_tokens=6, ignore_eos=True)[0]
+    best = logits(student, [prompt + new])[0, len(prompt) - 1 : -1]
+    np.testing.assert_allclose(best[np.arange(6), new], best.max(-1), atol=1e-3)
+    assert json.loads((exported / "config.json").read_text())["model_type"] == (
+        f"{CASES[case]['model_type']}_swiftkv"
+    )
+
+
+def test_plans_and_analysis(teacher, tmp_path, capsys):
+    path, data = teacher("qwen3"), tmp_path / "code.txt"
+    data.write_text(TEXT)
+    assert main(["--model", str(path), "--dry-run", "--max-length", "64"]) == 0
+    assert "memory" in capsys.readouterr().out
+    flags = ["--rows", "2", "--max-length", "64", "--cuts", "50", "--groups", "1,3"]
+    output = tmp_path / "analysis"
+    args = ["--model", str(path), "--data", str(data), *flags, "--output-dir", str(output)]
+    assert analyze(args) == 0
+    found = json.loads((output / "analysis.json").read_text())["cuts"]
+    assert [(cut["num_key_value_layers"], cut["key_value_group_size"]) for cut in found] == [(3, 1)]
+    assert np.isfinite(found[0]["kl"])
