@@ -2,6 +2,7 @@
 stopped, its export loads and continues text; plans and analysis from a config alone."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from .cases import CASES, tensor_for
 from .running import logits
 
 TEXT = "def main(argv):\n    for word in argv: print(word)\n\n\nclass A:\n    pass\n\n" * 60
-STEPS = 60
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,16 @@ def test_distillation(case, teacher, tmp_path):
     data.write_text(TEXT)
     command = [
         *("--model", str(path), "--data", str(data), "--output-dir", str(output)),
-        *("--init", "leader", "--max-length", "32", "--batch-size", "4", "--lr", "3e-3"),
-        *("--num-key-value-layers", "3", "--logging-steps", "1", "--save-steps", "20"),
+        *("--init", "leader", "--max-length", "32", "--batch-size", "4", "--learning-rate", "3e-3"),
+        *("--num-key-value-layers", "3", "--logging-steps", "1", "--save-steps", "40"),
+        *("--max-steps", str(STEPS)),
     ]
-    assert main([*command, "--max-steps", "25"]) == 0
-    assert main([*command, "--max-steps", str(STEPS)]) == 0
+    assert main(command) == 0
+    whole = load_file(output / "model" / "model.safetensors")
+    # As if it had been killed in the last steps.
+    shutil.rmtree(output / "model")
+    shutil.rmtree(output / "checkpoints" / str(STEPS))
+    assert main(command) == 0
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert list(losses) == list(range(1, STEPS + 1))
@@ -59,6 +65,7 @@ def test_distillation(case, teacher, tmp_path):
     exported = output / "model"
     before, after = (load_file(folder / "model.safetensors") for folder in (path, exported))
     assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert all(np.array_equal(whole[name], after[name]) for name in whole)
     student = skv.load(exported, dtype="float32")
     prompt = list(range(5, 25))
     new = skv.generate(student, [prompt], max_tokens=6, ignore_eos=True)[0]
