@@ -26,6 +26,7 @@ FLOORS = [
     {"calibration", "cli", "cost"},
     {"__main__", "check_kernels", "convert", "infer", "train"},
     {"api", "eval"},
+    {"nnx"},
 ]
 CORE = [
     "config",
