@@ -28,6 +28,7 @@ from .checkpoints import is_orbax, open_any, orbax_io
 from .checkpoints.auxiliary import has_tokenizer
 from .checkpoints.hf_read import delta_config, open_delta, open_hf
 from .checkpoints.hf_write import write_hf
+from .checkpoints.quantization_config import read_quantization_config
 from .checkpoints.source import Source
 from .checkpoints.tensor_map import MappedLeaf
 from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
@@ -233,6 +234,9 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("tokenizer", _yes(has_tokenizer(opened.auxiliary_files))),
         ("digests", _yes(opened.digests)),
     ]
+    stored = opened.auxiliary_files.hf_config.get("quantization_config")
+    if kind == HUGGING_FACE and stored is not None:
+        facts.append(("quantization", str(read_quantization_config(stored))))
     if opened.has_delta:
         student = bytes_per_token(config, dtype)
         row = [name for name, _ in facts].index("KV bytes per token")

@@ -18,6 +18,7 @@ from ..model import AuxiliaryFiles
 from ..quantization import Format
 from .compressed_tensors import quantization_config
 from .hf_config import config_from_hf, config_to_hf
+from .quantization_config import read_quantization_config
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -96,7 +97,9 @@ def to_hf_config(
     )
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
-        kept["quantization_config"] = original.get("quantization_config") or quantization_config()
+        fields = original.get("quantization_config")
+        same = fields is not None and read_quantization_config(fields).kept == "fp8"
+        kept["quantization_config"] = fields if same else quantization_config()
     return kept | config_to_hf(config) | {"torch_dtype": dtype_name}
 
 

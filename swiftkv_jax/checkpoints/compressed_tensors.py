@@ -1,10 +1,11 @@
-"""The one quantisation of Hugging Face checkpoints that is read and written: what llm-compressor
-calls `FP8_DYNAMIC`.
+"""The quantisation of Hugging Face checkpoints by compressed-tensors, of which what llm-compressor
+calls `FP8_DYNAMIC` is also written.
 
-Each Linear but the head has `X.weight`, float8_e4m3fn [out, in], and `X.weight_scale` [out, 1];
-their product is the weight. Activations are quantised per token while the model runs, so nothing is
-stored of them. The format is that of https://github.com/vllm-project/compressed-tensors
-(`quantization/quant_args.py` has the fields).
+Each Linear but the head then has `X.weight`, float8_e4m3fn [out, in], and `X.weight_scale`
+[out, 1]; their product is the weight. Activations are quantised per token while the model runs, so
+nothing is stored of them. The fields are those of
+https://github.com/vllm-project/compressed-tensors (`quantization/quant_args.py`,
+`quantization/quant_config.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from ..quantization import Format
+from .weight_format import (
+    Fields,
+    QuantizationConfig,
+    WeightFormat,
+    check_fields,
+    read_group_size,
+    read_names,
+)
 
 SCALE_SUFFIX = "_scale"
 """A weight's name and this is its scale's."""
@@ -20,49 +30,154 @@ SCALE_SUFFIX = "_scale"
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})
 
-# Field -> the values that mean what this package computes; None is for absent ones too.
-_BOTH = {
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True,),
-    "group_size": (None,),
-    "block_structure": (None,),
-    "actorder": (None,),
-}
-_BOTH |= {"scale_dtype": (None,), "zp_dtype": (None,)}
-_WEIGHTS = {"strategy": ("channel",), "dynamic": (False, None)} | _BOTH
-_ACTIVATIONS = {"strategy": ("token",), "dynamic": (True,)} | _BOTH
-_GROUP = {
-    "targets": (["Linear"],),
-    "output_activations": (None,),
-    "format": ("float-quantized", None),
+# Field -> the values that are supported; None is for absent ones too.
+_FLOAT, _INT = ("float", 8, True), ("int", 8, True)
+# Format -> the (type, bits, symmetric) that it may have.
+_STORED = {
+    "float-quantized": (_FLOAT,),
+    "int-quantized": (_INT,),
+    "naive-quantized": (_FLOAT, _INT),
+    "pack-quantized": tuple(("int", bits, even) for bits in (4, 8) for even in (True, False)),
 }
 _TOP = {
-    "quant_method": ("compressed-tensors",),
-    "format": ("float-quantized",),
+    "format": (*_STORED, "mixed-precision"),
     "quantization_status": ("compressed",),
-    "ignore": (["lm_head"],),
     "kv_cache_scheme": (None,),
-    "sparsity_config": (None, {}),
     "transform_config": (None, {}),
 }
+_TOP_OTHERS = frozenset({"quant_method", "config_groups", "ignore", "sparsity_config"})
+_GROUP = {
+    "output_activations": (None,),
+    "format": (*_STORED, None),
+}
+_GROUP_OTHERS = frozenset({"targets", "weights", "input_activations"})
+_WEIGHTS = {
+    "num_bits": (4, 8),
+    "type": ("float", "int"),
+    "strategy": ("channel", "tensor", "group", "block"),
+    "symmetric": (True, False),
+    "dynamic": (False, None),
+    # "weight" and "static" are orders of rounding: groups are of neighbours all the same.
+    "actorder": (None, False, "weight", "static"),
+    "scale_dtype": (None, "torch.float32", "torch.bfloat16", "torch.float16"),
+    "zp_dtype": (None, "torch.int8"),
+}
+_WEIGHTS_OTHERS = frozenset({"group_size", "block_structure"})
+_ACTIVATIONS = {
+    "num_bits": (8,),
+    "type": ("float", "int"),
+    "strategy": ("token", "tensor", "group"),
+    "symmetric": (True, False),
+    "dynamic": (True, False),
+    "block_structure": (None,),
+    "actorder": (None, False),
+    "scale_dtype": (None,),
+    "zp_dtype": (None, "torch.int8"),
+}
+_ACTIVATIONS_OTHERS = frozenset({"group_size"})
 
 
-def check_quantization_config(fields: Any) -> None:
-    """Raise `ConfigError` naming the first field of a `quantization_config` by which it is not
-    `FP8_DYNAMIC`."""
+def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
+    """Read a `quantization_config` of this method. Raises `ConfigError` naming the first field that
+    is not supported."""
     where = "quantization_config"
-    groups = _object(where, fields).get("config_groups")
-    _check(where, fields, _TOP, {"config_groups"})
-    if not isinstance(groups, Mapping) or len(groups) != 1:
+    check_fields(where, fields, _TOP, _TOP_OTHERS | _IRRELEVANT)
+    sparsity = fields.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense":
         raise ConfigError(
-            f"{where}.config_groups={groups!r} is not supported; supported: one group"
+            f"{where}.sparsity_config={sparsity!r} is not supported; supported: dense"
         )
-    ((name, group),) = groups.items()
-    where = f"{where}.config_groups.{name}"
-    _check(where, group, _GROUP, {"weights", "input_activations"})
-    _check(f"{where}.weights", group.get("weights"), _WEIGHTS)
-    _check(f"{where}.input_activations", group.get("input_activations"), _ACTIVATIONS)
+    groups = fields.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError(f"{where}.config_groups={groups!r} must be an object with groups")
+    read = tuple(
+        _group(f"{where}.config_groups.{name}", group, fields["format"])
+        for name, group in groups.items()
+    )
+    wide = read_names(f"{where}.ignore", fields.get("ignore"))
+    kept = _kept(fields, next(iter(groups.values()))) if len(read) == 1 else None
+    return QuantizationConfig("compressed-tensors", read, wide, kept)
+
+
+def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], WeightFormat]:
+    """(targets, format of their weights). `stored` is the format of groups without their own."""
+    check_fields(where, group, _GROUP, _GROUP_OTHERS)
+    weights = check_fields(
+        f"{where}.weights", group.get("weights"), _WEIGHTS, _WEIGHTS_OTHERS | _IRRELEVANT
+    )
+    activations = group.get("input_activations")
+    if activations is not None:
+        others = _ACTIVATIONS_OTHERS | _IRRELEVANT
+        check_fields(f"{where}.input_activations", activations, _ACTIVATIONS, others)
+    static = activations is not None and not activations["dynamic"]
+    stored = group.get("format") or stored
+    if stored not in _STORED:
+        raise ConfigError(f"{where}.format={stored!r} must be {', '.join(_STORED)}")
+    number = weights["type"], weights["num_bits"], weights["symmetric"]
+    if number not in _STORED[stored]:
+        raise ConfigError(
+            f"{where}.weights: type={number[0]!r}, num_bits={number[1]}, symmetric={number[2]} is "
+            f"not supported in format={stored!r}"
+        )
+    packed = stored == "pack-quantized"
+    format = WeightFormat(
+        "packed" if packed else "scaled",
+        weights["num_bits"],
+        _block(f"{where}.weights", weights, packed),
+        weights["type"],
+        weights["symmetric"],
+        activation_scales=static,
+    )
+    targets = read_names(f"{where}.targets", group.get("targets"))
+    if not targets:
+        raise ConfigError(f"{where}.targets={group.get('targets')!r} must name modules")
+    return targets, format
+
+
+def _block(where: str, weights: Fields, packed: bool) -> tuple[int, int]:
+    """`WeightFormat.block`."""
+    strategy, size = weights["strategy"], weights.get("group_size")
+    structure = weights.get("block_structure")
+    if strategy != "block" and structure is not None:
+        raise ConfigError(f"{where}.block_structure={structure!r} is not for {strategy!r}")
+    if strategy != "group" and size not in (None, -1):
+        raise ConfigError(f"{where}.group_size={size!r} is not for strategy={strategy!r}")
+    if strategy == "group":
+        return 1, read_group_size(f"{where}.group_size", size)
+    if strategy == "channel":
+        return 1, 0
+    if packed:
+        raise ConfigError(
+            f"{where}.strategy={strategy!r} is not supported for pack-quantized weights"
+        )
+    if strategy == "tensor":
+        return 0, 0
+    if not (
+        isinstance(structure, list)
+        and len(structure) == 2
+        and all(type(size) is int and size > 0 for size in structure)
+    ):
+        raise ConfigError(f"{where}.block_structure={structure!r} must be two numbers")
+    return structure[0], structure[1]
+
+
+def _kept(fields: Fields, group: Fields) -> Format | None:
+    """The format of ours that the only group has. fp8 is calibrated for activations of 8 bits;
+    products with int8 widen the weights, whatever the activations were to be."""
+    weights, activations = group["weights"], group.get("input_activations") or {}
+    if (
+        (fields.get("ignore"), group["targets"]) != (["lm_head"], ["Linear"])
+        or (weights["num_bits"], weights["strategy"]) != (8, "channel")
+        or (group.get("format") or fields["format"]) not in ("float-quantized", "int-quantized")
+        or activations.get("dynamic") is False
+    ):
+        return None
+    if weights["type"] == "int":
+        return "int8"
+    rounded = ("token", "float", True)
+    return (
+        "fp8" if tuple(map(activations.get, ("strategy", "type", "symmetric"))) == rounded else None
+    )
 
 
 def quantization_config() -> dict[str, Any]:
@@ -97,29 +212,3 @@ def quantization_config() -> dict[str, Any]:
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
     }
-
-
-def _check(
-    where: str,
-    fields: Any,
-    allowed: Mapping[str, tuple[Any, ...]],
-    nested: frozenset[str] | set[str] = frozenset(),
-) -> None:
-    fields = _object(where, fields)
-    for name, values in allowed.items():
-        if (value := fields.get(name)) not in values:
-            raise ConfigError(
-                f"{where}.{name}={value!r} is not supported; supported: {values[0]!r}"
-            )
-    for name, value in fields.items():
-        if name not in allowed and name not in nested and name not in _IRRELEVANT:
-            raise ConfigError(
-                f"{where}: unknown field {name!r} (value {value!r}): it may change the model, so "
-                f"it is not ignored"
-            )
-
-
-def _object(where: str, fields: Any) -> Mapping[str, Any]:
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"{where}={fields!r} must be an object")
-    return fields

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..config import MAX_LAYERS, Config
 from ..errors import ConfigError
-from .compressed_tensors import check_quantization_config
 from .families import FAMILIES, Family
+from .quantization_config import read_quantization_config
 
 SWIFTKV, SHARED_BASIS = "_swiftkv", "_swiftkv_shared_basis"
 """What the model type of a student ends with; the second where it has `SwiftKV.mix`: a type that
@@ -109,7 +109,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     family = FAMILIES[name]
     _check_fields(hf, family)
     if hf.get("quantization_config") is not None:
-        check_quantization_config(hf["quantization_config"])
+        read_quantization_config(hf["quantization_config"])
     required = (
         "vocab_size",
         "hidden_size",

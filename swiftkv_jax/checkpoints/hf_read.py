@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from ..params import split_layers
 from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from . import source
 from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
+from .encoded import Tensor, join_tensors
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
-from .safetensors_io import DTYPES, Stored, read_header, same_values
+from .quantization_config import read_quantization_config
+from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Quantization, Source
 from .tensor_map import MappedLeaf, by_name, check_no_problems, first_of, leaves, to_trees
 from .tensor_reader import TensorReader
@@ -35,8 +37,9 @@ __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "sa
 
 # Buffers that old exporters wrote and that nothing reads: the frequencies follow from the config.
 _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_FP8 = "F8_E4M3"
-_WIDE = tuple(code for code in DTYPES if code != _FP8)
+# Scales of a quantised KV cache, as vLLM and compressed-tensors name them.
+_CACHE_SCALE = re.compile(r"\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
+_CODES: dict[Format, str] = {"fp8": "F8_E4M3", "int8": "I8"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
@@ -121,16 +124,21 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     `config` as in `load_hf`."""
     path = Path(path)
     file_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
-    format: Format | None = "fp8" if auxiliary_files.hf_config.get("quantization_config") else None
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) == DELTA:
         raise CheckpointError(
             f"{path}: holds only the trained tensors, not its base model; join them by convert "
             f"hf2orbax with its `base`"
         )
+    fields = auxiliary_files.hf_config.get("quantization_config")
+    quantized = None if fields is None else read_quantization_config(fields)
+    format = quantized and quantized.kept
+    found: Sequence[Tensor] = stored
+    if quantized is not None and format is None:
+        found = join_tensors(path, stored, leaves(file_config), quantized)
 
-    present = _present(file_config, stored, format)
-    tensors = _match(path, present, stored)
+    present = _present(file_config, found, format)
+    tensors = _match(path, present, found, format)
     _check_tied_head(path, file_config, tensors)
     opened = Source(
         config=file_config,
@@ -153,7 +161,9 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     return dataclasses.replace(opened, config=config, leaves=present, dtypes=dtypes)
 
 
-def _present(config: Config, stored: list[Stored], format: Format | None) -> tuple[MappedLeaf, ...]:
+def _present(
+    config: Config, stored: Sequence[Tensor], format: Format | None
+) -> tuple[MappedLeaf, ...]:
     """The leaves to expect: all of them, or without the teacher's upper q, k, v where the files
     hold none of those."""
     expected, found = leaves(config, quantization=format), {tensor.name for tensor in stored}
@@ -171,6 +181,11 @@ def _read_weights(path: Path) -> tuple[list[Stored], dict[str, str]]:
     metadata: dict[str, str] = {}
     for file in _weight_files(path):
         tensors, fields = read_header(file)
+        for tensor in tensors:
+            if _CACHE_SCALE.search(tensor.name):
+                raise CheckpointError(
+                    f"{file}: {tensor.name}: scales of a quantised KV cache are not supported"
+                )
         stored += tensors
         metadata |= fields
     return stored, metadata
@@ -201,6 +216,8 @@ def _weight_files(path: Path) -> list[Path]:
         raise CheckpointError(
             f"{path}: {first_of(pickles)}: pickle files can run code; convert to safetensors"
         )
+    if gguf := sorted(file.name for file in path.glob("*.gguf")):
+        raise CheckpointError(f"{path}: {first_of(gguf)}: GGUF is not supported; use safetensors")
     raise CheckpointError(f"{path}: no weights: looked for {INDEX} and {SINGLE_FILE}")
 
 
@@ -215,13 +232,18 @@ def _is_file(path: Path) -> bool:
 # Names ------------------------------------------------------------------------
 
 
-def _match(path: Path, expected: tuple[MappedLeaf, ...], stored: list[Stored]) -> dict[str, Stored]:
-    """Name -> tensor, after checking that the files hold exactly what is expected. One error names
-    every kind of difference."""
+def _match(
+    path: Path,
+    expected: tuple[MappedLeaf, ...],
+    stored: Sequence[Tensor],
+    format: Format | None = None,
+) -> dict[str, Tensor]:
+    """Name -> tensor, after checking that the files hold exactly what is expected, quantised
+    matrices in `format`. One error names every kind of difference."""
     shapes = {name: leaf.stored_shape for leaf in expected for name in leaf.tensors}
     eight_bits = {name for leaf in expected if leaf.part == VALUES for name in leaf.tensors}
     tied = "lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes
-    by_tensor_name: dict[str, list[Stored]] = {}
+    by_tensor_name: dict[str, list[Tensor]] = {}
     for tensor in stored:
         by_tensor_name.setdefault(tensor.name, []).append(tensor)
 
@@ -238,7 +260,7 @@ def _match(path: Path, expected: tuple[MappedLeaf, ...], stored: list[Stored]) -
         for name, tensor in found.items()
         if name in shapes and tensor.shape != shapes[name]
     ]
-    codes = {name: (_FP8,) if name in eight_bits else _WIDE for name in found}
+    codes = {name: (_CODES[format],) if format and name in eight_bits else WIDE for name in found}
     typed = [
         f"{name} {found[name].code} (supported: {', '.join(codes[name])})"
         for name in found
@@ -262,12 +284,13 @@ def _match(path: Path, expected: tuple[MappedLeaf, ...], stored: list[Stored]) -
     return found
 
 
-def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Stored]) -> None:
-    head = tensors.get("lm_head.weight")
+def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
+    head, embed = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
     if (
         config.tie_word_embeddings
-        and head is not None
-        and not same_values(head, tensors["model.embed_tokens.weight"])
+        and isinstance(head, Stored)
+        and isinstance(embed, Stored)
+        and not same_values(head, embed)
     ):
         raise CheckpointError(
             f"{path}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
@@ -276,7 +299,7 @@ def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Stored]) 
 
 
 def _stored_dtype(
-    leaf: MappedLeaf, tensors: Mapping[str, Stored], quantization: Format | None
+    leaf: MappedLeaf, tensors: Mapping[str, Tensor], quantization: Format | None
 ) -> np.dtype:
     """The narrowest dtype that holds each of a leaf's tensors exactly. An empty stack has the
     embedding's.

@@ -26,7 +26,13 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
+WIDE = ("F32", "BF16", "F16")
+"""Those of weights that are not quantised."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
 
@@ -91,7 +97,7 @@ def read_into(out: np.ndarray, tensor: Stored, index: tuple[slice, ...]) -> None
     )
     checksum = 0
     for rows in _row_chunks(tensor, first, stop):
-        block = _read_block(tensor, (rows, *index[1:]))
+        block = read_block(tensor, (rows, *index[1:]))
         if whole and tensor.crc32 is not None:
             checksum = crc32(block, checksum)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -107,7 +113,7 @@ def verify(tensor: Stored) -> None:
         return
     checksum = 0
     for rows in _row_chunks(tensor, 0, tensor.shape[0]):
-        checksum = crc32(_read_block(tensor, (rows,)), checksum)
+        checksum = crc32(read_block(tensor, (rows,)), checksum)
     _check(tensor, checksum)
 
 
@@ -167,7 +173,7 @@ def _header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
+def read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """A slice in the file's dtype. Opens the file anew: pages of a mapped file count as this
     process's memory.
 
@@ -203,7 +209,7 @@ def _row_chunks(tensor: Stored, first: int, stop: int) -> Iterator[slice]:
 
 
 def _wide(tensor: Stored, rows: slice) -> np.ndarray:
-    return _read_block(tensor, (rows,)).astype(np.float32)
+    return read_block(tensor, (rows,)).astype(np.float32)
 
 
 def _check(tensor: Stored, checksum: int) -> None:

@@ -14,7 +14,8 @@ from jax.sharding import Sharding
 from ..errors import CheckpointError, OutOfMemoryError
 from ..hardware import GIB
 from ..quantization import SCALE
-from .safetensors_io import DTYPES, Stored, read_into, verify
+from .encoded import EncodedMatrix, Tensor
+from .safetensors_io import DTYPES, read_into, verify
 from .tensor_map import MappedLeaf
 
 
@@ -22,7 +23,7 @@ from .tensor_map import MappedLeaf
 class TensorReader:
     """Reads from the tensors of a Hugging Face checkpoint."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Tensor]
     """Tensor name -> tensor as stored."""
 
     def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -53,6 +54,12 @@ class TensorReader:
         index = _within_tensor(leaf, _merge_heads(leaf, within))
         for row, layer in enumerate(layers):
             tensor = self.tensors[leaf.tensors[layer]]
+            target = out[row] if leaf.stacked else out
+            merged = target.reshape([part.stop - part.start for part in index])
+            if isinstance(tensor, EncodedMatrix):
+                tensor.read_into(merged, index)
+                _check_values(leaf, tensor, target)
+                continue
             partial = any(
                 part.stop - part.start != size
                 for part, size in zip(index, tensor.shape, strict=True)
@@ -60,13 +67,12 @@ class TensorReader:
             if partial and tensor.name not in verified:
                 verify(tensor)
                 verified.add(tensor.name)
-            target = out[row] if leaf.stacked else out
-            read_into(target.reshape([part.stop - part.start for part in index]), tensor, index)
+            read_into(merged, tensor, index)
             _check_values(leaf, tensor, target)
         return out
 
 
-def _check_values(leaf: MappedLeaf, tensor: Stored, values: np.ndarray) -> None:
+def _check_values(leaf: MappedLeaf, tensor: Tensor, values: np.ndarray) -> None:
     narrowed = values.dtype == np.float16 and DTYPES[tensor.code] != values.dtype
     if narrowed and not np.isfinite(values).all():
         raise CheckpointError(

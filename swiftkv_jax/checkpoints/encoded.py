@@ -1,0 +1,257 @@
+"""Matrices that are several tensors of a file: which tensors each has, checked against the
+`quantization_config`, and their values, read in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from ..errors import CheckpointError
+from . import stored_formats
+from .safetensors_io import WIDE, Stored, read_block
+from .tensor_map import MappedLeaf, check_no_problems
+from .weight_format import QuantizationConfig, WeightFormat
+
+_CHUNK_ELEMENTS = 4 * 2**20
+_ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedMatrix:
+    """A matrix of several tensors, unread. To what reads it, a tensor `X.weight` of float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    """(outputs, inputs)."""
+    format: WeightFormat
+    tensors: Mapping[str, Stored]
+    """Last part of a tensor's name -> tensor; those that are read."""
+    code: ClassVar[str] = "F32"
+    crc32: ClassVar[None] = None
+
+    @property
+    def file(self) -> Path:
+        return next(iter(self.tensors.values())).file
+
+    def read_into(self, out: np.ndarray, index: tuple[slice, ...]) -> None:
+        """Decode the slice `index` (start and stop, of outputs and inputs) into `out`, cast to its
+        dtype, a few million elements at a time.
+
+        Raises `CheckpointError` if a file cannot be read or a scale is not finite.
+        """
+        rows, columns = index
+        row_step, column_step = self.format.alignment
+        first_column = columns.start // column_step * column_step
+        stop_row = min(_ceil(rows.stop, row_step) * row_step, self.shape[0])
+        stop_column = min(_ceil(columns.stop, column_step) * column_step, self.shape[1])
+        step = max(1, _CHUNK_ELEMENTS // (stop_column - first_column) // row_step) * row_step
+        for first in range(rows.start // row_step * row_step, stop_row, step):
+            stop = min(first + step, stop_row)
+            values = self._decode(slice(first, stop), slice(first_column, stop_column))
+            begin, end = max(first, rows.start), min(stop, rows.stop)
+            with np.errstate(over="ignore"):
+                out[begin - rows.start : end - rows.start] = values[
+                    begin - first : end - first,
+                    columns.start - first_column : columns.stop - first_column,
+                ]
+
+    def _decode(self, rows: slice, columns: slice) -> np.ndarray:
+        """Values of outputs and inputs that are aligned to the format, float32."""
+        parts, format = _parts(self.format, self.tensors), self.format
+        arrays = {name: self._read(name, part, rows, columns) for name, part in parts.items()}
+        group_size = format.block[1]
+        if format.layout == "scaled":
+            return stored_formats.decode_scaled(*arrays.values(), block=format.block)
+        if format.layout == "packed":
+            return stored_formats.decode_packed(
+                **arrays,
+                bits=format.bits,
+                group_size=group_size,
+                num_inputs=columns.stop - columns.start,
+            )
+        if format.layout == "awq":
+            return stored_formats.decode_awq(**arrays, group_size=group_size)
+        return stored_formats.decode_gptq(
+            **arrays, bits=format.bits, group_size=group_size, stored_zero=format.stored_zero
+        )
+
+    def _read(self, name: str, part: _Part, rows: slice, columns: slice) -> np.ndarray:
+        tensor = self.tensors[name]
+        if part.is_scalar:
+            values = _whole(tensor).reshape(1, 1)
+        else:
+            values = read_block(tensor, part.index(rows, columns))
+        if "scale" in name and not np.isfinite(values.astype(np.float32)).all():
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} has scales that are not finite; copy or download it "
+                f"again"
+            )
+        return values
+
+
+type Tensor = Stored | EncodedMatrix
+"""What holds the values of one name."""
+
+
+def join_tensors(
+    path: Path, stored: Iterable[Stored], expected: Iterable[MappedLeaf], config: QuantizationConfig
+) -> list[Tensor]:
+    """`stored` with the tensors of each quantised matrix of `expected` as one.
+
+    Raises `CheckpointError` for matrices whose tensors are not those that `config` says.
+    """
+    names = {name: leaf for leaf in expected for name in leaf.tensors}
+    modules: dict[str, dict[str, Stored]] = {}
+    others: list[Tensor] = []
+    problems: dict[str, list[str]] = {}
+    for tensor in stored:
+        module, _, last = tensor.name.rpartition(".")
+        leaf = names.get(f"{module}.weight")
+        if leaf is None or leaf.param.in_axes is None or tensor.name in names and last == "bias":
+            others.append(tensor)
+        elif last in modules.setdefault(module, {}):
+            problems.setdefault("repeated", []).append(tensor.name)
+        else:
+            modules[module][last] = tensor
+    for module, tensors in modules.items():
+        format = config.format_of(module)
+        wide = tensors.keys() == {"weight"} and tensors["weight"].code in WIDE
+        if format is None or wide:
+            if wide and format is not None:
+                kind = f"not quantised, though quantization_config says {format}"
+                problems.setdefault(kind, []).append(module)
+            if not wide:
+                kind = "quantised, though quantization_config leaves them out"
+                problems.setdefault(kind, []).append(module)
+            others += tensors.values()
+            continue
+        shape = names[f"{module}.weight"].stored_shape
+        for kind, where in _problems(format, shape, tensors).items():
+            problems.setdefault(kind, []).extend(f"{module}.{text}" for text in where)
+        others.append(EncodedMatrix(f"{module}.weight", shape, format, tensors))
+    check_no_problems(path, problems)
+    for matrix in others:
+        if isinstance(matrix, EncodedMatrix):
+            _check_values(matrix)
+    return others
+
+
+# Tensors of a format ----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One tensor of a matrix."""
+
+    joined: tuple[int, int]
+    """(outputs, inputs) that an element is for; 0 is all of them."""
+    codes: tuple[str, ...] = WIDE
+    transposed: bool = False
+    """Whether inputs come first."""
+
+    @property
+    def is_scalar(self) -> bool:
+        """One number, of any number of axes."""
+        return self.joined == (0, 0)
+
+    def index(self, rows: slice, columns: slice) -> tuple[slice, ...]:
+        """The elements for these outputs and inputs."""
+        found = [
+            slice(part.start // size, _ceil(part.stop, size)) if size else slice(0, 1)
+            for part, size in zip((rows, columns), self.joined, strict=True)
+        ]
+        return tuple(reversed(found) if self.transposed else found)
+
+    def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
+        rows, columns = self.index(slice(0, matrix[0]), slice(0, matrix[1]))
+        return rows.stop, columns.stop
+
+
+def _parts(format: WeightFormat, found: Iterable[str]) -> dict[str, _Part]:
+    """Last part of a tensor's name -> what it is, of those that are decoded, in the order of the
+    function's arguments. `found` decides between two names of one tensor."""
+    packing, (_, group) = format.packing, format.block
+    if format.layout == "scaled":
+        codes = ("F8_E4M3",) if format.number == "float" else ("I8",)
+        scale = "weight_scale_inv" if "weight_scale_inv" in found else "weight_scale"
+        return {"weight": _Part((1, 1), codes), scale: _Part(format.block, (*WIDE, "F8_E8M0"))}
+    words = ("I32",)
+    if format.layout == "packed":
+        parts = {
+            "weight_packed": _Part((1, packing), words),
+            "weight_scale": _Part(format.block),
+        }
+        zero = {"weight_zero_point": _Part((packing, group), words)}
+        return parts if format.symmetric else parts | zero
+    weight = (1, packing) if format.layout == "gptq" else (packing, 1)
+    return {
+        "qweight": _Part(weight, words, transposed=True),
+        "qzeros": _Part((packing, group), words, transposed=True),
+        "scales": _Part(format.block, transposed=True),
+    }
+
+
+def _problems(
+    format: WeightFormat, shape: tuple[int, ...], tensors: Mapping[str, Stored]
+) -> dict[str, list[str]]:
+    """Kind -> last parts of the names of tensors that are not as the format has them."""
+    parts = _parts(format, tensors)
+    required = [*parts, *(["weight_shape"] if format.layout == "packed" else [])]
+    optional = {
+        "scaled": _ACTIVATION_SCALES if format.activation_scales else (),
+        "packed": (),
+        # Exporters write a bias of zeros for matrices that have none, and `_check_values` both.
+        "gptq": ("g_idx", "bias"),
+        "awq": (),
+    }[format.layout]
+    typed = {name: part.codes for name, part in parts.items()}
+    typed |= {"weight_shape": ("I32", "I64"), "g_idx": ("I32",), "bias": WIDE}
+    return {
+        "missing": [name for name in required if name not in tensors],
+        "unexpected": [name for name in tensors if name not in required and name not in optional],
+        "wrong shape": [
+            f"{name} {list(tensors[name].shape)}, expected {list(part.shape(shape))}"
+            for name, part in parts.items()
+            if name in tensors
+            and not (part.is_scalar and set(tensors[name].shape) <= {1})
+            and tensors[name].shape != part.shape(shape)
+        ],
+        "dtype not supported yet": [
+            f"{name} {tensors[name].code} (supported: {', '.join(typed[name])})"
+            for name in tensors
+            if name in typed and tensors[name].code not in typed[name]
+        ],
+    }
+
+
+def _check_values(matrix: EncodedMatrix) -> None:
+    """Raise `CheckpointError` for a small tensor that says that the matrix is not as the format has
+    it."""
+    for name, tensor in matrix.tensors.items():
+        where = f"{tensor.file}: {tensor.name}"
+        if name == "weight_shape" and tuple(_whole(tensor)) != matrix.shape:
+            found = _whole(tensor).tolist()
+            raise CheckpointError(f"{where} is {found}, expected {list(matrix.shape)}")
+        if name == "bias" and _whole(tensor).any():
+            raise CheckpointError(f"{where} is not zero, but config.json says there is no bias")
+        if name != "g_idx":
+            continue
+        inputs = np.arange(matrix.shape[1])
+        groups = inputs // (matrix.format.block[1] or matrix.shape[1])
+        if not np.array_equal(_whole(tensor), groups):
+            raise CheckpointError(
+                f"{where} is not in order: matrices quantised in the order of activations "
+                f"(act-order, quantization_config.desc_act) are not supported"
+            )
+
+
+def _whole(tensor: Stored) -> np.ndarray:
+    return read_block(tensor, tuple(slice(0, size) for size in tensor.shape))
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)

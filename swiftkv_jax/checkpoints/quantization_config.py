@@ -1,0 +1,140 @@
+"""The `quantization_config` of a `config.json`, of any `quant_method` that is supported.
+
+Fields are those of transformers (`utils/quantization_config.py`), of vLLM
+(`model_executor/layers/quantization/`) and of the tools that write them: AutoFP8, AutoGPTQ,
+GPTQModel, AutoAWQ. One that could change the values and is not listed is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from .compressed_tensors import read_compressed_tensors
+from .weight_format import (
+    Fields,
+    QuantizationConfig,
+    WeightFormat,
+    check_fields,
+    read_group_size,
+    read_names,
+)
+
+WHERE = "quantization_config"
+
+_FP8 = {
+    "activation_scheme": ("dynamic", "static", None),
+    "fmt": ("e4m3", None),
+    "scale_fmt": ("float", "ue8m0", None),
+    "kv_cache_scheme": (None,),
+    "dequantize": (False, True, None),
+}
+_FP8_OTHERS = frozenset(
+    "quant_method weight_block_size modules_to_not_convert ignored_layers version".split()
+)
+_FBGEMM_OTHERS = frozenset("quant_method modules_to_not_convert activation_scale_ub".split())
+_GPTQ = {
+    "bits": (2, 4, 8),
+    "checkpoint_format": ("gptq", "gptq_v2", None),
+    "lm_head": (False, None),
+    "pack_dtype": ("int32", None),
+    "is_marlin_format": (False, None),
+}
+# How the values were found, and what programs are to do with them.
+_GPTQ_OTHERS = frozenset(
+    """
+    quant_method group_size desc_act dynamic modules_in_block_to_quantize sym static_groups
+    true_sequential damp_percent damp_auto_increment mse meta model_name_or_path
+    model_file_base_name batch_size block_name_to_quantize cache_block_outputs dataset tokenizer
+    exllama_config use_exllama disable_exllama use_cuda_fp16 max_input_length model_seqlen
+    module_name_preceding_first_block pad_token_id backend
+    """.split()
+)
+_AWQ = {
+    "bits": (4,),
+    "version": ("gemm", "GEMM", None),
+    "zero_point": (True, None),
+    "lm_head": (False, None),
+}
+_AWQ_OTHERS = frozenset(
+    """
+    quant_method group_size modules_to_not_convert backend do_fuse fuse_max_seq_len modules_to_fuse
+    exllama_config
+    """.split()
+)
+
+
+def read_quantization_config(fields: Any) -> QuantizationConfig:
+    """Read a `quantization_config`. Raises `ConfigError` naming the first field that is not
+    supported."""
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{WHERE}={fields!r} must be an object")
+    readers = {
+        "compressed-tensors": read_compressed_tensors,
+        "fp8": _fp8,
+        "fbgemm_fp8": _fbgemm_fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+    }
+    method = fields.get("quant_method")
+    if not isinstance(method, str) or method not in readers:
+        raise ConfigError(
+            f"{WHERE}.quant_method={method!r} is not supported; supported: {', '.join(readers)}"
+        )
+    return readers[method](fields)
+
+
+def _fp8(fields: Fields) -> QuantizationConfig:
+    check_fields(WHERE, fields, _FP8, _FP8_OTHERS)
+    block = fields.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise ConfigError(f"{WHERE}.weight_block_size={block!r} must be two numbers, or null")
+    static = fields.get("activation_scheme") == "static"
+    block = (0, 0) if block is None else tuple(block)
+    format = WeightFormat("scaled", 8, block, "float", activation_scales=static)
+    wide = _names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers")
+    return QuantizationConfig("fp8", ((("Linear",), format),), wide)
+
+
+def _fbgemm_fp8(fields: Fields) -> QuantizationConfig:
+    check_fields(WHERE, fields, {}, _FBGEMM_OTHERS)
+    format = WeightFormat("scaled", 8, (1, 0), "float")
+    wide = _names(fields, "modules_to_not_convert")
+    return QuantizationConfig("fbgemm_fp8", ((("Linear",), format),), wide)
+
+
+def _gptq(fields: Fields) -> QuantizationConfig:
+    check_fields(WHERE, fields, _GPTQ, _GPTQ_OTHERS)
+    format = WeightFormat(
+        "gptq",
+        fields["bits"],
+        (1, _group_size(fields)),
+        symmetric=False,
+        stored_zero=0 if fields.get("checkpoint_format") == "gptq_v2" else 1,
+    )
+    dynamic = fields.get("dynamic") or {}
+    # GPTQModel's rules for modules: `-:` and a regular expression leaves them wide.
+    if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
+        raise ConfigError(
+            f"{WHERE}.dynamic={dynamic!r}: only rules that begin with -: are supported"
+        )
+    wide = read_names(f"{WHERE}.dynamic", [f"re:{name.removeprefix('-:')}" for name in dynamic])
+    names = _names(fields, "modules_in_block_to_quantize") or ("Linear",)
+    return QuantizationConfig("gptq", ((names, format),), wide)
+
+
+def _awq(fields: Fields) -> QuantizationConfig:
+    check_fields(WHERE, fields, _AWQ, _AWQ_OTHERS)
+    format = WeightFormat("awq", 4, (1, _group_size(fields)), symmetric=False)
+    wide = _names(fields, "modules_to_not_convert")
+    return QuantizationConfig("awq", ((("Linear",), format),), wide)
+
+
+def _names(fields: Fields, name: str) -> tuple[str, ...]:
+    return read_names(f"{WHERE}.{name}", fields.get(name))
+
+
+def _group_size(fields: Fields) -> int:
+    return read_group_size(f"{WHERE}.group_size", fields.get("group_size"))
