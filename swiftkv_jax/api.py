@@ -50,9 +50,9 @@ def load(
     `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and
     `model`) each weight is read straight into its shards. `quantization` fp8 or int8 quantises the
     layers' matrices per output channel while they are read, `"none"` dequantises those of a
-    quantised checkpoint, and None takes them as they are; see `quantization.Scheme` for how
-    products then run. A quantised model is for inference. Raises `CheckpointError` for anything
-    missing, damaged or unsupported.
+    quantised checkpoint, and None takes them as they are, or decoded to `dtype` where the format is
+    not one of these two; see `quantization.Scheme` for how products then run. A quantised model is
+    for inference. Raises `CheckpointError` for anything missing, damaged or unsupported.
     """
     from . import checkpoints
 

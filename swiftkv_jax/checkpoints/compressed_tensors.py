@@ -122,7 +122,7 @@ def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], Weight
     packed = stored == "pack-quantized"
     format = WeightFormat(
         "packed" if packed else "scaled",
-        weights["num_bits"],
+        int(weights["num_bits"]),
         _block(f"{where}.weights", weights, packed),
         weights["type"],
         weights["symmetric"],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ class EncodedMatrix:
     """(outputs, inputs)."""
     format: WeightFormat
     tensors: Mapping[str, Stored]
-    """Last part of a tensor's name -> tensor; those that are read."""
+    """Last part of a tensor's name -> tensor, all of them."""
     code: ClassVar[str] = "F32"
     crc32: ClassVar[None] = None
 
@@ -105,34 +106,33 @@ def join_tensors(
     Raises `CheckpointError` for matrices whose tensors are not those that `config` says.
     """
     names = {name: leaf for leaf in expected for name in leaf.tensors}
-    modules: dict[str, dict[str, Stored]] = {}
+    modules: dict[str, dict[str, Stored]] = collections.defaultdict(dict)
     others: list[Tensor] = []
-    problems: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = collections.defaultdict(list)
     for tensor in stored:
         module, _, last = tensor.name.rpartition(".")
         leaf = names.get(f"{module}.weight")
         if leaf is None or leaf.param.in_axes is None or tensor.name in names and last == "bias":
             others.append(tensor)
-        elif last in modules.setdefault(module, {}):
-            problems.setdefault("repeated", []).append(tensor.name)
+        elif last in modules[module]:
+            problems["repeated"].append(tensor.name)
         else:
             modules[module][last] = tensor
     for module, tensors in modules.items():
         format = config.format_of(module)
-        wide = tensors.keys() == {"weight"} and tensors["weight"].code in WIDE
-        if format is None or wide:
-            if wide and format is not None:
-                kind = f"not quantised, though quantization_config says {format}"
-                problems.setdefault(kind, []).append(module)
-            if not wide:
-                kind = "quantised, though quantization_config leaves them out"
-                problems.setdefault(kind, []).append(module)
+        is_wide = "weight" in tensors and tensors["weight"].code in WIDE
+        is_wide = is_wide and tensors.keys() <= {"weight", "bias"}
+        if format is None and is_wide:
             others += tensors.values()
-            continue
-        shape = names[f"{module}.weight"].stored_shape
-        for kind, where in _problems(format, shape, tensors).items():
-            problems.setdefault(kind, []).extend(f"{module}.{text}" for text in where)
-        others.append(EncodedMatrix(f"{module}.weight", shape, format, tensors))
+        elif format is None:
+            problems["quantised, though quantization_config leaves them out"].append(module)
+        elif is_wide:
+            problems[f"not quantised, though quantization_config says {format}"].append(module)
+        else:
+            shape = names[f"{module}.weight"].stored_shape
+            for kind, where in _problems(format, shape, tensors).items():
+                problems[kind] += (f"{module}.{text}" for text in where)
+            others.append(EncodedMatrix(f"{module}.weight", shape, format, tensors))
     check_no_problems(path, problems)
     for matrix in others:
         if isinstance(matrix, EncodedMatrix):
@@ -200,7 +200,11 @@ def _problems(
 ) -> dict[str, list[str]]:
     """Kind -> last parts of the names of tensors that are not as the format has them."""
     parts = _parts(format, tensors)
-    required = [*parts, *(["weight_shape"] if format.layout == "packed" else [])]
+    required = [*parts]
+    if format.layout == "packed":
+        required.append("weight_shape")
+    elif format.act_order:
+        required.append("g_idx")
     optional = {
         "scaled": _ACTIVATION_SCALES if format.activation_scales else (),
         "packed": (),

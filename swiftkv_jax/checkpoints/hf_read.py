@@ -1,6 +1,9 @@
 """Read Hugging Face checkpoints: a Llama, or SwiftKV as its authors publish it. `hf_write` is the
 other direction.
 
+Quantised matrices stay in 8 bits where their format is `quantization.Quantized`'s; the others are
+decoded (`encoded`), so that to everything else they are float32 tensors.
+
 Names are strict (`tensor_map`): a tensor that is missing, unexpected, repeated, misshapen or of a
 wrong dtype is an error, and one error names all kinds of them.
 """

@@ -34,7 +34,8 @@ _FP8_OTHERS = frozenset(
 )
 _FBGEMM_OTHERS = frozenset("quant_method modules_to_not_convert activation_scale_ub".split())
 _GPTQ = {
-    "bits": (2, 4, 8),
+    "bits": (4, 8),
+    "desc_act": (False, True, None),
     "checkpoint_format": ("gptq", "gptq_v2", None),
     "lm_head": (False, None),
     "pack_dtype": ("int32", None),
@@ -43,7 +44,7 @@ _GPTQ = {
 # How the values were found, and what programs are to do with them.
 _GPTQ_OTHERS = frozenset(
     """
-    quant_method group_size desc_act dynamic modules_in_block_to_quantize sym static_groups
+    quant_method group_size dynamic modules_in_block_to_quantize sym static_groups
     true_sequential damp_percent damp_auto_increment mse meta model_name_or_path
     model_file_base_name batch_size block_name_to_quantize cache_block_outputs dataset tokenizer
     exllama_config use_exllama disable_exllama use_cuda_fp16 max_input_length model_seqlen
@@ -109,9 +110,9 @@ def _gptq(fields: Fields) -> QuantizationConfig:
     check_fields(WHERE, fields, _GPTQ, _GPTQ_OTHERS)
     format = WeightFormat(
         "gptq",
-        fields["bits"],
+        int(fields["bits"]),
         (1, _group_size(fields)),
-        symmetric=False,
+        act_order=bool(fields.get("desc_act")),
         stored_zero=0 if fields.get("checkpoint_format") == "gptq_v2" else 1,
     )
     dynamic = fields.get("dynamic") or {}
@@ -127,7 +128,7 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 def _awq(fields: Fields) -> QuantizationConfig:
     check_fields(WHERE, fields, _AWQ, _AWQ_OTHERS)
-    format = WeightFormat("awq", 4, (1, _group_size(fields)), symmetric=False)
+    format = WeightFormat("awq", 4, (1, _group_size(fields)))
     wide = _names(fields, "modules_to_not_convert")
     return QuantizationConfig("awq", ((("Linear",), format),), wide)
 

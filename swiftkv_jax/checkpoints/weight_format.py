@@ -29,6 +29,9 @@ class WeightFormat:
     """Whether no zeros are stored; of `packed` only."""
     stored_zero: int = 0
     """What is added to the zeros as stored; of `gptq` only."""
+    act_order: bool = False
+    """Whether groups may be out of order, so that `g_idx` must say that they are not; of `gptq`
+    only."""
     activation_scales: bool = False
     """Whether scales of the activations are stored too. Nothing reads them: activations keep the
     model's dtype."""

@@ -117,7 +117,14 @@ def awq(group: int):
     return encode
 
 
-def scaled(block: tuple[int, int], dtype=E4M3, suffix="weight_scale", shape=None, extra=()):
+def scaled(
+    block: tuple[int, int],
+    dtype=E4M3,
+    suffix="weight_scale",
+    shape=None,
+    extra=(),
+    scale_dtype=np.float32,
+):
     """Scales of blocks of (outputs, inputs), 0 is all; `shape` of a single one."""
 
     def encode(rng, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray]:
@@ -126,12 +133,12 @@ def scaled(block: tuple[int, int], dtype=E4M3, suffix="weight_scale", shape=None
         weight = rng.uniform(-largest, largest, (outputs, inputs)).astype(dtype)
         counts = -(-outputs // down), -(-inputs // across)
         scale = rng.uniform(0.5, 2, counts) / (largest * np.sqrt(inputs))
-        scale = scale.astype(np.float32)
+        scale = scale.astype(scale_dtype)
         values = np.empty((outputs, inputs), np.float32)
         for row in range(outputs):
             for column in range(inputs):
                 s = scale[row // down, column // across]
-                values[row, column] = np.float32(weight[row, column]) * s
+                values[row, column] = np.float32(weight[row, column]) * np.float32(s)
         tensors = {"weight": weight, suffix: scale if shape is None else scale.reshape(shape)}
         return tensors | {name: np.ones(1, np.float32) for name in extra}, values
 
@@ -227,6 +234,10 @@ FBGEMM = {
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable]] = {
     "fp8 blocks": (fp8([32, 32], "dynamic"), scaled((32, 32), suffix="weight_scale_inv")),
+    "fp8 powers of two": (
+        fp8([32, 32], "dynamic", scale_fmt="ue8m0"),
+        scaled((32, 32), suffix="weight_scale_inv", scale_dtype=ml_dtypes.float8_e8m0fnu),
+    ),
     "fp8 static": (
         fp8(None, "static"),
         scaled((0, 0), suffix="weight_scale_inv", shape=(), extra=["activation_scale"]),

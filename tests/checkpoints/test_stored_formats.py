@@ -13,6 +13,7 @@ import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError
 from swiftkv_jax.checkpoints import encoded, open_any, stored_formats
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.mesh import make_mesh
@@ -206,6 +207,12 @@ def test_decoded_models_are_plain_ones(tmp_path):
     assert found[2] == wide["model.layers.0.mlp.up_proj.weight"].tobytes()
     assert_same(skv.load(tmp_path / "out"), student)
 
+    skv.save_hf(student, tmp_path / "delta", format="delta")
+    joined = load_delta(tmp_path / "delta", skv.load(path, dtype="bfloat16"))
+    assert joined.swiftkv is not None
+    opened = open_any(path, student.config)
+    assert open_delta(tmp_path / "delta", opened).has_delta
+
     again = skv.load(path, quantization="fp8")
     skv.save_hf(again, tmp_path / "fp8")
     assert_same(skv.load(tmp_path / "fp8"), again)
@@ -322,6 +329,17 @@ def test_damaged_tensors(tmp_path, case):
     assert "\n" not in str(error.value)
 
 
+def test_act_order_needs_its_groups(tmp_path):
+    """Groups that `desc_act` may have put out of order are read where `g_idx` says they are not."""
+    hf, tensors, wide = directory("gptq")
+    hf["quantization_config"] = hf["quantization_config"] | {"desc_act": True}
+    model = skv.load(write(tmp_path / "good", hf, tensors))
+    assert_same(model, tiny.model_of({**hf, "quantization_config": None}, wide))
+    del tensors[f"{OUT}.g_idx"]
+    with pytest.raises(CheckpointError, match=f"missing: {OUT}.g_idx$"):
+        skv.load(write(tmp_path / "bad", hf, tensors))
+
+
 def test_gguf(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
     (tmp_path / "model-Q4_K_M.gguf").touch()
@@ -332,7 +350,7 @@ def test_gguf(tmp_path):
 REFUSED = [  # format, other fields, what the error says
     ("gptq", {"quant_method": "modelopt"}, "quant_method='modelopt' is not supported; supported: "),
     ("gptq", {"quant_method": ["gptq"]}, r"quant_method=\['gptq'\] is not supported"),
-    ("gptq", {"bits": 3}, "bits=3 is not supported; supported: 2, 4, 8"),
+    ("gptq", {"bits": 3}, "bits=3 is not supported; supported: 4, 8"),
     ("gptq", {"group_size": 0}, "group_size=0 must be a number of inputs, or -1"),
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
     ("gptq", {"lm_head": True}, "lm_head=True is not supported"),
