@@ -30,7 +30,6 @@ SCALE_SUFFIX = "_scale"
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})
 
-# Field -> the values that are supported; None is for absent ones too.
 _FLOAT, _INT = ("float", 8, True), ("int", 8, True)
 # Format -> the (type, bits, symmetric) that it may have.
 _STORED = {
@@ -39,6 +38,7 @@ _STORED = {
     "naive-quantized": (_FLOAT, _INT),
     "pack-quantized": tuple(("int", bits, even) for bits in (4, 8) for even in (True, False)),
 }
+# Field -> the values that are supported; None is for absent ones too.
 _TOP = {
     "format": (*_STORED, "mixed-precision"),
     "quantization_status": ("compressed",),
@@ -95,7 +95,8 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name, group in groups.items()
     )
     wide = read_names(f"{where}.ignore", fields.get("ignore"))
-    kept = _kept(fields, next(iter(groups.values()))) if len(read) == 1 else None
+    alone = len(read) == 1 and wide == ("lm_head",)
+    kept = _kept(*read[0], next(iter(groups.values()))) if alone else None
     return QuantizationConfig("compressed-tensors", read, wide, kept)
 
 
@@ -161,23 +162,21 @@ def _block(where: str, weights: Fields, packed: bool) -> tuple[int, int]:
     return structure[0], structure[1]
 
 
-def _kept(fields: Fields, group: Fields) -> Format | None:
-    """The format of ours that the only group has. fp8 is calibrated for activations of 8 bits;
-    products with int8 widen the weights, whatever the activations were to be."""
-    weights, activations = group["weights"], group.get("input_activations") or {}
-    if (
-        (fields.get("ignore"), group["targets"]) != (["lm_head"], ["Linear"])
-        or (weights["num_bits"], weights["strategy"]) != (8, "channel")
-        or (group.get("format") or fields["format"]) not in ("float-quantized", "int-quantized")
-        or activations.get("dynamic") is False
-    ):
+def _kept(targets: tuple[str, ...], format: WeightFormat, group: Fields) -> Format | None:
+    """The format of ours that the only group has, of all matrices but the head.
+
+    fp8 is for activations of 8 bits; products with int8 widen the weights, whatever the activations
+    were to be.
+    """
+    activations = group.get("input_activations") or {}
+    rounded = tuple(activations.get(name) for name in ("strategy", "type", "symmetric"))
+    if (targets, format.layout, format.block) != (("Linear",), "scaled", (1, 0)):
         return None
-    if weights["type"] == "int":
+    if format.activation_scales:
+        return None
+    if format.number == "int":
         return "int8"
-    rounded = ("token", "float", True)
-    return (
-        "fp8" if tuple(map(activations.get, ("strategy", "type", "symmetric"))) == rounded else None
-    )
+    return "fp8" if rounded == ("token", "float", True) else None
 
 
 def quantization_config() -> dict[str, Any]:

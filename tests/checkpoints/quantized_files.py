@@ -123,7 +123,7 @@ def scaled(
     suffix="weight_scale",
     shape=None,
     extra=(),
-    scale_dtype=np.float32,
+    scale_dtype: Any = np.float32,
 ):
     """Scales of blocks of (outputs, inputs), 0 is all; `shape` of a single one."""
 
