@@ -1,0 +1,34 @@
+"""Load what `save_hf` wrote with transformers, in the environment of `record.py`, and compare its
+logits with the recorded ones:
+
+    ENV/bin/python tests/families/check_exports.py FOLDER    # has CASE/out for each case
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import transformers
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import CASES, tokens
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "families"
+largest = 0.0
+for case in CASES:
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        Path(sys.argv[1]) / case / "out",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    problems = [name for name, keys in found.items() if keys]
+    with torch.no_grad():
+        logits = model.eval()(torch.from_numpy(tokens()).long(), use_cache=False).logits.numpy()
+    expected = load_file(FIXTURES / f"{case}.safetensors")["logits"]
+    difference = float(np.abs(logits - expected).max())
+    largest = max(largest, difference)
+    print(f"{case:16} {type(model).__name__:24} {difference:.1e} {problems or ''}")
+sys.exit(largest > 2e-4)
