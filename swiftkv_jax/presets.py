@@ -42,5 +42,86 @@ LLAMA_405B = dataclasses.replace(
 )
 """Llama-3.1-405B."""
 
-PRESETS = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "llama-3.1-405b": LLAMA_405B}
+QWEN3_8B = Config(
+    vocab_size=151936,
+    embed_dim=4096,
+    mlp_dim=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-6,
+    max_position_embeddings=40960,
+    layer_kinds=(LayerKind(Rope(theta=1e6)),),
+    family="qwen3",
+    qk_norm="head",
+    num_key_value_layers=27,
+)
+"""Qwen3-8B (Qwen/Qwen3-8B), cut as ArcticTraining's branch aqiao/qwen3 cuts it."""
+QWEN25_32B = Config(
+    vocab_size=152064,
+    embed_dim=5120,
+    mlp_dim=27648,
+    num_layers=64,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-6,
+    max_position_embeddings=32768,
+    layer_kinds=(LayerKind(Rope(theta=1e6)),),
+    family="qwen2",
+    qkv_bias=True,
+    num_key_value_layers=48,
+)
+"""Qwen2.5-32B (Qwen/Qwen2.5-32B-Instruct), cut as ArcticTraining cuts it."""
+_GLOBAL = LayerKind(Rope(theta=1e6, scaling=RopeScaling("linear", factor=8.0)))
+_LOCAL = LayerKind(Rope(theta=1e4), window=1024)
+GEMMA3_12B = Config(
+    vocab_size=262208,
+    embed_dim=3840,
+    mlp_dim=15360,
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    norm_eps=1e-6,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+    layer_kinds=(*[_LOCAL] * 5, _GLOBAL) * 8,
+    family="gemma3_text",
+    qk_norm="head",
+    norm_order="both",
+    norm_offset=True,
+    norm_wide=True,
+    activation="gelu_tanh",
+    embed_scale=3840**0.5,
+    round_embed_scale=True,
+    query_scale=256**-0.5,
+    num_key_value_layers=24,
+)
+"""The text model of Gemma 3 12B (google/gemma-3-12b-it): five windows, then a full layer."""
+PHI_4 = Config(
+    vocab_size=100352,
+    embed_dim=5120,
+    mlp_dim=17920,
+    num_layers=40,
+    num_heads=40,
+    num_kv_heads=10,
+    head_dim=128,
+    max_position_embeddings=16384,
+    layer_kinds=(LayerKind(Rope(theta=250_000.0)),),
+    family="phi3",
+    num_key_value_layers=20,
+)
+"""Phi-4 (microsoft/phi-4)."""
+
+PRESETS = {
+    "llama-3.1-8b": LLAMA_8B,
+    "llama-3.1-70b": LLAMA_70B,
+    "llama-3.1-405b": LLAMA_405B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen2.5-32b": QWEN25_32B,
+    "gemma-3-12b": GEMMA3_12B,
+    "phi-4": PHI_4,
+}
 """Names for `--model` where no weights are read."""

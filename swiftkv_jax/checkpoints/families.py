@@ -8,27 +8,12 @@ The layer is the same for all (`layers`, `transformer`): a family is the options
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import Config, LayerKind
-from ..errors import ConfigError
-from .hf_layer_kinds import (
-    SLIDING,
-    Fields,
-    one_kind,
-    read_kind,
-    read_layer_types,
-    some_unrotated,
-    two_ropes,
-    types_of,
-    window_of,
-    windows_above,
-    write_kinds,
-    write_two_ropes,
-)
-from .hf_rope import rope_from_hf, rope_to_hf
+from ..config import Config
+from . import family_fields
+from .hf_layer_kinds import Fields, windows_above, write_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,181 +38,6 @@ class Family:
     """Tensor within a layer -> the fields of `params` whose rows it joins."""
 
 
-# Families ---------------------------------------------------------------------
-
-
-def _llama(hf: Fields) -> dict[str, Any]:
-    options = _mistral(hf)
-    if any(kind.window is not None for kind in options["layer_kinds"]):
-        raise ConfigError(
-            f"sliding_window={hf['sliding_window']} below max_position_embeddings="
-            f"{hf['max_position_embeddings']} is not supported for this model_type"
-        )
-    return options
-
-
-def _mistral(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {"layer_kinds": one_kind(hf), "qkv_bias": bias, "o_bias": bias}
-
-
-def _write_llama(config: Config) -> dict[str, Any]:
-    (rope,) = config.ropes
-    bias = {"attention_bias": config.qkv_bias, "mlp_bias": False}
-    return {"hidden_act": "silu"} | rope_to_hf(rope) | bias
-
-
-def _write_window(config: Config) -> dict[str, Any]:
-    (rope,) = config.ropes
-    return {"hidden_act": "silu", "sliding_window": window_of(config)} | rope_to_hf(rope)
-
-
-def _write_qwen2(config: Config) -> dict[str, Any]:
-    kinds = write_kinds(config)
-    return {"hidden_act": "silu", "use_sliding_window": kinds["sliding_window"] is not None} | kinds
-
-
-def _qwen3(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    kinds = windows_above(hf)
-    return {"layer_kinds": kinds, "qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
-
-
-def _granite(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {
-        "layer_kinds": one_kind(hf),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "embed_scale": hf["embedding_multiplier"],
-        "residual_scale": hf["residual_multiplier"],
-        "query_scale": hf["attention_multiplier"],
-        "logit_divisor": hf["logits_scaling"],
-    }
-
-
-def _write_granite(config: Config) -> dict[str, Any]:
-    return _write_llama(config) | {
-        "embedding_multiplier": config.embed_scale,
-        "residual_multiplier": config.residual_scale,
-        "attention_multiplier": config.query_scale,
-        "logits_scaling": config.logit_divisor,
-    }
-
-
-def _smollm3(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {"layer_kinds": some_unrotated(hf), "qkv_bias": bias, "o_bias": bias}
-
-
-def _write_smollm3(config: Config) -> dict[str, Any]:
-    kinds = [config.kind(layer) for layer in range(config.num_layers)]
-    window = window_of(config)
-    return _write_llama(config) | {
-        "no_rope_layers": [int(kind.rope is not None) for kind in kinds],
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "layer_types": types_of(config),
-    }
-
-
-def _phi3(hf: Fields) -> dict[str, Any]:
-    return {"layer_kinds": one_kind(hf, partial=True)}
-
-
-def _write_phi3(config: Config) -> dict[str, Any]:
-    (rope,) = config.ropes
-    longrope = rope.scaling is not None and rope.scaling.rope_type == "longrope"
-    original = config.max_position_embeddings
-    if longrope and rope.scaling is not None:
-        original = rope.scaling.original_max_position_embeddings
-    return _write_window(config) | {"original_max_position_embeddings": original}
-
-
-_OLMO = {"qk_norm": "all", "norm_order": "post", "norm_wide": True}
-
-
-def _olmo2(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {"layer_kinds": one_kind(hf), "qkv_bias": bias, "o_bias": bias} | _OLMO
-
-
-def _olmo3(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    kinds = two_ropes({**hf, "rope_local_base_freq": hf["rope_theta"]}, lambda i: (i + 1) % 4 != 0)
-    return {"layer_kinds": kinds, "qkv_bias": bias, "o_bias": bias} | _OLMO
-
-
-def _write_olmo3(config: Config) -> dict[str, Any]:
-    return {
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "sliding_window": window_of(config),
-        "layer_types": types_of(config),
-    } | write_two_ropes(config)
-
-
-def _gemma(hf: Fields, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    if hf["hidden_activation"] != "gelu_pytorch_tanh":
-        raise ConfigError(
-            f"hidden_activation={hf['hidden_activation']!r} is not supported; supported: "
-            f"'gelu_pytorch_tanh'"
-        )
-    return {
-        "layer_kinds": kinds,
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "norm_order": "both",
-        "norm_offset": True,
-        "norm_wide": True,
-        "activation": "gelu_tanh",
-        "embed_scale": math.sqrt(hf["hidden_size"]),
-        "round_embed_scale": True,
-        "query_scale": hf["query_pre_attn_scalar"] ** -0.5,
-        "score_cap": hf.get("attn_logit_softcapping"),
-        "logit_cap": hf.get("final_logit_softcapping"),
-    }
-
-
-def _gemma2(hf: Fields) -> dict[str, Any]:
-    rope = rope_from_hf(hf, default_theta=hf["rope_theta"])
-    types = read_layer_types(hf, lambda layer: layer % 2 == 0)
-    return _gemma(hf, tuple(read_kind(hf, rope, here) for here in types))
-
-
-def _gemma3(hf: Fields) -> dict[str, Any]:
-    every = hf["sliding_window_pattern"]
-    kinds = two_ropes(hf, lambda layer: (layer + 1) % every != 0)
-    return _gemma(hf, kinds) | {"qk_norm": "head"}
-
-
-def _write_gemma(config: Config) -> dict[str, Any]:
-    assert config.query_scale is not None
-    scalar = config.query_scale**-2
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": config.qkv_bias,
-        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
-        "attn_logit_softcapping": config.score_cap,
-        "final_logit_softcapping": config.logit_cap,
-    }
-
-
-def _write_gemma3(config: Config) -> dict[str, Any]:
-    ropes = write_two_ropes(config)
-    local = ropes["rope_parameters"].get(SLIDING, {}).get("rope_theta", 10_000.0)
-    return (
-        _write_gemma(config)
-        | ropes
-        | {
-            "sliding_window": window_of(config),
-            "layer_types": types_of(config),
-            "rope_local_base_freq": local,
-        }
-    )
-
-
 _COMMON = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -250,8 +60,8 @@ _WINDOW_SWITCH = "use_sliding_window max_window_layers sliding_window layer_type
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "Llama",
-        _llama,
-        _write_llama,
+        family_fields.read_llama,
+        family_fields.write_llama,
         fields="attention_bias sliding_window layer_types",
         # SmolLM2's: the split halves that this package computes, and a mark of conversion scripts.
         neutral=_SILU
@@ -264,8 +74,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         "Mistral",
-        _mistral,
-        _write_window,
+        family_fields.read_mistral,
+        family_fields.write_window,
         fields="attention_bias sliding_window layer_types",
         neutral=_SILU,
         # transformers reads a file without the field as one with a window of 4096; null is none.
@@ -274,23 +84,38 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2",
         lambda hf: {"layer_kinds": windows_above(hf), "qkv_bias": True},
-        _write_qwen2,
+        family_fields.write_qwen2,
         fields=_WINDOW_SWITCH,
         neutral=_SILU | {"use_mrope": (False, None), "attention_bias": (True, None)},
         defaults=_QWEN,
     ),
     "qwen3": Family(
         "Qwen3",
-        _qwen3,
-        lambda config: _write_qwen2(config) | {"attention_bias": config.qkv_bias},
+        family_fields.read_qwen3,
+        lambda config: family_fields.write_qwen2(config) | {"attention_bias": config.qkv_bias},
         fields=_WINDOW_SWITCH + " attention_bias",
         neutral=_SILU,
         defaults=_QWEN | {"head_dim": 128},
     ),
+    "seed_oss": Family(
+        "SeedOss",
+        family_fields.read_seed_oss,
+        family_fields.write_seed_oss,
+        fields="attention_bias attention_out_bias",
+        neutral=_SILU,
+        defaults=_COMMON
+        | {
+            "max_position_embeddings": 524288,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "attention_out_bias": False,
+        },
+    ),
     "granite": Family(
         "Granite",
-        _granite,
-        _write_granite,
+        family_fields.read_granite,
+        family_fields.write_granite,
         fields="attention_bias embedding_multiplier residual_multiplier attention_multiplier "
         "logits_scaling",
         neutral=_SILU,
@@ -304,8 +129,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         "SmolLM3",
-        _smollm3,
-        _write_smollm3,
+        family_fields.read_smollm3,
+        family_fields.write_smollm3,
         fields="attention_bias no_rope_layers no_rope_layer_interval use_sliding_window "
         "sliding_window layer_types",
         neutral=_SILU,
@@ -320,8 +145,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3",
-        _phi3,
-        _write_phi3,
+        family_fields.read_phi3,
+        family_fields.write_phi3,
         fields="sliding_window original_max_position_embeddings partial_rotary_factor",
         neutral=_SILU
         | {
@@ -343,24 +168,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2",
-        _olmo2,
-        _write_llama,
+        family_fields.read_olmo2,
+        family_fields.write_llama,
         fields="attention_bias",
         neutral=_SILU | {"clip_qkv": (None,)},
         defaults=_COMMON | {"rms_norm_eps": 1e-5},
     ),
     "olmo3": Family(
         "Olmo3",
-        _olmo3,
-        _write_olmo3,
+        family_fields.read_olmo3,
+        family_fields.write_olmo3,
         fields="attention_bias sliding_window layer_types",
         neutral=_SILU | {"clip_qkv": (None,)},
         defaults=_COMMON | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     ),
     "gemma2": Family(
         "Gemma2",
-        _gemma2,
-        lambda config: _write_gemma(config) | write_kinds(config),
+        family_fields.read_gemma2,
+        lambda config: family_fields.write_gemma(config) | write_kinds(config),
         fields="attention_bias hidden_activation query_pre_attn_scalar sliding_window layer_types "
         "attn_logit_softcapping final_logit_softcapping",
         neutral={
@@ -377,8 +202,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3",
-        _gemma3,
-        _write_gemma3,
+        family_fields.read_gemma3,
+        family_fields.write_gemma3,
         fields="attention_bias hidden_activation query_pre_attn_scalar sliding_window layer_types "
         "sliding_window_pattern attn_logit_softcapping final_logit_softcapping "
         "rope_local_base_freq",

@@ -44,7 +44,8 @@ _IRRELEVANT = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
     suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
     remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
-    cache_implementation neftune_noise_alpha transformers.js_config _sliding_window_pattern
+    residual_dropout cache_implementation neftune_noise_alpha transformers.js_config
+    _sliding_window_pattern
     """.split()
 )
 
@@ -78,7 +79,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         attn_logit_softcapping final_logit_softcapping
         """,
     ),
-    "true or false": ((bool,), "attention_bias tie_word_embeddings use_sliding_window"),
+    "true or false": (
+        (bool,),
+        "attention_bias attention_out_bias tie_word_embeddings use_sliding_window",
+    ),
     "a string": ((str,), "generated_kv hidden_activation"),
     "a list": ((list,), "shared_kv_heads layer_types no_rope_layers"),
     "an object": ((Mapping,), "rope_scaling rope_parameters"),

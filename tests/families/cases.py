@@ -87,6 +87,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mistral-window": BASE
     | {"model_type": "mistral", "rope_theta": 1e4, "sliding_window": 8, "hidden_act": "silu"},
+    "seed-oss": BASE
+    | {
+        "model_type": "seed_oss",
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "default"},
+        "head_dim": 16,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "residual_dropout": 0.1,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    },
     "granite": BASE
     | {
         "model_type": "granite",

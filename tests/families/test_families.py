@@ -139,6 +139,7 @@ ABLATIONS = {
     "qwen3-yarn: output bias": ("qwen3-yarn", without_leaf(*BLOCKS, "o_bias")),
     "mistral: window": ("mistral-window", window_of(None)),
     "mistral: 9 for 8": ("mistral-window", window_of(9)),
+    "seed-oss: biases": ("seed-oss", no_biases),
     "granite: embeddings": ("granite", with_config(embed_scale=1.0)),
     "granite: residual": ("granite", with_config(residual_scale=1.0)),
     "granite: attention": ("granite", with_config(query_scale=None)),

@@ -1,0 +1,209 @@
+"""How each family's options stand in a `config.json`: `read_<family>` makes options of a `Config`
+from the fields, defaults among them, and `write_<family>` the fields of a `Config`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..config import Config, LayerKind
+from ..errors import ConfigError
+from .hf_layer_kinds import (
+    SLIDING,
+    Fields,
+    one_kind,
+    read_kind,
+    read_layer_types,
+    some_unrotated,
+    two_ropes,
+    types_of,
+    window_of,
+    windows_above,
+    write_kinds,
+    write_two_ropes,
+)
+from .hf_rope import rope_from_hf, rope_to_hf
+
+
+def read_llama(hf: Fields) -> dict[str, Any]:
+    options = read_mistral(hf)
+    if any(kind.window is not None for kind in options["layer_kinds"]):
+        raise ConfigError(
+            f"sliding_window={hf['sliding_window']} below max_position_embeddings="
+            f"{hf['max_position_embeddings']} is not supported for this model_type"
+        )
+    return options
+
+
+def read_mistral(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    return {"layer_kinds": one_kind(hf), "qkv_bias": bias, "o_bias": bias}
+
+
+def write_llama(config: Config) -> dict[str, Any]:
+    (rope,) = config.ropes
+    bias = {"attention_bias": config.qkv_bias, "mlp_bias": False}
+    return {"hidden_act": "silu"} | rope_to_hf(rope) | bias
+
+
+def write_window(config: Config) -> dict[str, Any]:
+    (rope,) = config.ropes
+    return {"hidden_act": "silu", "sliding_window": window_of(config)} | rope_to_hf(rope)
+
+
+def write_qwen2(config: Config) -> dict[str, Any]:
+    kinds = write_kinds(config)
+    return {"hidden_act": "silu", "use_sliding_window": kinds["sliding_window"] is not None} | kinds
+
+
+def read_qwen3(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    kinds = windows_above(hf)
+    return {"layer_kinds": kinds, "qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
+
+
+def read_seed_oss(hf: Fields) -> dict[str, Any]:
+    return {
+        "layer_kinds": one_kind(hf),
+        "qkv_bias": hf["attention_bias"],
+        "o_bias": hf["attention_out_bias"],
+    }
+
+
+def write_seed_oss(config: Config) -> dict[str, Any]:
+    return write_llama(config) | {"attention_out_bias": config.o_bias}
+
+
+def read_granite(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    return {
+        "layer_kinds": one_kind(hf),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "embed_scale": hf["embedding_multiplier"],
+        "residual_scale": hf["residual_multiplier"],
+        "query_scale": hf["attention_multiplier"],
+        "logit_divisor": hf["logits_scaling"],
+    }
+
+
+def write_granite(config: Config) -> dict[str, Any]:
+    return write_llama(config) | {
+        "embedding_multiplier": config.embed_scale,
+        "residual_multiplier": config.residual_scale,
+        "attention_multiplier": config.query_scale,
+        "logits_scaling": config.logit_divisor,
+    }
+
+
+def read_smollm3(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    return {"layer_kinds": some_unrotated(hf), "qkv_bias": bias, "o_bias": bias}
+
+
+def write_smollm3(config: Config) -> dict[str, Any]:
+    kinds = [config.kind(layer) for layer in range(config.num_layers)]
+    window = window_of(config)
+    return write_llama(config) | {
+        "no_rope_layers": [int(kind.rope is not None) for kind in kinds],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": types_of(config),
+    }
+
+
+def read_phi3(hf: Fields) -> dict[str, Any]:
+    return {"layer_kinds": one_kind(hf, partial=True)}
+
+
+def write_phi3(config: Config) -> dict[str, Any]:
+    (rope,) = config.ropes
+    longrope = rope.scaling is not None and rope.scaling.rope_type == "longrope"
+    original = config.max_position_embeddings
+    if longrope and rope.scaling is not None:
+        original = rope.scaling.original_max_position_embeddings
+    return write_window(config) | {"original_max_position_embeddings": original}
+
+
+_OLMO = {"qk_norm": "all", "norm_order": "post", "norm_wide": True}
+
+
+def read_olmo2(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    return {"layer_kinds": one_kind(hf), "qkv_bias": bias, "o_bias": bias} | _OLMO
+
+
+def read_olmo3(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    kinds = two_ropes({**hf, "rope_local_base_freq": hf["rope_theta"]}, lambda i: (i + 1) % 4 != 0)
+    return {"layer_kinds": kinds, "qkv_bias": bias, "o_bias": bias} | _OLMO
+
+
+def write_olmo3(config: Config) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "sliding_window": window_of(config),
+        "layer_types": types_of(config),
+    } | write_two_ropes(config)
+
+
+def read_gemma(hf: Fields, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    if hf["hidden_activation"] != "gelu_pytorch_tanh":
+        raise ConfigError(
+            f"hidden_activation={hf['hidden_activation']!r} is not supported; supported: "
+            f"'gelu_pytorch_tanh'"
+        )
+    return {
+        "layer_kinds": kinds,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "norm_order": "both",
+        "norm_offset": True,
+        "norm_wide": True,
+        "activation": "gelu_tanh",
+        "embed_scale": math.sqrt(hf["hidden_size"]),
+        "round_embed_scale": True,
+        "query_scale": hf["query_pre_attn_scalar"] ** -0.5,
+        "score_cap": hf.get("attn_logit_softcapping"),
+        "logit_cap": hf.get("final_logit_softcapping"),
+    }
+
+
+def read_gemma2(hf: Fields) -> dict[str, Any]:
+    rope = rope_from_hf(hf, default_theta=hf["rope_theta"])
+    types = read_layer_types(hf, lambda layer: layer % 2 == 0)
+    return read_gemma(hf, tuple(read_kind(hf, rope, here) for here in types))
+
+
+def read_gemma3(hf: Fields) -> dict[str, Any]:
+    every = hf["sliding_window_pattern"]
+    kinds = two_ropes(hf, lambda layer: (layer + 1) % every != 0)
+    return read_gemma(hf, kinds) | {"qk_norm": "head"}
+
+
+def write_gemma(config: Config) -> dict[str, Any]:
+    assert config.query_scale is not None
+    scalar = config.query_scale**-2
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": config.qkv_bias,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+        "attn_logit_softcapping": config.score_cap,
+        "final_logit_softcapping": config.logit_cap,
+    }
+
+
+def write_gemma3(config: Config) -> dict[str, Any]:
+    ropes = write_two_ropes(config)
+    local = ropes["rope_parameters"].get(SLIDING, {}).get("rope_theta", 10_000.0)
+    return (
+        write_gemma(config)
+        | ropes
+        | {
+            "sliding_window": window_of(config),
+            "layer_types": types_of(config),
+            "rope_local_base_freq": local,
+        }
+    )
