@@ -130,16 +130,20 @@ class Attention:
         length: Int[Array, " B"],
         *,
         page_table: Int[Array, "B P"] | None = None,
+        window: int | None = None,
         score_cap: float | None = None,
     ) -> DecodePlan | None:
         """`pallas_kernels.plan_decode` on this mesh: make it once a step and give it to `decode` in
-        all layers. Of `q` and `k` only shapes and dtypes count.
+        all layers with this window. Of `q` and `k` only shapes and dtypes count.
 
         Each data-parallel shard plans its own rows, for the heads that one of its devices has: the
         plans of the shards follow one another, and an entry counts from its shard's first row.
         """
         op = functools.partial(
-            pallas_kernels.plan_decode, implementation=self.implementation, score_cap=score_cap
+            pallas_kernels.plan_decode,
+            implementation=self.implementation,
+            window=window,
+            score_cap=score_cap,
         )
         if self.mesh is None:
             return op(q, k, length, page_table=page_table)

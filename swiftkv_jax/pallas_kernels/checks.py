@@ -106,6 +106,12 @@ def check_restrictions(window, score_cap) -> tuple[Any, float | None]:
     return window, score_cap
 
 
+def hiding(window, k, page_table):
+    """`window`, or None for an int that hides none of the positions of a row."""
+    positions = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    return None if isinstance(window, int) and window >= positions else window
+
+
 def _operands(q, k, v, k_scale, v_scale):
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     if k.shape != v.shape or k.dtype != v.dtype:

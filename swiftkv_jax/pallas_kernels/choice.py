@@ -48,7 +48,8 @@ def choose_implementation(
     *,
     segment_ids=None,
     page_table=None,
-    restricted: bool = False,
+    window: Any = None,
+    score_cap: float | None = None,
     tuning: Any = None,
     backward_tuning: Any = None,
 ) -> str:
@@ -56,11 +57,11 @@ def choose_implementation(
     run these operands, else 'xla'. cuDNN decodes by name only: it takes no pages, and transposes
     a cache before it reads it.
 
-    Only the shapes and dtypes of the arrays count, and whether attention is `restricted` by a
-    window or a cap. Raises `NotImplementedError` if the named
-    implementation cannot run them, `ValueError` for a tuning of another kernel.
+    Only the shapes and dtypes of the arrays count, whether `window` is an int or an array, and
+    whether there is a `score_cap`. Raises `NotImplementedError` if the named implementation cannot
+    run them, `ValueError` for a tuning of another kernel.
     """
-    operands = op, q, k, segment_ids, page_table, restricted
+    operands = op, q, k, segment_ids, page_table, window, score_cap
     if implementation not in ("hopper", "tpu"):
         for name, value in (("tuning", tuning), ("backward_tuning", backward_tuning)):
             if value is not None:
@@ -97,11 +98,15 @@ def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
 
 
 def _unsupported_reason(
-    name: str, op: str, q, k, segment_ids, page_table, restricted: bool, tuning: Any = None
+    name: str, op: str, q, k, segment_ids, page_table, window, score_cap, tuning: Any = None
 ) -> str | None:
     """Why `name` cannot run `op` on these operands on the current device; None if it can."""
-    if restricted and name != "xla":
-        return "has no window and no score_cap"
+    if score_cap is not None and name != "xla":
+        return "has no score_cap"
+    if window is not None and name == "cudnn":
+        return "has no window"
+    if window is not None and not isinstance(window, int) and name != "xla":
+        return f"takes a window that is an int, got an array: {window!r}"
     platform, kind = current_device()
     if name in ("hopper", "tpu"):
         dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)

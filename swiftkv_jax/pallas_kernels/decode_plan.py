@@ -31,19 +31,36 @@ class DecodePlan:
     """The first entry of each row, and one past its last: equal for a row of length 0."""
     tile: int = struct.field(pytree_node=False)
     """Positions of a tile."""
+    window: int | None = struct.field(pytree_node=False, default=None)
+    """The window of the layers it is for: tiles that lie before it are in no entry."""
 
 
 def make_plan(
-    length: Int[Array, " B"], *, tile: int, room: int, splits: int, least: int
+    length: Int[Array, " B"],
+    *,
+    tile: int,
+    room: int,
+    splits: int,
+    least: int,
+    window: int | None = None,
+    queries: int = 1,
 ) -> DecodePlan:
     """Rows of `length` positions, at most `room` tiles each, cut into splits of at most one chunk.
     Those of a row have equally many tiles, but that the last may have fewer.
 
     A chunk has at least `least` tiles, and as many more as make it about `splits` chunks in all: at
     most B + `splits`, as each row may end in a part of one.
+
+    With `window` a row begins with the tile of the first position that the earliest of its last
+    `queries` positions sees.
     """
     rows = length.shape[0]
     tiles = _ceil(length, jnp.int32(tile))
+    skipped = None
+    if window is not None:
+        seen = window + queries - 1
+        skipped = lax.div(jnp.maximum(length - seen, 0), jnp.int32(tile))
+        tiles, room = tiles - skipped, min(room, most_tiles(seen, tile))
     chunk = jnp.maximum(least, _ceil(tiles.sum(dtype=jnp.int32), jnp.int32(splits)))
     counts = _ceil(tiles, chunk)
     size = _ceil(tiles, jnp.maximum(counts, 1))
@@ -55,8 +72,16 @@ def make_plan(
     row = (end <= entry[:, None]).sum(axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, rows - 1)
     start = jnp.minimum((entry - first[row]) * size[row], tiles[row])
-    entries = jnp.stack([row, start, jnp.minimum(start + size[row], tiles[row])], axis=1)
-    return DecodePlan(entries, jnp.stack([first, end], axis=1), tile)
+    stop = jnp.minimum(start + size[row], tiles[row])
+    if skipped is not None:
+        start, stop = start + skipped[row], stop + skipped[row]
+    entries = jnp.stack([row, start, stop], axis=1)
+    return DecodePlan(entries, jnp.stack([first, end], axis=1), tile, window)
+
+
+def most_tiles(positions: int, tile: int) -> int:
+    """Tiles that so many positions next to each other lie in at most."""
+    return (positions + tile - 2) // tile + 1
 
 
 def max_entries(rows: int, room: int, splits: int, least: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from . import cudnn, xla
-from .checks import check_decode, check_prefill, check_restrictions
+from .checks import check_decode, check_prefill, check_restrictions, hiding
 from .choice import Implementation, choose_implementation, find_tuning, kernels_of, widens_pool
 from .decode_plan import DecodePlan
 from .no_gradient import SCALED_OR_PAGED, without_gradient
@@ -65,8 +65,11 @@ def prefill_attention(
     page; where the queries past `lengths[b]` stand does not matter. Only visible pages are read,
     but for the copy that the next paragraph names. `segment_ids` are refused.
 
-    With `window` a query sees that many positions at most, its own and those right before it. With
-    `score_cap` c a score s is c tanh(s / c) (Gemma 2, arXiv:2408.00118). Only XLA has either.
+    With `window` a query sees that many positions at most, its own and those right before it.
+    Blocks of keys before the windows of a block of queries are skipped, and `page_table` entries
+    for pages before the windows of all queries may be anything. With `score_cap` c a score s is
+    c tanh(s / c) (Gemma 2, arXiv:2408.00118). Only XLA has the cap, and takes a window that is an
+    array; cuDNN has no window.
 
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per
     position and head: the value is what is stored times its scale. The device kernels read them
@@ -98,6 +101,7 @@ def prefill_attention(
         page_table=page_table,
     )
     batch, queries, keys = *q.shape[:2], k.shape[2]
+    window = hiding(window, k, page_table)
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0
     name = choose_implementation(
         "prefill",
@@ -106,7 +110,8 @@ def prefill_attention(
         k,
         segment_ids=segment_ids,
         page_table=page_table,
-        restricted=window is not None or score_cap is not None,
+        window=window,
+        score_cap=score_cap,
         tuning=tuning,
         backward_tuning=backward_tuning,
     )
@@ -126,14 +131,14 @@ def prefill_attention(
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
     if starts_at_zero and keys == queries and lengths is None and page_table is None:
-        return _whole_rows(name, tuning, backward_tuning, q, k, v, segment_ids)
+        return _whole_rows(name, tuning, backward_tuning, window, q, k, v, segment_ids)
     q, k, v = without_gradient(
         f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
         (q, k, v),
     )
     # The device kernels read no offsets that are known.
     offset = None if starts_at_zero else offset
-    return _forward(name, tuning, q, k, v, offset, lengths, segment_ids, page_table)[0]
+    return _forward(name, tuning, window, q, k, v, offset, lengths, segment_ids, page_table)[0]
 
 
 def decode_attention(
@@ -162,7 +167,8 @@ def decode_attention(
 
     With `page_table`, `k` and `v` are a pool of X pages: position s of row b is position `s % page`
     of page `page_table[b, s // page]`. Entries for the pages that `length` reaches must lie in the
-    pool, which is not checked; the others may be anything.
+    pool, which is not checked; the others may be anything, and with `window` those for pages before
+    the earliest query's window: the device kernels do not read such pages.
 
     `plan` is the result of `plan_decode` with these operands and options, made once for all layers
     of a step; that it fits `length` is not checked. Without it the kernel makes its own. A plan
@@ -178,9 +184,16 @@ def decode_attention(
     q, k, v, length, k_scale, v_scale, page_table = check_decode(
         q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
     )
-    restricted = window is not None or score_cap is not None
+    window = hiding(window, k, page_table)
     name = choose_implementation(
-        "decode", implementation, q, k, page_table=page_table, restricted=restricted, tuning=tuning
+        "decode",
+        implementation,
+        q,
+        k,
+        page_table=page_table,
+        window=window,
+        score_cap=score_cap,
+        tuning=tuning,
     )
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
@@ -198,7 +211,7 @@ def decode_attention(
     operands = q, k, v, length, k_scale, v_scale, page_table
     if name == "hopper":
         operands += (plan,)
-    return _jitted(kernel.attention, tuning)(*operands)
+    return _jitted(kernel.attention, tuning, window=window)(*operands)
 
 
 def plan_decode(
@@ -207,6 +220,7 @@ def plan_decode(
     length: Int[Array, " B"],
     *,
     page_table: Int[Array, "B P"] | None = None,
+    window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
     implementation: Implementation | None = None,
     tuning: Any = None,
@@ -218,15 +232,23 @@ def plan_decode(
     operations on B^2 + B W small integers, W being about B + 528 / K. Raises as `decode_attention`
     does.
     """
-    restricted = score_cap is not None
+    window, score_cap = check_restrictions(window, score_cap)
+    window = hiding(window, k, page_table)
     name = choose_implementation(
-        "decode", implementation, q, k, page_table=page_table, restricted=restricted, tuning=tuning
+        "decode",
+        implementation,
+        q,
+        k,
+        page_table=page_table,
+        window=window,
+        score_cap=score_cap,
+        tuning=tuning,
     )
     if name != "hopper":
         return None
     tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
     length = jnp.asarray(length, jnp.int32)
-    return kernels_of(name).decode.plan(q, k, length, page_table, tuning=tuning)
+    return kernels_of(name).decode.plan(q, k, length, page_table, tuning=tuning, window=window)
 
 
 # Device kernels ---------------------------------------------------------------
@@ -240,30 +262,42 @@ def _jitted(kernel, tuning, **options):
 
 
 def _forward(
-    name: str, tuning, q, k, v, offset, lengths, segment_ids, page_table=None, *, save_lse=False
+    name: str,
+    tuning,
+    window,
+    q,
+    k,
+    v,
+    offset,
+    lengths,
+    segment_ids,
+    page_table=None,
+    *,
+    save_lse=False,
 ):
     if tuning is None:
         tuning = find_tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, k)
-    return _jitted(kernels_of(name).prefill.attention, tuning, save_lse=save_lse)(
+    attention = kernels_of(name).prefill.attention
+    return _jitted(attention, tuning, window=window, save_lse=save_lse)(
         q, k, v, offset, lengths, segment_ids, page_table
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _whole_rows(name: str, tuning, backward_tuning, q, k, v, segment_ids):
-    return _forward(name, tuning, q, k, v, None, None, segment_ids)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _whole_rows(name: str, tuning, backward_tuning, window, q, k, v, segment_ids):
+    return _forward(name, tuning, window, q, k, v, None, None, segment_ids)[0]
 
 
-def _whole_rows_forward(name, tuning, backward_tuning, q, k, v, segment_ids):
-    out, lse = _forward(name, tuning, q, k, v, None, None, segment_ids, save_lse=True)
+def _whole_rows_forward(name, tuning, backward_tuning, window, q, k, v, segment_ids):
+    out, lse = _forward(name, tuning, window, q, k, v, None, None, segment_ids, save_lse=True)
     q, out, lse = checkpoint_names(q, out, lse)
     return out, (q, k, v, segment_ids, out, lse)
 
 
-def _whole_rows_backward(name, tuning, backward_tuning, residuals, d_out):
+def _whole_rows_backward(name, tuning, backward_tuning, window, residuals, d_out):
     if backward_tuning is None:
         backward_tuning = find_tuning(name, "backward", *residuals[:2])
-    gradient = _jitted(kernels_of(name).backward.attention_grad, backward_tuning)
+    gradient = _jitted(kernels_of(name).backward.attention_grad, backward_tuning, window=window)
     return *gradient(*residuals, d_out), None
 
 

@@ -79,12 +79,15 @@ def test_prefill_of_chunks_in_a_pool(head_dim, page):
     assert memory is not None and memory.temp_size_in_bytes < operands[1].size * 2 / 8
 
 
-def training(head_dim, packed, implementation):
+def training(head_dim, packed, implementation, window=None):
     """(gradient, shapes of its operands) of the attention of one row of `TRAINED` tokens."""
 
     def gradient(q, k, v, ids):
         op = functools.partial(
-            prefill_attention, segment_ids=ids if packed else None, implementation=implementation
+            prefill_attention,
+            segment_ids=ids if packed else None,
+            window=window,
+            implementation=implementation,
         )
         return jax.grad(
             lambda *operands: op(*operands).astype(jnp.float32).sum(), argnums=(0, 1, 2)
@@ -179,3 +182,28 @@ def test_decode_in_long_tables(cache_format):
         kernels=2,
     ).memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 8 * 2**20
+
+
+WINDOW = 1000  # not whole blocks, nor whole pages
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_training_with_a_window(head_dim, packed):
+    gradient, shapes = training(head_dim, packed, "hopper", WINDOW)
+    check(gradient, *shapes, kernels=3)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_with_a_window(head_dim):
+    op = functools.partial(prefill_attention, window=WINDOW, implementation="hopper")
+    operands = chunk_operands(head_dim, 128)
+    check(lambda q, k, v, options: op(q, k, v, **options), *operands, kernels=1)
+
+
+@pytest.mark.parametrize("cache_format", CACHE)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decode_with_a_window(head_dim, cache_format):
+    op = functools.partial(decode_attention, window=WINDOW, implementation="hopper")
+    operands = decode_operands(head_dim, cache_format, 64, 2048, True)
+    check(lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=2)

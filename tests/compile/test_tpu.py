@@ -9,8 +9,10 @@ from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
 from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
 from tests.compile.compiled import compile_for
 from tests.compile.test_hopper import (
+    CACHE,
     DECODE,
     TRAINED,
+    WINDOW,
     K,
     N,
     chunk_operands,
@@ -92,4 +94,37 @@ def test_decode(head_dim, cache_format, slots, length, paged, topology):
     assert (
         memory is not None
         and memory.temp_size_in_bytes < operands[1].size * operands[1].dtype.itemsize / 8
+    )
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_training_with_a_window(head_dim, packed, topology):
+    gradient, shapes = training(head_dim, packed, "tpu", WINDOW)
+    check(topology, gradient, *shapes, kernels=3)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("page", [128, 1024])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_with_a_window(head_dim, page, topology):
+    op = functools.partial(prefill_attention, window=WINDOW, implementation="tpu")
+    q, _, _, options = chunk_operands(head_dim, page)
+    kv = shape(2**19 // page, K, page, head_dim)
+    check(topology, lambda q, k, v, options: op(q, k, v, **options), q, kv, kv, options, kernels=1)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("cache_format", CACHE)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decode_with_a_window(head_dim, paged, cache_format, topology):
+    op = functools.partial(decode_attention, window=WINDOW, implementation="tpu")
+    operands = decode_operands(head_dim, cache_format, 64, 2048, paged)
+    check(
+        topology,
+        lambda q, k, v, length, options: op(q, k, v, length, **options),
+        *operands,
+        kernels=1,
     )

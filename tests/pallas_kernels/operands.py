@@ -1,6 +1,7 @@
 """Operands of the two ops drawn for a shape, and the check of their results against the reference
 formula."""
 
+import itertools
 import re
 
 import jax
@@ -31,23 +32,30 @@ def inputs(shape: Prefill | Chunks | Decode, dtype: str, keys: int | None = None
     return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
 
 
-def prefill_mask(shape: Prefill | Chunks) -> np.ndarray:
+def prefill_mask(shape: Prefill | Chunks, window: int | None = None) -> np.ndarray:
     """bool[B, T, S], one entry at a time."""
     mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
     offsets = np.broadcast_to(shape.offset, shape.batch)
     for row in range(shape.batch):
         for query in range(shape.queries if shape.lengths is None else shape.lengths[row]):
-            mask[row, query, : offsets[row] + query + 1] = True
+            end = offsets[row] + query + 1
+            mask[row, query, _first(end, window) : end] = True
     return mask
 
 
-def decode_mask(shape: Decode) -> np.ndarray:
+def decode_mask(shape: Decode, window: int | None = None) -> np.ndarray:
     """bool[B, T, S], one entry at a time."""
     mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
     for row, length in enumerate(shape.lengths):
         for query in range(shape.queries):
-            mask[row, query, : max(0, length - shape.queries + query + 1)] = True
+            end = max(0, length - shape.queries + query + 1)
+            mask[row, query, _first(end, window) : end] = True
     return mask
+
+
+def _first(end: int, window: int | None) -> int:
+    """The first position that a query sees that sees those up to `end`."""
+    return 0 if window is None else max(0, end - window)
 
 
 def segments(shape: Prefill, documents) -> np.ndarray:
@@ -102,26 +110,58 @@ def as_format(x, dtype: str):
     return stored, scale, stored.astype(jnp.float32) * scale[..., None]
 
 
-def with_aligned_keys(q, k, shape: Decode):
+def with_aligned_keys(q, k, shape: Decode, window: int | None = None):
     """k[B, K, S, H] with some keys moved along the queries of their head, so that each weighs much:
-    the last that a query sees and the next one, and the first of every 64. A mask that is wrong by
-    one position, and a page or tile that is passed over, then change the result."""
-    heads = np.float32(q).reshape(*q.shape[:2], shape.kv_heads, -1, shape.head_dim)
-    along = ALIGNMENT * (heads / np.linalg.norm(heads, axis=-1, keepdims=True)).sum(axis=3)
+    the last that a query sees and the next one, and the first of every 64; with a window also, and
+    most, the first of it and the one before. A mask that is wrong by one position, and a page or
+    tile that is passed over, then change the result."""
+    along = directions(q, shape.kv_heads)
     aligned = np.array(k, np.float32)
     for row, length in enumerate(shape.lengths):
         aligned[row, :, :length:64] += along[row].sum(axis=0)[:, None]
         for query in range(shape.queries):
             last = length - shape.queries + query
             aligned[row, :, max(last, 0) : max(last + 2, 0)] += along[row, query][:, None]
+    for row, length in enumerate(shape.lengths if window is not None else ()):
+        for query in range(shape.queries):
+            first = length - shape.queries + query - window + 1
+            edges = slice(max(first - 1, 0), max(first + 1, 0))
+            aligned[row, :, edges] = 1.5 * along[row, query][:, None]
     return jnp.asarray(aligned, k.dtype)
 
 
-def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
-    """(operands of the op, options of the op, q, the values of k and v row by row and the mask)."""
+def with_aligned_windows(q, k, shape: Prefill | Chunks, window: int):
+    """k[B, K, S, H] with the first key of each query's window, and the one before, moved along the
+    query, so that both weigh much."""
+    along, aligned = directions(q, shape.kv_heads), np.array(k, np.float32)
+    owners = shape.tables if isinstance(shape, Chunks) else range(shape.batch)
+    offsets = np.broadcast_to(shape.offset, shape.batch)
+    for (row, owner), query in itertools.product(enumerate(owners), range(shape.queries)):
+        first = offsets[row] + query - window + 1
+        for position in {first - 1, first} & set(range(shape.keys)):
+            aligned[owner, :, position] += along[row, query]
+    return jnp.asarray(aligned, k.dtype)
+
+
+def directions(q, kv_heads: int) -> np.ndarray:
+    """f32[B, T, K, H]: what is added to a key so that all queries of its head see it."""
+    heads = np.float32(q).reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
+    return ALIGNMENT * (heads / np.linalg.norm(heads, axis=-1, keepdims=True)).sum(axis=3)
+
+
+def decode_inputs(
+    shape: Decode,
+    cache_format: str,
+    dtype="bfloat16",
+    window: int | None = None,
+    spare=UNSEEN_VALUE,
+):
+    """(operands of the op, options of the op, q, the values of k and v row by row and the mask).
+    With a window every other page that no query sees is one of `spare`s, or of none of the pool in
+    the table."""
     q, k, v = inputs(shape, dtype)
-    k = with_aligned_keys(q, k, shape)
-    mask = decode_mask(shape)
+    k = with_aligned_keys(q, k, shape, window)
+    mask = decode_mask(shape, window)
     (k, k_scale, k_values), (v, v_scale, v_values) = (
         as_format(x, cache_format) for x in hide(k, v, mask)
     )
@@ -133,6 +173,10 @@ def decode_inputs(shape: Decode, cache_format: str, dtype="bfloat16"):
             pool(v, table),
             {name: pool(scale, table) for name, scale in options.items()},
         )
+        if window is not None:
+            k, v, options, table = without_pages(
+                k, v, options, table, ~pages_of(mask, table), spare
+            )
         options["page_table"] = jnp.asarray(table, jnp.int32)
     return (q, k, v, jnp.asarray(shape.lengths)), options, (q, k_values, v_values, mask)
 
@@ -150,11 +194,35 @@ def pool(x, table):
     return jnp.full((2 * table.size, *split.shape[2:]), unseen, x.dtype).at[table].set(split)
 
 
-def chunk_inputs(shape: Chunks, cache_format: str, dtype="bfloat16"):
+def pages_of(mask, table) -> np.ndarray:
+    """bool[rows, pages]: whether some query sees a position of the page."""
+    return mask.any(axis=1).reshape(*table.shape, -1).any(axis=2)
+
+
+def without_pages(k, v, scales, table, unseen, spare):
+    """(k, v, scales, table) with the entries in `unseen` by turns of no page of the pool, and of
+    one that is filled with `spare`: in 8 bits its scales are."""
+    page = np.setdiff1d(np.arange(len(k) - 1), table)[0]  # the last is what numbers are clipped to
+    if scales:
+        scales = {name: x.at[page].set(spare) for name, x in scales.items()}
+    else:
+        k, v = (x.at[page].set(spare) for x in (k, v))
+    by_turns = np.where(np.arange(table.shape[1]) % 2, 10**9, page)
+    return k, v, scales, np.where(unseen, by_turns, table)
+
+
+def chunk_inputs(
+    shape: Chunks,
+    cache_format: str,
+    dtype="bfloat16",
+    window: int | None = None,
+    spare=UNSEEN_VALUE,
+):
     """(operands of the op, options of the op, q, the values of k and v row by row and the
-    mask): `CHUNKS` in a pool."""
+    mask): `CHUNKS` in a pool. With a window, pages before it are those of `decode_inputs`."""
     q, k, v = inputs(shape, dtype)
-    rows, mask = np.asarray(shape.tables), prefill_mask(shape)
+    k = k if window is None else with_aligned_windows(q, k, shape, window)
+    rows, mask = np.asarray(shape.tables), prefill_mask(shape, window)
     seen = np.stack(
         [mask[rows == row].any(axis=(0, 1), keepdims=True)[0] for row in rows]
     )  # B 1 S: by any row of the table
@@ -170,6 +238,9 @@ def chunk_inputs(shape: Chunks, cache_format: str, dtype="bfloat16"):
     )
     ends = np.where(shape.lengths, np.add(shape.offset, shape.lengths), 0)
     unused = np.arange(table.shape[1]) * shape.page >= ends[:, None]
+    if window is not None:
+        before = ~pages_of(mask, table) & ~unused
+        k, v, options, table = without_pages(k, v, options, table, before, spare)
     table = jnp.asarray(np.where(unused, 10**9, table), jnp.int32)
     options |= {
         "q_offset": jnp.asarray(shape.offset),

@@ -87,8 +87,8 @@ EDITS = {
     ),
     "all pages of a block are its first": (
         "tpu.decode",
-        "block * block_chunks + first + part",
-        "block * block_chunks + first",
+        "else begin) + first + part",
+        "else begin) + first",
     ),
     "a part of the rest is attended twice": (
         "tpu.decode",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.pallas_kernels import decode_attention, plan_decode
-from swiftkv_jax.pallas_kernels.decode_plan import make_plan, max_entries
+from swiftkv_jax.pallas_kernels.decode_plan import make_plan, max_entries, most_tiles
 from swiftkv_jax.pallas_kernels.hopper import decode_combine, decode_tuning
 from tests.pallas_kernels.interpreted import device_of, under
 
@@ -27,21 +27,28 @@ def random_case(seed: int):
         "splits": int(rng.integers(1, 80)),
         "least": int(rng.integers(1, 5)),
     }
+    if seed % 2:
+        options |= {"window": int(rng.integers(1, 6 * TILE)), "queries": int(rng.integers(1, 4))}
     return lengths, options
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_every_tile_once(seed):
     lengths, options = random_case(seed)
     plan = make_plan(jnp.asarray(lengths, jnp.int32), tile=TILE, **options)
     entries, of_row = np.asarray(plan.entries), np.asarray(plan.row_entries)
-    tiles = -(-lengths // TILE)
+    window, queries = options.pop("window", None), options.pop("queries", None)
+    ends, starts = -(-lengths // TILE), 0 * lengths
+    if window is not None:  # the first position that the first query sees
+        starts = np.maximum(lengths - queries - window + 1, 0) // TILE
+        options["room"] = min(options["room"], most_tiles(window + queries - 1, TILE))
+    tiles = ends - starts
     used = of_row[-1, 1]
 
     assert entries.shape == (max_entries(len(lengths), **options), 3)
     assert used <= len(entries)
     read = [(row, tile) for row, first, end in entries for tile in range(first, end)]
-    assert read == [(row, tile) for row, count in enumerate(tiles) for tile in range(count)]
+    assert read == [(row, tile) for row, end in enumerate(ends) for tile in range(starts[row], end)]
     assert (entries[used:, 1] == entries[used:, 2]).all()  # past the last split: empty
     assert of_row[0, 0] == 0 and (of_row[1:, 0] == of_row[:-1, 1]).all()
     chunk = max(options["least"], -(-tiles.sum() // options["splits"]))
@@ -57,6 +64,8 @@ def test_the_number_of_entries_does_not_grow_with_the_room():
     assert max_entries(64, room=2048, splits=66, least=4) == 130
     assert max_entries(64, room=10**6, splits=66, least=4) == 130
     assert max_entries(2, room=8, splits=66, least=4) == 4
+    plan = make_plan(jnp.full(64, 10**5), tile=64, room=2048, splits=66, least=4, window=65)
+    assert plan.entries.shape[0] == 64
 
 
 def test_one_long_row_keeps_all_multiprocessors_busy():

@@ -241,15 +241,19 @@ def decode_logits(
     page = jnp.take_along_axis(batch.page_table, (length // page_size)[:, None], axis=1)[:, 0]
     page, offset = jnp.where(active, page, INVALID_PAGE), length % page_size
     lengths = jnp.where(active, length + 1, 0)
-    plan = attention.plan_decode(  # the same for all layers
-        jax.ShapeDtypeStruct(
-            (length.shape[0], 1, config.num_heads, config.head_dim), weights.embed.dtype
-        ),
-        cache.k[0].values,
-        lengths,
-        page_table=batch.page_table,
-        score_cap=config.score_cap,
-    )
+    plans = {  # the same for all layers with a window
+        window: attention.plan_decode(
+            jax.ShapeDtypeStruct(
+                (length.shape[0], 1, config.num_heads, config.head_dim), weights.embed.dtype
+            ),
+            cache.k[0].values,
+            lengths,
+            page_table=batch.page_table,
+            window=window,
+            score_cap=config.score_cap,
+        )
+        for window in dict.fromkeys(kind.window for kind in config.kinds)
+    }
 
     def read(q, k: Pool, v: Pool, window: int | None):
         return attention.decode(
@@ -260,7 +264,7 @@ def decode_logits(
             k_scale=k.scale,
             v_scale=v.scale,
             page_table=batch.page_table,
-            plan=plan,
+            plan=plans[window],
             window=window,
             score_cap=config.score_cap,
         )

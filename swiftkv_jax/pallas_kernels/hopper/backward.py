@@ -15,8 +15,9 @@ dk, dv: a thread block owns 64 keys of one key/value head per compute warpgroup 
 
 In both a producer warpgroup, left with few registers, loads through TMA into a ring of stages while
 the others multiply (WGMMA) and do the exponentials; one warpgroup's products hide the other's.
-Blocks above the diagonal or of other documents are never loaded, and only blocks that the diagonal
-or the edge of a document crosses are masked. Heavy tiles are launched first.
+Blocks above the diagonal, before the window or of other documents are never loaded, and only blocks
+that the diagonal or the edge of a document or of the window crosses are masked. Heavy tiles are
+launched first.
 
 Per visible (query, key) pair and query head: 3 products of 2H FLOPs for dq and 4 (above head dim
 128: 5) for dk, dv; 5 are the minimum, and a causal batch has T (T + 1) / 2 pairs per head, so the
@@ -103,13 +104,14 @@ def attention_grad(
     d_out: Float[Array, "B T N H"],
     *,
     tuning: Tuning,
+    window: int | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
     """Gradients of causal attention with respect to q, k and v, in their dtype, given that of
     `out`.
 
     `lse` is the natural logarithm of the sum of exp(scaled scores). With `segment_ids` a query
-    attends only to its own document. TMA needs T to be a multiple of 8: q, k, v and d_out are
-    padded (copied) where it is not.
+    attends only to its own document, with `window` only to the last so many positions. TMA needs T
+    to be a multiple of 8: q, k, v and d_out are padded (copied) where it is not.
     """
     _check(q, k, v, segment_ids, out, lse, d_out, tuning)
     length = q.shape[1]
@@ -118,8 +120,8 @@ def attention_grad(
     # An infinite lse makes P and so every contribution of a query past the end zero.
     lse, delta = pad(lse * LOG2E, 2, multiple, value=jnp.inf), pad(delta, 2, multiple)
     q, k, v, d_out = (pad(x, axis, 8) for x, axis in ((q, 1), (k, 2), (v, 2), (d_out, 1)))
-    dq = gradient_of_q(q, k, v, segment_ids, d_out, lse, delta, tuning)
-    dk, dv = gradient_of_kv(q, k, v, segment_ids, d_out, lse, delta, tuning)
+    dq = gradient_of_q(q, k, v, segment_ids, d_out, lse, delta, tuning, window)
+    dk, dv = gradient_of_kv(q, k, v, segment_ids, d_out, lse, delta, tuning, window)
     return dq[:, :length], dk[:, :, :length], dv[:, :, :length]
 
 

@@ -28,14 +28,18 @@ def weights(s, mask, lse, head_dim):
     return jnp.exp2(s * (head_dim**-0.5 * LOG2E) - lse)
 
 
-def causal_mask(row_start, row_ids, col_start, ids_gmem, b, shape, compare):
-    """The mask of a block: True where the query sees the key, which is not later and of the same
-    document."""
+def causal_mask(row_start, row_ids, col_start, ids_gmem, b, shape, compare, window):
+    """The mask of a block: True where the query sees the key, which is not later, of the same
+    document and within the window. `compare` is ge where rows are queries, le where they are
+    keys."""
     # Vectors, not tiles, of positions: the compiler keeps what does not change with the block in
     # registers.
     row = row_start + plgpu.broadcasted_iota(jnp.int32, (shape[0],), 0, layout=ROW)
     col = col_start + plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=COLUMN)
     mask = compare(down(row, shape), across(col, shape))
+    if window is not None:
+        last, opposite = (1 - window, lax.le) if compare is lax.ge else (window - 1, lax.ge)
+        mask &= opposite(down(row + last, shape), across(col, shape))
     if ids_gmem is not None:
         col_ids = plgpu.load(
             ids_gmem.at[b, pl.ds(col_start, shape[1])], layout=COLUMN, optimized=False

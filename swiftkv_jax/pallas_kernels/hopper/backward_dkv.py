@@ -28,7 +28,7 @@ from .backward_block import (
 from .padding import pad
 
 
-def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
+def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -39,8 +39,11 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
     tiles = pl.cdiv(length, tile_kv)
     ids = None if segment_ids is None else pad(segment_ids, 1, math.lcm(tile_kv, block_q))
     documents = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-    first, end = segments.visible_q_blocks(documents, block_q, tile_kv)
-    bounds = jnp.stack([first, segments.run_ends(documents)[:, ::tile_kv] // block_q, end])
+    first, end = segments.visible_q_blocks(documents, block_q, tile_kv, window)
+    query_end = segments.run_ends(documents)[:, ::tile_kv]
+    if window is not None:
+        query_end = jnp.minimum(query_end, jnp.arange(tiles) * tile_kv + window)
+    bounds = jnp.stack([first, query_end // block_q, end])
 
     def kernel(
         q_gmem,  # B T N H
@@ -50,7 +53,7 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
         lse_gmem,  # B N T, like delta padded at the end and in base 2
         delta_gmem,  # B N T
         ids_gmem,  # B T or None
-        # 3 B tiles: first visible block, first that an edge of a document crosses, end
+        # 3 B tiles: first visible block, first that an edge of a document or window crosses, end
         bounds_gmem,
         dk_gmem,  # B K T H
         dv_gmem,  # B K T H
@@ -126,7 +129,15 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
                     q_start = lax.div(step, i32(group)) * block_q
                     mask = (
                         functools.partial(
-                            causal_mask, k_start, row_ids, q_start, ids_gmem, b, shape, lax.le
+                            causal_mask,
+                            k_start,
+                            row_ids,
+                            q_start,
+                            ids_gmem,
+                            b,
+                            shape,
+                            lax.le,
+                            window,
                         )
                         if masked
                         else None
@@ -181,7 +192,7 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning):
                 edge = lax.clamp(diagonal, clear, end)
                 pl.loop(start, diagonal * group)(functools.partial(block, masked=True))
                 pl.loop(diagonal * group, edge * group)(functools.partial(block, masked=False))
-                if ids_gmem is not None:
+                if ids_gmem is not None or window is not None:
                     pl.loop(edge * group, stop)(functools.partial(block, masked=True))
                 return tuple(plgpu.wgmma_accumulator_load(a, wait_n=0) for a in accs)
 

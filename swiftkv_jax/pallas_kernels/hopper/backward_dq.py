@@ -27,7 +27,7 @@ from .backward_block import (
 from .padding import pad
 
 
-def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
+def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
     batch, length, heads, head_dim = q.shape
     group = heads // k.shape[1]
     block_kv, stages, warpgroups = tuning.dq_block_kv, tuning.dq_stages, tuning.dq_warpgroups
@@ -35,11 +35,12 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
     tiles = pl.cdiv(length, tile_q)
     ids = None if segment_ids is None else pad(segment_ids, 1, math.lcm(tile_q, block_kv))
     documents = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-    first, end = segments.visible_kv_blocks(documents, tile_q, block_kv)
+    first, end = segments.visible_kv_blocks(documents, tile_q, block_kv, window)
     last_query = jnp.minimum(jnp.arange(1, tiles + 1) * tile_q, documents.shape[1]) - 1
-    bounds = jnp.stack(
-        [first, pl.cdiv(segments.run_starts(documents)[:, last_query], block_kv), end]
-    )
+    first_key = segments.run_starts(documents)[:, last_query]
+    if window is not None:
+        first_key = jnp.maximum(first_key, last_query - (window - 1))
+    bounds = jnp.stack([first, pl.cdiv(first_key, block_kv), end])
 
     def kernel(
         q_gmem,  # B T N H
@@ -49,7 +50,7 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
         lse_gmem,  # B N T, like delta padded at the end and in base 2
         delta_gmem,  # B N T
         ids_gmem,  # B T or None
-        # 3 B tiles: first visible block, first that no edge of a document crosses, end
+        # 3 B tiles: first visible block, first that no edge of a document or window crosses, end
         bounds_gmem,
         dq_gmem,  # B T N H
         q_smem,  # warpgroups 64 H; dq in the end
@@ -109,7 +110,15 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
                     v_stage, k_stage = lax.rem(2 * j, i32(stages)), lax.rem(2 * j + 1, i32(stages))
                     mask = (
                         functools.partial(
-                            causal_mask, q_start, row_ids, j * block_kv, ids_gmem, b, shape, lax.ge
+                            causal_mask,
+                            q_start,
+                            row_ids,
+                            j * block_kv,
+                            ids_gmem,
+                            b,
+                            shape,
+                            lax.ge,
+                            window,
                         )
                         if masked
                         else None
@@ -150,7 +159,7 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning):
 
                 diagonal = lax.clamp(first, lax.div(q_start, i32(block_kv)), end)
                 edge = lax.clamp(first, clear, diagonal)
-                if ids_gmem is not None:
+                if ids_gmem is not None or window is not None:
                     pl.loop(first, edge)(functools.partial(block, masked=True))
                 pl.loop(edge, diagonal)(functools.partial(block, masked=False))
                 pl.loop(diagonal, end)(functools.partial(block, masked=True))

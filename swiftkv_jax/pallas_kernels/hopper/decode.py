@@ -6,10 +6,11 @@ for 4.3 TB/s x 1 us / 132 SMs = 33 kB in flight on each SM; the rings hold about
 
 A block has one entry of the work list (`decode_plan`), a split of a row, and one key/value head.
 The heads of an entry run next to each other: a page is read as a whole. The T * G queries that read
-the head form one tile, so each byte is read once, and no tile beyond `length` is. One warpgroup
-keeps a ring of TMA loads full, the other multiplies. Where registers and shared memory allow, two
-blocks share an SM: one fills its ring while the other finishes. Each writes 4 (H + 1) C bytes, C
-being T * G in whole eights, and a second kernel (`decode_combine`) weighs and sums those of a row.
+the head form one tile, so each byte is read once, and no tile beyond `length` or before the window
+is. One warpgroup keeps a ring of TMA loads full, the other multiplies. Where registers and shared
+memory allow, two blocks share an SM: one fills its ring while the other finishes. Each writes
+4 (H + 1) C bytes, C being T * G in whole eights, and a second kernel (`decode_combine`) weighs and
+sums those of a row.
 
 wgmma always multiplies 64 rows, so the operands are swapped: S^T = K Q^T and O^T = V^T P^T have
 keys and head dims on the rows and only C = 8, 16 .. 64 columns of queries. A byte of bf16 then
@@ -63,9 +64,10 @@ def attention(
     work: DecodePlan | None = None,
     *,
     tuning: Tuning,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of the last T of the `length[b]` valid positions, each to all up to its own. Length
-    0 yields zeros.
+    """Attention of the last T of the `length[b]` valid positions, each to all up to its own, or to
+    the last `window` of these. Length 0 yields zeros.
 
     With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale.
     With `page_table` it is a pool: position s of row b is position `s % page` of page
@@ -79,7 +81,11 @@ def attention(
         raise NotImplementedError(f"decode attention on Hopper {reason}")
     tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
     if work is None:
-        work = plan(q, k, length, page_table, tuning=tuning)
+        work = plan(q, k, length, page_table, tuning=tuning, window=window)
+    if work.window != window:
+        raise ValueError(
+            f"plan is for window={work.window}, this call has {window=}: make one for each window"
+        )
     if work.tile != tuning.block_kv or work.row_entries.shape[0] != B:
         raise ValueError(
             f"plan is for {work.row_entries.shape[0]} rows in tiles of {work.tile} positions, this "
@@ -118,7 +124,7 @@ def attention(
         reduction_scratch_bytes=128 * C,
     )
     o, lse = plgpu.kernel(
-        functools.partial(_kernel, queries=T, group_size=G),
+        functools.partial(_kernel, queries=T, group_size=G, window=window),
         out_type=partial,
         scratch_types=scratch,
         # The last axis runs fastest.
@@ -140,13 +146,22 @@ def plan(
     page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
+    window: int | None = None,
 ) -> DecodePlan:
     """The work list of `attention` of these operands. Of q and k only shapes and dtypes count."""
     (_, T, N, H), (K, S) = q.shape, k.shape[1:3]
     page = None if page_table is None else S
     tile = fit(tuning, H, T * (N // K), k.dtype.itemsize, page).block_kv
     room = pl.cdiv(S if page_table is None else S * page_table.shape[1], tile)
-    return make_plan(length, tile=tile, room=room, splits=splits(K), least=LEAST_TILES)
+    return make_plan(
+        length,
+        tile=tile,
+        room=room,
+        splits=splits(K),
+        least=LEAST_TILES,
+        window=window,
+        queries=T,
+    )
 
 
 def _kernel(
@@ -175,6 +190,7 @@ def _kernel(
     *,
     queries: int,
     group_size: int,
+    window: int | None,
 ):
     (slots, block_kv, H), C = ring_smem.shape, q_smem.shape[0]
     stages = jnp.int32(slots // 2)
@@ -229,6 +245,10 @@ def _kernel(
             else length - (queries - 1) + lax.div(query, jnp.int32(group_size))
         )
 
+        def visible(start):
+            end = visible_end - start
+            return key < end if window is None else (key < end) & (key >= end - window)
+
         queries_smem, undo = q_smem, None
         if half_smem is not None:
             q = [q_smem.at[:, part].T[...].astype(jnp.float32) for part in parts]
@@ -272,7 +292,7 @@ def _kernel(
             if undo is not None:
                 s = [x * to_columns(undo, 64) for x in s]
             s = [
-                jnp.where(key < visible_end - (i * block_kv + rows.start), x, -jnp.inf)
+                jnp.where(visible(i * block_kv + rows.start), x, -jnp.inf)
                 for x, rows in zip(s, keys, strict=True)
             ]
 

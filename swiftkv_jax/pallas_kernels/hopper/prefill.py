@@ -9,11 +9,12 @@ S_i into P_i while the second one runs), and behind the other warpgroup's (they 
 issuing, `ping_pong`, so that one exponentiates while the other multiplies).
 
 Key blocks are walked from the last visible one to the first. Blocks past the last visible key of
-the tile, or before its first document, are neither loaded nor multiplied; only blocks cut by the
-diagonal or by the edge of a document are masked. Tiles with the most keys start first, and the
-query heads of one key/value head run next to each other to share the L2. `prefill_tiles` has the
-order of the tiles and the loads, `prefill_tuning` what can be chosen: with `persistent` a thread
-block works on several tiles, with `multicast` two thread blocks share their loads.
+the tile, or before its first document or window, are neither loaded nor multiplied; only blocks cut
+by the diagonal, or by the edge of a document or of the window, are masked. Tiles with the most keys
+start first, and the query heads of one key/value head run next to each other to share the L2.
+`prefill_tiles` has the order of the tiles and the loads, `prefill_tuning` what can be chosen: with
+`persistent` a thread block works on several tiles, with `multicast` two thread blocks share their
+loads.
 
 Cost for T queries after P cached keys: 4 H (T P + T^2 / 2) FLOPs per head and 2 (2 T N + 2 (P + T)
 K) H bytes, so from a few hundred queries on the floor is the tensor cores' 989 TFLOP/s. The
@@ -58,16 +59,17 @@ def attention(
     page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
+    window: int | None = None,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
     """Attention of query t of row b to the keys s <= offset[b] + t, if t < lengths[b]; otherwise
     zeros. Without `offset` that is 0, without `lengths` all queries are real: a block then starts
     its loads without reading either first.
 
-    With `segment_ids` (then S = T and offset = 0) only to those of its own document. `offset[b] + T
-    <= S`; keys and values that no query sees may be anything finite. With `save_lse` also returns
-    log(sum(exp(scores))), +inf where a query sees nothing. An S that is not a multiple of 8 costs a
-    padded copy of k and v, a T only one of q.
+    With `segment_ids` (then S = T and offset = 0) only to those of its own document, with `window`
+    only to the last so many. `offset[b] + T <= S`; keys and values that no query sees may be
+    anything finite. With `save_lse` also returns log(sum(exp(scores))), +inf where a query sees
+    nothing. An S that is not a multiple of 8 costs a padded copy of k and v, a T only one of q.
 
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
     page` of page `page_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Pages
@@ -87,7 +89,7 @@ def attention(
     ids = first_visible = first_full = None
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
-        first_visible, _ = segments.visible_kv_blocks(ids, tile, block_kv)
+        first_visible, _ = segments.visible_kv_blocks(ids, tile, block_kv, window)
         first_full = _first_full_block(ids, block_q, block_kv)
 
     swizzle = next(s for s in (128, 64, 32) if head_dim * q.dtype.itemsize % s == 0)
@@ -104,7 +106,7 @@ def attention(
     lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
     inputs = (q, k, v, offset, lengths, first_visible, first_full, ids, page_table)
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, tuning=tuning, queries=queries, grid=grid),
+        functools.partial(_kernel, tuning=tuning, queries=queries, grid=grid, window=window),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse_type],
         scratch_types=[
             *(rows, rows if tuning.persistent else None, ring, ring, lse),
@@ -171,6 +173,7 @@ def _kernel(
     tuning: Tuning,
     queries: int,
     grid: tuple[int, int, int],
+    window: int | None,
 ):
     block_q, block_kv, persistent = tuning.block_q, tuning.block_kv, tuning.persistent
     head_dim, group = q_gmem.shape[3], q_gmem.shape[2] // k_gmem.shape[1]
@@ -188,7 +191,11 @@ def _kernel(
         offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
         length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
         end = pl.cdiv(offset + lax.min(start + CONSUMERS * block_q, length), jnp.int32(block_kv))
-        first = jnp.int32(0) if ids_gmem is None else first_visible_gmem[batch, number]
+        first = jnp.int32(0)
+        if ids_gmem is not None:
+            first = first_visible_gmem[batch, number]
+        elif window is not None:
+            first = lax.div(lax.max(offset + start - (window - 1), 0), jnp.int32(block_kv))
         steps = jnp.where(start < length, end - first, 0)
         return Tile(number, batch, head, start, offset, end, steps, block_kv)
 
@@ -267,19 +274,24 @@ def _kernel(
                 tile.offset + start + plgpu.broadcasted_iota(jnp.int32, (block_q,), 0, layout=_ROWS)
             )
             zeros = full((block_q, block_kv), 0.0, _TILE)
-            # Neither the diagonal nor the edge of a document cuts the blocks of the steps between
-            # these two.
+            # Neither the diagonal nor the edge of a document or of the window cuts the blocks of
+            # the steps between these two.
             diagonal_end = end - lax.div(tile.offset + start + 1, jnp.int32(block_kv))
-            document_edge = (
+            edge = (
                 steps
                 if ids_gmem is None
                 else end - first_full_gmem[batch, tile.number * CONSUMERS + warpgroup]
             )
+            if window is not None:
+                first_of_last = lax.max(tile.offset + start + block_q - window, 0)
+                edge = lax.min(edge, end - pl.cdiv(first_of_last, jnp.int32(block_kv)))
 
             def mask(i, s):
                 cols = tile.keys(i)
                 key = cols.start + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
                 visible = key <= spread(position, block_kv)
+                if window is not None:
+                    visible &= key > spread(position - window, block_kv)
                 if ids_gmem is not None:  # read for each masked block: registers are short
                     q_ids = plgpu.load(ids_gmem.at[batch, rows], layout=_ROWS, optimized=False)
                     kv_ids = plgpu.load(
@@ -317,9 +329,7 @@ def _kernel(
                     pl.when(tuning.ping_pong)(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # P V goes on
                     plgpu.barrier_arrive(k_free.at[now])
-                    s = lax.cond(
-                        (i < diagonal_end) | (i >= document_edge), lambda: mask(i, s), lambda: s
-                    )
+                    s = lax.cond((i < diagonal_end) | (i >= edge), lambda: mask(i, s), lambda: s)
                     # Compilers like to move the exponentials past the wait for P V that ends this
                     # function. LLVM keeps to the barrier on the values, ptxas does not cross the
                     # branches of the wait for the next K.

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Int
 
 from ..segments import visible_kv_blocks, visible_q_blocks
 from . import prefill
-from .prefill import LANES, LOG2E, Tuning, column, dot, lanes, zero_past
+from .prefill import LANES, LOG2E, Tuning, column, dot, lanes, visible_chunks, zero_past
 from .schedule import block_specs, fetched, make_schedule
 
 __all__ = ["Tuning", "attention_grad"]
@@ -52,9 +52,10 @@ def attention_grad(
     d_out: Float[Array, "B T N H"],
     *,
     tuning: Tuning,
+    window: int | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-    """(dq, dk, dv) of `prefill.attention` with offset 0, as many keys as queries and no padding
-    queries."""
+    """(dq, dk, dv) of `prefill.attention` with this `window`, offset 0, as many keys as queries and
+    no padding queries."""
     prefill.check_dtypes(q, k, v)
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -69,10 +70,13 @@ def attention_grad(
         )
         first_kv, end_kv = jnp.zeros_like(i), jnp.minimum(pl.cdiv((i + 1) * bq, bkv), num_kv)
         first_q, end_q = j * bkv // bq, jnp.full_like(j, num_q)
+        if window is not None:
+            first_kv = jnp.maximum(i * bq - (window - 1), 0) // bkv
+            end_q = jnp.minimum(pl.cdiv((j + 1) * bkv + window - 1, bq), num_q)
         ids = single_ids = (None, None)
     else:
-        first_kv, end_kv = visible_kv_blocks(segment_ids, bq, bkv)
-        first_q, end_q = visible_q_blocks(segment_ids, bq, bkv)
+        first_kv, end_kv = visible_kv_blocks(segment_ids, bq, bkv, window)
+        first_q, end_q = visible_q_blocks(segment_ids, bq, bkv, window)
         ids = (segment_ids[:, None],) * 2
         single_ids = (
             prefill.only_id(segment_ids, bq, prefill.MIXED_Q),
@@ -112,9 +116,16 @@ def attention_grad(
         specs = block_specs(locate, heads, bq, bkv, head_dim)
         id_specs = [None, None] if segment_ids is None else [specs["q_ids"], specs["kv_ids"]]
         pairs = batch * num_heads * length * (length + 1) / 2
+        if window is not None:
+            pairs = min(pairs, batch * num_heads * length * window)
         return pl.pallas_call(
             functools.partial(
-                kernel, length=length, num_q=num_q, num_kv=num_kv, chunk=tuning.block_kv_compute
+                kernel,
+                length=length,
+                num_q=num_q,
+                num_kv=num_kv,
+                chunk=tuning.block_kv_compute,
+                window=window,
             ),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=6,
@@ -201,6 +212,7 @@ def _attention_dq(
     num_q: int,
     num_kv: int,
     chunk: int,
+    window: int | None,
 ):
     heads, bq, head_dim = q_ref.shape
     rows, bkv = heads * bq, k_ref.shape[0]
@@ -208,6 +220,7 @@ def _attention_dq(
     task = task_ref[step]
     row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
     query0, key0 = i * bq, j * bkv
+    key_first = None if window is None else query0 - (window - 1)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -219,6 +232,8 @@ def _attention_dq(
         if masked:
             query, key = (lax.broadcasted_iota(jnp.int32, (bq, chunk), axis) for axis in (0, 1))
             visible = query + query0 >= key + (key0 + c * chunk)
+            if key_first is not None:
+                visible &= query + key_first <= key + (key0 + c * chunk)
             if q_ids_ref is not None:
                 visible &= lanes(column(q_ids_ref[...]), chunk) == kv_ids_ref[:, part]
             scores = jnp.where(visible, scores.reshape(heads, bq, chunk), prefill.MASKED).reshape(
@@ -238,6 +253,8 @@ def _attention_dq(
 
     # 2. Every query sees every key: no mask. Static indices, so that the chunks overlap.
     full = key0 + bkv - 1 <= query0
+    if key_first is not None:
+        full &= key0 >= key_first + (bq - 1)
     if q_ids_ref is not None:
         full &= q_id_ref[task] == kv_id_ref[row * num_kv + j]
 
@@ -246,12 +263,15 @@ def _attention_dq(
         for c in range(bkv // chunk):
             attend(c, masked=False)
 
-    # 3. The diagonal, or the border of a document.
+    # 3. The diagonal, or the border of a document or of the window.
     @pl.when(jnp.logical_not(full))
     def _():
         key_end = jnp.minimum(query0 + bq, length)
+        low, high = visible_chunks(
+            None if key_first is None else key_first - key0, key_end - key0, chunk, bkv // chunk
+        )
 
-        @pl.loop(0, jnp.minimum(pl.cdiv(key_end - key0, chunk), bkv // chunk))
+        @pl.loop(low, high)
         def _(c):
             attend(c, masked=True)
 
@@ -289,6 +309,7 @@ def _attention_dkv(
     num_q: int,
     num_kv: int,
     chunk: int,
+    window: int | None,
 ):
     heads, bq, head_dim = q_ref.shape
     bkv = k_ref.shape[0]
@@ -296,6 +317,7 @@ def _attention_dkv(
     task = task_ref[step]
     row, j, i = task // num_kv, task % num_kv, first_ref[task] + step - start_ref[task]
     query0, key0 = i * bq, j * bkv
+    key_first = None if window is None else query0 - (window - 1)
 
     def attend(head, c, masked):
         keys = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -306,6 +328,8 @@ def _attention_dkv(
         if masked:
             key, query = (lax.broadcasted_iota(jnp.int32, (chunk, bq), axis) for axis in (0, 1))
             visible = query + query0 >= key + (key0 + c * chunk)
+            if key_first is not None:
+                visible &= query + key_first <= key + (key0 + c * chunk)
             if q_ids_ref is not None:
                 visible &= lanes(column(kv_ids_ref[:, keys]), bq) == q_ids_ref[...]
             scores = jnp.where(visible, scores, prefill.MASKED)
@@ -322,6 +346,8 @@ def _attention_dkv(
 
     # 2. Every query exists and sees every key: no mask.
     full = (key0 + bkv - 1 <= query0) & (query0 + bq <= length)
+    if key_first is not None:
+        full &= key0 >= key_first + (bq - 1)
     if q_ids_ref is not None:
         full &= q_id_ref[row * num_q + i] == kv_id_ref[task]
 
@@ -332,15 +358,17 @@ def _attention_dkv(
             for c in range(bkv // chunk):
                 attend(head, c, masked=False)
 
-    # 3. The diagonal, the border of a document, or the last queries.
+    # 3. The diagonal, the border of a document or of the window, or the last queries.
     @pl.when(jnp.logical_not(full))
     def _():
         key_end = jnp.minimum(query0 + bq, length)
-        chunks = jnp.minimum(pl.cdiv(key_end - key0, chunk), bkv // chunk)
+        low, high = visible_chunks(
+            None if key_first is None else key_first - key0, key_end - key0, chunk, bkv // chunk
+        )
 
         @pl.loop(0, heads)
         def _(head):
-            @pl.loop(0, chunks)
+            @pl.loop(low, high)
             def _(c):
                 attend(head, c, masked=True)
 

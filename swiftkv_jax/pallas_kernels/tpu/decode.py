@@ -10,6 +10,8 @@ schedule serves the copies alone.
   and the copies pause only at the very end.
 - A block is several pages. Each is a copy of its own of the keys, the values and, of 8 bits, their
   scales, all on the semaphore of the block's slot, which is waited for by the bytes of the block.
+- With a window the blocks of a row begin at the page of the first position that a query sees, or
+  at its 128 positions of a cache without pages.
 - The last block of a row is copied in chunks of 128 positions, only those that hold valid ones, and
   attended in parts of half a block, a quarter, and so on.
 - The T G queries that share a head are one tile. The matrix units take keys and values as weights,
@@ -51,9 +53,10 @@ def attention(
     page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of the last T of `length[b]` tokens of each row; zeros for a query that sees
-    nothing.
+    """Attention of the last T of `length[b]` tokens of each row, each to all up to its own, or to
+    the last `window` of these; zeros for a query that sees nothing.
 
     k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head.
     With `page_table` they are a pool: position s of row b is position `s % page` of page
@@ -102,9 +105,10 @@ def attention(
     scale_heads = kv_heads if kv_heads % 8 == 0 else all_kv_heads
     scale_buffer = pltpu.VMEM((tuning.buffers, scale_heads, block_kv), jnp.float32)
 
-    work = batch * heads * queries * capacity
+    read = capacity if window is None else min(capacity, window + queries - 1)
+    work = batch * heads * queries * read
     cache_bytes = (
-        2 * batch * capacity * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
+        2 * batch * read * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
     )
     out = pl.pallas_call(
         functools.partial(
@@ -114,6 +118,7 @@ def attention(
             capacity=capacity,
             block_kv=block_kv,
             positions_minor=positions_minor,
+            window=window,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -166,6 +171,7 @@ def _kernel(
     capacity,
     block_kv,
     positions_minor,
+    window,
 ):
     rows, kv_heads, tile, head_dim = q_ref.shape
     buffers, page = kv_buffers[0].shape[0], kv_refs[0].shape[3 if positions_minor else 2]
@@ -180,6 +186,15 @@ def _kernel(
 
     def valid(row):
         return jnp.minimum(length_ref[row], capacity)
+
+    def chunk_of(row, block):
+        """The first chunk of a block of a row."""
+        if window is None:
+            return block * block_chunks
+        # A whole block is copied page by page: it must begin with a page, or with a part of one.
+        step = CHUNK if table_ref is None else min(page, block_kv)
+        oldest = jnp.maximum(valid(row) - (window + queries - 1), 0)
+        return lax.div(oldest, step) * (step // CHUNK) + block * block_chunks
 
     def my_heads(scales):  # by selection: a tile cannot be cut at a row known only at run time
         mine = scales[:kv_heads]
@@ -199,8 +214,10 @@ def _kernel(
         """The copies of so many chunks, the first `first` within their block, into the ring: of a
         pool, a page at a time."""
         ends, step = [], chunks if table_ref is None else min(chunks, page // CHUNK)
+        begin = None if window is None else chunk_of(row, block)
         for part in range(0, chunks, step):
-            source, start = row, block * block_chunks + first + part
+            source = row
+            start = (block * block_chunks if begin is None else begin) + first + part
             if table_ref is not None:
                 source = table_ref[row, lax.div(start, page // CHUNK)]
                 start = lax.rem(start, page // CHUNK)
@@ -229,7 +246,7 @@ def _kernel(
 
         @pl.when(row < batch)
         def _():
-            left = pl.cdiv(valid(row), CHUNK) - block * block_chunks
+            left = pl.cdiv(valid(row), CHUNK) - chunk_of(row, block)
 
             @pl.when(left >= block_chunks)
             def _():
@@ -283,8 +300,12 @@ def _kernel(
             scores = _dot("KRH,KHS->KRS" if positions_minor else "KRH,KSH->KRS", q, k) * (
                 k_scale * factor
             )
-            position = block * block_kv + first + lax.broadcasted_iota(jnp.int32, (tile, size), 1)
-            scores = jnp.where(position < end, scores, -jnp.inf)
+            start = block * block_kv if window is None else chunk_of(row, block) * CHUNK
+            position = start + first + lax.broadcasted_iota(jnp.int32, (tile, size), 1)
+            visible = position < end
+            if window is not None:
+                visible &= position >= end - window
+            scores = jnp.where(visible, scores, -jnp.inf)
             new_max = jnp.maximum(running_max, scores.max(axis=2, keepdims=True))
             decay = jnp.exp2(running_max - new_max)
             weights = jnp.exp2(scores - new_max)
@@ -305,6 +326,8 @@ def _kernel(
             return attend(block, slot, 0, block_kv, carry)
 
         chunks = pl.cdiv(length, CHUNK)
+        if window is not None:
+            chunks -= chunk_of(row, 0)
         full, rest = lax.div(chunks, block_chunks), lax.rem(chunks, block_chunks)
         carry = lax.fori_loop(0, full, whole_block, carry)
 

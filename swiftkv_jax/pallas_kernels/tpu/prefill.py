@@ -5,13 +5,13 @@ Grid: (query heads / heads per step, steps). A step multiplies the queries of on
 the batch, a block of queries, the query heads that share a key/value head) with one block of keys
 and values; the steps of a task follow each other and carry maximum, sum and output in float32 VMEM
 scratch. Task and key block of a step are looked up in a `Schedule` in scalar memory that lists the
-visible blocks only: those in the future, of other documents or past `lengths` are never visited,
-and the next step's block is always being fetched while this one is multiplied, also across the
-border of two tasks. A block of padding queries takes one step that writes zeros and fetches
-nothing. The queries x heads of a step are one matrix operand, so each fetched block serves the
-whole group. Blocks that every query sees entirely skip the mask arithmetic and are unrolled over
-chunks of `block_kv_compute` keys, so that one chunk's softmax overlaps the next one's products;
-others stop at the last visible chunk.
+visible blocks only: those in the future, before the window, of other documents or past `lengths`
+are never visited, and the next step's block is always being fetched while this one is multiplied,
+also across the border of two tasks. A block of padding queries takes one step that writes zeros and
+fetches nothing. The queries x heads of a step are one matrix operand, so each fetched block serves
+the whole group. Blocks that every query sees entirely skip the mask arithmetic and are unrolled
+over chunks of `block_kv_compute` keys, so that one chunk's softmax overlaps the next one's
+products; others begin and end with a visible chunk.
 
 Cost for P visible (query, key) pairs a head: 4 P H FLOPs, P exponentials. The multiply unit is the
 floor from a few hundred queries on: K and V are read T / block_q times over, a byte for each
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,13 @@ def zero_past(x: Array, rows) -> Array:
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows, x, jnp.zeros_like(x))
 
 
+def visible_chunks(first: Array | None, end: Array, chunk: int, count: int) -> tuple[Any, Array]:
+    """The first of the `count` chunks of a block that holds a key from `first` on, and one past the
+    last that holds one before `end`, both counted in keys from the start of the block."""
+    low = 0 if first is None else jnp.maximum(first, 0) // chunk
+    return low, jnp.minimum(pl.cdiv(end, chunk), count)
+
+
 def dot_keys(q: Array, pages: list[Array], positions_minor: bool) -> Array:
     """The products of q with the keys of all pages, next to each other."""
     products = [dot(q, page, transpose_b=not positions_minor) for page in pages]
@@ -124,14 +132,16 @@ def attention(
     page_table: Int[Array, "B P"] | None = None,
     *,
     tuning: Tuning,
+    window: int | None = None,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
     """Attention of queries at positions offset[b] + t, and with `save_lse` the logarithm of each
     softmax's denominator.
 
     Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T,
-    offset 0) those of its own document. Queries t >= lengths[b] are padding: zeros, with lse = inf.
-    Without `offset` that is 0, without `lengths` no query is padding.
+    offset 0) those of its own document, with `window` the last so many. Queries t >= lengths[b] are
+    padding: zeros, with lse = inf. Without `offset` that is 0, without `lengths` no query is
+    padding.
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
     page` of page `page_table[b, s // page]`.
     """
@@ -156,9 +166,11 @@ def attention(
     query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
     first = jnp.zeros((batch, num_q), jnp.int32)
     end = pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv)
+    if window is not None:
+        first = jnp.maximum(offset[:, None] + query0 - (window - 1), 0) // bkv
     q_id = kv_id = None
     if segment_ids is not None:
-        first, document_end = visible_kv_blocks(segment_ids, bq, bkv)
+        first, document_end = visible_kv_blocks(segment_ids, bq, bkv, window)
         q_id, kv_id = only_id(segment_ids, bq, MIXED_Q), only_id(segment_ids, bkv, MIXED_KV)
         end, segment_ids = jnp.minimum(end, document_end), segment_ids[:, None]
     schedule = make_schedule(first, jnp.where(query0 < lengths[:, None], end, 0), num_kv)
@@ -182,6 +194,7 @@ def attention(
     q = q.reshape(batch, queries, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
     # Keys a query, as if the last query were the last key.
     visible = max(keys - (queries - 1) / 2, 1)
+    visible = visible if window is None else min(visible, window)
     pairs = batch * num_heads * queries * visible
     kv_elements = 2 * batch * head_dim * num_q * parts * visible
     out, lse = pl.pallas_call(
@@ -192,6 +205,7 @@ def attention(
             keys=keys,
             chunk=tuning.block_kv_compute,
             positions_minor=positions_minor,
+            window=window,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=9,
@@ -263,6 +277,7 @@ def _kernel(
     keys: int,
     chunk: int,
     positions_minor: bool,
+    window: int | None,
 ):
     heads, bq, head_dim = q_ref.shape
     size = k_refs[0].shape[1 if positions_minor else 0]
@@ -272,6 +287,8 @@ def _kernel(
     query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
     # One past the last key that a query of this block sees.
     key_end = offset_ref[row] + jnp.minimum((i + 1) * bq, length)
+    # The first key that one sees.
+    key_first = None if window is None else query0 - (window - 1)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -288,6 +305,13 @@ def _kernel(
         if masked:
             query, key = (lax.broadcasted_iota(jnp.int32, (bq, chunk), axis) for axis in (0, 1))
             visible = query + query0 >= key + (key0 + c * chunk)
+            if key_first is not None:
+                visible &= query + key_first <= key + (key0 + c * chunk)
+                if len(k_refs) > 1:  # pages before the window may hold anything, NaN too
+                    v = [
+                        jnp.where(key0 + c * chunk + (p + 1) * size > key_first, page, 0)
+                        for p, page in enumerate(v)
+                    ]
             if q_ids_ref is not None:
                 visible &= lanes(column(q_ids_ref[...]), chunk) == kv_ids_ref[:, part]
             scores = jnp.where(visible, scores.reshape(heads, bq, chunk), MASKED).reshape(
@@ -317,6 +341,8 @@ def _kernel(
     # 2. Every query sees every key: no mask. Static indices, so that the chunks overlap.
     real = i * bq < length
     full = key0 + bkv - 1 <= query0
+    if key_first is not None:
+        full &= key0 >= key_first + (bq - 1)
     if q_ids_ref is not None:
         full &= q_id_ref[task] == kv_id_ref[row * num_kv + j]
 
@@ -325,15 +351,18 @@ def _kernel(
         for c in range(bkv // chunk):
             attend(c, masked=False)
 
-    # 3. The diagonal, the border of a document, or the last keys.
+    # 3. The diagonal, the border of a document or of the window, or the last keys.
     @pl.when(real & jnp.logical_not(full))
     def _():
-        chunks = jnp.minimum(pl.cdiv(key_end - key0, chunk), bkv // chunk)
+        low, high = visible_chunks(
+            None if key_first is None else key_first - key0, key_end - key0, chunk, bkv // chunk
+        )
         if len(k_refs) == 1:
-            pl.loop(0, chunks)(functools.partial(attend, masked=True))
+            pl.loop(low, high)(functools.partial(attend, masked=True))
         else:  # which page is known only where the program is written
             for c in range(bkv // chunk):
-                pl.when(c < chunks)(functools.partial(attend, c, masked=True))
+                here = c < high if key_first is None else (c >= low) & (c < high)
+                pl.when(here)(functools.partial(attend, c, masked=True))
 
     # 4. The last block of keys is done.
     @pl.when(step + 1 == start_ref[task + 1])
