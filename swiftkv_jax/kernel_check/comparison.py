@@ -47,7 +47,8 @@ class Comparison:
 
 ALIGNMENT = 3.0
 """Length of what is added to some keys, along the queries that must see them: the last that a query
-sees, and in decoding the first and last of each page. A mask that is wrong by one then shows."""
+sees, and in decoding the first and last of each page; with a window its first position and the one
+before. A mask that is wrong by one then shows."""
 
 
 class _Case(NamedTuple):
@@ -115,7 +116,10 @@ def _first_line(error: Exception) -> str:
 def _whole_rows(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     rng = np.random.default_rng(0)
     q, k, v, options, mask = _row(config, positions, rng)
-    return _prefill(config, implementation, ops, (q, k, v, options), _reference(q, k, v, mask))
+    attend = functools.partial(
+        ops.prefill_attention, window=_window(config, positions), implementation=implementation
+    )
+    return _prefill(config, attend, (q, k, v, options), _reference(q, k, v, mask))
 
 
 def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
@@ -125,7 +129,12 @@ def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: in
     d_out = rng.normal(size=q.shape).astype(q.dtype)
 
     def call(q, k, v, d_out, options):
-        attend = functools.partial(ops.prefill_attention, **options, implementation=implementation)
+        attend = functools.partial(
+            ops.prefill_attention,
+            **options,
+            window=_window(config, positions),
+            implementation=implementation,
+        )
         return jax.vjp(attend, q, k, v)[1](d_out)
 
     tolerance = GRADIENT_TOLERANCE[config.dtype]
@@ -143,15 +152,22 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
     starts = np.array([0, pages - 2, pages - 1, 0, 0]) * page
     lengths = np.array([page, page, page // 2 + 3, 1, 0])
     query, key = np.arange(page)[:, None], np.arange(pages * page)
-    mask = (key <= starts[:, None, None] + query) & (query < lengths[:, None, None])  # B T S
+    at, window = starts[:, None, None] + query, _window(config, positions)
+    mask = (key <= at) & (query < lengths[:, None, None])  # B T S
+    if window is not None:
+        mask &= key > at - window
     q = _queries(config, (len(prompts), page))
     seen = np.stack([mask[prompts == prompt].any((0, 1)) for prompt in (0, 1)])
     added = np.zeros((*seen.shape, KV_HEADS, config.head_dim))
     for prompt, start, length, row in zip(prompts, starts, lengths, _directions(q), strict=True):
-        added[prompt, start : start + length] = row[:length]
+        for edge in _edges(window):
+            first = max(0, edge - start)  # of the row's queries that has a position there
+            added[prompt, start + first - edge : max(start + length - edge, 0)] += row[first:length]
     pool = _pool(config, seen, added, page)
     # Entries of pages that no query sees may be anything.
     hidden = np.arange(pages) * page >= np.where(lengths, starts + lengths, 0)[:, None]
+    if window is not None:
+        hidden |= np.arange(1, pages + 1) * page <= starts[:, None] - window + 1
     options = {
         **pool.options,
         "q_offset": np.int32(starts),
@@ -159,34 +175,42 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
         "page_table": np.int32(np.where(hidden, 10**9, pool.table[prompts])),
     }
     expected = _reference(q, pool.k_values[prompts], pool.v_values[prompts], mask)
-    return _prefill(config, implementation, ops, (q, *pool.kv, options), expected)
+    attend = functools.partial(ops.prefill_attention, window=window, implementation=implementation)
+    return _prefill(config, attend, (q, *pool.kv, options), expected)
 
 
 def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     """A decode step as the engine runs it, with an idle row."""
     page, pages = _pages(config, 4 * positions)  # blocks of two heads have up to 32 pages on TPUs
+    window = _window(config, positions)
     keys = pages * page
     lengths = np.array([keys, 0, 1, page + 5, page, keys // 2 + 1, page + 1, keys - 1])
     position = np.arange(keys)
     seen = position < lengths[:, None]
     marked = np.isin(position % page, (0, page - 1)) | (position == lengths[:, None] - 1)
+    begins = 0 * lengths
+    if window is not None:
+        begins = np.maximum(lengths - window, 0)
+        seen &= position >= begins[:, None]
+        marked |= (position == begins[:, None]) | (position == begins[:, None] - 1)
     q = _queries(config, (len(lengths), 1))
     pool = _pool(config, seen, marked[..., None, None] * _directions(q), page)
 
     def call(q, k, v, length, table, options):
-        plan = ops.plan_decode(q, k, length, page_table=table, implementation=implementation)
-        return ops.decode_attention(
-            q, k, v, length, **options, page_table=table, plan=plan, implementation=implementation
-        )
+        same: Any = {"page_table": table, "window": window, "implementation": implementation}
+        plan = ops.plan_decode(q, k, length, **same)
+        return ops.decode_attention(q, k, v, length, **options, **same, plan=plan)
 
-    operands = q, *pool.kv, np.int32(lengths), np.int32(pool.table), pool.options
+    # Entries of pages before a window may be anything.
+    table = np.where(np.arange(1, pages + 1) * page <= begins[:, None], 10**9, pool.table)
+    operands = q, *pool.kv, np.int32(lengths), np.int32(table), pool.options
     expected = _reference(q, pool.k_values, pool.v_values, seen[:, None])
     return _forward(config, call, operands, expected)
 
 
-def _prefill(config: KernelConfig, implementation: str, ops: Any, operands, expected) -> _Case:
+def _prefill(config: KernelConfig, attend: Callable[..., Any], operands, expected) -> _Case:
     def call(q, k, v, options):
-        return ops.prefill_attention(q, k, v, **options, implementation=implementation)
+        return attend(q, k, v, **options)
 
     return _forward(config, call, operands, expected)
 
@@ -205,6 +229,16 @@ def _reference_gradient(mask, q, k, v, d_out):
 
 
 # Operands ---------------------------------------------------------------------
+
+
+def _window(config: KernelConfig, positions: int) -> int | None:
+    """A part of a row: blocks before it are passed over, others are cut by it."""
+    return max(1, positions // 3) if config.windowed else None
+
+
+def _edges(window: int | None) -> tuple[int, ...]:
+    """How far before a query the keys stand that must weigh much."""
+    return (0,) if window is None else (0, window - 1, window)
 
 
 class _Pool(NamedTuple):
@@ -235,9 +269,15 @@ def _directions(q: np.ndarray) -> np.ndarray:
 def _row(config: KernelConfig, positions: int, rng: np.random.Generator):
     """(q, k, v, options of the op, mask) of one row; packed, of three documents and padding."""
     shape, q = (1, KV_HEADS, positions, config.head_dim), _queries(config, (1, positions))
-    k, v = rng.normal(size=shape) + _directions(q).swapaxes(1, 2), rng.normal(size=shape)
+    window, along = _window(config, positions), _directions(q)
+    added = sum(
+        np.pad(along[:, edge:], ((0, 0), (0, edge), (0, 0), (0, 0))) for edge in _edges(window)
+    )
+    k, v = rng.normal(size=shape) + added.swapaxes(1, 2), rng.normal(size=shape)
     k, v = (x.astype(q.dtype) for x in (k, v))
     mask, options = np.tri(positions, dtype=bool)[None], {}
+    if window is not None:
+        mask = mask & ~np.tri(positions, k=-window, dtype=bool)
     if config.packed:
         ends = [1, 1 + positions // 3, positions - positions // 16]
         ids = np.searchsorted(ends, np.arange(positions), side="right") + 1

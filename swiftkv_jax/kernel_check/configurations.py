@@ -41,6 +41,8 @@ class KernelConfig:
     """Positions of a page; None for keys and values row by row."""
     packed: bool = False
     """Whether rows hold several documents (`segment_ids`)."""
+    windowed: bool = False
+    """Whether there is a window, of any size: in the check it has one of its own."""
 
     @property
     def description(self) -> str:
@@ -56,6 +58,8 @@ class KernelConfig:
             parts.append(f"pages of {self.page_size}")
         if self.packed:
             parts.append("packed")
+        if self.windowed:
+            parts.append("with a window")
         return ", ".join(parts)
 
     def __str__(self) -> str:
@@ -66,15 +70,19 @@ def serving_configs(
     config: Config, dtype: Any, cache_dtype: Any, page_size: int, mesh: Mesh | None = None
 ) -> list[KernelConfig]:
     """What an engine needs for a model with weights of `dtype`."""
-    return [_of(op, config, dtype, cache_dtype, mesh, page_size) for op in ("prefill", "decode")]
+    return [
+        _of(op, config, dtype, cache_dtype, mesh, page_size, windowed=windowed)
+        for windowed in _windowed(config)
+        for op in ("prefill", "decode")
+    ]
 
 
 def needed_from(implementation: str, configs: Iterable[KernelConfig]) -> list[KernelConfig]:
     """Those of `configs` that `implementation` may be chosen for: cuDNN is not for decode, nor for
-    packed rows."""
+    packed rows or windows."""
     if implementation != "cudnn":
         return list(configs)
-    return [one for one in configs if one.op != "decode" and not one.packed]
+    return [one for one in configs if one.op != "decode" and not (one.packed or one.windowed)]
 
 
 def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
@@ -90,17 +98,24 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
     """What distillation on packed rows needs."""
-    return [_of(op, config, dtype, dtype, mesh, packed=True) for op in ("prefill", "gradient")]
+    return [
+        _of(op, config, dtype, dtype, mesh, packed=True, windowed=windowed)
+        for windowed in _windowed(config)
+        for op in ("prefill", "gradient")
+    ]
 
 
 def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
     """What a pass over whole rows without a gradient needs."""
-    return [_of("prefill", config, dtype, dtype, mesh, packed=True)]
+    return [
+        _of("prefill", config, dtype, dtype, mesh, packed=True, windowed=windowed)
+        for windowed in _windowed(config)
+    ]
 
 
 def standard_configs(implementation: str) -> list[KernelConfig]:
     """Every head dim with every cache format, one and several queries per key/value head, whole
-    rows with and without documents, and their gradients."""
+    rows with and without documents, and their gradients; windows at one head dim."""
     dtype, other = DTYPES[implementation]
     serving = [
         KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE)
@@ -120,10 +135,24 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
         KernelConfig("decode", 128, 4, other, other, PAGE_SIZE),
         KernelConfig("gradient", 128, 4, other, other, packed=True),
     ]
-    return needed_from(implementation, serving + rows + second)
+    windows = [
+        KernelConfig(op, 128, 4, dtype, cache, PAGE_SIZE, windowed=True)
+        for op, cache in itertools.product(("prefill", "decode"), (dtype, *EIGHT_BITS))
+    ] + [
+        KernelConfig(op, 128, 4, dtype, dtype, packed=packed, windowed=True)
+        for op, packed in itertools.product(("prefill", "gradient"), (False, True))
+    ]
+    return needed_from(implementation, serving + rows + second + windows)
 
 
-def _of(op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=False) -> KernelConfig:
+def _windowed(config: Config) -> list[bool]:
+    """Whether layers have a window: both where some do and some do not."""
+    return list(dict.fromkeys(kind.window is not None for kind in config.kinds))
+
+
+def _of(
+    op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=False, windowed=False
+) -> KernelConfig:
     return KernelConfig(
         op=op,
         head_dim=config.head_dim,
@@ -132,6 +161,7 @@ def _of(op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=Fal
         cache_dtype=jnp.dtype(cache_dtype).name,
         page_size=page_size,
         packed=packed,
+        windowed=windowed,
     )
 
 

@@ -68,6 +68,34 @@ def test_none_chooses(device, shape, dtype, chosen):
             )
 
 
+RESTRICTED = {  # window, score_cap -> what the refusals of device kernels and of cuDNN name
+    "a window": (4, None, None, "has no window"),
+    "a traced window": (jnp.asarray(4), None, "takes a window that is an int", "has no window"),
+    "a cap": (None, 30.0, "has no score_cap", "has no score_cap"),
+    "a window and a cap": (4, 30.0, "has no score_cap", "has no score_cap"),
+    "a window as long as the row": (S, None, None, None),
+}
+
+
+@pytest.mark.parametrize("call", ["prefill", "decode"])
+@pytest.mark.parametrize("name", RESTRICTED)
+def test_windows_and_caps(name, call):
+    window, cap, of_kernels, of_cudnn = RESTRICTED[name]
+    options = {"window": window, "score_cap": cap}
+    op = prefill if call == "prefill" else decode
+
+    for device, implementation in (("H100", "hopper"), ("v5e", "tpu"), ("H100", "cudnn")):
+        refusal = of_cudnn if implementation == "cudnn" else of_kernels
+        with under(device):
+            if implementation != "cudnn":
+                jaxpr = str(jax.make_jaxpr(lambda: op(**options))())
+                found = set(re.findall(r"name=(hopper|tpu)_", jaxpr))
+                assert found == ({implementation} if refusal is None else set())
+            if refusal is not None:
+                with pytest.raises(NotImplementedError, match=f"='{implementation}' {refusal}"):
+                    op(**options, implementation=implementation)
+
+
 def like(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
