@@ -211,7 +211,8 @@ def decode_attention(
     operands = q, k, v, length, k_scale, v_scale, page_table
     if name == "hopper":
         operands += (plan,)
-    return _jitted(kernel.attention, tuning, window=window)(*operands)
+    static: dict[str, Any] = {"window": window}
+    return _jitted(kernel.attention, tuning, **static)(*operands)
 
 
 def plan_decode(

@@ -169,3 +169,16 @@ def test_prefill(name):
     lowered = lower_program(config, key, **SHAPE, mesh=topology_mesh(topology, mesh))
     memory = check(name, lowered, config, True)
     assert memory.temp_size_in_bytes < 2 * GIB
+
+
+def test_decode_of_layers_with_and_without_a_window():
+    """Two work lists a step, and a kernel for each."""
+    kinds = LLAMA_8B.layer_kinds[0], dataclasses.replace(LLAMA_8B.layer_kinds[0], window=1000)
+    config = dataclasses.replace(LLAMA_8B, layer_kinds=kinds * (LLAMA_8B.num_layers // 2))
+    lowered = lower_program(
+        config, ("decode", SLOTS), **SHAPE, mesh=topology_mesh("h200:1", (1, 1))
+    )
+    _, kernels = with_kernels(lowered)
+    names = sorted(kernel.name.rsplit("_", 1)[0] for kernel in kernels)
+    assert names == ["hopper_decode"] * 2 + ["hopper_decode_combine"] * 2
+    assert all(kernel.spilled == 0 for kernel in kernels)

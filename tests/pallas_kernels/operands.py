@@ -122,11 +122,12 @@ def with_aligned_keys(q, k, shape: Decode, window: int | None = None):
         for query in range(shape.queries):
             last = length - shape.queries + query
             aligned[row, :, max(last, 0) : max(last + 2, 0)] += along[row, query][:, None]
-    for row, length in enumerate(shape.lengths if window is not None else ()):
-        for query in range(shape.queries):
-            first = length - shape.queries + query - window + 1
-            edges = slice(max(first - 1, 0), max(first + 1, 0))
-            aligned[row, :, edges] = 1.5 * along[row, query][:, None]
+    if window is None:
+        return jnp.asarray(aligned, k.dtype)
+    for (row, length), query in itertools.product(enumerate(shape.lengths), range(shape.queries)):
+        first = length - shape.queries + query - window + 1
+        edges = slice(max(first - 1, 0), max(first + 1, 0))
+        aligned[row, :, edges] = 1.5 * along[row, query][:, None]
     return jnp.asarray(aligned, k.dtype)
 
 

@@ -37,7 +37,7 @@ def test_every_tile_once(seed):
     lengths, options = random_case(seed)
     plan = make_plan(jnp.asarray(lengths, jnp.int32), tile=TILE, **options)
     entries, of_row = np.asarray(plan.entries), np.asarray(plan.row_entries)
-    window, queries = options.pop("window", None), options.pop("queries", None)
+    window, queries = options.pop("window", None), options.pop("queries", 1)
     ends, starts = -(-lengths // TILE), 0 * lengths
     if window is not None:  # the first position that the first query sees
         starts = np.maximum(lengths - queries - window + 1, 0) // TILE

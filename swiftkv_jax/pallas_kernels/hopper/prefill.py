@@ -90,7 +90,7 @@ def attention(
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
         first_visible, _ = segments.visible_kv_blocks(ids, tile, block_kv, window)
-        first_full = _first_full_block(ids, block_q, block_kv)
+        first_full = _first_full_block(ids, block_q, block_kv, window)
 
     swizzle = next(s for s in (128, 64, 32) if head_dim * q.dtype.itemsize % s == 0)
     width = swizzle // q.dtype.itemsize
@@ -136,10 +136,14 @@ def _free_slots(tuning: Tuning):
     return plgpu.Barrier(**slots)
 
 
-def _first_full_block(ids, block_q, block_kv):
+def _first_full_block(ids, block_q, block_kv, window):
     """int32[B, I]: the first key block from which on all keys before query block i are of the
-    document of all its queries."""
-    return pl.cdiv(segments.run_starts(ids)[:, block_q - 1 :: block_q], block_kv)
+    document, and in the window, of all its queries."""
+    first = segments.run_starts(ids)[:, block_q - 1 :: block_q]
+    if window is not None:
+        last_query = jnp.arange(block_q - 1, ids.shape[1], block_q, dtype=jnp.int32)
+        first = jnp.maximum(first, last_query - (window - 1))
+    return pl.cdiv(first, block_kv)
 
 
 def _kernel(
@@ -277,14 +281,12 @@ def _kernel(
             # Neither the diagonal nor the edge of a document or of the window cuts the blocks of
             # the steps between these two.
             diagonal_end = end - lax.div(tile.offset + start + 1, jnp.int32(block_kv))
-            edge = (
-                steps
-                if ids_gmem is None
-                else end - first_full_gmem[batch, tile.number * CONSUMERS + warpgroup]
-            )
-            if window is not None:
+            edge = steps
+            if ids_gmem is not None:
+                edge = end - first_full_gmem[batch, tile.number * CONSUMERS + warpgroup]
+            elif window is not None:
                 first_of_last = lax.max(tile.offset + start + block_q - window, 0)
-                edge = lax.min(edge, end - pl.cdiv(first_of_last, jnp.int32(block_kv)))
+                edge = end - pl.cdiv(first_of_last, jnp.int32(block_kv))
 
             def mask(i, s):
                 cols = tile.keys(i)

@@ -1,6 +1,7 @@
 """Prefill-skip, scoring and decoding are the full forward pass, cost what they should, and keep no
 second cache."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from swiftkv_jax.attention import Attention
 from swiftkv_jax.cache import KVCache, bytes_per_token, init_cache
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.config import LayerKind, Rope
 from swiftkv_jax.infer.engine.request_state import RequestState, ScheduledTokens
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -360,3 +363,23 @@ def test_prefill_reads_no_upper_layer_and_no_head():
     assert teacher.count(gate_and_up) == 5  # the last is needed for its keys and values only
     assert student.count(query) == 2 and teacher.count(query) == 5
     assert student.count(head_or_embedding) == teacher.count(head_or_embedding) == 1
+
+
+def test_a_plan_for_each_window(monkeypatch):
+    """And one alone for a model without windows."""
+    planned = []
+
+    def plan_decode(self, q, k, length, *, window, **options):
+        planned.append(window)
+
+    monkeypatch.setattr(Attention, "plan_decode", plan_decode)
+    config = model_of("g=2").config
+    for windows in ((None,) * 4, (7, None, 7, None), (5, 7, 5, 7), (7,) * 4):
+        kinds = tuple(
+            LayerKind(Rope(theta), w)
+            for theta, w in zip((1e4, 2e4, 3e4, 3e4), windows, strict=True)
+        )
+        layers = dataclasses.replace(config, layer_kinds=kinds)
+        lower_program(layers, ("decode", 2), batch=2, max_model_len=32, page_size=4)
+        assert planned == list(dict.fromkeys(windows))
+        planned.clear()
