@@ -1,15 +1,16 @@
 """From documents to tokens and targets.
 
 The targets of a conversation are the assistant's turns. Their place is the difference between two
-renderings of the conversation: that works for any chat template that leaves earlier turns alone,
-for repeated answers and for trimmed ones.
+renderings of the conversation: that works for repeated answers and for trimmed ones. Where a
+template renders an answer otherwise once others follow (Qwen3 leaves out its reasoning), it is an
+example of its own, the conversation up to it: what the model sees when it writes that answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class _Rendered:
 def tokenize(
     documents: Iterable[Document | Unreadable], tokenizer: Any
 ) -> Iterator[Example | Unreadable]:
-    """Examples in the order of the documents; `Unreadable` for those that cannot be trained on.
+    """Examples in the order of the documents; `Unreadable` for those that cannot be trained on. A
+    conversation is one example, or several where the template rewrites earlier answers.
 
     Text gets the tokenizer's own special tokens and an end token; a chat template writes its own.
     The targets of `prompt` and `completion` texts are the completion and the end token. A token
@@ -55,8 +57,9 @@ def tokenize(
     tokenizer has no chat template.
     """
     for batch in _batches(
-        _render(document, tokenizer) if isinstance(document, Document) else document
+        item
         for document in documents
+        for item in (_render(document, tokenizer) if isinstance(document, Document) else [document])
     ):
         rendered = [item for item in batch if isinstance(item, _Rendered)]
         texts, chats = (
@@ -88,22 +91,21 @@ def _batches(items: Iterable[_Rendered | Unreadable]) -> Iterator[list[_Rendered
     yield batch
 
 
-def _render(document: Document, tokenizer: Any) -> _Rendered | Unreadable:
+def _render(document: Document, tokenizer: Any) -> Sequence[_Rendered | Unreadable]:
     try:
         if document.messages is None:
             text = document.text or ""
-            rendered = _Rendered(
-                document.origin, text, ((document.given, len(text)),), is_chat=False
-            )
+            target = ((document.given, len(text)),)
+            rendered = [_Rendered(document.origin, text, target, is_chat=False)]
         else:
             rendered = _render_chat(document, tokenizer)
-        rendered.text.encode("utf-8")
+        for item in rendered:
+            item.text.encode("utf-8")
     except _Refused as error:
-        return Unreadable(document.origin, str(error))
+        return [Unreadable(document.origin, str(error))]
     except UnicodeEncodeError as error:
-        return Unreadable(
-            document.origin, f"not Unicode text (a lone surrogate at character {error.start})"
-        )
+        reason = f"not Unicode text (a lone surrogate at character {error.start})"
+        return [Unreadable(document.origin, reason)]
     return rendered
 
 
@@ -111,9 +113,9 @@ class _Refused(ValueError):
     pass
 
 
-def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
+def _render_chat(document: Document, tokenizer: Any) -> list[_Rendered]:
     """Targets are what an assistant turn adds to the rendering that ends with the generation
-    prompt."""
+    prompt. Each is in one of the texts."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{document.origin}: the model's tokenizer has no chat template, so messages cannot "
@@ -128,16 +130,21 @@ def _render_chat(document: Document, tokenizer: Any) -> _Rendered:
     if not answers:
         raise _Refused("no message with role 'assistant' to train on")
     text = _apply_template(tokenizer, document, len(messages), generation_prompt=False)
-    spans = []
+    spans, alone = [], []
     for turn in answers:
         before = _apply_template(tokenizer, document, turn, generation_prompt=True)
         after = _apply_template(tokenizer, document, turn + 1, generation_prompt=False)
-        if not (after.startswith(before) and text.startswith(after)):
+        if not after.startswith(before):
             raise _Refused(
                 f"the chat template rewrites earlier turns, so answer {turn} cannot be located"
             )
-        spans.append((len(before), len(after)))
-    return _Rendered(document.origin, text, tuple(spans), is_chat=True)
+        span = len(before), len(after)
+        if text.startswith(after):
+            spans.append(span)
+        else:
+            alone.append(_Rendered(document.origin, after, (span,), is_chat=True))
+    whole = _Rendered(document.origin, text, tuple(spans), is_chat=True)
+    return [*alone, whole] if spans else alone
 
 
 def _apply_template(

@@ -125,6 +125,35 @@ def test_text_and_completion(tokenizer):
     assert targets(Document("o", text="one", given=3), tokenizer) == "</s>"
 
 
+# Only the answer to the last question keeps its reasoning, as Qwen3's does.
+THINKING = (
+    "{% set last = namespace(query=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > last.query %}<think>\n\n</think>\n\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_answers_that_are_rewritten_later_are_examples_of_their_own(tokenizer):
+    """Each answer is a target once, after the text that precedes it when it is written."""
+    turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    thinking = with_template(tokenizer, THINKING)
+    rows = [
+        row
+        for row in tokenize([chat(*turns), chat(*turns[:2])], thinking)
+        if isinstance(row, Example)
+    ]
+    texts = [thinking.decode(row.tokens) for row in rows]
+    first = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[0] == texts[2] == f"{first}<think>\n\n</think>\n\na<|im_end|>\n"
+    assert texts[1].startswith(f"{first}a<|im_end|>\n<|im_start|>user\nr")
+    found = [thinking.decode(row.tokens[row.is_target]) for row in rows]
+    answers = [f"<think>\n\n</think>\n\n{answer}<|im_end|>\n" for answer in "aba"]
+    assert found == answers
+
+
 def test_order_is_kept_over_kinds_and_batches(tokenizer):
     documents = [
         [
