@@ -97,10 +97,25 @@ class Rope:
         _check_positive("rope", "theta", self.theta)
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"rope: fraction={self.fraction!r} must be above 0 and at most 1")
+        yarn = self.scaling is not None and self.scaling.rope_type == "yarn"
+        if yarn and self.theta <= 1:
+            raise ConfigError(f"rope: theta={self.theta!r} must be above 1 with yarn")
 
     def rotated(self, head_dim: int) -> int:
         """The number of a head's dimensions that rotate."""
         return int(head_dim * self.fraction)
+
+    def check_factors(self, head_dim: int) -> None:
+        """Raise `ConfigError` unless longrope has a factor for each pair."""
+        pairs, scaling = self.rotated(head_dim) // 2, self.scaling
+        if scaling is None or scaling.rope_type != "longrope":
+            return
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(scaling, name)) != pairs:
+                raise ConfigError(
+                    f"rope scaling: {name} has {len(getattr(scaling, name))} entries, not one for "
+                    f"each of the {pairs} pairs that rotate"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +249,8 @@ class Config:
                 f"layer_kinds has {len(self.layer_kinds)} entries, not one for each of the "
                 f"{self.num_layers} layers"
             )
+        for rope in self.ropes:
+            rope.check_factors(self.head_dim)
         rotated = {rope.rotated(self.head_dim) for rope in self.ropes}
         if any(size < 2 or size % 2 for size in rotated) or len(rotated) > 1:
             raise ConfigError(

@@ -97,6 +97,9 @@ def _check_types(hf: Mapping[str, Any]) -> None:
                 not isinstance(value, types) or isinstance(value, bool) is not (bool in types)
             ):
                 raise ConfigError(f"{name}={value!r} must be {wanted}")
+    for name in ("no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar"):
+        if hf.get(name) is not None and hf[name] <= 0:
+            raise ConfigError(f"{name}={hf[name]!r} must be positive")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> Config:

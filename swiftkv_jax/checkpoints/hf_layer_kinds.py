@@ -28,7 +28,7 @@ def read_layer_types(hf: Fields, sliding: Callable[[int], bool]) -> list[bool]:
     count, types = hf["num_hidden_layers"], hf.get("layer_types")
     if types is None:
         return [sliding(layer) for layer in range(count)]
-    if not isinstance(types, list) or len(types) != count or set(types) - set(LAYER_TYPES):
+    if len(types) != count or any(kind not in LAYER_TYPES for kind in types):
         raise ConfigError(
             f"layer_types={types!r} must have {FULL} or {SLIDING} for each of the {count} layers"
         )
@@ -67,7 +67,7 @@ def some_unrotated(hf: Fields) -> tuple[LayerKind, ...]:
     rotated = hf.get("no_rope_layers")
     if rotated is None:
         rotated = [int((layer + 1) % every != 0) for layer in range(count)]
-    if not isinstance(rotated, list) or len(rotated) != count or set(rotated) - {0, 1}:
+    if len(rotated) != count or any(type(entry) is not int or entry > 1 for entry in rotated):
         raise ConfigError(
             f"no_rope_layers={rotated!r} must have 0 or 1 for each of the {count} layers"
         )

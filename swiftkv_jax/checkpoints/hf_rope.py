@@ -112,7 +112,7 @@ def _rope(
     fields.pop("type", None)
     if partial and kind in ("su", "yarn"):  # Phi-3's older names
         kind = "longrope"
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise ConfigError(
             f"{field}: rope_type={kind!r} is not supported; supported: {', '.join(_FIELDS)}"
         )
@@ -147,6 +147,8 @@ def _resolved(
     if original is None:
         raise ConfigError(f"{field}: rope_type={kind!r} needs original_max_position_embeddings")
     original = _number("original_max_position_embeddings", original)
+    if original <= 1:
+        raise ConfigError(f"original_max_position_embeddings={original!r} must be above 1")
     factor = fields.get("factor")
     if factor is None:
         factor = _number("max_position_embeddings", longest or original) / original
