@@ -22,6 +22,7 @@ NO_OWN = 2**30
 QKNorm = Literal["head", "all"]
 NormOrder = Literal["pre", "post", "both"]
 Activation = Literal["silu", "gelu_tanh"]
+RopeType = Literal["linear", "llama3", "yarn", "longrope"]
 _POSITIVE = (
     "norm_eps embed_scale residual_scale query_scale score_cap logit_divisor logit_cap".split()
 )
@@ -46,7 +47,7 @@ class RopeScaling:
     frequency by a number of its own (arXiv:2402.13753). The names are Hugging Face's `rope_type`.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
+    rope_type: RopeType
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

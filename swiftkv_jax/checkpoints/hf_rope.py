@@ -6,16 +6,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from ..config import Rope, RopeScaling
+from ..config import Rope, RopeScaling, RopeType
 from ..errors import ConfigError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """What nested `rope_parameters` and `layer_types` call the kinds of layers."""
 
 # rope type -> fields that it needs, and those that it may have.
-_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+_FIELDS: dict[RopeType | Literal["default"], tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
     "llama3": (
