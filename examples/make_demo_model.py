@@ -31,7 +31,7 @@ from swiftkv_jax import Config, Model, save_hf
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import AuxiliaryFiles
-from swiftkv_jax.params import cast
+from swiftkv_jax.stacks import cast
 from swiftkv_jax.train.data.loader import DatasetMixture, batches, first_batches
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files

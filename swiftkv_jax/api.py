@@ -30,9 +30,10 @@ from .layers import unembed
 from .mesh import mesh_of
 from .model import Model, check_model, cut_of
 from .pallas_kernels import Implementation
-from .params import Llama, SwiftKV, split_layers
+from .params import Llama, SwiftKV
 from .quantization import refuse_quantized
 from .sharding import batch_sharding
+from .stacks import split_layers
 from .train.data.batches import calibration_batches
 from .train.distill import Objective, distill_sums
 

@@ -20,7 +20,7 @@ from . import pallas_kernels
 from .mesh import MODEL, dp_size, row_axes
 from .pallas_kernels import ATTENTION_OUTPUT, DecodePlan, Implementation
 
-__all__ = ["ATTENTION_OUTPUT", "Attention"]
+__all__ = ["ATTENTION_OUTPUT", "DEFAULT", "Attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +201,10 @@ class Attention:
             out_specs=q_spec,
             check_vma=False,
         )(q, kv, per_row)
+
+
+DEFAULT = Attention()
+"""Attention on the default device, by the implementation that suits it."""
 
 
 def split_heads(mesh: Mesh, heads: int, kv_heads: int) -> tuple[bool, bool]:

@@ -170,6 +170,11 @@ class Config:
     """Whether a norm multiplies by its scale in float32, before it rounds."""
     activation: Activation = "silu"
     """Of the gate of the MLP."""
+    num_experts: int = 0
+    """Mixture of experts: the MLPs of each layer, `mlp_dim` wide each; 0: one MLP, no router."""
+    num_experts_per_token: int = 0
+    renormalize_experts: bool = False
+    """Whether the router's probabilities of a token's experts are divided by their sum."""
     embed_scale: float = 1.0
     """What embeddings are multiplied by."""
     round_embed_scale: bool = False
@@ -237,6 +242,11 @@ class Config:
                 f"{self.num_upper_layers} layers "
                 f"from num_key_value_layers={self.num_key_value_layers} to "
                 f"num_layers={self.num_layers}"
+            )
+        if not min(self.num_experts, 1) <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_token={self.num_experts_per_token} must be from 1 to "
+                f"num_experts={self.num_experts}, or both 0"
             )
         self._check_layer_kinds()
         self._check_shared_kv_heads()

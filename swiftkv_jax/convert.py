@@ -202,6 +202,12 @@ def _open(args: argparse.Namespace) -> tuple[str, Source]:
     return ORBAX if is_orbax(args.src) else HUGGING_FACE, open_any(args.src)
 
 
+def _mlp(config: Config) -> str:
+    if not config.num_experts:
+        return f"MLP {config.mlp_dim}"
+    return f"{config.num_experts_per_token} of {config.num_experts} experts {config.mlp_dim}"
+
+
 def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     config = opened.config
     trained = sum(leaf.size for leaf in opened.leaves if leaf.is_delta and leaf.part != SCALE)
@@ -212,7 +218,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     teacher, tied = bytes_per_token(config, dtype, swiftkv=False), config.tie_word_embeddings
     facts = [
         ("kind", kind),
-        ("layers", f"{config.num_layers} of width {config.embed_dim}, MLP {config.mlp_dim}"),
+        ("layers", f"{config.num_layers} of width {config.embed_dim}, {_mlp(config)}"),
         (
             "heads",
             f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide",

@@ -84,7 +84,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     # A layer is recomputed up to its last product, of which the backward pass needs only the input.
     query = 2 * config.embed_dim * config.num_heads * config.head_dim
     upper = config.num_upper_layers
-    layers = upper * (upper_matmul - 2 * config.mlp_dim * config.embed_dim)
+    layers = upper * (upper_matmul - 2 * mlp_width(config) * config.embed_dim)
     again = {"none": 0, "mlp": layers - upper * query, "layer": layers + upper_attention}
     return {
         "lower layers, once for both": config.num_lower_layers * 2 * layer_weights(config)
@@ -150,6 +150,20 @@ def kv_width(config: Config) -> int:
 
 
 def layer_weights(config: Config) -> int:
-    """Entries of one layer's matrices."""
+    """Entries of one layer's matrices that a token is multiplied by."""
+    return _layer_weights(config, mlp_width(config))
+
+
+def stored_layer_weights(config: Config) -> int:
+    """Entries of one layer's matrices, those of all experts among them."""
+    return _layer_weights(config, max(config.num_experts, 1) * config.mlp_dim)
+
+
+def mlp_width(config: Config) -> int:
+    """Numbers between the products of a layer's MLP for one token, of all its experts."""
+    return max(config.num_experts_per_token, 1) * config.mlp_dim
+
+
+def _layer_weights(config: Config, mlp_width: int) -> int:
     attention = 2 * config.num_heads * config.head_dim * config.embed_dim + kv_weights(config)
-    return attention + 3 * config.mlp_dim * config.embed_dim
+    return attention + (3 * mlp_width + config.num_experts) * config.embed_dim

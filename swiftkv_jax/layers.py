@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from .attention import DEFAULT, Attention
 from .config import Activation, Config
+from .experts import mixture
 from .params import Block, Leaf, ServingBlock
 from .quantization import Quantized, as_matrix, product
 
@@ -103,8 +105,10 @@ def output_and_mlp(
     block: Block | ServingBlock,
     x: Float[Array, "B T D"],
     attended: Float[Array, "B T N H"],
+    attention: Attention = DEFAULT,
 ) -> Float[Array, "B T D"]:
-    """All that follows attention: output projection, residual, gated MLP, residual."""
+    """All that follows attention: output projection, residual, gated MLP or mixture of them,
+    residual. Experts run on the mesh of `attention`."""
     with jax.named_scope("attention_output"):
         heads = attended.reshape(*x.shape[:2], -1)
         # M = N H
@@ -113,8 +117,14 @@ def output_and_mlp(
         x = x + scaled(norm(config, out, block.attn_post), config.residual_scale)
     with jax.named_scope("mlp"):
         h = norm(config, x, block.mlp_norm)
-        gated = _gated(*_gate_and_up(block, h), config.activation)
-        out = product("BTF,DF->BTD", gated, block.down)
+
+        def activate(gate, up):
+            return _gated(gate, up, config.activation)
+
+        if block.router is None:
+            out = product("BTF,DF->BTD", activate(*_gate_and_up(block, h)), block.down)
+        else:
+            out = mixture(config, block, h, activate, attention)
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
 
@@ -129,8 +139,8 @@ def _gate_and_up(
 
 @functools.partial(_rematerialized, static_argnums=2)
 def _gated(
-    gate: Float[Array, "B T F"], up: Float[Array, "B T F"], activation: Activation
-) -> Float[Array, "B T F"]:
+    gate: Float[Array, "*B F"], up: Float[Array, "*B F"], activation: Activation
+) -> Float[Array, "*B F"]:
     if activation == "silu":
         return jax.nn.silu(gate) * up
     # Wide: its tanh of a polynomial in bfloat16 would round at every step.

@@ -12,8 +12,9 @@ from flax import struct
 from .config import Config
 from .errors import ConfigError, UsageError
 from .initialization import init_swiftkv
-from .params import Llama, SwiftKV, split_layers
+from .params import Llama, SwiftKV
 from .quantization import Scheme, refuse_quantized, scheme_of
+from .stacks import split_layers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

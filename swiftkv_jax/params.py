@@ -2,7 +2,8 @@
 
 Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
 lower layers, U upper layers, J key/value groups of the upper layers (J = U / key_value_group_size).
-Nq and Kq are the scales of the norms of queries and keys: H, or N H and K H.
+E experts of an MLP, each F wide. Nq and Kq are the scales of the norms of queries and keys: H, or
+N H and K H.
 
 Matrices keep the checkpoints' orientation (output features first), so import and export only split
 or merge the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `PartitionSpec`s,
@@ -51,6 +52,7 @@ _SIZES = {
     "N": "num_heads",
     "K": "num_kv_heads",
     "H": "head_dim",
+    "E": "num_experts",
     "Nq": "q_norm_dim",
     "Kq": "k_norm_dim",
 }
@@ -63,6 +65,9 @@ _STACKS: dict[str, Callable[[Config], range]] = {
 }
 
 
+EXPERT = "{expert}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """One row of the table: the properties of a parameter besides its values."""
@@ -72,7 +77,7 @@ class Param:
     `?` in a class that serves both for L and for U."""
     tensor: str
     """Name in a Hugging Face checkpoint; of a stacked parameter the part after
-    `model.layers.<layer>.`."""
+    `model.layers.<layer>.`, with `EXPERT` for an expert's number where each has its own tensor."""
     init: Literal["normal", "one", "zeros"] = "normal"
     """`one`: as much as leaves what it scales as it is (`Config.norm_offset`)."""
     split: str | None = None
@@ -92,6 +97,11 @@ class Param:
     def stacked(self) -> bool:
         """Whether the first axis counts layers, or groups of layers."""
         return self.axes[0] in ("?", *_STACKS)
+
+    @property
+    def tensor_axes(self) -> int:
+        """How many of the first axes count tensors of a checkpoint: layers, and experts."""
+        return self.stacked + (EXPERT in self.tensor)
 
     @property
     def model_axes(self) -> tuple[str | None, ...]:
@@ -118,9 +128,21 @@ class Param:
         )
 
 
-def matrix(dims: str, tensor: str, *, split: str, in_axes: int = 1) -> Param:
+def matrix(
+    dims: str,
+    tensor: str,
+    *,
+    split: str,
+    in_axes: int = 1,
+    when: Callable[[Config], bool] = lambda config: True,
+) -> Param:
     """A matrix of a layer or of the delta: quantised where the model is."""
-    return Param(dims, tensor, split=split, in_axes=in_axes)
+    return Param(dims, tensor, split=split, in_axes=in_axes, when=when)
+
+
+def expert(dims: str, tensor: str) -> Param:
+    """A matrix of every expert: whole experts are split over the mesh."""
+    return matrix(dims, f"mlp.experts.{EXPERT}.{tensor}.weight", split="E", when=_mixture)
 
 
 def bias(dims: str, tensor: str, *, split: str, when=lambda config: config.qkv_bias) -> Param:
@@ -139,6 +161,14 @@ def norm_scale(
 
 def value_mix(dims: str, tensor: str) -> Param:
     return Param(dims, tensor, split="K", when=lambda config: config.shared_kv_heads is not None)
+
+
+def _dense(config: Config) -> bool:
+    return config.num_experts == 0
+
+
+def _mixture(config: Config) -> bool:
+    return config.num_experts > 0
 
 
 def _untied(config: Config) -> bool:
@@ -162,9 +192,9 @@ class Block:
     mlp_norm: Annotated[
         Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=_norm_before)
     ]
-    gate: Annotated[Leaf, matrix("? F D", "mlp.gate_proj.weight", split="F")]
-    up: Annotated[Leaf, matrix("? F D", "mlp.up_proj.weight", split="F")]
-    down: Annotated[Leaf, matrix("? D F", "mlp.down_proj.weight", split="F")]
+    gate: Annotated[Leaf, matrix("? F D", "mlp.gate_proj.weight", split="F", when=_dense)]
+    up: Annotated[Leaf, matrix("? F D", "mlp.up_proj.weight", split="F", when=_dense)]
+    down: Annotated[Leaf, matrix("? D F", "mlp.down_proj.weight", split="F", when=_dense)]
     o_bias: Annotated[
         Leaf,
         Param("? D", "self_attn.o_proj.bias", init="zeros", when=lambda config: config.o_bias),
@@ -176,11 +206,16 @@ class Block:
     mlp_post: Annotated[
         Leaf, norm_scale("? D", "post_feedforward_layernorm.weight", when=_norm_after)
     ] = None
+    router: Annotated[Leaf, Param("? E D", "mlp.gate.weight", when=_mixture)] = None
+    expert_gate: Annotated[Leaf, expert("? E F D", "gate_proj")] = None
+    expert_up: Annotated[Leaf, expert("? E F D", "up_proj")] = None
+    expert_down: Annotated[Leaf, expert("? E D F", "down_proj")] = None
 
 
 @struct.dataclass
 class ServingBlock:
-    """The `Block` of one layer as serving holds it: `o` is a matrix, gate and up are one array."""
+    """The `Block` of one layer as serving holds it: `o` is a matrix, gate and up are one array, and
+    experts have their inputs first."""
 
     attn_norm: Leaf  # D
     o: Leaf  # D M; M = N H
@@ -190,6 +225,10 @@ class ServingBlock:
     o_bias: Leaf = None  # D
     attn_post: Leaf = None  # D
     mlp_post: Leaf = None  # D
+    router: Leaf = None  # E D
+    expert_gate: Leaf = None  # E D F
+    expert_up: Leaf = None  # E D F
+    expert_down: Leaf = None  # E F D
 
 
 @struct.dataclass
@@ -302,7 +341,7 @@ def swiftkv_params(config: Config) -> SwiftKV:
     return jax.tree.map(lambda row: row if row.when(config) else None, SWIFTKV_PARAMS)
 
 
-# Shapes and stacks ------------------------------------------------------------
+# Shapes -----------------------------------------------------------------------
 
 
 def llama_shapes(config: Config, dtype=jnp.float32) -> Llama:
@@ -337,54 +376,3 @@ def require_upper_kv(llama: Llama, purpose: str) -> QKV:
             f"the teacher's upper k, v were dropped: load the model with them to {purpose}"
         )
     return llama.upper_qkv
-
-
-def split_layers(config: Config, llama: Llama) -> Llama:
-    """The same layers in two stacks split at layer `config.num_key_value_layers`. Copies the stacks
-    that change.
-
-    Raises `ValueError` if the teacher's upper projections were dropped.
-    """
-    require_teacher(llama, "split its layers elsewhere")
-    if jax.tree.leaves(llama.lower)[0].shape[0] == config.num_lower_layers:
-        return llama
-    cut = config.num_lower_layers
-
-    def join(lower, upper):
-        return jnp.concatenate([lower, upper])
-
-    block = jax.tree.map(join, llama.lower, llama.upper)
-    qkv = jax.tree.map(join, llama.lower_qkv, llama.upper_qkv)
-    return dataclasses.replace(
-        llama,
-        lower=jax.tree.map(lambda leaf: leaf[:cut], block),
-        lower_qkv=jax.tree.map(lambda leaf: leaf[:cut], qkv),
-        upper=jax.tree.map(lambda leaf: leaf[cut:], block),
-        upper_qkv=jax.tree.map(lambda leaf: leaf[cut:], qkv),
-    )
-
-
-def unstack[Tree](stack: Tree, *, donate: bool = False) -> tuple[Tree, ...]:
-    """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights
-    at every step).
-
-    Each stays on the devices it is split over: `tuple(array)` would take it through the host to the
-    first one. With `donate` each array of the stack is deleted once it is apart: there is one more
-    copy of one of them, not of all.
-    """
-    leaves, tree = jax.tree.flatten(stack)
-
-    def layers(leaf):
-        parts = jnp.unstack(leaf)
-        if donate:
-            leaf.delete()
-        return parts
-
-    return tuple(
-        jax.tree.unflatten(tree, layer) for layer in zip(*map(layers, leaves), strict=True)
-    )
-
-
-def cast[Tree](tree: Tree, dtype) -> Tree:
-    """Every leaf in `dtype`; leaves that already are stay the same buffers."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

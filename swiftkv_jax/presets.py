@@ -58,6 +58,19 @@ QWEN3_8B = Config(
     num_key_value_layers=27,
 )
 """Qwen3-8B (Qwen/Qwen3-8B), cut as ArcticTraining's branch aqiao/qwen3 cuts it."""
+QWEN3_30B_A3B = dataclasses.replace(
+    QWEN3_8B,
+    embed_dim=2048,
+    mlp_dim=768,
+    num_layers=48,
+    num_kv_heads=4,
+    family="qwen3_moe",
+    num_experts=128,
+    num_experts_per_token=8,
+    renormalize_experts=True,
+    num_key_value_layers=36,
+)
+"""Qwen3-30B-A3B (Qwen/Qwen3-30B-A3B): 128 experts in each layer, 8 for a token."""
 QWEN25_32B = Config(
     vocab_size=152064,
     embed_dim=5120,
@@ -120,6 +133,7 @@ PRESETS = {
     "llama-3.1-70b": LLAMA_70B,
     "llama-3.1-405b": LLAMA_405B,
     "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen2.5-32b": QWEN25_32B,
     "gemma-3-12b": GEMMA3_12B,
     "phi-4": PHI_4,

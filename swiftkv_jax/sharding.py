@@ -90,16 +90,14 @@ def constrain_activations(mesh: Mesh | None, x: jax.Array, *, sequence: bool = F
     )
 
 
-def to_host(array: jax.Array, index: int | None) -> np.ndarray:
-    """All of an array, or entry `index` of its leading axis; of one that is spread over processes,
+def to_host(array: jax.Array, *index: int) -> np.ndarray:
+    """All of an array, or entry `index` of its leading axes; of one that is spread over processes,
     on each of them."""
     if array.is_fully_addressable:
-        return np.asarray(array if index is None else array[index])
+        return np.asarray(array[index] if index else array)
     assert isinstance(array.sharding, NamedSharding)
     everywhere = NamedSharding(array.sharding.mesh, P())
-    return np.asarray(
-        _replicate(array, everywhere) if index is None else _entry(array, index, everywhere)
-    )
+    return np.asarray(_entry(array, index, everywhere) if index else _replicate(array, everywhere))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -108,10 +106,10 @@ def _replicate(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _entry(array: jax.Array, index: int, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(
-        jax.lax.dynamic_index_in_dim(array, index, keepdims=False), sharding
-    )
+def _entry(array: jax.Array, index: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    for entry in index:
+        array = jax.lax.dynamic_index_in_dim(array, entry, keepdims=False)
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))

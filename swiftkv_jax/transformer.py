@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from .attention import ATTENTION_OUTPUT, Attention
+from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
 from .config import Config
 from .layers import embed, mix_values, norm, norm_heads, output_and_mlp, project_heads
 from .params import (
@@ -43,9 +43,6 @@ from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activati
 Heads = Float[Array, "B T N H"]
 Attend = Callable[..., Any]
 LayerHook = Callable[[Array, Array], Any]
-
-DEFAULT = Attention()
-"""Attention on the default device, by the implementation that suits it."""
 
 Remat = Literal["none", "mlp", "layer"]
 """What the backward pass computes again: elementwise operations only; all of an upper layer but its
@@ -87,9 +84,18 @@ def unpacked_batch(
 # Layers -----------------------------------------------------------------------
 
 
-def self_layer(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, attend: Attend):
+def self_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    qkv: QKV,
+    x,
+    rope,
+    attend: Attend,
+    attention: Attention = DEFAULT,
+):
     """A layer with keys and values of its own: (x, state), where `attend(q, k, v)` returns
-    (attended, state). `rope` is the table of its kind, or None."""
+    (attended, state). `rope` is the table of its kind, or None; experts run on the mesh of
+    `attention`."""
     with jax.named_scope("qkv"):
         h = norm(config, x, block.attn_norm)
         q = project_q(config, qkv, h, rope)
@@ -97,17 +103,25 @@ def self_layer(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, a
         k, v = apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
     with jax.named_scope("attention"):
         attended, state = attend(q, k, v)
-    return output_and_mlp(config, block, x, attended), state
+    return output_and_mlp(config, block, x, attended, attention), state
 
 
-def cross_layer(config: Config, block: Block | ServingBlock, queries: QKV, x, rope, attend: Attend):
+def cross_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    queries: QKV,
+    x,
+    rope,
+    attend: Attend,
+    attention: Attention = DEFAULT,
+):
     """An upper layer of the student, with queries of its own: x. `attend(q)` attends to the keys
     and values of its group; of `queries` only those of q count."""
     with jax.named_scope("q"):
         q = project_q(config, queries, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
         attended = attend(q)
-    return output_and_mlp(config, block, x, attended)
+    return output_and_mlp(config, block, x, attended, attention)
 
 
 def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
@@ -221,7 +235,7 @@ def run_lower_layers(
         block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         rope, window = kind_of(kind)
         attend = packed_attention(config, attention, batch.segment_ids, window)
-        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return between_layers(x), None
 
     x = between_layers(embed(config, all_gather_vocabulary(mesh, llama.embed), batch.tokens))
@@ -252,7 +266,7 @@ def run_upper_layers_teacher(
         block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         rope, window = kind_of(kind)
         attend = packed_attention(config, attention, segment_ids, window)
-        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
     return _scan_upper(config, layer_step, (llama.upper, upper_qkv, kinds), x, layer_hook, remat)
@@ -302,14 +316,16 @@ def run_upper_layers_student(
         rope, window = kind_of(kind)
         read = _reader(config, attention, segment_ids, window)
         if own is not None:
-            x, _ = self_layer(config, block, qkv, x, rope, _own_attention(read, own, k, v))
+            x, _ = self_layer(
+                config, block, qkv, x, rope, _own_attention(read, own, k, v), attention
+            )
             return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
         def attend(q):
             attended = read(q, k, v)
             return attended if mixes.mix is None else mix_values(attended, mixes.mix)
 
-        x = cross_layer(config, block, qkv, x, rope, attend)
+        x = cross_layer(config, block, qkv, x, rope, attend, attention)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
     return _scan_upper(

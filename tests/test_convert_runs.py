@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from swiftkv_jax import Config, load, save_hf
 from swiftkv_jax.checkpoints.digest import digest_all
 from swiftkv_jax.convert import main
-from swiftkv_jax.params import SwiftKV, split_layers, swiftkv_shapes
+from swiftkv_jax.params import SwiftKV, swiftkv_shapes
+from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.train.checkpointing import RunCheckpoints
 from swiftkv_jax.train.step import TrainState
 from tests.checkpoints.hf_models import TIED, UNTIED, tensors

@@ -20,8 +20,9 @@ FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
     {"chat_template", "config", "distributed", "mesh", "roofline"},
     {"attention", "cut", "io", "params", "presets", "rope", "topology"},
-    {"initialization", "kernel_check", "quantization"},
-    {"cache", "layers", "model", "sharding"},
+    {"initialization", "kernel_check", "quantization", "stacks"},
+    {"cache", "experts", "model", "sharding"},
+    {"layers"},
     {"checkpoints", "transformer"},
     {"calibration", "cli", "cost"},
     {"__main__", "check_kernels", "convert", "infer", "train"},
@@ -142,8 +143,8 @@ def test_every_module_is_on_a_floor():
     assert sorted(modules) == sorted(name for floor in FLOORS for name in floor)
 
 
-def test_only_attention_calls_the_kernels():
-    """Everything else attends through it, and so on any mesh; the check compares them."""
+def test_only_attention_and_experts_call_the_kernels():
+    """Everything else runs through them, and so on any mesh; the check compares kernels."""
     for path in FILES:
         names = of_package(imports(path), "pallas_kernels") - {
             "pallas_kernels.Implementation",
@@ -151,7 +152,7 @@ def test_only_attention_calls_the_kernels():
         }
         assert (
             not names
-            or module_name(path) == "attention"
+            or module_name(path) in ("attention", "experts")
             or path in files_of("pallas_kernels") + files_of("kernel_check")
         ), f"{path} imports {names}"
 

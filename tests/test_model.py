@@ -13,8 +13,8 @@ import swiftkv_jax as skv
 from swiftkv_jax import transformer
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.layers import embed, unembed
-from swiftkv_jax.params import split_layers, unstack
 from swiftkv_jax.rope import rope_tables
+from swiftkv_jax.stacks import split_layers, unstack
 from tests import oracle, tiny
 
 # Each row changes what it names; the rest is `tiny.hf_config`: L=6, K=2, g=1, four query heads on

@@ -105,7 +105,7 @@ def test_a_fresh_delta_is_the_authors(tmp_path):
 
 
 def whole(model):
-    from swiftkv_jax.params import split_layers
+    from swiftkv_jax.stacks import split_layers
 
     return split_layers(model.config.cut(8), model.llama)
 

@@ -149,7 +149,7 @@ def fit_layers(
 ) -> Iterator[FittedLayer]:
     """The upper layers of `config` one after another. They begin at layer `first` of the stacks
     `qkv` and `metrics` (of `output_metrics`), and at `entry` of the moments."""
-    tokens = float(to_host(moments.tokens, None))
+    tokens = float(to_host(moments.tokens))
     for index in range(config.num_upper_layers):
         moment = _layer_moments(moments, entry + index, tokens)
         fitted = _regress(qkv, first + index, moment)
@@ -205,7 +205,7 @@ def _inputs(moments: Moments, entries: list[int]) -> Float[np.ndarray, "E E"]:
     total = np.zeros(moments.inputs.shape[1:])
     for entry in entries:
         total += to_host(moments.inputs, entry)
-    return total / (float(to_host(moments.tokens, None)) * len(entries))
+    return total / (float(to_host(moments.tokens)) * len(entries))
 
 
 def _alone(member: solve.Member) -> FittedGroup:
@@ -233,7 +233,7 @@ def _shared(inputs: Float[np.ndarray, "E E"], members: list[solve.Member]) -> Fi
 
 def output_metrics(o: Float[Array, "U D N H"], kv_heads: int) -> Float[np.ndarray, "U K H H"]:
     """Sum of O'O over the query heads of each key/value head, on the host."""
-    return to_host(_output_metrics(o, kv_heads), None).astype(np.float64)
+    return to_host(_output_metrics(o, kv_heads)).astype(np.float64)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -111,7 +111,7 @@ def add_batch(
         rope, window = kind_of(kind)
         added = layer_moments(config, block, qkv, x, s, (rope, window), segment_ids, mesh=mesh)
         attend = packed_attention(config, attention, segment_ids, window)
-        x, _ = self_layer(config, block, qkv, x, rope, attend)
+        x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return (
             constrain_activations(mesh, x),
             add_layer(config, mesh, moments, added, index),

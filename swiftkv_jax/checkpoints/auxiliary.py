@@ -94,13 +94,17 @@ def to_hf_config(
         "shared_kv_heads",
         "generated_kv",
         "exact_tail",
+        "num_local_experts",
     )
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
         fields = original.get("quantization_config")
         same = fields is not None and read_quantization_config(fields).kept == "fp8"
-        kept["quantization_config"] = fields if same else quantization_config()
-    return kept | config_to_hf(config) | {"torch_dtype": dtype_name}
+        kept["quantization_config"] = (
+            fields if same else quantization_config(experts=config.num_experts > 0)
+        )
+    width = {"intermediate_size": config.mlp_dim}
+    return width | kept | config_to_hf(config) | {"torch_dtype": dtype_name}
 
 
 def has_tokenizer(auxiliary_files: AuxiliaryFiles) -> bool:

@@ -24,6 +24,8 @@ from .weight_format import (
     read_names,
 )
 
+ROUTERS = r"re:.*\.mlp\.gate$"
+"""What leaves the routers of experts out: they are never quantised."""
 SCALE_SUFFIX = "_scale"
 """A weight's name and this is its scale's."""
 
@@ -95,7 +97,7 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name, group in groups.items()
     )
     wide = read_names(f"{where}.ignore", fields.get("ignore"))
-    alone = len(read) == 1 and wide == ("lm_head",)
+    alone = len(read) == 1 and set(wide) - {ROUTERS} == {"lm_head"}
     kept = _kept(*read[0], next(iter(groups.values()))) if alone else None
     return QuantizationConfig("compressed-tensors", read, wide, kept)
 
@@ -179,8 +181,8 @@ def _kept(targets: tuple[str, ...], format: WeightFormat, group: Fields) -> Form
     return "fp8" if rounded == ("token", "float", True) else None
 
 
-def quantization_config() -> dict[str, Any]:
-    """The `quantization_config` of what is written."""
+def quantization_config(*, experts: bool) -> dict[str, Any]:
+    """The `quantization_config` of what is written, of a model with or without experts."""
     weights = {
         "num_bits": 8,
         "type": "float",
@@ -208,6 +210,6 @@ def quantization_config() -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", ROUTERS] if experts else ["lm_head"],
         "kv_cache_scheme": None,
     }

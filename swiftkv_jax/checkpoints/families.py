@@ -97,6 +97,28 @@ FAMILIES: dict[str, Family] = {
         neutral=_SILU,
         defaults=_QWEN | {"head_dim": 128},
     ),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        family_fields.read_qwen3_moe,
+        family_fields.write_qwen3_moe,
+        # The window's other fields say nothing where its switch is off.
+        fields="attention_bias num_experts num_local_experts num_experts_per_tok "
+        "moe_intermediate_size norm_topk_prob sliding_window max_window_layers",
+        neutral=_SILU
+        | {
+            "use_sliding_window": (False, None),
+            "decoder_sparse_step": (1, None),
+            "mlp_only_layers": ([], None),
+        },
+        defaults=_COMMON
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
     "seed_oss": Family(
         "SeedOss",
         family_fields.read_seed_oss,

@@ -62,6 +62,40 @@ def read_qwen3(hf: Fields) -> dict[str, Any]:
     return {"layer_kinds": kinds, "qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
 
 
+def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
+    counts = {hf[name] for name in ("num_experts", "num_local_experts") if name in hf}
+    if len(counts) > 1:
+        raise ConfigError(
+            f"num_experts={hf['num_experts']} and num_local_experts={hf['num_local_experts']} "
+            f"say the same and differ"
+        )
+    bias = bool(hf.get("attention_bias"))
+    return {
+        "layer_kinds": one_kind({**hf, "sliding_window": None}),
+        "qk_norm": "head",
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "num_experts": counts.pop() if counts else 128,
+        "num_experts_per_token": hf["num_experts_per_tok"],
+        "renormalize_experts": hf["norm_topk_prob"],
+    }
+
+
+def write_qwen3_moe(config: Config) -> dict[str, Any]:
+    (rope,) = config.ropes
+    return rope_to_hf(rope) | {
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "moe_intermediate_size": config.mlp_dim,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_token,
+        "norm_topk_prob": config.renormalize_experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    }
+
+
 def read_seed_oss(hf: Fields) -> dict[str, Any]:
     return {
         "layer_kinds": one_kind(hf),

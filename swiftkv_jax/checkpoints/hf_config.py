@@ -44,8 +44,8 @@ _IRRELEVANT = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
     suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
     remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
-    residual_dropout cache_implementation neftune_noise_alpha transformers.js_config
-    _sliding_window_pattern
+    residual_dropout output_router_logits router_aux_loss_coef cache_implementation
+    neftune_noise_alpha transformers.js_config _sliding_window_pattern
     """.split()
 )
 
@@ -68,7 +68,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
         key_value_group_size exact_tail max_window_layers no_rope_layer_interval
-        sliding_window_pattern original_max_position_embeddings
+        sliding_window_pattern original_max_position_embeddings num_experts num_local_experts
+        num_experts_per_tok moe_intermediate_size
         """,
     ),
     "a number": (
@@ -81,7 +82,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     ),
     "true or false": (
         (bool,),
-        "attention_bias attention_out_bias tie_word_embeddings use_sliding_window",
+        "attention_bias attention_out_bias tie_word_embeddings use_sliding_window norm_topk_prob",
     ),
     "a string": ((str,), "generated_kv hidden_activation"),
     "a list": ((list,), "shared_kv_heads layer_types no_rope_layers"),
@@ -117,13 +118,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     _check_fields(hf, family)
     if hf.get("quantization_config") is not None:
         read_quantization_config(hf["quantization_config"])
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
+    required = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
+    if "moe_intermediate_size" not in family.defaults:
+        required.append("intermediate_size")
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")
     _check_types(hf)
@@ -143,7 +140,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     config = Config(
         vocab_size=hf["vocab_size"],
         embed_dim=width,
-        mlp_dim=hf["intermediate_size"],
+        mlp_dim=hf.get("moe_intermediate_size") or hf["intermediate_size"],
         num_layers=hf["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
@@ -186,14 +183,14 @@ def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | N
 
 
 def config_to_hf(config: Config) -> dict[str, Any]:
-    """The fields of a `config.json` that a `Config` determines, in the authors' spelling."""
+    """The fields of a `config.json` that a `Config` determines, in the authors' spelling. The
+    `intermediate_size` of a mixture of experts is that of layers which it does not have."""
     family = FAMILIES[config.family]
     fields: dict[str, Any] = {
         "architectures": [f"{family.architecture}ForCausalLM"],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -202,6 +199,8 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
     } | family.write(config)
+    if not config.num_experts:
+        fields["intermediate_size"] = config.mlp_dim
     if config.num_upper_layers:
         fields |= {
             "architectures": [f"{family.architecture}SwiftKVForCausalLM"],

@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 from ..config import Config
 from ..errors import CheckpointError
 from ..model import Model
-from ..params import split_layers
 from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
+from ..stacks import split_layers
 from . import source
 from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
 from .encoded import Tensor, join_tensors

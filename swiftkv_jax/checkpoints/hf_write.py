@@ -40,11 +40,11 @@ SHARD_BYTES = 4_000_000_000
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write: part `index` of a leaf's leading axis, or all of it; of several leaves the
-    one below the other."""
+    """A tensor to write: entry `index` of a leaf's leading axes; of several leaves the one below
+    the other."""
 
     leaves: tuple[MappedLeaf, ...]
-    index: int | None
+    index: tuple[int, ...]
     name: str
     dtype: np.dtype
 
@@ -196,8 +196,8 @@ def _plan(source: Source, format: str, dtype: np.dtype | None) -> list[_Tensor]:
     tensors = []
     for parts, of_group in sorted(groups, key=lambda group: -group[1].itemsize):
         tensors += [
-            _Tensor(parts, index if parts[0].stacked else None, name, of_group)
-            for index, name in enumerate(parts[0].tensors)
+            _Tensor(parts, index, name, of_group)
+            for index, name in zip(np.ndindex(*parts[0].counts), parts[0].tensors, strict=True)
         ]
     return tensors
 
@@ -234,7 +234,7 @@ def _values(
             arrays, current = [], tensor.leaves
             arrays = [source.read(leaf, dtype, where[leaf.name]) for leaf in current]
         parts = [
-            to_host(array, tensor.index).reshape(leaf.tensor_shape)
+            to_host(array, *tensor.index).reshape(leaf.tensor_shape)
             for leaf, array in zip(current, arrays, strict=True)
         ]
         yield parts[0] if len(parts) == 1 else np.concatenate(parts).astype(tensor.dtype)

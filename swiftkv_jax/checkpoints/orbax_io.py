@@ -217,7 +217,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def _stored_format(manifest: dict[str, dict[str, Any]]) -> Format | None:
     """The format of the quantised matrices, read from one that every model has; None if they are
     not quantised."""
-    dtype = manifest.get(f"lower.gate.{VALUES}", {}).get("dtype")
+    dtype = manifest.get(f"lower.o.{VALUES}", {}).get("dtype")
     return next((format for format in FORMATS if Scheme(format).dtype.name == dtype), None)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..config import Config
 from ..errors import CheckpointError
 from ..params import (
     BLOCK_PARAMS,
+    EXPERT,
     QKV_PARAMS,
     Llama,
     Param,
@@ -43,7 +44,8 @@ class MappedLeaf:
     `lower_qkv.q.values`, `lower_qkv.q.scale`."""
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
-    """Checkpoint names along the leading axis; a single one if the leaf is not stacked."""
+    """Checkpoint names along the first `tensor_axes` axes, the last of them fastest; a single one
+    if there are none."""
     param: Param
     """The leaf's row in the table of `params`."""
     rows: tuple[int, int, int] | None = None
@@ -65,11 +67,28 @@ class MappedLeaf:
         return self.param.stacked
 
     @property
+    def tensor_axes(self) -> int:
+        """How many of the first axes count tensors: layers, and experts."""
+        return self.param.tensor_axes
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Sizes of those axes."""
+        return self.shape[: self.tensor_axes]
+
+    def tensor_at(self, entry: Sequence[int]) -> str:
+        """The tensor at a place of the first `tensor_axes` axes."""
+        index = 0
+        for place, count in zip(entry, self.counts, strict=True):
+            index = index * count + place
+        return self.tensors[index]
+
+    @property
     def head_axis(self) -> int | None:
-        """Axis of one layer's array that merges with the next one in the checkpoint."""
+        """Axis of one tensor's array that merges with the next one in the checkpoint."""
         axis = self.param.head_axis
         # A scale has the axes of the output channels only: heads among them, or not.
-        merged = axis is None or len(self.shape) - self.stacked >= axis + 2
+        merged = axis is None or len(self.shape) - self.tensor_axes >= axis + 2
         return axis if merged else None
 
     @property
@@ -86,7 +105,7 @@ class MappedLeaf:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor in the checkpoint."""
-        shape, axis = self.shape[1:] if self.stacked else self.shape, self.head_axis
+        shape, axis = self.shape[self.tensor_axes :], self.head_axis
         if axis is not None:
             shape = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
         return (*shape, 1) if self.part == SCALE else shape
@@ -123,9 +142,8 @@ def leaves(
     found = []
     for name, shape in shapes.items():
         row = rows[name.removesuffix(f".{VALUES}").removesuffix(f".{SCALE}")]
-        layers = row.layers(config) if row.stacked else None
         tensor, joined = _tensor_of(config, name, row)
-        tensors = _tensor_names(tensor, layers, name.endswith(f".{SCALE}"))
+        tensors = _tensor_names(config, row, tensor, name.endswith(f".{SCALE}"))
         found.append(MappedLeaf(name, shape.shape, tensors, row, joined))
     return tuple(leaf for leaf in found if teacher_qkv or not leaf.is_teacher_qkv)
 
@@ -194,11 +212,15 @@ def _num_rows(config: Config, row: Param) -> int:
     return math.prod(shape[: len(shape) - (row.in_axes or 0)])
 
 
-def _tensor_names(name: str, layers: Iterable[int] | None, scale: bool) -> tuple[str, ...]:
-    """Names in a checkpoint, one for each of `layers`; None for a parameter that is not stacked.
-    `scale` for those of its scales."""
+def _tensor_names(config: Config, row: Param, name: str, scale: bool) -> tuple[str, ...]:
+    """`MappedLeaf.tensors` of a parameter whose tensors are called `name` within a layer; `scale`
+    for those of its scales."""
     name = name + SCALE_SUFFIX if scale else name
-    return (name,) if layers is None else tuple(f"model.layers.{i}.{name}" for i in layers)
+    if not row.stacked:
+        return (name,)
+    experts = range(config.num_experts if EXPERT in name else 1)
+    within = [name.replace(EXPERT, str(expert)) for expert in experts]
+    return tuple(f"model.layers.{i}.{name}" for i in row.layers(config) for name in within)
 
 
 def _name(path) -> str:

@@ -50,11 +50,12 @@ class TensorReader:
         """The part of a leaf within `ranges`, one tensor after another. Of a tensor that is read in
         part the checksum is verified once."""
         out = _empty(leaf, tuple(len(part) for part in ranges), dtype)
-        layers, within = (ranges[0], ranges[1:]) if leaf.stacked else (range(1), ranges)
+        of_tensors, within = ranges[: leaf.tensor_axes], ranges[leaf.tensor_axes :]
         index = _within_tensor(leaf, _merge_heads(leaf, within))
-        for row, layer in enumerate(layers):
-            tensor = self.tensors[leaf.tensors[layer]]
-            target = out[row] if leaf.stacked else out
+        for entry in np.ndindex(*map(len, of_tensors)):
+            name = leaf.tensor_at([part[i] for part, i in zip(of_tensors, entry, strict=True)])
+            tensor = self.tensors[name]
+            target = out[entry]
             merged = target.reshape([part.stop - part.start for part in index])
             if isinstance(tensor, EncodedMatrix):
                 tensor.read_into(merged, index)
@@ -115,7 +116,7 @@ def _merge_heads(leaf: MappedLeaf, within: tuple[range, ...]) -> tuple[slice, ..
     slices = [slice(part.start, part.stop) for part in within]
     if (axis := leaf.head_axis) is not None:
         head_dim = len(within[axis + 1])
-        assert head_dim == leaf.shape[axis + 1 + leaf.stacked], "no sharding splits a head"
+        assert head_dim == leaf.shape[axis + 1 + leaf.tensor_axes], "no sharding splits a head"
         slices[axis : axis + 2] = [
             slice(slices[axis].start * head_dim, slices[axis].stop * head_dim)
         ]

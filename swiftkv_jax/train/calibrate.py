@@ -36,9 +36,9 @@ from ..io.files import write_json
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
 from ..model import Model
-from ..params import cast
 from ..presets import PRESETS
 from ..sharding import batch_sharding
+from ..stacks import cast
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture
 from .distill import Sums

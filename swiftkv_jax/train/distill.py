@@ -22,8 +22,9 @@ from ..attention import Attention
 from ..config import Config
 from ..layers import finish_logits, head_weights, norm, unfinished_gradient
 from ..mesh import MODEL, dp_size
-from ..params import Llama, SwiftKV, cast
+from ..params import Llama, SwiftKV
 from ..sharding import all_gather_vocabulary, constrain_activations
+from ..stacks import cast
 from ..transformer import (
     DEFAULT,
     Batch,

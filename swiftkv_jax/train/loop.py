@@ -21,8 +21,9 @@ from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..kernel_check import checked_implementation, training_configs
 from ..mesh import MeshShape, make_mesh
-from ..params import Llama, cast
+from ..params import Llama
 from ..sharding import batch_sharding
+from ..stacks import cast
 from .batch_sharder import BatchSharder
 from .checkpointing import RunCheckpoints, check_resume
 from .data.loader import DatasetMixture, batches

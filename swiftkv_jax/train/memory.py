@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import Config
-from ..cost import kv_weights, layer_weights
+from ..cost import kv_weights, mlp_width, stored_layer_weights
 from ..hardware import Hardware
 from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
@@ -32,6 +32,8 @@ def memory_per_device(
     heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
     token = rows * positions * size  # bytes of one number per token
     width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
+    if config.num_experts:  # a device has room for all of its tokens' experts, and their inputs
+        mlp = mlp_width(config) + config.num_experts_per_token * width
     delta = sharded_bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
     llama = llama_shardings(config, mesh)
     inputs = width // tp if recipe.shard_sequence else width
@@ -78,7 +80,8 @@ def sharded_bytes(shapes: Any, shardings: Any) -> float:
 
 def _whole_weights(config: Config, tp: int, size: int) -> float:
     kv = config.num_kv_groups * kv_weights(config)
-    return (2 * layer_weights(config) + kv + config.vocab_size * config.embed_dim) * size / tp
+    layers = 2 * stored_layer_weights(config)
+    return (layers + kv + config.vocab_size * config.embed_dim) * size / tp
 
 
 def fits(memory: float, hardware: Hardware) -> bool:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..checkpoints.auxiliary import read_auxiliary_files
 from ..cli.exit import OK
 from ..config import Config
-from ..cost import layer_weights, train_flops_by_part, train_flops_per_token
+from ..cost import stored_layer_weights, train_flops_by_part, train_flops_per_token
 from ..errors import OutOfMemoryError
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..mesh import MeshShape, make_mesh
@@ -163,7 +163,7 @@ def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
         return 0.0
     layers = config.num_lower_layers + 3 * config.num_upper_layers
     whole = (
-        (layers * layer_weights(config) + 2 * config.vocab_size * config.embed_dim)
+        (layers * stored_layer_weights(config) + 2 * config.vocab_size * config.embed_dim)
         * 2
         / recipe.mesh.model
     )

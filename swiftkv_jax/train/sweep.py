@@ -200,7 +200,7 @@ def teacher_states(
         block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         rope, window = kind_of(kind)
         attend = packed_attention(config, attention, batch.segment_ids, window)
-        following, _ = self_layer(config, block, qkv, x, rope, attend)
+        following, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return constrain_activations(mesh, following), x
 
     embedding = all_gather_vocabulary(mesh, llama.embed)
@@ -271,7 +271,8 @@ def cut_sums(
             window=window,
             score_cap=config.score_cap,
         )
-        return constrain_activations(mesh, cross_layer(config, block, qkv, x, rope, attend))
+        x = cross_layer(config, block, qkv, x, rope, attend, attention)
+        return constrain_activations(mesh, x)
 
     student_x = jax.lax.fori_loop(first_upper, config.num_layers, run_layer, first_x)
     student_x, teacher_x = (norm(config, x, llama.final_norm) for x in (student_x, last))

@@ -14,7 +14,7 @@ from swiftkv_jax.calibration import moments
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.initialization import init_swiftkv
 from swiftkv_jax.model import Model
-from swiftkv_jax.params import split_layers
+from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 

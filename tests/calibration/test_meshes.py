@@ -10,8 +10,8 @@ import pytest
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.calibration import Fit, calibrate, moments
 from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.params import split_layers
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
+from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 

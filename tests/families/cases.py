@@ -85,6 +85,26 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e4,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     },
+    "qwen3-moe": BASE
+    | QWEN
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "attention_bias": False,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
     "mistral-window": BASE
     | {"model_type": "mistral", "rope_theta": 1e4, "sliding_window": 8, "hidden_act": "silu"},
     "seed-oss": BASE

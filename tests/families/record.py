@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,12 +30,18 @@ def record(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hf))
         config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    for tensor, parameter in model.named_parameters():
-        parameter.copy_(torch.from_numpy(tensor_for(hf, tensor, tuple(parameter.shape))))
-    shapes = {tensor: list(parameter.shape) for tensor, parameter in model.named_parameters()}
+        # Parameters of a file, which are not always those in memory: experts are joined there.
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        with safe_open(Path(folder, "model.safetensors"), "numpy") as file:
+            shapes = {tensor: file.get_slice(tensor).get_shape() for tensor in file.keys()}
+        save_file(
+            {tensor: tensor_for(hf, tensor, tuple(shape)) for tensor, shape in shapes.items()},
+            Path(folder, "model.safetensors"),
+            {"format": "pt"},
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
     rows = torch.from_numpy(tokens()).long()
     logits = model(rows, use_cache=False).logits
     text, margins = rows[:, :PROMPT], []

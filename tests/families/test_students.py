@@ -52,7 +52,7 @@ def student(model: Model, group: int = 1) -> Model:
     return other(skv.add_swiftkv(model, lower, group))
 
 
-@pytest.mark.parametrize("case", most_long("qwen2", "gemma3", "olmo3", "smollm3"))
+@pytest.mark.parametrize("case", most_long("qwen2", "qwen3-moe", "gemma3", "olmo3", "smollm3"))
 def test_a_fresh_delta_leaves_the_first_upper_layer_as_it_was(case, load):
     model = skv.add_swiftkv(load(case), 3)
     config, batch = model.config, transformer.unpacked_batch(jnp.asarray(tokens()))
@@ -113,7 +113,9 @@ def test_generated_tokens_keep_their_own(case, load):
     assert np.abs(boundary - best).max() > 1e-2
 
 
-@pytest.mark.parametrize("case", ["olmo2", *cases_of_long("phi3", "gemma3", "qwen2-window")])
+@pytest.mark.parametrize(
+    "case", ["olmo2", "qwen3-moe", *cases_of_long("phi3", "gemma3", "qwen2-window")]
+)
 @pytest.mark.parametrize("mesh", ["2x2", "1x4"])
 def test_a_mesh_changes_nothing(case, mesh, load, tmp_path):
     path = models.write(case, tmp_path / "model")

@@ -17,8 +17,9 @@ from swiftkv_jax.calibration import LayerFit, calibrate
 from swiftkv_jax.calibration.moments import zero_moments
 from swiftkv_jax.initialization import init_llama, init_swiftkv
 from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.params import Llama, SwiftKV, split_layers
+from swiftkv_jax.params import Llama, SwiftKV
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
+from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.train import analyze, cut_kv, sweep
 from swiftkv_jax.train.cut_kv import plan_passes
 from swiftkv_jax.train.distill import Objective, distill_sums

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
+from ...attention import Attention
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
 from ...layers import embed
@@ -40,6 +41,7 @@ def run_lower_layers(
     cache: KVCache,
     write: Write,
     read: Read,
+    attention: Attention,
     *,
     boundary_kv: bool = True,
 ) -> tuple[Float[Array, "A T D"], Tables, KVCache]:
@@ -50,7 +52,8 @@ def run_lower_layers(
     for i, (block, qkv) in enumerate(zip(weights.lower, weights.lower_qkv, strict=True)):
         kind = config.kind(i)
         attend = _attend_own(pools[i], write, read, kind.window)
-        x, pools[i] = self_layer(config, block, qkv, x, table_of(config, tables, kind), attend)
+        rope = table_of(config, tables, kind)
+        x, pools[i] = self_layer(config, block, qkv, x, rope, attend, attention)
     if weights.upper and boundary_kv:
         k, v = project_fused_kv(
             config,
@@ -73,6 +76,7 @@ def run_upper_layers(
     tables: Tables,
     cache: KVCache,
     read: Read,
+    attention: Attention,
 ) -> Float[Array, "A T D"]:
     """The upper layers, for tokens whose own keys and values are in the cache: hidden state before
     the final norm."""
@@ -84,7 +88,8 @@ def run_upper_layers(
         def attend(q, entry=entry, window=kind.window):
             return read(q, cache.k[entry], cache.v[entry], window)
 
-        x = cross_layer(config, block, queries, x, table_of(config, tables, kind), attend)
+        rope = table_of(config, tables, kind)
+        x = cross_layer(config, block, queries, x, rope, attend, attention)
     return x
 
 
@@ -96,6 +101,7 @@ def run_upper_layers_own(
     cache: KVCache,
     write: Write,
     read: Read,
+    attention: Attention,
 ) -> tuple[Float[Array, "A T D"], KVCache]:
     """The upper layers, for tokens whose keys and values come from their own hidden state before
     each: (hidden state before the final norm, cache with the keys and values that `write` takes).
@@ -105,7 +111,8 @@ def run_upper_layers_own(
     for i, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
         kind, qkv = config.kind(i), with_queries(kv, queries)
         attend = _attend_own(pools[i], write, read, kind.window)
-        x, pools[i] = self_layer(config, block, qkv, x, table_of(config, tables, kind), attend)
+        rope = table_of(config, tables, kind)
+        x, pools[i] = self_layer(config, block, qkv, x, rope, attend, attention)
     return x, _cache(pools)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from ...attention import Attention
+from ...attention import DEFAULT, Attention
 from ...cache import (
     KVCache,
     Pool,
@@ -30,7 +30,7 @@ from ...config import Config
 from ...layers import unembed
 from ...rope import Tables
 from ...sharding import replicated
-from ...transformer import DEFAULT, head_major
+from ...transformer import head_major
 from ..engine.model_runner_base import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from ..sampling.penalties import update_token_counts
@@ -113,7 +113,7 @@ def score_chunk(
     if kv == "boundary":
         x, tables = _upper_input(x, tables, scored)
         read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
-        x = run_upper_layers(config, weights, x, tables, cache, read)
+        x = run_upper_layers(config, weights, x, tables, cache, read, attention)
     else:
         x, cache = _run_upper_own(config, weights, chunk, scored, x, tables, cache, attention)
 
@@ -145,7 +145,9 @@ def _prefill(
 ):
     write = _writer(config, chunk.tiles, cache, attention)
     read = _reader(config, chunk.tiles, chunk.gathered_pages, attention)
-    return run_lower_layers(config, weights, chunk.tokens, chunk.positions, cache, write, read)
+    return run_lower_layers(
+        config, weights, chunk.tokens, chunk.positions, cache, write, read, attention
+    )
 
 
 def _run_upper_own(
@@ -162,7 +164,7 @@ def _run_upper_own(
     x, tables = _upper_input(x, tables, upper)
     write = _writer(config, upper.tiles, cache, attention, upper.own_start)
     read = _reader(config, upper.tiles, chunk.gathered_pages, attention)
-    return run_upper_layers_own(config, weights, x, tables, cache, write, read)
+    return run_upper_layers_own(config, weights, x, tables, cache, write, read, attention)
 
 
 def _upper_input(x: Float[Array, "A T D"], tables: Tables, upper: UpperTokens):
@@ -272,15 +274,16 @@ def decode_logits(
     def writer(page) -> Write:
         return lambda pool, new: write_token(pool, new, page, offset, sharding)
 
-    tokens, positions = batch.token[:, None], length[:, None]
+    inputs, boundary_kv = (batch.token[:, None], length[:, None]), kv != "own"
     x, tables, cache = run_lower_layers(
-        config, weights, tokens, positions, cache, writer(page), read, boundary_kv=kv != "own"
+        config, weights, *inputs, cache, writer(page), read, attention, boundary_kv=boundary_kv
     )
     if kv == "boundary":
-        x = run_upper_layers(config, weights, x, tables, cache, read)
+        x = run_upper_layers(config, weights, x, tables, cache, read, attention)
     else:
         own_page = page if kv == "own" else jnp.where(length >= batch.own_start, page, INVALID_PAGE)
-        x, cache = run_upper_layers_own(config, weights, x, tables, cache, writer(own_page), read)
+        write = writer(own_page)
+        x, cache = run_upper_layers_own(config, weights, x, tables, cache, write, read, attention)
     return unembed(config, weights, x)[:, 0], cache
 
 

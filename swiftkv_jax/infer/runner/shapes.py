@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from ...config import Config
+from ...cost import mlp_width
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
 from ..engine.options import EngineOptions
@@ -283,8 +284,5 @@ def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
 def _temporaries(config: Config, tokens: int) -> int:
     """Estimated bytes of the temporaries, before the compiler reports them: some hidden states and
     one layer's MLP in float32, and logits of some rows."""
-    return (
-        GIB // 2
-        + tokens * 4 * (4 * config.embed_dim + 3 * config.mlp_dim)
-        + 256 * 4 * config.vocab_size
-    )
+    mlp = 3 * mlp_width(config) + config.num_experts_per_token * config.embed_dim
+    return GIB // 2 + tokens * 4 * (4 * config.embed_dim + mlp) + 256 * 4 * config.vocab_size

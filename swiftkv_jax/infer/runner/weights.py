@@ -26,15 +26,16 @@ from ...params import (
     require_teacher,
     require_upper_kv,
     swiftkv_shapes,
-    unstack,
 )
 from ...quantization import (
+    Quantized,
     Scheme,
     as_matrix,
     quantized_shapes,
     scheme_of,
 )
 from ...sharding import llama_shardings, swiftkv_shardings
+from ...stacks import unstack
 from ...transformer import delta_queries
 
 
@@ -155,11 +156,27 @@ def _blocks(stack: Block, donate: bool) -> tuple[ServingBlock, ...]:
     """
     blocks: list[Any] = list(unstack(stack, donate=donate))
     for i, block in enumerate(blocks):  # one by one: a layer's separate matrices are then freed
-        blocks[i] = _serving_block(block, as_matrix(block.o), _joined(block.gate, block.up))
+        experts = (_inputs_first(part) for part in _experts(block))
+        gate_up = _joined(block.gate, block.up)
+        blocks[i] = _serving_block(block, as_matrix(block.o), gate_up, *experts)
     return tuple(blocks)
 
 
-def _serving_block(block: Block, o: Any, gate_up: Any) -> ServingBlock:
+def _experts(block: Block) -> tuple[Any, Any, Any]:
+    return block.expert_gate, block.expert_up, block.expert_down
+
+
+def _inputs_first(weight: Any) -> Any:
+    """Matrices of experts, plain, quantised or None, as E in out: a TPU would copy those that are E
+    out in, in every step."""
+    if isinstance(weight, Quantized):
+        return dataclasses.replace(weight, values=_inputs_first(weight.values))
+    return None if weight is None else weight.swapaxes(1, 2)
+
+
+def _serving_block(
+    block: Block, o: Any, gate_up: Any, expert_gate: Any, expert_up: Any, expert_down: Any
+) -> ServingBlock:
     return ServingBlock(
         attn_norm=block.attn_norm,
         o=o,
@@ -169,6 +186,10 @@ def _serving_block(block: Block, o: Any, gate_up: Any) -> ServingBlock:
         o_bias=block.o_bias,
         attn_post=block.attn_post,
         mlp_post=block.mlp_post,
+        router=block.router,
+        expert_gate=expert_gate,
+        expert_up=expert_up,
+        expert_down=expert_down,
     )
 
 
@@ -207,9 +228,14 @@ def weight_shardings(
         """Shardings of `_joined` leaves."""
         return jax.tree.map(lambda sharding: NamedSharding(mesh, P(None, *sharding.spec)), tree)
 
+    def swapped(tree) -> Any:
+        """Shardings of `_inputs_first` leaves, of which only the experts are split."""
+        return jax.tree.map(lambda sharding: NamedSharding(mesh, P(*sharding.spec[:1])), tree)
+
     def blocks(stacked: Block, count: int) -> tuple[ServingBlock, ...]:
         return tuple(
-            _serving_block(block, block.o, joined(block.gate)) for block in layers(stacked, count)
+            _serving_block(block, block.o, joined(block.gate), *map(swapped, _experts(block)))
+            for block in layers(stacked, count)
         )
 
     def layers(stacked, count: int) -> tuple:

@@ -1,5 +1,6 @@
-"""Attention for NVIDIA Hopper GPUs (H100, H200, GH200) in Pallas Mosaic GPU."""
+"""Kernels for NVIDIA Hopper GPUs (H100, H200, GH200) in Pallas Mosaic GPU: attention, and the
+products of experts."""
 
-from . import backward, decode, prefill
+from . import backward, decode, grouped, prefill
 
-__all__ = ["backward", "decode", "prefill"]
+__all__ = ["backward", "decode", "grouped", "prefill"]

@@ -1,0 +1,62 @@
+"""Stacks of layers: split elsewhere, taken apart, cast."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from .config import Config
+from .params import Llama, require_teacher
+
+
+def split_layers(config: Config, llama: Llama) -> Llama:
+    """The same layers in two stacks split at layer `config.num_key_value_layers`. Copies the stacks
+    that change.
+
+    Raises `ValueError` if the teacher's upper projections were dropped.
+    """
+    require_teacher(llama, "split its layers elsewhere")
+    if jax.tree.leaves(llama.lower)[0].shape[0] == config.num_lower_layers:
+        return llama
+    cut = config.num_lower_layers
+
+    def join(lower, upper):
+        return jnp.concatenate([lower, upper])
+
+    block = jax.tree.map(join, llama.lower, llama.upper)
+    qkv = jax.tree.map(join, llama.lower_qkv, llama.upper_qkv)
+    return dataclasses.replace(
+        llama,
+        lower=jax.tree.map(lambda leaf: leaf[:cut], block),
+        lower_qkv=jax.tree.map(lambda leaf: leaf[:cut], qkv),
+        upper=jax.tree.map(lambda leaf: leaf[cut:], block),
+        upper_qkv=jax.tree.map(lambda leaf: leaf[cut:], qkv),
+    )
+
+
+def unstack[Tree](stack: Tree, *, donate: bool = False) -> tuple[Tree, ...]:
+    """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights
+    at every step).
+
+    Each stays on the devices it is split over: `tuple(array)` would take it through the host to the
+    first one. With `donate` each array of the stack is deleted once it is apart: there is one more
+    copy of one of them, not of all.
+    """
+    leaves, tree = jax.tree.flatten(stack)
+
+    def layers(leaf):
+        parts = jnp.unstack(leaf)
+        if donate:
+            leaf.delete()
+        return parts
+
+    return tuple(
+        jax.tree.unflatten(tree, layer) for layer in zip(*map(layers, leaves), strict=True)
+    )
+
+
+def cast[Tree](tree: Tree, dtype) -> Tree:
+    """Every leaf in `dtype`; leaves that already are stay the same buffers."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
