@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import Config
 from . import family_fields
-from .hf_layer_kinds import Fields, windows_above, write_kinds
+from .hf_layer_kinds import Fields, one_kind, windows_above, write_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Family:
     """Field of `params` -> its tensor's name within a layer, where that is not Llama's."""
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Tensor within a layer -> the fields of `params` whose rows it joins."""
+    interleaved: bool = False
+    """Whether its rotary embedding pairs neighbouring dimensions of a head; see `interleaved`."""
 
 
 _COMMON = {
@@ -53,8 +55,17 @@ _GEMMA = _COMMON | {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_GLM = _COMMON | {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
 _SILU = {"hidden_act": ("silu",), "mlp_bias": (False, None)}
 _PRE_FEEDFORWARD = {"mlp_norm": "pre_feedforward_layernorm.weight"}
+_GATE_UP = {"mlp.gate_up_proj.weight": ("gate", "up")}
 _WINDOW_SWITCH = "use_sliding_window max_window_layers sliding_window layer_types"
 
 FAMILIES: dict[str, Family] = {
@@ -183,10 +194,48 @@ FAMILIES: dict[str, Family] = {
             "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         },
-        fused={
-            "self_attn.qkv_proj.weight": ("q", "k", "v"),
-            "mlp.gate_up_proj.weight": ("gate", "up"),
+        fused={"self_attn.qkv_proj.weight": ("q", "k", "v")} | _GATE_UP,
+    ),
+    "glm": Family(
+        "Glm",
+        family_fields.read_glm,
+        family_fields.write_glm,
+        fields="attention_bias partial_rotary_factor",
+        neutral=_SILU,
+        defaults=_GLM,
+        fused=_GATE_UP,
+        interleaved=True,
+    ),
+    "glm4": Family(
+        "Glm4",
+        lambda hf: family_fields.read_glm(hf) | {"norm_order": "both"},
+        family_fields.write_glm,
+        fields="attention_bias partial_rotary_factor",
+        neutral=_SILU,
+        defaults=_GLM,
+        names={
+            "attn_post": "post_self_attn_layernorm.weight",
+            "mlp_post": "post_mlp_layernorm.weight",
         },
+        fused=_GATE_UP,
+        interleaved=True,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5",
+        lambda hf: {"layer_kinds": one_kind(hf)},
+        family_fields.write_ernie,
+        # With `use_bias` the MLP has biases too. The last is a divisor of positions.
+        neutral=_SILU | {"use_bias": (False, None), "compression_ratio": (1.0, None)},
+        defaults=_COMMON
+        | {
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        interleaved=True,
     ),
     "olmo2": Family(
         "Olmo2",

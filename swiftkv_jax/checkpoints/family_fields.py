@@ -22,7 +22,7 @@ from .hf_layer_kinds import (
     write_kinds,
     write_two_ropes,
 )
-from .hf_rope import rope_from_hf, rope_to_hf
+from .hf_rope import rename_longrope, rope_from_hf, rope_to_hf
 
 
 def read_llama(hf: Fields) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def write_smollm3(config: Config) -> dict[str, Any]:
 
 
 def read_phi3(hf: Fields) -> dict[str, Any]:
-    return {"layer_kinds": one_kind(hf, partial=True)}
+    return {"layer_kinds": one_kind(rename_longrope(hf), partial=True)}
 
 
 def write_phi3(config: Config) -> dict[str, Any]:
@@ -157,6 +157,20 @@ def write_phi3(config: Config) -> dict[str, Any]:
     if longrope and rope.scaling is not None:
         original = rope.scaling.original_max_position_embeddings
     return write_window(config) | {"original_max_position_embeddings": original}
+
+
+def read_glm(hf: Fields) -> dict[str, Any]:
+    return {"layer_kinds": one_kind(hf, partial=True), "qkv_bias": hf["attention_bias"]}
+
+
+def write_glm(config: Config) -> dict[str, Any]:
+    (rope,) = config.ropes
+    return write_llama(config) | {"partial_rotary_factor": rope.fraction}
+
+
+def write_ernie(config: Config) -> dict[str, Any]:
+    (rope,) = config.ropes
+    return {"hidden_act": "silu", "use_bias": False} | rope_to_hf(rope)
 
 
 _OLMO = {"qk_norm": "all", "norm_order": "post", "norm_wide": True}

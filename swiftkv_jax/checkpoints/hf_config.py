@@ -58,7 +58,11 @@ _USED = frozenset(
     """.split()
 )
 # Null is a value of these, and the family's default of all others.
-_NULLABLE = frozenset("sliding_window attn_logit_softcapping final_logit_softcapping".split())
+_NULLABLE = frozenset(
+    """
+    sliding_window attn_logit_softcapping final_logit_softcapping head_dim num_key_value_heads
+    """.split()
+)
 
 # What JSON may hold besides null in the fields that are used.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {

@@ -76,6 +76,17 @@ def ropes_from_hf(
     return ropes
 
 
+def rename_longrope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with `longrope` in the place of the older names that Phi-3's files have for it, su
+    and yarn."""
+    renamed = dict(hf)
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = hf.get(field)
+        if rope and (rope.get("rope_type") or rope.get("type")) in ("su", "yarn"):
+            renamed[field] = {**rope, "rope_type": "longrope"}
+    return renamed
+
+
 def rope_to_hf(rope: Rope) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`: the spelling of transformers 4, which later versions read
     too."""
@@ -110,8 +121,6 @@ def _rope(
         raise ConfigError(f"{field}: partial_rotary_factor={fraction} is not supported here")
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
     fields.pop("type", None)
-    if partial and kind in ("su", "yarn"):  # Phi-3's older names
-        kind = "longrope"
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ConfigError(
             f"{field}: rope_type={kind!r} is not supported; supported: {', '.join(_FIELDS)}"

@@ -27,6 +27,7 @@ from ..io.files import check_free, new_directory, write_json
 from ..model import Model
 from ..sharding import to_host
 from .auxiliary import write_auxiliary_files
+from .interleaved import join_pairs
 from .safetensors_io import crc32, write_file
 from .source import Source, from_model, parse_dtype, with_expanded_groups
 from .tensor_map import MappedLeaf
@@ -234,9 +235,13 @@ def _values(
             arrays, current = [], tensor.leaves
             arrays = [source.read(leaf, dtype, where[leaf.name]) for leaf in current]
         parts = [
-            to_host(array, *tensor.index).reshape(leaf.tensor_shape)
+            _in_tensors_order(leaf, to_host(array, *tensor.index).reshape(leaf.tensor_shape))
             for leaf, array in zip(current, arrays, strict=True)
         ]
         yield parts[0] if len(parts) == 1 else np.concatenate(parts).astype(tensor.dtype)
     for leaf in current:
         progress(leaf)
+
+
+def _in_tensors_order(leaf: MappedLeaf, rows: np.ndarray) -> np.ndarray:
+    return rows if leaf.interleaved is None else join_pairs(rows, leaf.interleaved)

@@ -33,6 +33,10 @@ from ..params import (
 from ..quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
 from .compressed_tensors import SCALE_SUFFIX
 from .families import FAMILIES
+from .interleaved import Interleaved
+
+_ROTATED = frozenset("q k q_bias k_bias q_norm k_norm".split())
+"""Fields of `params` with a row for each dimension of a head that rotates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,8 @@ class MappedLeaf:
     rows: tuple[int, int, int] | None = None
     """(first, one past the last, number of all) rows of the tensors that are the leaf's, where a
     tensor joins several leaves; None where it is one."""
+    interleaved: Interleaved | None = None
+    """The order of the tensors' rows, where it is not that of the leaf's."""
 
     @property
     def is_delta(self) -> bool:
@@ -144,7 +150,8 @@ def leaves(
         row = rows[name.removesuffix(f".{VALUES}").removesuffix(f".{SCALE}")]
         tensor, joined = _tensor_of(config, name, row)
         tensors = _tensor_names(config, row, tensor, name.endswith(f".{SCALE}"))
-        found.append(MappedLeaf(name, shape.shape, tensors, row, joined))
+        order = _interleaved(config, name)
+        found.append(MappedLeaf(name, shape.shape, tensors, row, joined, order))
     return tuple(leaf for leaf in found if teacher_qkv or not leaf.is_teacher_qkv)
 
 
@@ -204,6 +211,16 @@ def _tensor_of(config: Config, name: str, row: Param) -> tuple[str, tuple[int, i
             first = sum(sizes[: fields.index(field)])
             return tensor, (first, first + sizes[fields.index(field)], sum(sizes))
     return family.names.get(field, row.tensor), None
+
+
+def _interleaved(config: Config, name: str) -> Interleaved | None:
+    """`MappedLeaf.interleaved` of leaf `name`, of the delta too: its file is the family's."""
+    stack, _, field = name.partition(".")
+    rotates = stack.endswith(("qkv", "swiftkv")) and field.partition(".")[0] in _ROTATED
+    if not rotates or not FAMILIES[config.family].interleaved:
+        return None
+    (rotated,) = {rope.rotated(config.head_dim) for rope in config.ropes}
+    return Interleaved(config.head_dim, rotated)
 
 
 def _num_rows(config: Config, row: Param) -> int:

@@ -15,6 +15,7 @@ from ..errors import CheckpointError, OutOfMemoryError
 from ..hardware import GIB
 from ..quantization import SCALE
 from .encoded import EncodedMatrix, Tensor
+from .interleaved import split_pairs
 from .safetensors_io import DTYPES, read_into, verify
 from .tensor_map import MappedLeaf
 
@@ -59,16 +60,17 @@ class TensorReader:
             merged = target.reshape([part.stop - part.start for part in index])
             if isinstance(tensor, EncodedMatrix):
                 tensor.read_into(merged, index)
-                _check_values(leaf, tensor, target)
-                continue
-            partial = any(
-                part.stop - part.start != size
-                for part, size in zip(index, tensor.shape, strict=True)
-            )
-            if partial and tensor.name not in verified:
-                verify(tensor)
-                verified.add(tensor.name)
-            read_into(merged, tensor, index)
+            else:
+                partial = any(
+                    part.stop - part.start != size
+                    for part, size in zip(index, tensor.shape, strict=True)
+                )
+                if partial and tensor.name not in verified:
+                    verify(tensor)
+                    verified.add(tensor.name)
+                read_into(merged, tensor, index)
+            if leaf.interleaved is not None:
+                split_pairs(merged, leaf.interleaved)
             _check_values(leaf, tensor, target)
         return out
 

@@ -179,6 +179,53 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
     },
+    "glm4": BASE
+    | {
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    },
+    # The half of each head that rotates is the class's default.
+    "glm4-yarn": BASE
+    | {
+        "model_type": "glm4",
+        "head_dim": 24,
+        "attention_bias": False,
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        "hidden_act": "silu",
+    },
+    "glm": BASE
+    | {
+        "model_type": "glm",
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "rope_type": "default",
+            "partial_rotary_factor": 0.75,
+        },
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
+    "ernie4.5": BASE
+    | {
+        "model_type": "ernie4_5",
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "use_bias": False,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+        "hidden_act": "silu",
+    },
     "olmo2": BASE
     | {
         "model_type": "olmo2",
@@ -272,6 +319,7 @@ _EMBEDDING = {
     "granite": 1.0,
     "gemma2": 2.0,
     "gemma3_text": 2.0,
+    "glm4": 0.4,
     "phi3": 0.3,
     "qwen2": 0.3,
     "qwen3": 0.3,

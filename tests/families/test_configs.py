@@ -3,7 +3,7 @@
 import pytest
 
 from swiftkv_jax import ConfigError
-from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 
 BASE = {
     "vocab_size": 100,
@@ -69,6 +69,16 @@ REFUSED = {
     "rotation in part": ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "no divisor": ("granite", {"logits_scaling": 0}, "logit_divisor=0"),
     "NaN": ("granite", {"residual_multiplier": float("nan")}, "residual_scale=nan"),
+    "ERNIE with biases": ("ernie4_5", {"use_bias": True}, "use_bias=True"),
+    "compressed positions": ("ernie4_5", {"compression_ratio": 4.0}, "compression_ratio=4.0"),
+    "half of ERNIE's heads": (
+        "ernie4_5",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5",
+    ),
+    "an odd part of heads": ("glm4", {"partial_rotary_factor": 0.3125}, "must be an even number"),
+    "GLM's images": ("glm4v", {}, "model_type='glm4v'"),
+    "GLM's experts": ("glm4_moe", {}, "model_type='glm4_moe'"),
     "clipped projections": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     "sections of positions": ("qwen2", {"use_mrope": True}, "use_mrope=True"),
     "another family's field": ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
@@ -96,3 +106,103 @@ def test_a_window_that_hides_nothing_is_none():
     config = config_from_hf(BASE | {"model_type": "mistral", "sliding_window": 8})
     assert config.kinds[0].window == config.at_length(9).kinds[0].window == 8
     assert config.at_length(8).kinds[0].window is None
+
+
+def test_null_heads_are_derived():
+    """As transformers does, whatever the class's default."""
+    null = {"head_dim": None, "num_key_value_heads": None}
+    config = config_from_hf(BASE | {"model_type": "ernie4_5"} | null)
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+
+
+# As published, or as projects that load the published files state their fields.
+GLM_4_9B_0414 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.0.dev0",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
+ERNIE_4_5_03B = {
+    "architectures": ["Ernie4_5_ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_ernie4_5.Ernie4_5_Config"},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 18,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "use_cache": False,
+    "vocab_size": 103424,
+    "rope_theta": 500000,
+    "use_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_published_glm4():
+    config = config_from_hf(GLM_4_9B_0414)
+    assert config.ropes[0].rotated(config.head_dim) == 64
+    assert (config.qkv_bias, config.o_bias, config.norm_order) == (True, False, "both")
+    larger = {
+        "attention_bias": False,
+        "hidden_size": 6144,
+        "num_attention_heads": 48,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    }
+    config = config_from_hf(GLM_4_9B_0414 | larger)
+    scaling = config.ropes[0].scaling
+    assert scaling is not None and (scaling.rope_type, scaling.factor) == ("yarn", 4.0)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_published_glm():
+    """The class's defaults, and heads that rotate whole."""
+    fields = {"model_type": "glm", "partial_rotary_factor": None, "head_dim": 16}
+    config = config_from_hf(BASE | fields)
+    assert (config.ropes[0].fraction, config.qkv_bias, config.norm_order) == (0.5, True, "pre")
+    whole = config_from_hf(BASE | fields | {"partial_rotary_factor": 1.0})
+    assert whole.ropes[0].fraction == 1.0 and config_from_hf(config_to_hf(whole)) == whole
+
+
+def test_published_ernie():
+    config = config_from_hf(ERNIE_4_5_03B)
+    assert (config.ropes[0].theta, config.tie_word_embeddings) == (500000, True)
+    assert (config.qkv_bias, config.num_heads * config.head_dim) == (False, 2048)
+    # transformers' own class writes neither the tie nor the bias where they are its defaults.
+    brief = {
+        name: value
+        for name, value in ERNIE_4_5_03B.items()
+        if name not in ("tie_word_embeddings", "use_bias", "rope_theta", "head_dim")
+    }
+    assert config_from_hf(brief) == config

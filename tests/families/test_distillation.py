@@ -42,7 +42,9 @@ def teacher(tmp_path_factory, tokenizer):
     return make
 
 
-@pytest.mark.parametrize("case", ["qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case", ["qwen3", *(pytest.param(case, marks=pytest.mark.long) for case in ("gemma3", "glm4"))]
+)
 def test_distillation(case, teacher, tmp_path):
     path, data, output = teacher(case), tmp_path / "code.txt", tmp_path / "run"
     data.write_text(TEXT)

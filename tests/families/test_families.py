@@ -124,6 +124,31 @@ def no_biases(model: Model) -> Model:
     return dataclasses.replace(model, llama=llama)
 
 
+def neighbours_for_halves(model: Model) -> Model:
+    """The model with rows of queries and keys in the order of the checkpoint, as if its rotary
+    embedding were not interleaved."""
+    config, llama = model.config, model.llama
+    (rope,) = config.ropes
+    size = rope.rotated(config.head_dim)
+    order = np.arange(config.head_dim)
+    order[:size] = np.arange(size).reshape(2, -1).T.ravel()
+
+    def undo(qkv):
+        fields = {name: getattr(qkv, name) for name in ("q", "k", "q_bias", "k_bias")}
+        moved = {name: leaf[:, :, order] for name, leaf in fields.items() if leaf is not None}
+        return dataclasses.replace(qkv, **moved)
+
+    llama = dataclasses.replace(
+        llama, lower_qkv=undo(llama.lower_qkv), upper_qkv=undo(llama.upper_qkv)
+    )
+    return dataclasses.replace(model, llama=llama)
+
+
+def all_dimensions_rotate(kind: LayerKind, _) -> LayerKind:
+    assert kind.rope is not None
+    return LayerKind(dataclasses.replace(kind.rope, fraction=1.0), kind.window)
+
+
 BLOCKS, QKVS = ("lower", "upper"), ("lower_qkv", "upper_qkv")
 ABLATIONS = {
     "qwen2: biases": ("qwen2", no_biases),
@@ -151,6 +176,16 @@ ABLATIONS = {
     "phi3: window": ("phi3", window_of(None)),
     "phi4-mini: longrope": ("phi4-mini", with_kinds(no_scaling)),
     "phi4-mini: long factors": ("phi4-mini", with_kinds(short_factors)),
+    "glm4: interleaved": ("glm4", neighbours_for_halves),
+    "glm4: half of each head": ("glm4", with_kinds(all_dimensions_rotate)),
+    "glm4: biases": ("glm4", no_biases),
+    "glm4: norm after attention": ("glm4", without_leaf(*BLOCKS, "attn_post")),
+    "glm4: norm after the MLP": ("glm4", without_leaf(*BLOCKS, "mlp_post")),
+    "glm4-yarn: interleaved": ("glm4-yarn", neighbours_for_halves),
+    "glm4-yarn: yarn": ("glm4-yarn", with_kinds(no_scaling)),
+    "glm: interleaved": ("glm", neighbours_for_halves),
+    "glm: part of each head": ("glm", with_kinds(all_dimensions_rotate)),
+    "ernie4.5: interleaved": ("ernie4.5", neighbours_for_halves),
     "olmo2: norm of queries": ("olmo2", without_leaf(*QKVS, "q_norm")),
     "olmo2: norm of keys": ("olmo2", without_leaf(*QKVS, "k_norm")),
     "olmo2: norm after attention": ("olmo2", without_leaf(*BLOCKS, "attn_post")),

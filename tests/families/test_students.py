@@ -99,7 +99,7 @@ def test_scores_are_divided_and_capped(case, load):
         np.testing.assert_allclose(found, expected[number, np.arange(39), row[1:]], atol=2e-4)
 
 
-@pytest.mark.parametrize("case", ["qwen3", *cases_of_long("gemma3", "phi4-mini")])
+@pytest.mark.parametrize("case", ["qwen3", *cases_of_long("gemma3", "phi4-mini", "glm4")])
 def test_generated_tokens_keep_their_own(case, load):
     model = student(load(case))
     config = dataclasses.replace(model.config, generated_kv="own", exact_tail=3)
@@ -146,6 +146,7 @@ NAMES = {
     "qwen2": ("Qwen2SwiftKVForCausalLM", set(), True),
     "olmo2": ("Olmo2SwiftKVForCausalLM", {"q_norm", "k_norm"}, False),
     "phi3": ("Phi3SwiftKVForCausalLM", set(), True),
+    "glm4": ("Glm4SwiftKVForCausalLM", set(), True),
 }
 
 
@@ -166,7 +167,7 @@ def test_names_of_the_delta(case, load, tmp_path):
     for layer in range(3, 6):
         prefix = f"model.layers.{layer}.self_attn"
         expected |= {f"{prefix}.{name}_swiftkv.weight" for name in projections | norms}
-        if case == "qwen2":
+        if case in ("qwen2", "glm4"):
             expected |= {f"{prefix}.{name}_swiftkv.bias" for name in projections}
     assert added == expected
     again = skv.load(tmp_path / "hf", dtype="float32")
