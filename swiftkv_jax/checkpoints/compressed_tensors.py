@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..quantization import Format
 from .weight_format import (
     Fields,
+    Layout,
     QuantizationConfig,
     WeightFormat,
     check_fields,
@@ -32,13 +33,15 @@ SCALE_SUFFIX = "_scale"
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})
 
+_PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
 _FLOAT, _INT = ("float", 8, True), ("int", 8, True)
 # Format -> the (type, bits, symmetric) that it may have.
 _STORED = {
     "float-quantized": (_FLOAT,),
     "int-quantized": (_INT,),
     "naive-quantized": (_FLOAT, _INT),
-    "pack-quantized": tuple(("int", bits, even) for bits in (4, 8) for even in (True, False)),
+    _PACKED: tuple(("int", bits, even) for bits in (4, 8) for even in (True, False)),
+    _MXFP4: (("float", 4, True),),
 }
 # Field -> the values that are supported; None is for absent ones too.
 _TOP = {
@@ -76,6 +79,9 @@ _ACTIVATIONS = {
     "scale_dtype": (None,),
     "zp_dtype": (None, "torch.int8"),
 }
+# Of MXFP4 alone, the same for weights and activations.
+_BYTES = {"scale_dtype": (None, "torch.uint8"), "zp_dtype": (None, "torch.uint8")}
+_MXFP4_GROUP_SIZE = 32
 _ACTIVATIONS_OTHERS = frozenset({"group_size"})
 
 
@@ -105,28 +111,32 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
 def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], WeightFormat]:
     """(targets, format of their weights). `stored` is the format of groups without their own."""
     check_fields(where, group, _GROUP, _GROUP_OTHERS)
+    stored = group.get("format") or stored
+    if stored not in _STORED:
+        raise ConfigError(f"{where}.format={stored!r} must be {', '.join(_STORED)}")
+    of_weights, of_activations = _WEIGHTS, _ACTIVATIONS
+    if stored == _MXFP4:
+        of_weights = _WEIGHTS | _BYTES | {"strategy": ("group",)}
+        of_activations = _ACTIVATIONS | _BYTES | {"num_bits": (4, 8)}
     weights = check_fields(
-        f"{where}.weights", group.get("weights"), _WEIGHTS, _WEIGHTS_OTHERS | _IRRELEVANT
+        f"{where}.weights", group.get("weights"), of_weights, _WEIGHTS_OTHERS | _IRRELEVANT
     )
     activations = group.get("input_activations")
     if activations is not None:
         others = _ACTIVATIONS_OTHERS | _IRRELEVANT
-        check_fields(f"{where}.input_activations", activations, _ACTIVATIONS, others)
+        check_fields(f"{where}.input_activations", activations, of_activations, others)
     static = activations is not None and not activations["dynamic"]
-    stored = group.get("format") or stored
-    if stored not in _STORED:
-        raise ConfigError(f"{where}.format={stored!r} must be {', '.join(_STORED)}")
     number = weights["type"], weights["num_bits"], weights["symmetric"]
     if number not in _STORED[stored]:
         raise ConfigError(
             f"{where}.weights: type={number[0]!r}, num_bits={number[1]}, symmetric={number[2]} is "
             f"not supported in format={stored!r}"
         )
-    packed = stored == "pack-quantized"
+    layouts: dict[str, Layout] = {_PACKED: "packed", _MXFP4: "mxfp4"}
     format = WeightFormat(
-        "packed" if packed else "scaled",
+        layouts.get(stored, "scaled"),
         int(weights["num_bits"]),
-        _block(f"{where}.weights", weights, packed),
+        _block(f"{where}.weights", weights, stored),
         weights["type"],
         weights["symmetric"],
         activation_scales=static,
@@ -137,7 +147,7 @@ def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], Weight
     return targets, format
 
 
-def _block(where: str, weights: Fields, packed: bool) -> tuple[int, int]:
+def _block(where: str, weights: Fields, stored: str) -> tuple[int, int]:
     """`WeightFormat.block`."""
     strategy, size = weights["strategy"], weights.get("group_size")
     structure = weights.get("block_structure")
@@ -145,11 +155,16 @@ def _block(where: str, weights: Fields, packed: bool) -> tuple[int, int]:
         raise ConfigError(f"{where}.block_structure={structure!r} is not for {strategy!r}")
     if strategy != "group" and size not in (None, -1):
         raise ConfigError(f"{where}.group_size={size!r} is not for strategy={strategy!r}")
+    if stored == _MXFP4 and size != _MXFP4_GROUP_SIZE:
+        raise ConfigError(
+            f"{where}.group_size={size!r} is not supported in format={stored!r}; supported: "
+            f"{_MXFP4_GROUP_SIZE}"
+        )
     if strategy == "group":
         return 1, read_group_size(f"{where}.group_size", size)
     if strategy == "channel":
         return 1, 0
-    if packed:
+    if stored == _PACKED:
         raise ConfigError(
             f"{where}.strategy={strategy!r} is not supported for pack-quantized weights"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
@@ -74,6 +75,10 @@ class EncodedMatrix:
                 group_size=group_size,
                 num_inputs=columns.stop - columns.start,
             )
+        if format.layout == "mxfp4":
+            return stored_formats.decode_mxfp4(
+                **arrays, group_size=group_size, num_inputs=columns.stop - columns.start
+            )
         if format.layout == "awq":
             return stored_formats.decode_awq(**arrays, group_size=group_size)
         return stored_formats.decode_gptq(
@@ -86,6 +91,8 @@ class EncodedMatrix:
             values = _whole(tensor).reshape(1, 1)
         else:
             values = read_block(tensor, part.index(rows, columns))
+        if part.dtype is not None:
+            values = values.view(part.dtype)
         if "scale" in name and not np.isfinite(values.astype(np.float32)).all():
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} has scales that are not finite; copy or download it "
@@ -152,6 +159,8 @@ class _Part:
     codes: tuple[str, ...] = WIDE
     transposed: bool = False
     """Whether inputs come first."""
+    dtype: np.dtype | None = None
+    """Of its elements, where the file's dtype says only how many bits they have."""
 
     @property
     def is_scalar(self) -> bool:
@@ -174,12 +183,17 @@ class _Part:
 def _parts(format: WeightFormat, found: Iterable[str]) -> dict[str, _Part]:
     """Last part of a tensor's name -> what it is, of those that are decoded, in the order of the
     function's arguments. `found` decides between two names of one tensor."""
-    packing, (_, group) = format.packing, format.block
     if format.layout == "scaled":
         codes = ("F8_E4M3",) if format.number == "float" else ("I8",)
         scale = "weight_scale_inv" if "weight_scale_inv" in found else "weight_scale"
         return {"weight": _Part((1, 1), codes), scale: _Part(format.block, (*WIDE, "F8_E8M0"))}
-    words = ("I32",)
+    if format.layout == "mxfp4":
+        exponents = np.dtype(ml_dtypes.float8_e8m0fnu)
+        return {
+            "weight_packed": _Part((1, 2), ("U8",)),
+            "weight_scale": _Part(format.block, ("U8",), dtype=exponents),
+        }
+    words, packing, (_, group) = ("I32",), format.packing, format.block
     if format.layout == "packed":
         parts = {
             "weight_packed": _Part((1, packing), words),
@@ -208,6 +222,7 @@ def _problems(
     optional = {
         "scaled": _ACTIVATION_SCALES if format.activation_scales else (),
         "packed": (),
+        "mxfp4": (),
         # Exporters write a bias of zeros for matrices that have none, and `_check_values` both.
         "gptq": ("g_idx", "bias"),
         "awq": (),

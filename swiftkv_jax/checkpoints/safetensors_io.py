@@ -28,6 +28,7 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }

@@ -15,6 +15,10 @@ import ml_dtypes
 import numpy as np
 
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+# The two values in a byte, the one in the low bits first.
+_E2M1_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)
 # Which output of its eight each integer of a word belongs to, from the lowest bits on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -65,6 +69,21 @@ def decode_packed(
     else:
         zeros = _unpack(weight_zero_point.T, bits).T[: len(integers)]
     return _scaled_steps(integers, zeros, weight_scale, group_size)
+
+
+def decode_mxfp4(
+    weight_packed: np.ndarray, weight_scale: np.ndarray, *, group_size: int, num_inputs: int
+) -> np.ndarray:
+    """value · weight_scale: `mxfp4-pack-quantized` of compressed-tensors (MXFP4, MXFP4A16).
+
+    `weight_packed` is uint8 [O, ceil(I / 2)], two values of 4 bits (e2m1: a sign, then 0, 0.5, 1,
+    1.5, 2, 3, 4, 6) in each byte, the first in the low ones; `weight_scale` float8_e8m0fnu
+    [O, groups], powers of two, 2^(byte - 127) as files have them; groups are of `group_size`
+    inputs. Sources: `compressors/mxfp4/base.py`, `compressors/mx_utils.py` and
+    `compressors/nvfp4/helpers.py` of github.com/vllm-project/compressed-tensors.
+    """
+    values = _E2M1_PAIRS[weight_packed].reshape(len(weight_packed), -1)[:, :num_inputs]
+    return values * _repeat(weight_scale, (1, group_size), values.shape)
 
 
 def decode_gptq(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..quantization import Format
 
-Layout = Literal["scaled", "packed", "gptq", "awq"]
+Layout = Literal["scaled", "packed", "mxfp4", "gptq", "awq"]
 """Which function of `stored_formats` decodes a matrix."""
 Fields = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ class WeightFormat:
 
     @property
     def packing(self) -> int:
-        """Integers in a word of 32 bits."""
+        """Integers in a word of 32 bits; of all layouts but `scaled` and `mxfp4`."""
         return 32 // self.bits
 
     @property
@@ -46,7 +46,7 @@ class WeightFormat:
         """(outputs, inputs): a part of the matrix that begins at multiples of these is a part of
         each of its tensors."""
         outputs, inputs = (max(1, size) for size in self.block)
-        if self.layout == "scaled":
+        if self.layout in ("scaled", "mxfp4"):  # a group of `mxfp4` is whole bytes
             return outputs, inputs
         return math.lcm(outputs, self.packing), math.lcm(inputs, self.packing)
 

@@ -145,6 +145,25 @@ def scaled(
     return encode
 
 
+def e2m1(code: int) -> float:
+    """The value of 4 bits: a sign, two of exponent with bias 1, one of mantissa."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -magnitude if sign else magnitude
+
+
+def mxfp4(rng, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray]:
+    codes = rng.integers(0, 16, (outputs, inputs))
+    powers = rng.integers(118, 124, (outputs, -(-inputs // 32)), np.uint8)
+    packed, values = np.zeros((outputs, inputs // 2), np.uint8), np.empty(codes.shape, np.float32)
+    for row in range(outputs):
+        for column in range(inputs):
+            code = int(codes[row, column])
+            packed[row, column // 2] |= code << (4 * (column % 2))
+            values[row, column] = e2m1(code) * 2.0 ** (int(powers[row, column // 32]) - 127)
+    return {"weight_packed": packed, "weight_scale": powers}, values
+
+
 # Directories -------------------------------------------------------------------
 
 
@@ -221,6 +240,14 @@ AWQ = {
 W4 = {"num_bits": 4, "strategy": "group", "group_size": 16, "type": "int"}
 W8 = {"num_bits": 8, "strategy": "channel", "type": "int"}
 F8 = {"num_bits": 8, "type": "float"}
+MX4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "group",
+    "group_size": 32,
+    "scale_dtype": "torch.uint8",
+    "zp_dtype": None,
+}
 TOKENS = {"dynamic": True, "strategy": "token", "observer": None}
 FBGEMM = {
     "activation_scale_ub": 1200.0,
@@ -278,6 +305,16 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable]] = {
         | {"ignore": ["lm_head", "re:.*layers.0.self_attn"]},
         scaled((1, 0), np.int8),
     ),
+    "MXFP4": (
+        compressed_tensors("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True, "observer": None}),
+        mxfp4,
+    ),
+    # As compressed-tensors wrote it before it had `scale_dtype`.
+    "MXFP4A16": (
+        compressed_tensors("mxfp4-pack-quantized", MX4 | {"scale_dtype": None}, None)
+        | {"ignore": ["re:.*self_attn.*", "re:.*lm_head.*"]},
+        mxfp4,
+    ),
     "gptq": (gptq_config(), gptq(4, 16, 1, zero=8)),
     "gptq 8 bits": (gptq_config(8, -1), gptq(8, 0, 1)),
     "gptq_v2": (
@@ -290,6 +327,7 @@ WIDE = {  # what a list of names leaves as it is
     "fp8 autofp8": ("layers.1.mlp.up_proj",),
     "fbgemm_fp8": ("layers.0.", "self_attn"),
     "W8A8 of some": ("layers.0.self_attn",),
+    "MXFP4A16": ("self_attn",),
     "gptq_v2": ("layers.0.mlp",),
     "awq": ("o_proj",),
 }

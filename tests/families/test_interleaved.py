@@ -144,7 +144,7 @@ def test_eight_bits_stay(case, tmp_path):
     assert all(written[name] == given[name] for name in given)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "gptq", "awq"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "MXFP4", "gptq", "awq"])
 def test_formats_that_are_decoded(name, tmp_path, monkeypatch):
     monkeypatch.setattr(encoded, "_CHUNK_ELEMENTS", 300)  # a few rows, less than a head
     config, encode = quantized_files.FORMATS[name]
