@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from .choice import kernels_of
 from .device import current_device, device_kernels
@@ -103,7 +103,7 @@ def blocks_of_groups(
 
 def block_product(
     x: Float[Array, "N M I"],
-    weight: Float[Array, "G I O"] | Float[Array, "G O I"],
+    weight: Num[Array, "G I O"] | Num[Array, "G O I"],
     blocks: Blocks,
     inputs: Inputs,
     implementation: Literal["xla", "hopper"],

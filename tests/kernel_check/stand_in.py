@@ -79,6 +79,7 @@ class Cudnn(Kernels):
             return out, lse * math.log2(math.e)
 
         call = in_base_two if self._mode == "has other logs" else attend
+        assert options.pop("window") is None, "cuDNN has none"
         options |= {"most_queries": 64, "most_context": 70}
         return cudnn.chunk(q, k, v, q_offset, **options, attend=call)
 
