@@ -336,7 +336,7 @@ class Config:
         long factors, and windows that hide nothing are gone.
 
         Serving takes the longest text that it accepts for all texts, so that cached keys stay
-        valid, as vLLM does; Hugging Face takes the length of each text.
+        valid, as vLLM does; Hugging Face takes the length of each text. Once long, factors stay so.
         """
 
         def fit(kind: LayerKind) -> LayerKind:
@@ -344,7 +344,7 @@ class Config:
             if rope is not None and rope.scaling is not None:
                 long = length > rope.scaling.original_max_position_embeddings
                 long = long and rope.scaling.rope_type == "longrope"
-                scaling = dataclasses.replace(rope.scaling, long=long)
+                scaling = dataclasses.replace(rope.scaling, long=long or rope.scaling.long)
                 rope = dataclasses.replace(rope, scaling=scaling)
             window = None if kind.window is not None and kind.window >= length else kind.window
             return LayerKind(rope, window)

@@ -16,9 +16,11 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -228,6 +230,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("attention", "; ".join(_kinds(config))),
         ("max positions", str(config.max_position_embeddings)),
         ("attention biases", _biases(config)),
+        ("options", ", ".join(_options(config)) or "those of Llama"),
         ("swiftkv", _yes(opened.has_delta)),
         ("num_key_value_layers", str(config.num_key_value_layers)),
         ("key_value_group_size", str(config.key_value_group_size)),
@@ -274,6 +277,24 @@ def _rope(rope: Rope | None) -> str:
     scaling = "no scaling" if rope.scaling is None else f"{rope.scaling.rope_type} scaling"
     share = "" if rope.fraction == 1 else f" of {rope.fraction:g} of each head"
     return f"rope{share}, theta {rope.theta:g}, {scaling}"
+
+
+def _options(config: Config) -> list[str]:
+    """The options of the layer that are not Llama's, by their names in `Config`."""
+    shown = {"layer_kinds", "qkv_bias", "o_bias", "family", "num_experts", "num_experts_per_token"}
+    shown |= {"max_position_embeddings", "tie_word_embeddings", "norm_eps", "shared_kv_heads"}
+    shown |= {"num_key_value_layers", "key_value_group_size"}
+    return [
+        f"{field.name}={_shortened(getattr(config, field.name))}"
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING
+        and field.name not in shown
+        and getattr(config, field.name) != field.default
+    ]
+
+
+def _shortened(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _biases(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import numbers
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
@@ -125,8 +126,9 @@ def generate(
             requests.append(Request(token_ids, params, rng_stream=number))
             lengths.append(len(token_ids) if isinstance(token_ids, Sized) else 1)
     positions = model.config.max_position_embeddings
-    if max_model_len is None:
+    if max_model_len is None:  # the cache fits these prompts, the model is what it is for any
         max_model_len = min(max(lengths) + max_tokens, positions)
+        model = dataclasses.replace(model, config=model.config.at_length(positions))
     options = EngineOptions(
         max_model_len=max_model_len,
         max_num_seqs=min(max_num_seqs, max(len(many), 1)),

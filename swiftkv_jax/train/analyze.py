@@ -231,17 +231,17 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     model = options.model or DEMO.model
     found = open_any(model).config
     config = found.cut(found.num_layers)
-    cuts = possible_cuts(
+    cuts, reasons = possible_cuts(
         config,
         parse_cuts(options.cuts, config.num_layers),
         parse_groups(options.groups),
         options.init,
     )
     if not cuts:
-        raise UsageError(
-            f"`groups`={options.groups}: none fits the upper layers of any cut of this model's "
-            f"{config.num_layers} layers with `init`={options.init}"
-        )
+        why = "; ".join(reasons.values())
+        raise UsageError(f"`groups`={options.groups}: none fits at any of the cuts: {why}")
+    for reason in reasons.values():
+        logger.warning("left out: %s", reason)
     folder = options.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
     return SweepSettings(
         model, options.data or DEMO.data, config, cuts, checked_lengths(options, config), folder

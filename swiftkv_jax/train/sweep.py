@@ -77,20 +77,20 @@ class Analysis:
 
 def possible_cuts(
     config: Config, lower: Iterable[int], groups: Iterable[int], init: Init
-) -> list[tuple[int, int]]:
-    """(K, g) for every K and each g at which the model can be cut and a student started, sorted."""
-
-    def possible(k: int, g: int) -> bool:
+) -> tuple[list[tuple[int, int]], dict[int, str]]:
+    """(K, g) for every K and each g at which the model can be cut and a student started, sorted;
+    and g -> why it cannot, of those that fit at no K."""
+    cuts, reasons = [], {}
+    for k, g in itertools.product(sorted(set(lower)), sorted(set(groups))):
         try:
             cut = config.cut(k, g)
             if init == "closed-form":
                 check_groups(cut)
-        except ConfigError:
-            return False
-        return True
-
-    groups = sorted(set(groups))
-    return [(k, g) for k in sorted(set(lower)) for g in groups if possible(k, g)]
+            cuts.append((k, g))
+        except ConfigError as error:
+            reasons[g] = str(error)
+    fitting = {g for _, g in cuts}
+    return cuts, {g: reason for g, reason in reasons.items() if g not in fitting}
 
 
 def analyze_cuts(

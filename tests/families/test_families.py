@@ -13,7 +13,7 @@ from swiftkv_jax import LayerKind, Model
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 
 from . import models
-from .cases import CASES
+from .cases import CASES, tokens
 from .running import greedy_text, logits
 
 
@@ -40,6 +40,16 @@ def test_there_and_back(case, load, tmp_path):
     assert again == load(case).config == config_from_hf(config_to_hf(again))
     skv.save(load(case), tmp_path / "orbax")
     assert skv.load(tmp_path / "orbax").config == again
+
+
+def test_long_factors_do_not_depend_on_the_prompts(load):
+    """LongRoPE has the long factors for any text, unless `max_model_len` is short."""
+    model, short, long = load("phi4-mini"), tokens()[0, :4].tolist(), tokens()[1].tolist()
+    alone = skv.generate(model, short, max_tokens=6, ignore_eos=True)
+    assert skv.generate(model, [short, long], max_tokens=6, ignore_eos=True)[0] == alone
+    assert skv.generate(model, short, max_tokens=16, ignore_eos=True)[:6] == alone
+    asked = skv.generate(model, short, max_tokens=6, ignore_eos=True, max_model_len=16)
+    assert asked != alone
 
 
 # Features ---------------------------------------------------------------------

@@ -39,7 +39,7 @@ CONFIG = Config(
     o_bias=True,
 )
 LLAMA = init_llama(CONFIG, jax.random.key(0), scale=0.3)
-CUTS = possible_cuts(CONFIG, range(1, 6), (1, 2, 4), "leader")
+CUTS, _ = possible_cuts(CONFIG, range(1, 6), (1, 2, 4), "leader")
 FUNCTION = "def f(x):\n    return x + 1\n\n\n"
 FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,75", "--groups", "1,2"]
 
@@ -90,11 +90,15 @@ def copies(analysis) -> dict[Init, Analysis]:
 def test_possible_cuts():
     assert CUTS == [(1, 1), (2, 1), (2, 2), (2, 4), (3, 1), (4, 1), (4, 2), (5, 1)]
     normed = dataclasses.replace(CONFIG, qk_norm="head")
-    assert possible_cuts(normed, [2, 4], (1, 2), "leader") == [(2, 1), (2, 2), (4, 1), (4, 2)]
-    assert possible_cuts(normed, [2, 4], (1, 2), "closed-form") == [(2, 1), (4, 1)]
+    cuts, reasons = possible_cuts(normed, [2, 4], (1, 2), "leader")
+    assert (cuts, reasons) == ([(2, 1), (2, 2), (4, 1), (4, 2)], {})
+    cuts, reasons = possible_cuts(normed, [2, 4], (1, 2), "closed-form")
+    assert cuts == [(2, 1), (4, 1)] and "no closed form" in reasons[2]
     kinds = tuple(LayerKind(None if layer == 3 else Rope()) for layer in range(6))
     mixed = dataclasses.replace(CONFIG, layer_kinds=kinds)
-    assert possible_cuts(mixed, [2, 4], (1, 2), "leader") == [(2, 1), (4, 1), (4, 2)]
+    assert possible_cuts(mixed, [2, 4], (1, 2), "leader") == ([(2, 1), (4, 1), (4, 2)], {})
+    _, reasons = possible_cuts(mixed, [2], (2,), "leader")
+    assert "layers 2 to 3 would share rotated keys" in reasons[2]
 
 
 def test_all_cuts_take_four_programs(analysis):
@@ -114,7 +118,7 @@ def test_more_layers_take_no_more_programs():
     for num_layers in (3, 5):
         config = dataclasses.replace(CONFIG, num_layers=num_layers, num_key_value_layers=0)
         llama = init_llama(config, jax.random.key(0))
-        cuts = possible_cuts(config, range(1, num_layers), (1, 2), "closed-form")
+        cuts, _ = possible_cuts(config, range(1, num_layers), (1, 2), "closed-form")
         compiled.clear()
         analyze_cuts(
             config,
@@ -330,7 +334,10 @@ BAD_FLAGS = {
     "cuts": ("--cuts half", "--cuts 'half': expected percentages"),
     "cuts out of range": ("--cuts 0,50", "every percentage must be between 0 and 100"),
     "groups": ("--groups 1,0", "--groups '1,0': expected whole numbers from 1"),
-    "no group fits": ("--cuts 50 --groups 3", "--groups 3: none fits"),
+    "no group fits": (
+        "--cuts 50 --groups 3",
+        "--groups 3: none fits at any of the cuts: key_value_group_size=3 must divide",
+    ),
     "rows": ("--rows 0", "--rows 0: must be at least 1"),
     "calibration tokens": (
         "--calibration-tokens 0",

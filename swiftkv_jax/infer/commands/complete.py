@@ -182,6 +182,9 @@ def main(args: argparse.Namespace) -> int:
             "this checkpoint has no tokenizer: give prompt_token_ids with `input`, and leave out "
             "`stop`"
         )
+    if "max_model_len" not in engine_fields:  # one model, however long these prompts are
+        config = model.config.at_length(model.config.max_position_embeddings)
+        model = dataclasses.replace(model, config=config)
     reader = PromptReader(model.tokenizer, params)
     if scanned is not None and prompts.input is not None:
         options = EngineOptions(**engine_fields)
