@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..quantization import Format
+from .hf_values import shown
 from .weight_format import (
     Fields,
     Layout,
@@ -93,11 +94,11 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
     sparsity = fields.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense":
         raise ConfigError(
-            f"{where}.sparsity_config={sparsity!r} is not supported; supported: dense"
+            f"{where}.sparsity_config={shown(sparsity)} is not supported; supported: dense"
         )
     groups = fields.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ConfigError(f"{where}.config_groups={groups!r} must be an object with groups")
+        raise ConfigError(f"{where}.config_groups={shown(groups)} must be an object with groups")
     read = tuple(
         _group(f"{where}.config_groups.{name}", group, fields["format"])
         for name, group in groups.items()
@@ -113,7 +114,7 @@ def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], Weight
     check_fields(where, group, _GROUP, _GROUP_OTHERS)
     stored = group.get("format") or stored
     if stored not in _STORED:
-        raise ConfigError(f"{where}.format={stored!r} must be {', '.join(_STORED)}")
+        raise ConfigError(f"{where}.format={shown(stored)} must be {', '.join(_STORED)}")
     of_weights, of_activations = _WEIGHTS, _ACTIVATIONS
     if stored == _MXFP4:
         of_weights = _WEIGHTS | _BYTES | {"strategy": ("group",)}
@@ -143,7 +144,7 @@ def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], Weight
     )
     targets = read_names(f"{where}.targets", group.get("targets"))
     if not targets:
-        raise ConfigError(f"{where}.targets={group.get('targets')!r} must name modules")
+        raise ConfigError(f"{where}.targets={shown(group.get('targets'))} must name modules")
     return targets, format
 
 
@@ -152,12 +153,12 @@ def _block(where: str, weights: Fields, stored: str) -> tuple[int, int]:
     strategy, size = weights["strategy"], weights.get("group_size")
     structure = weights.get("block_structure")
     if strategy != "block" and structure is not None:
-        raise ConfigError(f"{where}.block_structure={structure!r} is not for {strategy!r}")
+        raise ConfigError(f"{where}.block_structure={shown(structure)} is not for {strategy!r}")
     if strategy != "group" and size not in (None, -1):
-        raise ConfigError(f"{where}.group_size={size!r} is not for strategy={strategy!r}")
+        raise ConfigError(f"{where}.group_size={shown(size)} is not for strategy={strategy!r}")
     if stored == _MXFP4 and size != _MXFP4_GROUP_SIZE:
         raise ConfigError(
-            f"{where}.group_size={size!r} is not supported in format={stored!r}; supported: "
+            f"{where}.group_size={shown(size)} is not supported in format={stored!r}; supported: "
             f"{_MXFP4_GROUP_SIZE}"
         )
     if strategy == "group":
@@ -175,7 +176,7 @@ def _block(where: str, weights: Fields, stored: str) -> tuple[int, int]:
         and len(structure) == 2
         and all(type(size) is int and size > 0 for size in structure)
     ):
-        raise ConfigError(f"{where}.block_structure={structure!r} must be two numbers")
+        raise ConfigError(f"{where}.block_structure={shown(structure)} must be two numbers")
     return structure[0], structure[1]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .compressed_tensors import read_compressed_tensors
+from .hf_values import agreed, shown
 from .weight_format import (
     Fields,
     QuantizationConfig,
@@ -28,6 +29,9 @@ _FP8 = {
     "scale_fmt": ("float", "ue8m0", None),
     "kv_cache_scheme": (None,),
     "dequantize": (False, True, None),
+    # More than the Linears: embeddings.
+    "modules_to_convert": (None, []),
+    "expert_dtype": ("fp8", None),
 }
 _FP8_OTHERS = frozenset(
     "quant_method weight_block_size modules_to_not_convert ignored_layers version".split()
@@ -37,31 +41,42 @@ _GPTQ = {
     "bits": (4, 8),
     "desc_act": (False, True, None),
     "checkpoint_format": ("gptq", "gptq_v2", None),
+    "format": ("gptq", "gptq_v2", None),
+    "method": ("gptq", None),
     "lm_head": (False, None),
     "pack_dtype": ("int32", None),
     "is_marlin_format": (False, None),
 }
-# How the values were found, and what programs are to do with them.
-_GPTQ_OTHERS = frozenset(
+# How the values were found, and what programs are to do with them. transformers 5 writes most of
+# these in files of AWQ too.
+_HOW_FOUND = frozenset(
     """
-    quant_method group_size dynamic modules_in_block_to_quantize sym static_groups
-    true_sequential damp_percent damp_auto_increment mse meta model_name_or_path
-    model_file_base_name batch_size block_name_to_quantize cache_block_outputs dataset tokenizer
-    exllama_config use_exllama disable_exllama use_cuda_fp16 max_input_length model_seqlen
-    module_name_preceding_first_block pad_token_id backend
+    quant_method group_size sym static_groups true_sequential damp_percent damp_auto_increment mse
+    meta act_group_aware hyb_act batch_size block_name_to_quantize cache_block_outputs dataset
+    tokenizer max_input_length model_seqlen module_name_preceding_first_block pad_token_id backend
+    exllama_config
+    """.split()
+)
+_GPTQ_OTHERS = _HOW_FOUND | frozenset(
+    """
+    dynamic modules_in_block_to_quantize model_name_or_path model_file_base_name use_exllama
+    disable_exllama use_cuda_fp16
     """.split()
 )
 _AWQ = {
     "bits": (4,),
     "version": ("gemm", "GEMM", None),
+    "format": ("gemm", "GEMM", None),
+    "checkpoint_format": ("gemm", None),
+    "method": ("awq", None),
+    "pack_dtype": ("int32", None),
+    "desc_act": (False, None),
+    "modules_in_block_to_quantize": (None,),
     "zero_point": (True, None),
     "lm_head": (False, None),
 }
-_AWQ_OTHERS = frozenset(
-    """
-    quant_method group_size modules_to_not_convert backend do_fuse fuse_max_seq_len modules_to_fuse
-    exllama_config
-    """.split()
+_AWQ_OTHERS = _HOW_FOUND | frozenset(
+    "modules_to_not_convert do_fuse fuse_max_seq_len modules_to_fuse".split()
 )
 
 
@@ -69,7 +84,7 @@ def read_quantization_config(fields: Any) -> QuantizationConfig:
     """Read a `quantization_config`. Raises `ConfigError` naming the first field that is not
     supported."""
     if not isinstance(fields, dict):
-        raise ConfigError(f"{WHERE}={fields!r} must be an object")
+        raise ConfigError(f"{WHERE}={shown(fields)} must be an object")
     readers = {
         "compressed-tensors": read_compressed_tensors,
         "fp8": _fp8,
@@ -80,7 +95,8 @@ def read_quantization_config(fields: Any) -> QuantizationConfig:
     method = fields.get("quant_method")
     if not isinstance(method, str) or method not in readers:
         raise ConfigError(
-            f"{WHERE}.quant_method={method!r} is not supported; supported: {', '.join(readers)}"
+            f"{WHERE}.quant_method={shown(method)} is not supported; supported: "
+            f"{', '.join(readers)}"
         )
     return readers[method](fields)
 
@@ -91,7 +107,7 @@ def _fp8(fields: Fields) -> QuantizationConfig:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
-        raise ConfigError(f"{WHERE}.weight_block_size={block!r} must be two numbers, or null")
+        raise ConfigError(f"{WHERE}.weight_block_size={shown(block)} must be two numbers, or null")
     static = fields.get("activation_scheme") == "static"
     block = (0, 0) if block is None else tuple(block)
     format = WeightFormat("scaled", 8, block, "float", activation_scales=static)
@@ -108,18 +124,20 @@ def _fbgemm_fp8(fields: Fields) -> QuantizationConfig:
 
 def _gptq(fields: Fields) -> QuantizationConfig:
     check_fields(WHERE, fields, _GPTQ, _GPTQ_OTHERS)
+    names = ("checkpoint_format", "format")
+    stored = agreed({f"{WHERE}.{name}": fields.get(name) for name in names})
     format = WeightFormat(
         "gptq",
         int(fields["bits"]),
         (1, _group_size(fields)),
         act_order=bool(fields.get("desc_act")),
-        stored_zero=0 if fields.get("checkpoint_format") == "gptq_v2" else 1,
+        stored_zero=0 if stored == "gptq_v2" else 1,
     )
     dynamic = fields.get("dynamic") or {}
     # GPTQModel's rules for modules: `-:` and a regular expression leaves them wide.
     if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
         raise ConfigError(
-            f"{WHERE}.dynamic={dynamic!r}: only rules that begin with -: are supported"
+            f"{WHERE}.dynamic={shown(dynamic)}: only rules that begin with -: are supported"
         )
     wide = read_names(f"{WHERE}.dynamic", [f"re:{name.removeprefix('-:')}" for name in dynamic])
     names = _names(fields, "modules_in_block_to_quantize") or ("Linear",)

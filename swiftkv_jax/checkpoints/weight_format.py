@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..quantization import Format
+from .hf_values import shown
 
 Layout = Literal["scaled", "packed", "mxfp4", "gptq", "awq"]
 """Which function of `stored_formats` decodes a matrix."""
@@ -109,18 +110,18 @@ def check_fields(
     """The object at `where`, of whose fields those in `allowed` have one of these values (None is
     for absent ones too), and that has none besides them and `others`. Raises `ConfigError`."""
     if not isinstance(fields, Mapping):
-        raise ConfigError(f"{where}={fields!r} must be an object")
+        raise ConfigError(f"{where}={shown(fields)} must be an object")
     for name, values in allowed.items():
         if (value := fields.get(name)) not in values:
             raise ConfigError(
-                f"{where}.{name}={value!r} is not supported; supported: "
+                f"{where}.{name}={shown(value)} is not supported; supported: "
                 f"{', '.join(repr(value) for value in values if value is not None) or None}"
             )
     for name, value in fields.items():
         if name not in allowed and name not in others:
             raise ConfigError(
-                f"{where}: unknown field {name!r} (value {value!r}): it may change the model, so "
-                f"it is not ignored"
+                f"{where}: unknown field {shown(name)} (value {shown(value)}): it may change the "
+                f"model, so it is not ignored"
             )
     return fields
 
@@ -128,20 +129,24 @@ def check_fields(
 def read_names(where: str, value: Any) -> tuple[str, ...]:
     """A list of names of modules, or of lists of them; None is none. Raises `ConfigError`."""
     if not isinstance(value, list | None):
-        raise ConfigError(f"{where}={value!r} must be a list of names")
+        raise ConfigError(f"{where}={shown(value)} must be a list of names")
     names = [name for part in value or [] for name in (part if isinstance(part, list) else [part])]
     for name in names:
         if not isinstance(name, str):
-            raise ConfigError(f"{where}: {name!r} must be a name")
+            raise ConfigError(f"{where}: {shown(name)} must be a name")
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
-            raise ConfigError(f"{where}: {name!r} is no regular expression ({error})") from None
+            raise ConfigError(
+                f"{where}: {shown(name)} is no regular expression ({error})"
+            ) from None
     return tuple(names)
 
 
 def read_group_size(where: str, value: Any) -> int:
     """Inputs that share a scale; 0, written as -1, is all of them. Raises `ConfigError`."""
     if type(value) is not int or value == 0 or value < -1:
-        raise ConfigError(f"{where}={value!r} must be a number of inputs, or -1 for all of them")
+        raise ConfigError(
+            f"{where}={shown(value)} must be a number of inputs, or -1 for all of them"
+        )
     return max(0, value)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import CheckpointError, ConfigError
+from swiftkv_jax import CheckpointError
 from swiftkv_jax.checkpoints import encoded, open_any, stored_formats
-from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
@@ -345,31 +344,3 @@ def test_gguf(tmp_path):
     (tmp_path / "model-Q4_K_M.gguf").touch()
     with pytest.raises(CheckpointError, match=r"model-Q4_K_M\.gguf: GGUF is not supported"):
         skv.load(tmp_path)
-
-
-REFUSED = [  # format, other fields, what the error says
-    ("gptq", {"quant_method": "modelopt"}, "quant_method='modelopt' is not supported; supported: "),
-    ("gptq", {"quant_method": ["gptq"]}, r"quant_method=\['gptq'\] is not supported"),
-    ("gptq", {"bits": 3}, "bits=3 is not supported; supported: 4, 8"),
-    ("gptq", {"group_size": 0}, "group_size=0 must be a number of inputs, or -1"),
-    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
-    ("gptq", {"lm_head": True}, "lm_head=True is not supported"),
-    ("gptq", {"dynamic": {"+:.*mlp": {"bits": 8}}}, "dynamic=.* only rules that begin with -:"),
-    ("gptq", {"rotation": "hadamard"}, "unknown field 'rotation'"),
-    ("awq", {"version": "gemv"}, "version='gemv' is not supported; supported: 'gemm'"),
-    ("awq", {"bits": 8}, "bits=8 is not supported; supported: 4"),
-    ("awq", {"modules_to_not_convert": "o_proj"}, "modules_to_not_convert='o_proj' must be a list"),
-    ("fp8 blocks", {"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two numbers"),
-    ("fp8 blocks", {"fmt": "e5m2"}, "fmt='e5m2' is not supported; supported: 'e4m3'"),
-    ("fp8 blocks", {"kv_cache_scheme": "static"}, "kv_cache_scheme='static' is not supported"),
-    ("W4A16", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
-    ("W4A16", {"format": "mxfp8-quantized"}, "format='mxfp8-quantized' is not supported"),
-]
-
-
-@pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
-def test_configs_that_are_refused(name, fields, message):
-    config = FORMATS[name][0] | fields
-    with pytest.raises(ConfigError, match=f"quantization_config.*{message}") as error:
-        config_from_hf(tiny.hf_config() | {"quantization_config": config})
-    assert "\n" not in str(error.value)
