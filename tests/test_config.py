@@ -109,7 +109,7 @@ REFUSED = {
         },
         "rope_scaling=.* and rope_parameters=.* disagree",
     ),
-    "no theta": ({"rope_theta": float("nan")}, "rope_theta=nan must be positive"),
+    "no theta": ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
     "partial rope": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor",
@@ -152,12 +152,12 @@ REFUSED = {
         "hidden_size=32.*num_attention_heads=6",
     ),
     "odd heads": ({"head_dim": 7}, "head_dim=7"),
-    "no heads": ({"num_attention_heads": 0}, "num_heads=0"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads=0"),
     "endless layers": (
         {"num_hidden_layers": 10**9},
         "num_layers=1000000000 must be from 1 to 1000",
     ),
-    "width beyond an index": ({"hidden_size": 2**31}, "embed_dim=2147483648 must be from 1 to"),
+    "width beyond an index": ({"hidden_size": 2**31}, "hidden_size=2147483648 must be from 1 to"),
     "negative positions": (
         {"max_position_embeddings": -1},
         "max_position_embeddings=-1 must be from 1",

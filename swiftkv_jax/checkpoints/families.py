@@ -46,7 +46,12 @@ _COMMON = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-_QWEN = _COMMON | {"max_position_embeddings": 32768, "max_window_layers": 28}
+_QWEN = _COMMON | {
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+}
 _GEMMA = _COMMON | {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -90,7 +95,12 @@ FAMILIES: dict[str, Family] = {
         fields="attention_bias sliding_window layer_types",
         neutral=_SILU,
         # transformers reads a file without the field as one with a window of 4096; null is none.
-        defaults=_COMMON | {"sliding_window": 4096},
+        defaults=_COMMON
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
     ),
     "qwen2": Family(
         "Qwen2",
@@ -165,7 +175,8 @@ FAMILIES: dict[str, Family] = {
         family_fields.read_smollm3,
         family_fields.write_smollm3,
         fields="attention_bias no_rope_layers no_rope_layer_interval use_sliding_window "
-        "sliding_window layer_types",
+        # Its files have `max_window_layers`, which its class does not read.
+        "sliding_window layer_types max_window_layers",
         neutral=_SILU,
         defaults=_COMMON
         | {
@@ -258,7 +269,8 @@ FAMILIES: dict[str, Family] = {
         family_fields.read_gemma2,
         lambda config: family_fields.write_gemma(config) | write_kinds(config),
         fields="attention_bias hidden_activation query_pre_attn_scalar sliding_window layer_types "
-        "attn_logit_softcapping final_logit_softcapping",
+        # The last is `sliding_window` by another name.
+        "attn_logit_softcapping final_logit_softcapping sliding_window_size",
         neutral={
             "use_bidirectional_attention": (False, None),
             "hidden_act": ("gelu_pytorch_tanh",),

@@ -23,6 +23,13 @@ from .hf_layer_kinds import (
     write_two_ropes,
 )
 from .hf_rope import rename_longrope, rope_from_hf, rope_to_hf
+from .hf_values import agreed, shown
+
+
+def _biases(hf: Fields) -> dict[str, Any]:
+    """The biases of all four matrices of attention, of a family that has them together."""
+    bias = bool(hf.get("attention_bias"))
+    return {"qkv_bias": bias, "o_bias": bias}
 
 
 def read_llama(hf: Fields) -> dict[str, Any]:
@@ -36,8 +43,7 @@ def read_llama(hf: Fields) -> dict[str, Any]:
 
 
 def read_mistral(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {"layer_kinds": one_kind(hf), "qkv_bias": bias, "o_bias": bias}
+    return {"layer_kinds": one_kind(hf), **_biases(hf)}
 
 
 def write_llama(config: Config) -> dict[str, Any]:
@@ -57,25 +63,17 @@ def write_qwen2(config: Config) -> dict[str, Any]:
 
 
 def read_qwen3(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
     kinds = windows_above(hf)
-    return {"layer_kinds": kinds, "qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
+    return {"layer_kinds": kinds, "qk_norm": "head", **_biases(hf)}
 
 
 def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
-    counts = {hf[name] for name in ("num_experts", "num_local_experts") if name in hf}
-    if len(counts) > 1:
-        raise ConfigError(
-            f"num_experts={hf['num_experts']} and num_local_experts={hf['num_local_experts']} "
-            f"say the same and differ"
-        )
-    bias = bool(hf.get("attention_bias"))
+    counts = {name: hf.get(name) for name in ("num_experts", "num_local_experts")}
     return {
         "layer_kinds": one_kind({**hf, "sliding_window": None}),
         "qk_norm": "head",
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "num_experts": counts.pop() if counts else 128,
+        **_biases(hf),
+        "num_experts": agreed(counts) or 128,
         "num_experts_per_token": hf["num_experts_per_tok"],
         "renormalize_experts": hf["norm_topk_prob"],
     }
@@ -109,11 +107,9 @@ def write_seed_oss(config: Config) -> dict[str, Any]:
 
 
 def read_granite(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
     return {
         "layer_kinds": one_kind(hf),
-        "qkv_bias": bias,
-        "o_bias": bias,
+        **_biases(hf),
         "embed_scale": hf["embedding_multiplier"],
         "residual_scale": hf["residual_multiplier"],
         "query_scale": hf["attention_multiplier"],
@@ -131,8 +127,7 @@ def write_granite(config: Config) -> dict[str, Any]:
 
 
 def read_smollm3(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {"layer_kinds": some_unrotated(hf), "qkv_bias": bias, "o_bias": bias}
+    return {"layer_kinds": some_unrotated(hf), **_biases(hf)}
 
 
 def write_smollm3(config: Config) -> dict[str, Any]:
@@ -177,14 +172,12 @@ _OLMO = {"qk_norm": "all", "norm_order": "post", "norm_wide": True}
 
 
 def read_olmo2(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
-    return {"layer_kinds": one_kind(hf), "qkv_bias": bias, "o_bias": bias} | _OLMO
+    return {"layer_kinds": one_kind(hf), **_biases(hf)} | _OLMO
 
 
 def read_olmo3(hf: Fields) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
     kinds = two_ropes({**hf, "rope_local_base_freq": hf["rope_theta"]}, lambda i: (i + 1) % 4 != 0)
-    return {"layer_kinds": kinds, "qkv_bias": bias, "o_bias": bias} | _OLMO
+    return {"layer_kinds": kinds, **_biases(hf)} | _OLMO
 
 
 def write_olmo3(config: Config) -> dict[str, Any]:
@@ -197,16 +190,14 @@ def write_olmo3(config: Config) -> dict[str, Any]:
 
 
 def read_gemma(hf: Fields, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias"))
     if hf["hidden_activation"] != "gelu_pytorch_tanh":
         raise ConfigError(
-            f"hidden_activation={hf['hidden_activation']!r} is not supported; supported: "
+            f"hidden_activation={shown(hf['hidden_activation'])} is not supported; supported: "
             f"'gelu_pytorch_tanh'"
         )
     return {
         "layer_kinds": kinds,
-        "qkv_bias": bias,
-        "o_bias": bias,
+        **_biases(hf),
         "norm_order": "both",
         "norm_offset": True,
         "norm_wide": True,
@@ -221,6 +212,7 @@ def read_gemma(hf: Fields, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
 
 def read_gemma2(hf: Fields) -> dict[str, Any]:
     rope = rope_from_hf(hf, default_theta=hf["rope_theta"])
+    agreed({name: hf.get(name) for name in ("sliding_window", "sliding_window_size")})
     types = read_layer_types(hf, lambda layer: layer % 2 == 0)
     return read_gemma(hf, tuple(read_kind(hf, rope, here) for here in types))
 

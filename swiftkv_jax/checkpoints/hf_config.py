@@ -12,6 +12,8 @@ from typing import Any
 from ..config import MAX_LAYERS, Config
 from ..errors import ConfigError
 from .families import FAMILIES, Family
+from .hf_rope import check_spellings
+from .hf_values import MAX_NUMBER, check_integer, shown
 from .quantization_config import read_quantization_config
 
 SWIFTKV, SHARED_BASIS = "_swiftkv", "_swiftkv_shared_basis"
@@ -73,7 +75,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
         key_value_group_size exact_tail max_window_layers no_rope_layer_interval
         sliding_window_pattern original_max_position_embeddings num_experts num_local_experts
-        num_experts_per_tok moe_intermediate_size
+        num_experts_per_tok moe_intermediate_size sliding_window_size
         """,
     ),
     "a number": (
@@ -93,6 +95,13 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "an object": ((Mapping,), "rope_scaling rope_parameters"),
 }
 
+# Integers that are 1 or more.
+_SIZES = """
+    vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings original_max_position_embeddings no_rope_layer_interval
+    sliding_window_pattern num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+    """.split()
+
 
 def _check_types(hf: Mapping[str, Any]) -> None:
     for wanted, (types, names) in _TYPES.items():
@@ -101,10 +110,17 @@ def _check_types(hf: Mapping[str, Any]) -> None:
             if value is not None and (
                 not isinstance(value, types) or isinstance(value, bool) is not (bool in types)
             ):
-                raise ConfigError(f"{name}={value!r} must be {wanted}")
-    for name in ("no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar"):
-        if hf.get(name) is not None and hf[name] <= 0:
-            raise ConfigError(f"{name}={hf[name]!r} must be positive")
+                raise ConfigError(f"{name}={shown(value)} must be {wanted}")
+    for name in _SIZES:
+        if hf.get(name) is not None:
+            check_integer(name, hf[name])
+    for name in _TYPES["a number"][1].split():
+        if abs(hf.get(name) or 0) > MAX_NUMBER:
+            raise ConfigError(f"{name}={shown(hf[name])} is too large for float32")
+    if hf.get("query_pre_attn_scalar") is not None and hf["query_pre_attn_scalar"] <= 0:
+        raise ConfigError(f"query_pre_attn_scalar={hf['query_pre_attn_scalar']!r} must be positive")
+    if (hf.get("rms_norm_eps") or 0) >= 1:
+        raise ConfigError(f"rms_norm_eps={hf['rms_norm_eps']!r} must be below 1")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> Config:
@@ -114,7 +130,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     """
     if hf.get("model_type") not in MODEL_TYPES:
         raise ConfigError(
-            f"model_type={hf.get('model_type')!r} is not supported; supported: "
+            f"model_type={shown(hf.get('model_type'))} is not supported; supported: "
             f"{', '.join(FAMILIES)}, and their students"
         )
     name = hf["model_type"].removesuffix(SHARED_BASIS).removesuffix(SWIFTKV)
@@ -128,17 +144,18 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")
     _check_types(hf)
+    check_spellings(hf)
     stated = {key: value for key, value in hf.items() if value is not None or key in _NULLABLE}
     hf = {**family.defaults, **stated}
     heads, width = hf["num_attention_heads"], hf["hidden_size"]
-    if not hf.get("head_dim") and heads and width % heads:
+    if hf.get("head_dim") is None and width % heads:
         raise ConfigError(
             f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim "
             f"be given"
         )
     if not 1 <= hf["num_hidden_layers"] <= MAX_LAYERS:
         raise ConfigError(
-            f"num_layers={hf['num_hidden_layers']} must be from 1 to {MAX_LAYERS} "
+            f"num_layers={shown(hf['num_hidden_layers'])} must be from 1 to {MAX_LAYERS} "
             f"(num_hidden_layers)"
         )
     config = Config(
@@ -148,7 +165,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         num_layers=hf["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or (width // heads if heads else 0),
+        head_dim=hf.get("head_dim") or width // heads,
         norm_eps=hf["rms_norm_eps"],
         max_position_embeddings=hf["max_position_embeddings"],
         tie_word_embeddings=hf["tie_word_embeddings"],
@@ -170,11 +187,13 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
     neutral |= family.neutral
     for name, value in hf.items():
         if name in neutral and value not in neutral[name]:
-            raise ConfigError(f"{name}={value!r} is not supported; supported: {neutral[name][0]!r}")
+            raise ConfigError(
+                f"{name}={shown(value)} is not supported; supported: {neutral[name][0]!r}"
+            )
         if name not in neutral and name not in _IRRELEVANT and name not in used:
             raise ConfigError(
-                f"unknown field {name!r} (value {value!r}): it may change the model, so it is not "
-                f"ignored"
+                f"unknown field {shown(name)} (value {shown(value)}): it may change the model, so "
+                f"it is not ignored"
             )
 
 
@@ -182,7 +201,7 @@ def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | N
     if value is None:
         return None
     if not all(isinstance(row, list) and all(type(head) is int for head in row) for row in value):
-        raise ConfigError(f"shared_kv_heads={value!r} must be a list of lists of integers")
+        raise ConfigError(f"shared_kv_heads={shown(value)} must be a list of lists of integers")
     return tuple(map(tuple, value))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..config import Config, LayerKind
 from ..errors import ConfigError
 from .hf_rope import LAYER_TYPES, rope_from_hf, rope_to_hf, ropes_from_hf, scaling_to_hf
+from .hf_values import shown
 
 Fields = Mapping[str, Any]
 """Fields of a `config.json`, with the defaults of its family."""
@@ -18,6 +19,11 @@ FULL, SLIDING = LAYER_TYPES
 def read_kind(hf: Fields, rope, sliding: bool) -> LayerKind:
     window = hf.get("sliding_window") if sliding else None
     if sliding and window is None:
+        if hf.get("layer_types") is None:
+            raise ConfigError(
+                "sliding_window=None is not supported for this model_type without layer_types: "
+                "some of its layers have a window"
+            )
         raise ConfigError("layer_types has sliding_attention, but there is no sliding_window")
     hides = window is not None and window < hf["max_position_embeddings"]
     return LayerKind(rope, window if hides else None)
@@ -30,7 +36,8 @@ def read_layer_types(hf: Fields, sliding: Callable[[int], bool]) -> list[bool]:
         return [sliding(layer) for layer in range(count)]
     if len(types) != count or any(kind not in LAYER_TYPES for kind in types):
         raise ConfigError(
-            f"layer_types={types!r} must have {FULL} or {SLIDING} for each of the {count} layers"
+            f"layer_types={shown(types)} must have {FULL} or {SLIDING} for each of the {count} "
+            f"layers"
         )
     return [kind == SLIDING for kind in types]
 
@@ -39,12 +46,11 @@ def one_kind(hf: Fields, *, partial: bool = False) -> tuple[LayerKind, ...]:
     """All layers alike, with a window if there is one."""
     rope = rope_from_hf(hf, default_theta=hf["rope_theta"], partial=partial)
     kind = read_kind(hf, rope, hf.get("sliding_window") is not None)
-    if any(
-        (stated == SLIDING) != (kind.window is not None) for stated in hf.get("layer_types", ())
-    ):
+    hides = kind.window is not None
+    if any(here != hides for here in read_layer_types(hf, lambda layer: hides)):
         raise ConfigError(
-            f"layer_types={hf['layer_types']!r} is not supported; supported: the same everywhere, "
-            f"{SLIDING} with a window below max_position_embeddings and {FULL} without"
+            f"layer_types={shown(hf['layer_types'])} is not supported; supported: the same "
+            f"everywhere, {SLIDING} with a window below max_position_embeddings and {FULL} without"
         )
     return (kind,)
 
@@ -67,9 +73,11 @@ def some_unrotated(hf: Fields) -> tuple[LayerKind, ...]:
     rotated = hf.get("no_rope_layers")
     if rotated is None:
         rotated = [int((layer + 1) % every != 0) for layer in range(count)]
-    if len(rotated) != count or any(type(entry) is not int or entry > 1 for entry in rotated):
+    if len(rotated) != count or any(
+        type(entry) is not int or entry not in (0, 1) for entry in rotated
+    ):
         raise ConfigError(
-            f"no_rope_layers={rotated!r} must have 0 or 1 for each of the {count} layers"
+            f"no_rope_layers={shown(rotated)} must have 0 or 1 for each of the {count} layers"
         )
     windowed = hf.get("use_sliding_window") and hf.get("sliding_window") is not None
     types = read_layer_types(hf, lambda layer: bool(windowed and not rotated[layer]))

@@ -1,5 +1,7 @@
 """Fields of a `config.json` that no family reads, or that say what cannot be: one line each."""
 
+from typing import Any
+
 import pytest
 
 from swiftkv_jax import ConfigError
@@ -20,6 +22,10 @@ BASE = {
 def longrope(**fields):
     scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
     return {"rope_scaling": scaling | fields, "original_max_position_embeddings": 16}
+
+
+def yarn(**fields):
+    return {"rope_scaling": {"type": "yarn", "factor": 2.0} | fields}
 
 
 REFUSED = {
@@ -56,7 +62,7 @@ REFUSED = {
     "an unknown layer type": (
         "olmo3",
         {"rope_parameters": {"chunked_attention": {}}},
-        "unknown layer types chunked_attention",
+        "unknown layer types 'chunked_attention'",
     ),
     "no scale of scores": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
     "another activation": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
@@ -82,9 +88,136 @@ REFUSED = {
     "clipped projections": ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     "sections of positions": ("qwen2", {"use_mrope": True}, "use_mrope=True"),
     "another family's field": ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
-    "experts": ("qwen3_moe", {}, "model_type='qwen3_moe'"),
+    "experts": ("mixtral", {}, "model_type='mixtral'"),
     "endless layers": ("gemma3_text", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "Granite 4.0": ("granitemoehybrid", {}, "model_type='granitemoehybrid'"),
+    "another window beside it": (
+        "gemma2",
+        {"sliding_window": 8, "sliding_window_size": 16},
+        "sliding_window=8 and sliding_window_size=16 say the same and differ",
+    ),
+    # Ranges.
+    "a negative width": ("gemma2", {"hidden_size": -1}, "hidden_size=-1 must be from 1 to"),
+    "a huge width": ("gemma3_text", {"hidden_size": 10**400}, "hidden_size=<a number above 1e100>"),
+    "a huge scalar": ("gemma2", {"query_pre_attn_scalar": 10**400}, "is too large for float32"),
+    "a huge length": (
+        "phi3",
+        longrope() | {"max_position_embeddings": 10**400},
+        "max_position_embeddings=<a number above 1e100> must be from 1",
+    ),
+    "a huge factor": ("phi3", longrope(long_factor=[10**400] * 8), "must be a positive number"),
+    "a huge epsilon": ("llama", {"rms_norm_eps": 1e300}, r"rms_norm_eps=1e\+300 is too large"),
+    "an epsilon of 1": ("llama", {"rms_norm_eps": 1}, "rms_norm_eps=1 must be below 1"),
+    "no key heads": ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 must be from 1"),
+    "no heads' width": ("llama", {"head_dim": 0}, "head_dim=0 must be from 1"),
+    "Phi's length of 0": (
+        "phi3",
+        longrope() | {"original_max_position_embeddings": 0},
+        "original_max_position_embeddings=0 must be from 1",
+    ),
+    # Types and lengths.
+    "a fraction of a token": (
+        "llama",
+        yarn(original_max_position_embeddings=1.5),
+        "original_max_position_embeddings=1.5 must be an integer",
+    ),
+    "text for truncate": ("qwen3", yarn(truncate="false"), "truncate='false' must be true or fal"),
+    "0 for truncate": ("qwen3", yarn(truncate=0), "truncate=0 must be true or false"),
+    "null for truncate": ("qwen3", yarn(truncate=None), "truncate=None must be true or false"),
+    "a negative rotation": ("smollm3", {"no_rope_layers": [-1, 0, 1, 1]}, "must have 0 or 1"),
+    "true for a rotation": ("smollm3", {"no_rope_layers": [True, 0, 1, 1]}, "must have 0 or 1"),
+    "three of four layers": (
+        "llama",
+        {"layer_types": ["full_attention"] * 3},
+        "each of the 4 layers",
+    ),
+    "chunks": ("mistral", {"layer_types": ["chunked_attention"] * 4}, "each of the 4 layers"),
+    "numbers for layer types": ("llama", {"layer_types": [1, {}, [], None]}, "each of the 4 lay"),
+    # Two statements.
+    "two thetas": (
+        "qwen3",
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+        "rope_theta=10000.0 and rope_parameters: rope_theta=1000000.0 say the same and differ",
+    ),
+    "two thetas of full layers": (
+        "olmo3",
+        {"rope_theta": 1e4, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        "rope_theta=10000.0 and rope_parameters: full_attention: rope_theta=1000000.0",
+    ),
+    "two thetas of windows": (
+        "gemma3_text",
+        {
+            "rope_local_base_freq": 1e4,
+            "rope_parameters": {"sliding_attention": {"rope_theta": 1e3}},
+        },
+        "rope_local_base_freq=10000.0 and rope_parameters: sliding_attention: rope_theta=1000.0",
+    ),
+    "two rope types": (
+        "qwen3",
+        {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}},
+        "rope_scaling: rope_type='linear' and rope_scaling: type='yarn' say the same and differ",
+    ),
+    "two rope types of Phi's": (
+        "phi3",
+        longrope(type="su", rope_type="linear"),
+        "rope_type='linear' and rope_scaling: type='su' say the same and differ",
+    ),
+    "two parts of heads": (
+        "glm4",
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}},
+        "partial_rotary_factor=0.5 and rope_parameters: partial_rotary_factor=1.0 say the same",
+    ),
+    "two lengths": (
+        "phi3",
+        longrope(original_max_position_embeddings=32),
+        "original_max_position_embeddings=16 and rope_scaling: original_max_position_embeddings=32",
+    ),
+    "a length beside Phi's default": (
+        "phi3",
+        longrope(original_max_position_embeddings=32) | {"original_max_position_embeddings": None},
+        "original_max_position_embeddings=4096 and rope_scaling: original_max_position_embedding",
+    ),
+    "two counts of experts": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_local_experts": 4},
+        "num_experts=8 and num_local_experts=4 say the same and differ",
+    ),
+    # What the line says.
+    "Gemma without windows": (
+        "gemma3_text",
+        {"sliding_window": None},
+        "^sliding_window=None is not supported for this model_type without layer_types",
+    ),
+    "YaRN in Phi's place": (
+        "phi3",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "rope_type='yarn' is longrope for this model_type, and needs long_factor, short_factor",
+    ),
+    "many layer types": (
+        "qwen3",
+        {"layer_types": ["chunked_attention"] * 4, "num_hidden_layers": 32},
+        r"layer_types=\['chunked_attention', .{1,150}\] must have",
+    ),
+    "long text": ("llama", {"head_dim": "1" * 4000}, r"head_dim='1{10,40}\.\.\.1{10,40}' must be"),
 }
+for _name in ("beta_fast", "beta_slow", "original_max_position_embeddings", "factor"):
+    for _value in (0, "", [], {}, False):
+        REFUSED[f"{_name} {_value!r}"] = ("qwen3", yarn(**{_name: _value}), f"{_name}=.* must be ")
+for _value in (0, "", [], {}, False):
+    REFUSED |= {
+        f"rope_type {_value!r}": ("llama", {"rope_scaling": {"rope_type": _value}}, "rope_type="),
+        f"full_attention {_value!r}": (
+            "olmo3",
+            {"rope_parameters": {"full_attention": _value}},
+            "full_attention=.* must be an object",
+        ),
+        f"LongRoPE's length {_value!r}": (
+            "phi3",
+            longrope(original_max_position_embeddings=_value),
+            "original_max_position_embeddings",
+        ),
+    }
+del REFUSED["full_attention {}"]  # the class's default
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -92,7 +225,7 @@ def test_refused(name):
     family, fields, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message) as error:
         config_from_hf(BASE | {"model_type": family} | fields)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_longrope_goes_by_the_longest_text():
@@ -206,3 +339,34 @@ def test_published_ernie():
         if name not in ("tie_word_embeddings", "use_bias", "rope_theta", "head_dim")
     }
     assert config_from_hf(brief) == config
+
+
+@pytest.mark.parametrize("layers", [0, 28, None])
+def test_published_smollm3(layers):
+    """The class does not read `max_window_layers`, which the published file has."""
+    fields = BASE | {"model_type": "smollm3", "use_sliding_window": False}
+    assert config_from_hf(fields | {"max_window_layers": layers}) == config_from_hf(fields)
+
+
+def test_published_gemma2():
+    """Both names of the window."""
+    fields = BASE | {"model_type": "gemma2", "max_position_embeddings": 8192}
+    both = {"sliding_window": 4096, "sliding_window_size": 4096}
+    assert config_from_hf(fields | both) == config_from_hf(fields)
+    assert config_from_hf(fields | {"sliding_window_size": 4096}) == config_from_hf(fields)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi_as_transformers_5_writes_it(name):
+    """`rope_type` beside the older `type`, and what stands beside `rope_scaling` inside it too."""
+    fields = BASE | {"model_type": "phi3", "head_dim": None, "hidden_size": 64}
+    older: dict[str, Any] = (
+        fields | longrope(type=name) | {"partial_rotary_factor": 0.5, "rope_theta": 1e5}
+    )
+    for factors in ("short_factor", "long_factor"):
+        older["rope_scaling"][factors] = [1.0] * 4
+    moved = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    newer = {field: older[field] for field in older.keys() - {"rope_scaling", "rope_theta"}}
+    inside = {field: older[field] for field in moved}
+    newer["rope_parameters"] = older["rope_scaling"] | inside | {"rope_type": "longrope"}
+    assert config_from_hf(newer) == config_from_hf(older)
