@@ -49,7 +49,15 @@ class TensorReader:
         self, leaf: MappedLeaf, ranges: tuple[range, ...], dtype: np.dtype, verified: set[str]
     ) -> np.ndarray:
         """The part of a leaf within `ranges`, one tensor after another. Of a tensor that is read in
-        part the checksum is verified once."""
+        part the checksum is verified once, and of a head always the whole is read."""
+        if leaf.head_axis is not None:
+            axis = leaf.tensor_axes + leaf.head_axis + 1
+            head, part = range(leaf.shape[axis]), ranges[axis]
+            if part != head:
+                whole = self._read_ranges(
+                    leaf, (*ranges[:axis], head, *ranges[axis + 1 :]), dtype, verified
+                )
+                return whole[(slice(None),) * axis + (slice(part.start, part.stop),)]
         out = _empty(leaf, tuple(len(part) for part in ranges), dtype)
         of_tensors, within = ranges[: leaf.tensor_axes], ranges[leaf.tensor_axes :]
         index = _within_tensor(leaf, _merge_heads(leaf, within))
@@ -113,12 +121,10 @@ def _within_tensor(leaf: MappedLeaf, slices: tuple[slice, ...]) -> tuple[slice, 
 
 
 def _merge_heads(leaf: MappedLeaf, within: tuple[range, ...]) -> tuple[slice, ...]:
-    """Ranges of one layer's array as slices of its tensor. Heads are never split: their dimension
-    is whole."""
+    """Ranges of one tensor's array, with whole heads, as slices of the tensor."""
     slices = [slice(part.start, part.stop) for part in within]
     if (axis := leaf.head_axis) is not None:
         head_dim = len(within[axis + 1])
-        assert head_dim == leaf.shape[axis + 1 + leaf.tensor_axes], "no sharding splits a head"
         slices[axis : axis + 2] = [
             slice(slices[axis].start * head_dim, slices[axis].stop * head_dim)
         ]

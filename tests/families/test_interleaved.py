@@ -86,12 +86,15 @@ def test_a_trained_delta_there_and_back(load, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["glm4", "ernie4.5"])
-@pytest.mark.parametrize("mesh", ["2x2", "1x2"])
+@pytest.mark.parametrize("mesh", ["2x2", "1x2", "data=1,fsdp=4,model=1"])
 def test_read_straight_into_shards(case, mesh, load, tmp_path):
+    """`fsdp` splits four query heads, and the dimensions of two key/value heads."""
     path = models.write(case, tmp_path / "model")
     sharded = skv.load(path, dtype="float32", mesh=skv.make_mesh(mesh))
     assert_same(sharded, load(case))
-    assert sharded.llama.lower_qkv.q.addressable_shards[0].data.shape[1] == 2
+    heads, dims = sharded.llama.lower_qkv.k.addressable_shards[0].data.shape[1:3]
+    whole = load(case).config.head_dim
+    assert (heads, dims) == ((2, whole // 4) if "fsdp" in mesh else (1, whole))
     skv.save_hf(sharded, tmp_path / "out")
     written, expected = load_file(tmp_path / "out" / "model.safetensors"), models.tensors(case)
     assert all(np.array_equal(written[name], expected[name]) for name in expected)
