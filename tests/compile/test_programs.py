@@ -12,7 +12,15 @@ from benchmarks import command_buffers, hlo
 from benchmarks.predict import steps
 from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.infer.runner.lowering import GREEDY, lower_program
-from swiftkv_jax.presets import GEMMA3_12B, LLAMA_8B, LLAMA_70B, PHI_4, QWEN3_8B, QWEN25_32B
+from swiftkv_jax.presets import (
+    GEMMA3_12B,
+    LLAMA_8B,
+    LLAMA_70B,
+    PHI_4,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN25_32B,
+)
 from swiftkv_jax.topology import topology_mesh
 from tests.compile.compiled import with_kernels
 
@@ -67,31 +75,37 @@ def test_decode(name):
     assert memory.temp_size_in_bytes <= bound * MIB
 
 
-FAMILIES = {  # model, topology, memory of a device in GiB, temporaries of a decode call in MiB
-    "Qwen3-8B on an H200": (QWEN3_8B, "h200:1", 140, 64),
-    "Qwen3-8B on a v6e": (QWEN3_8B, "v6e:2x2", 32, 64),
-    "Qwen2.5-32B on an H200": (QWEN25_32B, "h200:1", 140, 128),
-    "Gemma3-12B on an H200": (GEMMA3_12B, "h200:1", 140, 128),
-    "Gemma3-12B on a v6e": (GEMMA3_12B, "v6e:2x2", 32, 320),
-    "Phi-4 on an H200": (PHI_4, "h200:1", 140, 64),
+FAMILIES = {  # model, topology, mesh, memory of a device in GiB, temporaries of decoding in MiB
+    "Qwen3-8B on an H200": (QWEN3_8B, "h200:1", (1, 1), 140, 64),
+    "Qwen3-8B on a v6e": (QWEN3_8B, "v6e:2x2", (1, 1), 32, 64),
+    "Qwen2.5-32B on an H200": (QWEN25_32B, "h200:1", (1, 1), 140, 128),
+    "Qwen2.5-32B on 4 v6e": (QWEN25_32B, "v6e:2x2", (1, 4), 32, 128),
+    "Gemma3-12B on an H200": (GEMMA3_12B, "h200:1", (1, 1), 140, 128),
+    "Gemma3-12B on a v6e": (GEMMA3_12B, "v6e:2x2", (1, 1), 32, 320),
+    "Phi-4 on an H200": (PHI_4, "h200:1", (1, 1), 140, 64),
+    "Phi-4 on 2 v6e": (PHI_4, "v6e:2x2", (2, 2), 32, 64),
+    "Qwen3-30B-A3B on an H200": (QWEN3_30B_A3B, "h200:1", (1, 1), 140, 128),
+    "Qwen3-30B-A3B on 4 v6e": (QWEN3_30B_A3B, "v6e:2x2", (1, 4), 32, 128),
 }
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name, program):
-    config, topology, available, bound = FAMILIES[name]
+    config, topology, mesh, available, bound = FAMILIES[name]
     key = ("decode", SLOTS) if program == "decode" else ("prefill", CHUNK, CHUNK // 128 + 16, None)
     static: dict[str, Any] = {"steps": 8} if program == "decode" else {}
-    mesh = topology_mesh(topology, (1, 1))
-    compiled, _ = with_kernels(lower_program(config, key, **SHAPE, mesh=mesh, **static))
+    devices = topology_mesh(topology, mesh)
+    compiled, kernels = with_kernels(lower_program(config, key, **SHAPE, mesh=devices, **static))
+    assert all(kernel.spilled == 0 for kernel in kernels)
     memory: Any = compiled.memory_analysis()
     print(
         f"{name}, {program}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, temporaries "
         f"{memory.temp_size_in_bytes / MIB:.1f} MiB"
     )
     target = "mosaic_gpu" if topology.startswith("h200") else "tpu_custom_call"
-    assert str(compiled.as_text()).count(target) >= config.num_lower_layers
+    products = 3 if config.num_experts else 0
+    assert str(compiled.as_text()).count(target) >= (1 + products) * config.num_lower_layers
     assert memory.peak_memory_in_bytes < 0.9 * available * GIB
     if program == "decode":
         assert memory.temp_size_in_bytes <= bound * MIB
