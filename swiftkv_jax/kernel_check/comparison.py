@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import pallas_kernels
-from ..pallas_kernels import reference
+from ..pallas_kernels import grouped_product, reference
 from .configurations import KernelConfig
 from .verdicts import Verdict
 
@@ -71,7 +72,7 @@ def compare(
     `ops` has the two attention ops and `plan_decode`. Needs some hundred MB of device memory.
     Raises `NotImplementedError` for what the implementation cannot do.
     """
-    make = {"decode": _decode, "gradient": _gradient}.get(
+    make = {"decode": _decode, "gradient": _gradient, "experts": _experts}.get(
         config.op, _whole_rows if config.page_size is None else _chunk
     )
     case = make(config, implementation, ops, positions)
@@ -206,6 +207,37 @@ def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int)
     operands = q, *pool.kv, np.int32(lengths), np.int32(table), pool.options
     expected = _reference(q, pool.k_values, pool.v_values, seen[:, None])
     return _forward(config, call, operands, expected)
+
+
+def _experts(config: KernelConfig, implementation: Any, ops: Any, positions: int) -> _Case:
+    """Products of blocks with the matrices of experts, up and down, stored both ways, in blocks of
+    both sizes, of which the last has no rows."""
+    rng, dtype = np.random.default_rng(0), jnp.dtype(config.dtype)
+    group = np.int32([2, 0, 2, 3, 1])
+    operands, expected = [], []
+    for size, widths in itertools.product(
+        (64, 128), ((config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim))
+    ):
+        x = rng.normal(size=(len(group), size, widths[0])).astype(dtype)
+        weight = (rng.normal(size=(4, *widths)) / widths[0] ** 0.5).astype(dtype)
+        products = np.einsum("NMI,NIO->NMO", np.float32(x), np.float32(weight)[group])
+        operands.append((x, weight, np.ascontiguousarray(weight.swapaxes(1, 2))))
+        expected += [products[:-1]] * 2
+    none = jnp.zeros((len(group), 0), jnp.int32)
+    used = jnp.asarray([len(group) - 1], jnp.int32)
+    blocks = grouped_product.Blocks(jnp.asarray(group), used, row=none, place=none[0])
+
+    def call(*operands):
+        found = []
+        for x, *stored in operands:
+            for weight, inputs in zip(stored, ("first", "last"), strict=True):
+                out = grouped_product.block_product(x, weight, blocks, inputs, implementation)
+                found.append(out[:-1])
+        return found
+
+    tolerance = TOLERANCE[config.dtype]
+    tolerated = [tolerance + tolerance / 2 * np.abs(one) for one in expected]
+    return _Case(call, tuple(operands), expected, tolerated)
 
 
 def _prefill(config: KernelConfig, attend: Callable[..., Any], operands, expected) -> _Case:

@@ -1,4 +1,4 @@
-"""The configurations of attention kernels: those that a model needs, and a standard set."""
+"""The configurations of kernels: those that a model needs, and a standard set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ DTYPES = {
 class KernelConfig:
     """What a kernel is compiled for, but for the sizes of the batch."""
 
-    op: Literal["prefill", "decode", "gradient"]
+    op: Literal["prefill", "decode", "gradient", "experts"]
+    """Attention, or the products of experts, which have widths and no heads."""
     head_dim: int
     queries_per_kv_head: int
     dtype: str
@@ -43,10 +44,15 @@ class KernelConfig:
     """Whether rows hold several documents (`segment_ids`)."""
     windowed: bool = False
     """Whether there is a window, of any size: in the check it has one of its own."""
+    embed_dim: int = 0
+    """Width of the model and of an expert's MLP."""
+    mlp_dim: int = 0
 
     @property
     def description(self) -> str:
         """All but the op, for people."""
+        if self.op == "experts":
+            return f"width {self.embed_dim}, MLP {self.mlp_dim}, {self.dtype}"
         parts = [
             f"head dim {self.head_dim}",
             f"{self.queries_per_kv_head} queries per key/value head",
@@ -74,14 +80,15 @@ def serving_configs(
         _of(op, config, dtype, cache_dtype, mesh, page_size, windowed=windowed)
         for windowed in _windowed(config)
         for op in ("prefill", "decode")
-    ]
+    ] + _experts(config, dtype)
 
 
 def needed_from(implementation: str, configs: Iterable[KernelConfig]) -> list[KernelConfig]:
     """Those of `configs` that `implementation` may be chosen for: cuDNN is not for decode, nor for
-    packed rows or windows."""
+    packed rows or windows; only Hopper has a kernel for experts."""
+    configs = [one for one in configs if one.op != "experts" or implementation == "hopper"]
     if implementation != "cudnn":
-        return list(configs)
+        return configs
     return [one for one in configs if one.op != "decode" and not (one.packed or one.windowed)]
 
 
@@ -102,7 +109,7 @@ def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> li
         _of(op, config, dtype, dtype, mesh, packed=True, windowed=windowed)
         for windowed in _windowed(config)
         for op in ("prefill", "gradient")
-    ]
+    ] + _experts(config, dtype)
 
 
 def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
@@ -110,12 +117,13 @@ def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> lis
     return [
         _of("prefill", config, dtype, dtype, mesh, packed=True, windowed=windowed)
         for windowed in _windowed(config)
-    ]
+    ] + _experts(config, dtype)
 
 
 def standard_configs(implementation: str) -> list[KernelConfig]:
     """Every head dim with every cache format, one and several queries per key/value head, whole
-    rows with and without documents, and their gradients; windows at one head dim."""
+    rows with and without documents, and their gradients; windows at one head dim; experts of
+    Qwen3-30B-A3B's widths."""
     dtype, other = DTYPES[implementation]
     serving = [
         KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE)
@@ -142,7 +150,16 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
         KernelConfig(op, 128, 4, dtype, dtype, packed=packed, windowed=True)
         for op, packed in itertools.product(("prefill", "gradient"), (False, True))
     ]
-    return needed_from(implementation, serving + rows + second + windows)
+    experts = [KernelConfig("experts", 0, 0, dtype, dtype, embed_dim=2048, mlp_dim=768)]
+    return needed_from(implementation, serving + rows + second + windows + experts)
+
+
+def _experts(config: Config, dtype: Any) -> list[KernelConfig]:
+    """The products of a mixture of experts; nothing for other models."""
+    if not config.num_experts:
+        return []
+    name, widths = jnp.dtype(dtype).name, (config.embed_dim, config.mlp_dim)
+    return [KernelConfig("experts", 0, 0, name, name, embed_dim=widths[0], mlp_dim=widths[1])]
 
 
 def _windowed(config: Config) -> list[bool]:

@@ -83,7 +83,7 @@ FAMILIES = {  # model, topology, mesh, memory of a device in GiB, temporaries of
     "Gemma3-12B on an H200": (GEMMA3_12B, "h200:1", (1, 1), 140, 128),
     "Gemma3-12B on a v6e": (GEMMA3_12B, "v6e:2x2", (1, 1), 32, 320),
     "Phi-4 on an H200": (PHI_4, "h200:1", (1, 1), 140, 64),
-    "Phi-4 on 2 v6e": (PHI_4, "v6e:2x2", (2, 2), 32, 64),
+    "Phi-4 on 4 v6e": (PHI_4, "v6e:2x2", (2, 2), 32, 64),
     "Qwen3-30B-A3B on an H200": (QWEN3_30B_A3B, "h200:1", (1, 1), 140, 128),
     "Qwen3-30B-A3B on 4 v6e": (QWEN3_30B_A3B, "v6e:2x2", (1, 4), 32, 128),
 }
