@@ -38,12 +38,8 @@ from .hlo_flops import matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseAttention:
-    """All pairs of positions in one product. Has what the model uses of `Attention`, on one
-    device."""
-
-    mesh: None = None
-    shard_sequence: bool = False
+class DenseAttention(Attention):
+    """All pairs of positions in one product, on one device."""
 
     def prefill(self, q, k, v, *, segment_ids: Any = None, **_):
         same = segment_ids[:, :, None] == segment_ids[:, None]

@@ -81,10 +81,12 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     query_gradients = (
         2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
     )
-    # A layer is recomputed up to its last product, of which the backward pass needs only the input.
+    # A layer is recomputed up to its last product, of which the backward pass needs only the input;
+    # but a router's gradient is that of the experts' outputs.
     query = 2 * config.embed_dim * config.num_heads * config.head_dim
     upper = config.num_upper_layers
-    layers = upper * (upper_matmul - 2 * mlp_width(config) * config.embed_dim)
+    last = 0 if config.num_experts else 2 * config.mlp_dim * config.embed_dim
+    layers = upper * (upper_matmul - last)
     again = {"none": 0, "mlp": layers - upper * query, "layer": layers + upper_attention}
     return {
         "lower layers, once for both": config.num_lower_layers * 2 * layer_weights(config)
@@ -162,6 +164,11 @@ def stored_layer_weights(config: Config) -> int:
 def mlp_width(config: Config) -> int:
     """Numbers between the products of a layer's MLP for one token, of all its experts."""
     return max(config.num_experts_per_token, 1) * config.mlp_dim
+
+
+def experts_read(config: Config, tokens: int) -> float:
+    """Share of a layer's experts that `tokens` choose together, if each chooses at random."""
+    return 1 - (1 - config.num_experts_per_token / config.num_experts) ** tokens
 
 
 def _layer_weights(config: Config, mlp_width: int) -> int:

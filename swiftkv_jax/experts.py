@@ -4,7 +4,7 @@
     out = sum over its k likeliest experts e of probability_e mlp_e(h)
 
 Pairs of a token and one of its experts are sorted by expert; then each of the MLP's products is one
-of groups of rows (`pallas_kernels.grouped_product`), which reads an expert's weights once.
+of groups of rows (`pallas_kernels.grouped_product`).
 On a mesh whole experts are split over `model`, and tokens as everywhere else.
 
 Letters as in `params`; R tokens of one device, k experts of a token, P = R k pairs.
@@ -41,8 +41,8 @@ def mixture(
     middle of the experts' MLPs.
 
     Softmax over all experts, then the likeliest: as transformers' Qwen3-MoE
-    (`models/qwen3_moe/modeling_qwen3_moe.py`). Probabilities and the sum over a token's experts are
-    in float32.
+    (`models/qwen3_moe/modeling_qwen3_moe.py`), but probabilities and the sum over a token's experts
+    of one device are in float32, whatever the dtype of the model.
     """
     mesh = attention.mesh
     inputs: grouped.Inputs = "first" if isinstance(block, ServingBlock) else "last"
@@ -118,10 +118,14 @@ def _by_rows(activate: Activate, inputs, x, expert, experts, per_token: int):
     of_row = jnp.minimum(expert[order], num_experts - 1)
 
     def product(x, weight):
-        out = grouped.rows_product(x, _values(weight).astype(x.dtype), sizes, inputs)
-        return _rescaled(out, weight, of_row)
+        values, dtype = _values(weight).astype(x.dtype), _dtype_of_sums(x, weight)
+        out = grouped.rows_product(x, values, sizes, inputs, dtype)
+        return _rescaled(out, weight, of_row, x.dtype)
 
-    out = _mlp(activate, product, x[order // per_token], experts)
+    # Rows after the last group hold anything, in the backward pass too: they are no token's.
+    token = jnp.where(expert[order] < num_experts, order // per_token, x.shape[0])
+    rows = x.at[token].get(mode="fill", fill_value=0)
+    out = _mlp(activate, product, rows, experts)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
     return jnp.where((expert < num_experts)[:, None], out[place], 0)
 
@@ -131,8 +135,9 @@ def _by_blocks(activate: Activate, inputs, how, x, expert, experts, per_token: i
     blocks = grouped.blocks_of_groups(expert, _values(experts[0]).shape[0], how)
 
     def product(x, weight):
-        out = grouped.block_product(x, _values(weight), blocks, inputs, how)
-        return _rescaled(out, weight, blocks.group)
+        dtype = _dtype_of_sums(x, weight)
+        out = grouped.block_product(x, _values(weight), blocks, inputs, how, dtype)
+        return _rescaled(out, weight, blocks.group, x.dtype)
 
     rows = x.at[blocks.row // per_token].get(mode="fill", fill_value=0)
     out = _mlp(activate, product, rows, experts).reshape(-1, x.shape[1])
@@ -148,11 +153,17 @@ def _values(weight: Leaf) -> Array:
     return weight.values if isinstance(weight, Quantized) else weight
 
 
-def _rescaled(out: Float[Array, "*R O"], weight: Leaf, expert: Int[Array, " N"]) -> Array:
+def _dtype_of_sums(x: Array, weight: Leaf) -> jnp.dtype:
+    """As in `quantization.product`: without their scale sums may exceed float16."""
+    quantized = isinstance(weight, Quantized)
+    return jnp.promote_types(x.dtype, jnp.bfloat16) if quantized else x.dtype
+
+
+def _rescaled(out: Float[Array, "*R O"], weight: Leaf, expert: Int[Array, " N"], dtype) -> Array:
     """Products with the values of 8-bit weights, times the scales of each row's, or block's,
     expert."""
     if not isinstance(weight, Quantized):
         return out
     scale = weight.scale[expert]
     scale = scale if out.ndim == 2 else scale[:, None]
-    return (out.astype(jnp.float32) * scale).astype(out.dtype)
+    return (out * scale).astype(dtype)

@@ -119,6 +119,18 @@ def test_experts_in_8_bits(format, way, monkeypatch):
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("way", ["xla", "tpu"])
+def test_sums_beyond_float16_are_rescaled_first(way, monkeypatch):
+    ways(monkeypatch, way)
+    config = dataclasses.replace(CONFIG, embed_dim=1024)
+    block, h = draw(config)
+    block = dataclasses.replace(block, expert_gate=0.01 * jnp.ones_like(block.expert_gate))
+    block = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), block)
+    h = jnp.abs(4 * h).astype(jnp.float16)
+    eight = dataclasses.replace(block, expert_gate=quantize(block.expert_gate, 1, Scheme("fp8")))
+    assert jnp.isfinite(mixture(config, eight, h, silu, Attention())).all()
+
+
 def test_serving_has_inputs_first():
     llama = init_llama(CONFIG, jax.random.key(0), scale=0.5)
     (served,) = serving_weights(llama, None).lower
@@ -147,6 +159,50 @@ def test_gradient_on_meshes(mesh, experts, way, monkeypatch):
     one = gradient(h, block.router, Attention())
     many = gradient(h, block.router, Attention(skv.make_mesh(mesh)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), many, one)
+
+
+def test_rows_of_no_expert_may_hold_anything(monkeypatch):
+    """On a TPU the product of groups leaves them, and their gradients, as they are in memory."""
+    ways(monkeypatch, "tpu")
+    product = grouped.rows_product
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+    def poisoned(x, weight, sizes, inputs, dtype):
+        inside = jnp.arange(x.shape[0])[:, None] < sizes.sum()
+        return jnp.where(inside, product(x, weight, sizes, inputs, dtype), jnp.nan)
+
+    def forward(x, weight, sizes, inputs, dtype):
+        return poisoned(x, weight, sizes, inputs, dtype), (x, weight, sizes)
+
+    def backward(inputs, dtype, saved, gradient):
+        x, weight, sizes = saved
+        inside = jnp.arange(x.shape[0])[:, None] < sizes.sum()
+        call = functools.partial(product, group_sizes=sizes, inputs=inputs, dtype=dtype)
+        of_x, of_weight = jax.vjp(call, x, weight)[1](jnp.where(inside, gradient, 0))
+        return jnp.where(inside, of_x, jnp.nan), of_weight, None
+
+    poisoned.defvjp(forward, backward)
+    block, h = draw(batch=4)
+
+    def loss(h, attention):
+        return jnp.square(mixture(CONFIG, block, h, silu, attention)).sum()
+
+    expected = jax.grad(loss)(h, Attention())
+    monkeypatch.setattr(grouped, "rows_product", poisoned)
+    found = jax.grad(loss)(h, Attention(skv.make_mesh("1x4")))
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_the_backward_pass_gathers_again():
+    """No matrix of an expert is kept for it, of which blocks would keep one each."""
+    block, h = draw(length=64)
+
+    def run(h):
+        return mixture(CONFIG, block, h, silu, Attention())
+
+    kept = jax.eval_shape(lambda h: jax.vjp(run, h)[1], h)
+    largest = max(leaf.size for leaf in jax.tree.leaves(kept))
+    assert largest <= max(block.expert_gate.size, 2 * h.size * CONFIG.num_experts_per_token)
 
 
 def test_gradient_is_that_of_all_experts():
@@ -231,9 +287,9 @@ def test_kernel_on_hopper(inputs, size):
     group, used = jnp.asarray([3, 0, 3, 4], jnp.int32), jnp.asarray([3], jnp.int32)
     blocks = grouped.Blocks(group, used, jnp.zeros((4, size), int), jnp.zeros(0, int))
     stored = weight if inputs == "first" else weight.swapaxes(1, 2)
-    expected = grouped.block_product(x, stored, blocks, inputs, "xla")
+    expected = grouped.block_product(x, stored, blocks, inputs, "xla", x.dtype)
     with device_of("hopper"):
-        found = grouped.block_product(x, stored, blocks, inputs, "hopper")
+        found = grouped.block_product(x, stored, blocks, inputs, "hopper", x.dtype)
     np.testing.assert_allclose(
         np.asarray(found[:3], np.float32), np.asarray(expected[:3], np.float32), rtol=2e-2, atol=0.1
     )

@@ -50,6 +50,10 @@ class StepModel:
     cache: jnp.dtype
     page_size: int
 
+    def __post_init__(self):
+        if self.config.num_experts:
+            raise NotImplementedError("the products of experts are not in this model of a step")
+
     @property
     def config(self) -> Config:
         return self.variant.config

@@ -104,7 +104,8 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name, group in groups.items()
     )
     wide = read_names(f"{where}.ignore", fields.get("ignore"))
-    alone = len(read) == 1 and set(wide) - {ROUTERS} == {"lm_head"}
+    routers = {name for name in wide if name.rstrip("$").endswith("mlp.gate")}
+    alone = len(read) == 1 and set(wide) - routers == {"lm_head"}
     kept = _kept(*read[0], next(iter(groups.values()))) if alone else None
     return QuantizationConfig("compressed-tensors", read, wide, kept)
 

@@ -213,14 +213,14 @@ def _experts(config: KernelConfig, implementation: Any, ops: Any, positions: int
     """Products of blocks with the matrices of experts, up and down, stored both ways, in blocks of
     both sizes, of which the last has no rows."""
     rng, dtype = np.random.default_rng(0), jnp.dtype(config.dtype)
-    group = np.int32([2, 0, 2, 3, 1])
+    group = np.array([2, 0, 2, 3, 1], np.int32)
     operands, expected = [], []
     for size, widths in itertools.product(
         (64, 128), ((config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim))
     ):
         x = rng.normal(size=(len(group), size, widths[0])).astype(dtype)
         weight = (rng.normal(size=(4, *widths)) / widths[0] ** 0.5).astype(dtype)
-        products = np.einsum("NMI,NIO->NMO", np.float32(x), np.float32(weight)[group])
+        products = np.einsum("NMI,NIO->NMO", np.float32(x), weight.astype(np.float32)[group])
         operands.append((x, weight, np.ascontiguousarray(weight.swapaxes(1, 2))))
         expected += [products[:-1]] * 2
     none = jnp.zeros((len(group), 0), jnp.int32)
@@ -231,7 +231,9 @@ def _experts(config: KernelConfig, implementation: Any, ops: Any, positions: int
         found = []
         for x, *stored in operands:
             for weight, inputs in zip(stored, ("first", "last"), strict=True):
-                out = grouped_product.block_product(x, weight, blocks, inputs, implementation)
+                out = grouped_product.block_product(
+                    x, weight, blocks, inputs, implementation, dtype
+                )
                 found.append(out[:-1])
         return found
 

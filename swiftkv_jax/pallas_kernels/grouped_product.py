@@ -48,15 +48,16 @@ def rows_product(
     weight: Float[Array, "G I O"] | Float[Array, "G O I"],
     group_sizes: Int[Array, " G"],
     inputs: Inputs,
+    dtype: jnp.dtype,
 ) -> Float[Array, "R O"]:
-    """Products of rows in order of their groups, of which `group_sizes` counts each one's. What
-    rows after the last group's hold is not defined."""
+    """Products of rows in order of their groups, of which `group_sizes` counts each one's, in
+    `dtype`. What rows after the last group's hold is not defined, nor is their gradient."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if inputs == "last" else 1,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
-    return jax.lax.ragged_dot_general(x, weight, group_sizes, numbers)
+    return jax.lax.ragged_dot_general(x, weight, group_sizes, numbers, preferred_element_type=dtype)
 
 
 class Blocks(NamedTuple):
@@ -107,38 +108,41 @@ def block_product(
     blocks: Blocks,
     inputs: Inputs,
     implementation: Literal["xla", "hopper"],
+    dtype: jnp.dtype,
 ) -> Float[Array, "N M O"]:
-    """Products of blocks, in the dtype of `x`; `weight` may have fewer bits. What blocks without
+    """Products of blocks, in `dtype`; `weight` may have fewer bits than `x`. What blocks without
     rows hold is not defined."""
     if implementation == "hopper":
-        return _hopper(x, weight.astype(x.dtype), blocks.group, blocks.used, inputs)
+        return _hopper(x, weight.astype(x.dtype), blocks.group, blocks.used, inputs, dtype)
     spec = "MI,IO->MO" if inputs == "first" else "MI,OI->MO"
 
+    @jax.checkpoint  # the backward pass gathers again: kept, matrices would be many
     def product(block):
         x, group = block
-        return jnp.einsum(spec, x, weight[group].astype(x.dtype))
+        return jnp.einsum(spec, x, weight[group].astype(x.dtype), preferred_element_type=dtype)
 
     return jax.lax.map(product, (x, blocks.group), batch_size=_BLOCKS_AT_ONCE)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _hopper(x, weight, group, used, inputs: Inputs):
-    return _kernel(x, weight, group, used, inputs)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _hopper(x, weight, group, used, inputs: Inputs, dtype):
+    return _kernel(x, weight, group, used, inputs, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=4)  # compiled once for all layers
-def _kernel(x, weight, group, used, inputs: Inputs) -> Array:
-    return kernels_of("hopper").grouped.block_product(x, weight, group, used, inputs)
+@functools.partial(jax.jit, static_argnums=(4, 5))  # compiled once for all layers
+def _kernel(x, weight, group, used, inputs: Inputs, dtype) -> Array:
+    return kernels_of("hopper").grouped.block_product(x, weight, group, used, inputs, dtype)
 
 
-def _forward(x, weight, group, used, inputs: Inputs):
-    return _kernel(x, weight, group, used, inputs), (x, weight, group, used)
+def _forward(x, weight, group, used, inputs: Inputs, dtype):
+    return _kernel(x, weight, group, used, inputs, dtype), (x, weight, group, used)
 
 
-def _backward(inputs: Inputs, saved, gradient):
+def _backward(inputs: Inputs, dtype, saved, gradient):
     x, weight, group, used = saved
     has_rows = (jnp.arange(group.size) < used)[:, None, None]
-    of_x = _kernel(gradient, weight, group, used, "last" if inputs == "first" else "first")
+    other: Inputs = "last" if inputs == "first" else "first"
+    of_x = _kernel(gradient.astype(x.dtype), weight, group, used, other, x.dtype)
     # Experts are frozen: compiled programs do not use this one, and leave it out.
     spec = "NMI,NMO->NIO" if inputs == "first" else "NMI,NMO->NOI"
     of_blocks = jnp.where(has_rows, jnp.einsum(spec, x, gradient), 0)

@@ -13,6 +13,7 @@ from swiftkv_jax.checkpoints.compressed_tensors import ROUTERS
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import base_model_digest
+from swiftkv_jax.checkpoints.quantization_config import read_quantization_config
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.errors import CheckpointError, ConfigError
 from swiftkv_jax.quantization import Quantized
@@ -99,6 +100,15 @@ def test_eight_bits_stay(tmp_path):
     assert all(written[name] == given[name] for name in given)
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["quantization_config"]["ignore"] == ["lm_head", ROUTERS]
+
+
+def test_routers_may_be_left_out_by_name():
+    fields = dict(FP8_CHANNELS[0])
+    names = [f"model.layers.{layer}.mlp.gate" for layer in range(6)]
+    for left in ([ROUTERS], names, ["re:.*mlp.gate$"]):
+        assert read_quantization_config(fields | {"ignore": ["lm_head", *left]}).kept == "fp8"
+    other = fields | {"ignore": ["lm_head", "model.layers.0.mlp.experts.0.gate_proj"]}
+    assert read_quantization_config(other).kept is None
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8"])

@@ -33,8 +33,8 @@ def test_experts_are_checked_on_hopper(monkeypatch):
         assert compare(experts, "hopper", runs=1).right
     product = grouped_product.block_product
 
-    def shifted(x, weight, blocks, inputs, implementation):
-        return product(x, weight, blocks._replace(group=blocks.group ^ 1), inputs, implementation)
+    def shifted(x, weight, blocks, *options):
+        return product(x, weight, blocks._replace(group=blocks.group ^ 1), *options)
 
     monkeypatch.setattr(grouped_product, "block_product", shifted)
     assert compare(experts, "xla", runs=1).error > 3

@@ -21,7 +21,14 @@ import numpy as np
 
 from ...cache import bytes_per_token
 from ...config import Config
-from ...cost import decode_flops, prefill_flops, visible_positions
+from ...cost import (
+    decode_flops,
+    experts_read,
+    layer_weights,
+    prefill_flops,
+    stored_layer_weights,
+    visible_positions,
+)
 from ...params import llama_shapes
 from ...roofline import Roofline
 from ..runner.shapes import Shapes
@@ -52,6 +59,8 @@ class Variant:
     written_bytes: int
     """Bytes of keys and values that are written for each token."""
     decode_steps: int
+    expert_bytes: int = 0
+    """Bytes of experts among `weight_bytes`, of which a step reads those that its tokens choose."""
     tail_bytes: int = 0
     """Bytes of weights besides `prefill_bytes` that a chunk reads which runs the end of a prompt
     through all layers."""
@@ -81,6 +90,8 @@ def variant_of(
     if shapes.kv == "own":
         unread += num_bytes(boundary)
     tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv))
+    blocks = (*weights.lower, *weights.upper)
+    experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
     dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)
     return Variant(
         name=name,
@@ -90,6 +101,7 @@ def variant_of(
         kv_bytes=bytes_per_token(config, cache_dtype, swiftkv=False),
         written_bytes=bytes_per_token(served, cache_dtype),
         decode_steps=shapes.decode_steps,
+        expert_bytes=dp_size * num_bytes(experts),
         tail_bytes=dp_size * tail if shapes.tail else 0,
     )
 
@@ -147,8 +159,11 @@ def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[
 
 
 def parameters(config: Config) -> int:
-    """Number of parameters of the plain Llama, embedding and output matrix included."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config)))
+    """Number of parameters of the plain Llama that a token runs through, embedding and output
+    matrix included."""
+    unused = stored_layer_weights(config) - layer_weights(config)
+    stored = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config)))
+    return stored - config.num_layers * unused
 
 
 def _rates(variant: Variant, executed: float, tokens: int, seconds: float) -> dict[str, float]:
@@ -180,7 +195,10 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
     context = cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2
     executed = cell.prompts * steps * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
     seen = visible_positions(variant.config, context)
-    read = steps * (variant.weight_bytes + cell.prompts * seen * variant.kv_bytes)
+    weights = variant.weight_bytes
+    if variant.expert_bytes:
+        weights -= variant.expert_bytes * (1 - experts_read(variant.config, cell.prompts))
+    read = steps * (weights + cell.prompts * seen * variant.kv_bytes)
     return {
         "seconds_per_output_token": seconds / steps,
         "tokens_per_s": cell.prompts * steps / seconds,

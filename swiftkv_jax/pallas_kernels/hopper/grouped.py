@@ -4,8 +4,9 @@ A thread block has one block of rows and 128 outputs. One warpgroup only issues 
 inputs of the rows and of the matrix into a ring of slots; each of the others multiplies for 64 of
 the rows. Blocks of one group run next to each other, so that its matrix is read from memory once.
 
-Cost for N blocks of M rows in G groups: 2 N M I O FLOPs, and 2 G I O bytes of weights, which is the
-floor while a group has fewer rows than an H100 multiplies in the time (some 300).
+Cost for N blocks of M rows in G groups: 2 N M I O FLOPs, 2 G I O bytes of weights, which is the
+floor while a group has fewer rows than an H100 multiplies in the time (some 300), and 2 N M I bytes
+of rows for each 128 outputs, of which the L2 keeps some.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def block_product(
     group: Int[Array, " N"],
     used: Int[Array, " 1"],
     inputs: Literal["first", "last"],
+    dtype: jnp.dtype,
 ) -> Float[Array, "N M O"]:
-    """The products of the first `used` blocks; what the others hold is not defined."""
+    """The products of the first `used` blocks, in `dtype`; what the others hold is not defined."""
     count, rows, depth = x.shape
     outputs = weight.shape[2 if inputs == "first" else 1]
     if reason := unsupported_reason(depth, outputs, x.dtype):
@@ -93,7 +95,7 @@ def block_product(
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
             out = pl.run_scoped(multiply, Accumulator((ROWS, COLUMNS), jnp.float32))
-            out_smem.at[wg][...] = out.astype(x.dtype)
+            out_smem.at[wg][...] = out.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_gmem.at[block, rows, columns])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -101,11 +103,11 @@ def block_product(
     tile = (_DEPTH, COLUMNS) if inputs == "first" else (COLUMNS, _DEPTH)
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((count, rows, outputs), x.dtype),
+        out_type=jax.ShapeDtypeStruct((count, rows, outputs), dtype),
         scratch_types=[
             plgpu.SMEM((_STAGES, rows, _DEPTH), x.dtype),
             plgpu.SMEM((_STAGES, *tile), x.dtype),
-            plgpu.SMEM((consumers, ROWS, COLUMNS), x.dtype),
+            plgpu.SMEM((consumers, ROWS, COLUMNS), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=_STAGES),
         ],
