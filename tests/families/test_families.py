@@ -53,8 +53,7 @@ def test_long_factors_do_not_depend_on_the_prompts(load):
     """LongRoPE has the long factors for any text, unless `max_model_len` is short."""
     model, short, long = load("phi4-mini"), tokens()[0, :4].tolist(), tokens()[1].tolist()
     alone = skv.generate(model, short, max_tokens=6, ignore_eos=True)
-    assert skv.generate(model, [short, long], max_tokens=6, ignore_eos=True)[0] == alone
-    assert skv.generate(model, short, max_tokens=16, ignore_eos=True)[:6] == alone
+    assert skv.generate(model, [short, long], max_tokens=16, ignore_eos=True)[0][:6] == alone
     asked = skv.generate(model, short, max_tokens=6, ignore_eos=True, max_model_len=16)
     assert asked != alone
 
