@@ -4,8 +4,8 @@
     out = sum over its k likeliest experts e of probability_e mlp_e(h)
 
 Pairs of a token and one of its experts are sorted by expert; then each of the MLP's products is one
-of groups of rows (`pallas_kernels.grouped_product`).
-On a mesh whole experts are split over `model`, and tokens as everywhere else.
+of groups of rows (`pallas_kernels.grouped_product`). On a mesh whole experts are split over
+`model`, and tokens as everywhere else.
 
 Letters as in `params`; R tokens of one device, k experts of a token, P = R k pairs.
 """
@@ -91,9 +91,8 @@ def _run(
         out = _by_rows(activate, inputs, x, expert, experts, config.num_experts_per_token)
     else:
         out = _by_blocks(activate, inputs, how, x, expert, experts, config.num_experts_per_token)
-    out = out.reshape(*chosen.shape, -1)
-    out = jnp.einsum("RkD,Rk->RD", out, probabilities, preferred_element_type=jnp.float32)
-    return out.astype(h.dtype).reshape(h.shape)
+    out = out.reshape(*chosen.shape, -1).astype(jnp.float32) * probabilities[..., None]
+    return out.sum(axis=1).astype(h.dtype).reshape(h.shape)
 
 
 def route(

@@ -18,6 +18,7 @@ from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
 from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.quantization import Scheme, dequantize
 from swiftkv_jax.roofline import measure_roofline
 from tests.infer.bench.conftest import CELL, CONFIG, ROOFLINE
@@ -116,6 +117,26 @@ def test_latency_figures():
     assert row["bytes_per_s"] == (2 * 70 + 30 * 6 + decoding) / 10
     twice = [raw | {"e2e": [4.0, 8.0]} for raw in raws]
     assert summary.compare("latency", raws, twice)["speed_up"] == 2
+
+
+def test_experts_count_as_far_as_tokens_choose_them():
+    """A token runs through 3.3 of the 30.5 billion parameters (Qwen3-30B-A3B's card); a step reads
+    an expert if one of its tokens chooses it."""
+    config = PRESETS["qwen3-30b-a3b"]
+    assert summary.parameters(config) == pytest.approx(3.35e9, rel=2e-3)
+    raws = [{"seconds": 3.0, "wait": 2.7, "steps": 6, "compilations": 0}]
+    without, some = (
+        summary.derive(
+            "decode",
+            CELL,
+            raws,
+            Variant(TEACHER, config, **BYTES, decode_steps=2, expert_bytes=num_bytes),
+            ROOFLINE,
+        )["bytes_per_s"]
+        for num_bytes in (0, 80)
+    )
+    unread = 80 * (15 / 16) ** CELL.prompts
+    assert without - some == pytest.approx(6 * unread / 3)
 
 
 def variant_of(name: str, engine: Engine) -> summary.Variant:
