@@ -10,6 +10,7 @@ https://github.com/vllm-project/compressed-tensors (`quantization/quant_args.py`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +105,8 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name, group in groups.items()
     )
     wide = read_names(f"{where}.ignore", fields.get("ignore"))
-    routers = {name for name in wide if name.rstrip("$").endswith("mlp.gate")}
+    # By name or by a pattern of them.
+    routers = {name for name in wide if re.search(r"mlp\\?\.gate\$?$", name)}
     alone = len(read) == 1 and set(wide) - routers == {"lm_head"}
     kept = _kept(*read[0], next(iter(groups.values()))) if alone else None
     return QuantizationConfig("compressed-tensors", read, wide, kept)
