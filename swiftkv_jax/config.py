@@ -327,6 +327,12 @@ class Config:
         return tuple(dict.fromkeys(self.layer_kinds))
 
     @property
+    def window(self) -> int | None:
+        """Positions that a token sees in the layer that sees most; None for all of them."""
+        windows = [kind.window for kind in self.kinds if kind.window is not None]
+        return max(windows) if len(windows) == len(self.kinds) else None
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct rotary embeddings of the layers."""
         return tuple(dict.fromkeys(kind.rope for kind in self.kinds if kind.rope is not None))

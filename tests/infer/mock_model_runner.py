@@ -8,7 +8,7 @@ from collections import abc
 
 import numpy as np
 
-from swiftkv_jax.config import Config
+from swiftkv_jax.config import Config, LayerKind
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.model_runner_base import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.options import EngineOptions
@@ -63,8 +63,8 @@ class MockModelRunner:
     """`ModelRunnerBase` in plain Python. A read of a page that holds other tokens than those of its
     request is an `AssertionError`."""
 
-    def __init__(self, shapes: Shapes, limits: Limits):
-        self.shapes, self.limits = shapes, limits
+    def __init__(self, shapes: Shapes, limits: Limits, window: int | None = None):
+        self.shapes, self.limits, self.window = shapes, limits, window
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
         self.rows: dict[int, Row] = {}
         self.calls: list[str] = []
@@ -114,7 +114,8 @@ class MockModelRunner:
         # All is written before a request reads what is before its last token.
         for scheduled in scheduled_tokens:
             state = scheduled.request_state
-            self._check(state, state.pages, state.prompt_token_ids[: scheduled.stop])
+            tokens = state.prompt_token_ids[: scheduled.stop]
+            self._check(state, state.pages, tokens, scheduled.start)
             if isinstance(state.request, ScoreRequest):
                 prompt = state.prompt_token_ids
                 likeliest += [next_token(prompt[: at + 1]) for at in scheduled.scored]
@@ -150,7 +151,7 @@ class MockModelRunner:
             state, pages = sequence.request_state, sequence.pages
             for step in range(steps if row.remaining else 0):
                 self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
-                self._check(state, pages, row.tokens)
+                self._check(state, pages, row.tokens, len(row.tokens) - 1)
                 token = next_token(row.tokens, sequence.index, ends)
                 if allowed is not None:  # the first from there on
                     (possible,) = np.nonzero(allowed[number])
@@ -182,10 +183,16 @@ class MockModelRunner:
             self.pages[state.dp_rank, pages[at // size], at % size] = _entry(state, at, token)
 
     def _check(
-        self, state: RequestState, pages: abc.Sequence[int], tokens: abc.Sequence[int]
+        self,
+        state: RequestState,
+        pages: abc.Sequence[int],
+        tokens: abc.Sequence[int],
+        query: int,
     ) -> None:
-        cached = self.pages[state.dp_rank, list(pages)].reshape(-1)[: len(tokens)]
-        expected = [_entry(state, at, token) for at, token in enumerate(tokens)]
+        """All that positions from `query` on see is there."""
+        first = 0 if self.window is None else max(query - self.window + 1, 0)
+        cached = self.pages[state.dp_rank, list(pages)].reshape(-1)[first : len(tokens)]
+        expected = [_entry(state, at, token) for at, token in enumerate(tokens)][first:]
         assert cached.tolist() == expected, "a page holds other tokens, or of another kind"
 
 
@@ -208,6 +215,7 @@ def mock_engine(
     max_model_len: int = 64,
     max_skips: int = MAX_SKIPS,
     single_step_rows: int = 0,
+    window: int | None = None,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     tiles = tiles or chunk // page_size + 3
@@ -226,11 +234,12 @@ def mock_engine(
         scoring=True,
         single_step_rows=single_step_rows,
     )
-    runner = MockModelRunner(shapes, Limits(slots, chunk, tiles, context, scored))
+    runner = MockModelRunner(shapes, Limits(slots, chunk, tiles, context, scored), window)
+    config = dataclasses.replace(CONFIG, layer_kinds=(LayerKind(window=window),))
     settings = EngineOptions(
         max_model_len=max_model_len, max_num_seqs=dp_size * slots, scoring=True, **options
     )
     engine = Engine(
-        runner, config=CONFIG, eos_token_ids=(END,), options=settings, max_skips=max_skips
+        runner, config=config, eos_token_ids=(END,), options=settings, max_skips=max_skips
     )
     return engine, runner

@@ -69,7 +69,12 @@ class Engine[R: ModelRunnerBase]:
         model_runner.prepare()
         shapes = model_runner.shapes
         self._pools = [
-            PagePool(shapes.num_pages, shapes.page_size, share=options.enable_prefix_caching)
+            PagePool(
+                shapes.num_pages,
+                shapes.page_size,
+                share=options.enable_prefix_caching,
+                window=config.window,
+            )
             for _ in range(shapes.dp_size)
         ]
         self._scheduler = Scheduler(

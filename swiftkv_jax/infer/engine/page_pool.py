@@ -11,6 +11,9 @@ A page's key is a BLAKE2b digest (RFC 7693) of 256 bits of the key of the page b
 tokens: equal for equal tokens up to its end, and different for others, since no collision of
 BLAKE2b is known. An engine has its own pools, so model, weights, SwiftKV layer and cache format are
 the same for all keys.
+
+Where every layer has a window, a sequence gives back the pages before the widest: `RELEASED` stands
+in their places, so the others keep their positions. A prefix is then found by its last pages.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+
+RELEASED = -1
+"""In a page table: a page that the sequence no longer needs."""
 
 
 @dataclasses.dataclass
@@ -39,9 +45,13 @@ class PagePool:
     """`num_pages` pages of `page_size` positions. A page is free, used by one or more sequences, or
     unused but cached."""
 
-    def __init__(self, num_pages: int, page_size: int, *, share: bool = True):
-        """With `share` False no page is cached."""
-        self.num_pages, self.page_size, self.share = num_pages, page_size, share
+    def __init__(
+        self, num_pages: int, page_size: int, *, share: bool = True, window: int | None = None
+    ):
+        """With `share` False no page is cached. `window` is the number of positions that a token
+        sees at most, its own among them (see `Config.window`); None for all."""
+        self.num_pages, self.page_size = num_pages, page_size
+        self.share, self.window = share, window
         self.stats = PrefixStats()
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
@@ -69,19 +79,33 @@ class PagePool:
         return page_keys(tokens, self.page_size, cache_salt, after) if self.share else []
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The cached pages of the longest prefix of `keys`, not reserved (see `reserve`)."""
-        pages = []
-        for key in keys:
-            if (page := self._page_of.get(key)) is None:
-                break
+        """The cached pages of the longest prefix of `keys` whose next token finds all that it sees,
+        not reserved (see `reserve`); `RELEASED` for those that it does not see."""
+        pages: list[int] = []
+        missing, length = -1, 0  # the last page that is not cached; pages of the prefix
+        for number, key in enumerate(keys):
+            page = self._page_of.get(key, RELEASED)
+            if page == RELEASED:
+                missing = number
+                if self.window is None:
+                    break
             pages.append(page)
-        return pages
+            if missing < self.first_visible((number + 1) * self.page_size):
+                length = number + 1
+        first = self.first_visible(length * self.page_size)
+        return [RELEASED] * first + pages[first:length]
+
+    def first_visible(self, position: int) -> int:
+        """Number of the first page that a token at `position` sees."""
+        if self.window is None:
+            return 0
+        return max(position - self.window + 1, 0) // self.page_size
 
     def cache(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """Cache `pages`, which hold the tokens of `keys`, one each. Of two equal pages the first is
         cached."""
         for key, page in zip(keys, pages, strict=False):
-            if key not in self._page_of and page not in self._key_of:
+            if page != RELEASED and key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
 
@@ -90,21 +114,25 @@ class PagePool:
     def reserve(self, shared: Sequence[int], count: int) -> list[int] | None:
         """The page table of a sequence: `shared` pages and `count` unused ones. None, and nothing
         reserved, if there are too few."""
-        if count > self.available - sum(self._users[page] == 0 for page in shared):
+        unused = sum(page != RELEASED and self._users[page] == 0 for page in shared)
+        if count > self.available - unused:
             return None
         return [*self.share_pages(shared), *(self._allocate() for _ in range(count))]
 
     def share_pages(self, pages: Sequence[int]) -> Sequence[int]:
         """Count one more user of `pages`."""
         for page in pages:
-            self._unused.pop(page, None)
-            self._users[page] += 1
+            if page != RELEASED:
+                self._unused.pop(page, None)
+                self._users[page] += 1
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
         """Count one user less of `pages`. The last page of a sequence is evicted before its first,
         which more sequences can share."""
         for page in reversed(pages):
+            if page == RELEASED:
+                continue
             self._users[page] -= 1
             if self._users[page] < 0:
                 raise RuntimeError(f"page {page} was released more often than it was used")
@@ -113,6 +141,15 @@ class PagePool:
                     self._unused[page] = None
                 else:
                     self._free.append(page)
+
+    def release_hidden(self, pages: list[int], position: int) -> None:
+        """Release those of a sequence's pages that no token from `position` on sees, and mark them
+        in `pages`."""
+        for number in reversed(range(self.first_visible(position))):
+            if pages[number] == RELEASED:
+                return
+            self.release(pages[number : number + 1])
+            pages[number] = RELEASED
 
     def _allocate(self) -> int:
         if self._free:

@@ -41,7 +41,8 @@ class RequestState:
         """Keys of the prompt's full pages that other requests may share (`PagePool.keys`): those
         before `own_start`."""
         self.pages: list[int] = []
-        """Pages of the first sequence, or of the scored tokens."""
+        """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no token
+        to come sees."""
         self.sequences: list[Sequence] = []
         """Sequences that have not ended; empty before the request is admitted."""
         self.num_remaining_tokens = 0

@@ -5,7 +5,8 @@ Requests wait in one queue. A request is admitted when there are slots for its s
 for its prompt and the first `reserve_tokens` new tokens; for more of them it gets pages as it
 decodes. When there are none, the running request that came last is preempted: its pages and slot
 become free, and it waits first in the queue, to run its prompt and its answer so far through
-prefill. So the request that came first always runs on, and all end. Pages serve long and short
+prefill. So the request that came first always runs on, and all end. Where every layer has a window,
+pages before the widest go back before each chunk and each decode call. Pages serve long and short
 requests alike: a request reserves what its own length needs. Requests are admitted in the order of
 their arrival with one exception: while one has no room, later ones that have may go before it, at
 most `max_skips` of them.
@@ -23,7 +24,7 @@ import time
 from collections import abc
 
 from ...config import NO_OWN
-from .page_pool import PagePool
+from .page_pool import RELEASED, PagePool
 from .request_state import Chunk, RequestState, ScheduledTokens, Sequence
 
 MAX_SKIPS = 32
@@ -144,9 +145,11 @@ class Scheduler:
         can decode."""
         if state.timing.started is None:
             state.timing.started = time.perf_counter()
-        begun = state.num_computed_tokens // self.page_size
+        pool, begun = self.pools[state.dp_rank], state.num_computed_tokens // self.page_size
+        # Not sooner: within one chunk another request would write what this one reads.
+        for pages in [one.pages for one in state.sequences] or [state.pages]:
+            pool.release_hidden(pages, state.num_computed_tokens)
         full = builder.add(state) // self.page_size
-        pool = self.pools[state.dp_rank]
         pool.cache(state.page_keys[begun:full], state.pages[begun:full])
         if state.num_computed_tokens < state.prefill_target:
             return
@@ -227,6 +230,10 @@ class Scheduler:
         which there are none sits out: the pages are with requests in prefill, or with samples that
         share a prompt."""
         self._without_pages.clear()
+        for sequence in self.running.values():
+            state = sequence.request_state
+            position = state.prefill_target + len(sequence.token_ids)
+            self.pools[state.dp_rank].release_hidden(sequence.pages, position)
         needing = [one for one in self.running.values() if self._missing_pages(one, steps) > 0]
         needing.sort(key=lambda one: (one.request_state.request_id, one.index))
         grown = []
@@ -381,7 +388,7 @@ class _ChunkBuilder:
         """Let the chunk read these pages too; False if they are too many."""
         if self._context_pages is None:
             return True
-        context = self._context.union(pages)
+        context = self._context.union(page for page in pages if page != RELEASED)
         if len(context) > self._context_pages:
             return False
         self._context = context

@@ -219,11 +219,11 @@ class ModelRunner:
             self._update_pages([sequence.slot for sequence in some], self._page_tables(some))
 
     def _page_tables(self, sequences: abc.Sequence[Sequence]) -> np.ndarray:
-        """i32[B, P]; 0 past the pages of a sequence."""
+        """i32[B, P]; 0 past the pages of a sequence, and for `RELEASED`."""
         tables = np.zeros((len(sequences), self.shapes.table_pages), np.int32)
         for table, sequence in zip(tables, sequences, strict=True):
             table[: len(sequence.pages)] = sequence.pages
-        return tables
+        return np.maximum(tables, 0)
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """See `ModelRunnerBase`."""

@@ -29,6 +29,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from ...params import Leaf
+from ..engine.page_pool import RELEASED
 from ..engine.request_state import ScheduledTokens
 from ..engine.requests import ScoreRequest
 
@@ -49,7 +50,8 @@ class QueryTiles:
     query_start: Leaf  # i32[W]; the first offset in the page that holds a token of the chunk
     query_end: Leaf  # i32[W]; one past the last
     source: Leaf  # i32[W]; index of the packed token at `query_start`
-    page_table: Leaf  # i32[W, P]; pages of the request, or their indices in `gathered_pages`
+    # i32[W, P]; pages of the request, or their indices in `gathered_pages`; 0 for `RELEASED`
+    page_table: Leaf
     tile_index: Leaf  # i32[A, T]; of each packed token, tile * page_size + offset
 
 
@@ -200,7 +202,7 @@ class _TileBuilder:
             first, end = max(positions.start - start, 0), min(positions.stop - start, size)
             own_start = scheduled.request_state.own_start
             self._fields[:, dp_rank, tile] = pages[number], start, first, end, at, own_start
-            self._page_table[dp_rank, tile, : len(table)] = table
+            self._page_table[dp_rank, tile, : len(table)] = np.maximum(table, 0)
             index = range(tile * size + first, tile * size + end)
             self._tile_index[dp_rank, at : at + end - first] = index
             self._used[dp_rank] += 1
@@ -226,7 +228,10 @@ def _gather(page_indices: dict[int, int], scheduled: ScheduledTokens, page_size:
     """Indices in `gathered_pages` of the pages that scheduled tokens read; new pages are
     appended to `page_indices`."""
     pages = scheduled.request_state.pages[: -(-scheduled.stop // page_size)]
-    return [page_indices.setdefault(page, len(page_indices)) for page in pages]
+    return [
+        RELEASED if page == RELEASED else page_indices.setdefault(page, len(page_indices))
+        for page in pages
+    ]
 
 
 class ChunkNeeds(NamedTuple):
@@ -252,6 +257,7 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
             page
             for scheduled in shard
             for page in scheduled.request_state.pages[: -(-scheduled.stop // page_size)]
+            if page != RELEASED
         }
         return ChunkNeeds(
             tokens=sum(scheduled.num_tokens for scheduled in shard),

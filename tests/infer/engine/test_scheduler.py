@@ -310,7 +310,7 @@ def test_a_sample_aborted_before_it_begins_has_no_output():
     check_empty(engine)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_at_random(seed):
     """Requests of all kinds come, go and are aborted at any moment; every answer is right, and
     nothing leaks."""
@@ -330,6 +330,7 @@ def test_at_random(seed):
         reserve_tokens=kinds.choice([1, 2, 5, 9, 512]),
         structured_outputs=True,
         single_step_rows=kinds.choice([0, 0, 1, 2]),
+        window=random.Random(f"window {seed}").choice([None, 1, 3, 8, 21]),
     )
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
