@@ -8,13 +8,14 @@ import pytest
 from swiftkv_jax import Model
 from swiftkv_jax.cache import bytes_per_token, cache_dtype
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
+from swiftkv_jax.infer.engine.options import KVCacheDtype
 
 from .cases import tokens
 
 LENGTH = 96
 
 
-def served(model: Model, pages: int, format="auto", **options) -> Engine:
+def served(model: Model, pages: int, format: KVCacheDtype = "auto", **options) -> Engine:
     """Pages of 8 positions."""
     room = pages * 8 * bytes_per_token(model.config, cache_dtype(format, model.dtype))
     return Engine.from_model(
