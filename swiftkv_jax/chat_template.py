@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import datetime
 import resource
 import threading
 import time
@@ -25,11 +26,13 @@ def render_chat(
     add_generation_prompt: bool,
     continue_final_message: bool = False,
     tools: Any = None,
+    now: datetime.datetime | None = None,
     deadline_s: float = 10.0,
     max_memory: int = MAX_MEMORY,
 ) -> str:
     """Text of a conversation, as the tokenizer's chat template writes it;
-    `continue_final_message` leaves its last message open.
+    `continue_final_message` leaves its last message open. `now` is the date that the template is
+    told where it asks for one (`strftime_now`); None for the clock's.
 
     Raises `DataError` if the template refuses the messages, fails in any other way, runs longer
     than `deadline_s` seconds, or makes the process grow by more than `max_memory` bytes. Both
@@ -44,6 +47,7 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            **({} if now is None else {"strftime_now": now.strftime}),
         )
 
     try:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from swiftkv_jax.chat_template import render_chat
 from swiftkv_jax.errors import DataError
 from swiftkv_jax.train.data.documents import Document, Unreadable
 from swiftkv_jax.train.data.tokenize import Example, _inside, tokenize
@@ -152,6 +153,20 @@ def test_answers_that_are_rewritten_later_are_examples_of_their_own(tokenizer):
     found = [thinking.decode(row.tokens[row.is_target]) for row in rows]
     answers = [f"<think>\n\n</think>\n\n{answer}<|im_end|>\n" for answer in "aba"]
     assert found == answers
+
+
+DATED = "{% set today = strftime_now('%d %b %Y') %}{{ today }} " + CHATML
+
+
+def test_a_template_that_writes_the_date_writes_the_same_on_any_day(tokenizer):
+    document = chat(("user", "q"), ("assistant", "a"))
+    dated = with_template(tokenizer, DATED)
+    (row,) = tokenize([document], dated)
+    assert isinstance(row, Example)
+    assert dated.decode(row.tokens).startswith("26 Jul 2024 ")
+    assert targets(document, dated) == "a" + END[CHATML]
+    chatting = render_chat(dated, document.messages or [], add_generation_prompt=True)
+    assert not chatting.startswith("26 Jul 2024")  # that of the clock
 
 
 def test_order_is_kept_over_kinds_and_batches(tokenizer):
