@@ -31,8 +31,8 @@ def render_chat(
     max_memory: int = MAX_MEMORY,
 ) -> str:
     """Text of a conversation, as the tokenizer's chat template writes it;
-    `continue_final_message` leaves its last message open. `now` is the date that the template is
-    told where it asks for one (`strftime_now`); None for the clock's.
+    `continue_final_message` leaves its last message open. `now` is the date that the template gets
+    where it asks for one (`strftime_now`); None for the clock's.
 
     Raises `DataError` if the template refuses the messages, fails in any other way, runs longer
     than `deadline_s` seconds, or makes the process grow by more than `max_memory` bytes. Both
@@ -41,13 +41,14 @@ def render_chat(
     """
 
     def render() -> Any:
+        template = None if now is None else _dated(tokenizer.get_chat_template(tools=tools), now)
         return tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **({} if now is None else {"strftime_now": now.strftime}),
         )
 
     try:
@@ -59,6 +60,19 @@ def render_chat(
     if not isinstance(text, str):
         raise DataError(f"the chat template returns {type(text).__name__}, not text")
     return text
+
+
+def _dated(template: str, now: datetime.datetime) -> str:
+    """`template` with a macro in the place of `strftime_now`, for which transformers takes no
+    function."""
+    if "strftime_now" not in template:
+        return template
+    codes = [f"%{flag}{code}" for code in "aAbBdmyYjHIMSp" for flag in ("", "-")]
+    filters = "".join(f"|replace({code!r},{now.strftime(code)!r})" for code in codes)
+    # The line that follows is trimmed (`trim_blocks`).
+    return (
+        f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+    )
 
 
 def _reason(error: Exception) -> str:
