@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import swiftkv_jax as skv
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.analyze import main as analyze
+from tests.infer.serve.process import SMALL, serving
 
 from . import models
 from .cases import CASES, tensor_for
@@ -73,6 +74,10 @@ def test_distillation(case, teacher, tmp_path):
     new = skv.generate(student, [prompt], max_tokens=6, ignore_eos=True)[0]
     best = logits(student, [prompt + new])[0, len(prompt) - 1 : -1]
     np.testing.assert_allclose(best[np.arange(6), new], best.max(-1), atol=1e-3)
+    with serving(exported, *SMALL, "--dtype", "float32") as server:
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        (answer,) = server.ask("/v1/completions", body | {"return_token_ids": True})["choices"]
+        assert answer["token_ids"] == new
     assert json.loads((exported / "config.json").read_text())["model_type"] == (
         f"{CASES[case]['model_type']}_swiftkv"
     )

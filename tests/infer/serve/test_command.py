@@ -1,15 +1,10 @@
 """`infer serve` as a user starts it: a process, a checkpoint, a signal."""
 
 import argparse
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,20 +12,7 @@ import yaml
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.serve import command
 from tests.infer.conftest import CHAT_TEMPLATE
-
-ROOT = Path(__file__).parents[3]
-SMALL = (
-    "--port 0 --max-num-batched-tokens 16 --max-model-len 128 --max-num-seqs 2 --decode-steps 3 "
-    "--page-size 8 --compile-cache none"
-).split()
-
-
-def ask(url: str, path: str, body: object = None, key: str = "first-key") -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} if data else {}
-    request = urllib.request.Request(url + path, data, headers | {"authorization": f"Bearer {key}"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+from tests.infer.serve.process import ROOT, SMALL, serving
 
 
 def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tmp_path):
@@ -38,51 +20,30 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     keys.touch(0o600)
     keys.write_text("someone: first-key\n")
     (checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    arguments = ["-m", "swiftkv_jax.infer", "serve", "--model", str(checkpoint), *SMALL]
-    process = subprocess.Popen(
-        [sys.executable, *arguments, "--served-model-name", "tiny", "--api-key-file", str(keys)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    names = "--served-model-name", "tiny", "--api-key-file", str(keys)
     try:
-        assert process.stderr is not None
-        url, lines = "", []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"listening on (http://\S+)", line):
-                url = found[1]
-                assert ask(url, "/health") == {"status": "ok"}, "before the model is loaded"
-            if "tiny is ready" in line:
-                break
-        else:
-            raise AssertionError("".join(lines))
-        prompt = tokenizer("the quick")["input_ids"]
-        answer = ask(
-            url,
-            "/v1/completions",
-            {"prompt": "the quick", "max_tokens": 7, "temperature": 0, "return_token_ids": True},
-        )
-        assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
-        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-        one, two = (ask(url, "/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
-        assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4
-        form = {"structured_outputs": {"regex": "[a-d]{3}"}}
-        bound = ask(url, "/v1/completions", {"prompt": "the", "seed": 1} | form)["choices"][0]
-        assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
-        keys.write_text("someone: other-key\n")
-        process.send_signal(signal.SIGHUP)
-        assert next(line for line in process.stderr if "keys read again" in line)
-        assert ask(url, "/v1/models", key="other-key")["data"][0]["id"] == "tiny"
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            ask(url, "/v1/models")
-        process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=30)
+        with serving(checkpoint, *SMALL, *names) as server:
+            prompt = tokenizer("the quick")["input_ids"]
+            body = {"prompt": "the quick", "max_tokens": 7, "temperature": 0}
+            answer = server.ask("/v1/completions", body | {"return_token_ids": True})
+            assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            one, two = (server.ask("/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
+            assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4
+            form = {"structured_outputs": {"regex": "[a-d]{3}"}}
+            (bound,) = server.ask("/v1/completions", {"prompt": "the", "seed": 1} | form)["choices"]
+            assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
+            keys.write_text("someone: other-key\n")
+            server.process.send_signal(signal.SIGHUP)
+            assert next(line for line in server.lines if "keys read again" in line)
+            assert server.ask("/v1/models", key="other-key")["data"][0]["id"] == "tiny"
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                server.ask("/v1/models")
+            server.process.send_signal(signal.SIGTERM)
+            _, rest = server.process.communicate(timeout=30)
     finally:
-        process.kill()
         (checkpoint / "chat_template.jinja").unlink()
-    assert process.returncode == 0, rest
+    assert server.process.returncode == 0, rest
     assert "shutting down" in rest and "Traceback" not in rest
 
 
