@@ -36,6 +36,8 @@ class Family:
     """Field of `params` -> its tensor's name within a layer, where that is not Llama's."""
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Tensor within a layer -> the fields of `params` whose rows it joins."""
+    mlp_dim: str = "intermediate_size"
+    """The field that has the width of its MLP, or of an expert's."""
     interleaved: bool = False
     """Whether its rotary embedding pairs neighbouring dimensions of a head; see `interleaved`."""
 
@@ -51,6 +53,12 @@ _QWEN = _COMMON | {
     "max_window_layers": 28,
     "num_key_value_heads": 32,
     "sliding_window": 4096,
+}
+_GRANITE = _COMMON | {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 _GEMMA = _COMMON | {
     "head_dim": 256,
@@ -125,6 +133,7 @@ FAMILIES: dict[str, Family] = {
         # The window's other fields say nothing where its switch is off.
         fields="attention_bias num_experts num_local_experts num_experts_per_tok "
         "moe_intermediate_size norm_topk_prob sliding_window max_window_layers",
+        mlp_dim="moe_intermediate_size",
         neutral=_SILU
         | {
             "use_sliding_window": (False, None),
@@ -162,13 +171,24 @@ FAMILIES: dict[str, Family] = {
         fields="attention_bias embedding_multiplier residual_multiplier attention_multiplier "
         "logits_scaling",
         neutral=_SILU,
-        defaults=_COMMON
-        | {
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        defaults=_GRANITE,
+    ),
+    # Granite 4.0, of which the models without Mamba layers and experts are supported.
+    "granitemoehybrid": Family(
+        "GraniteMoeHybrid",
+        family_fields.read_granite4,
+        family_fields.write_granite4,
+        fields="attention_bias embedding_multiplier residual_multiplier attention_multiplier "
+        "logits_scaling position_embedding_type shared_intermediate_size layer_types "
+        "layers_block_type num_local_experts "
+        # What Mamba layers and experts would read, and how weights were initialised.
+        "num_experts_per_tok mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv "
+        "mamba_expand mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit init_method",
+        neutral=_SILU | {"normalization_function": ("rmsnorm", None)},
+        defaults=_GRANITE | {"shared_intermediate_size": 1024, "num_local_experts": 8},
+        names={"down": "shared_mlp.output_linear.weight"},
+        fused={"shared_mlp.input_linear.weight": ("gate", "up")},
+        mlp_dim="shared_intermediate_size",
     ),
     "smollm3": Family(
         "SmolLM3",

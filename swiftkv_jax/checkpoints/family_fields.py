@@ -23,7 +23,7 @@ from .hf_layer_kinds import (
     write_two_ropes,
 )
 from .hf_rope import rename_longrope, rope_from_hf, rope_to_hf
-from .hf_values import agreed, shown
+from .hf_values import agreed, check_integer, shown
 
 
 def _biases(hf: Fields) -> dict[str, Any]:
@@ -69,6 +69,9 @@ def read_qwen3(hf: Fields) -> dict[str, Any]:
 
 def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
     counts = {name: hf.get(name) for name in ("num_experts", "num_local_experts")}
+    for name, count in {**counts, "num_experts_per_tok": hf["num_experts_per_tok"]}.items():
+        if count is not None:
+            check_integer(name, count)
     return {
         "layer_kinds": one_kind({**hf, "sliding_window": None}),
         "qk_norm": "head",
@@ -84,7 +87,6 @@ def write_qwen3_moe(config: Config) -> dict[str, Any]:
     return rope_to_hf(rope) | {
         "hidden_act": "silu",
         "attention_bias": config.qkv_bias,
-        "moe_intermediate_size": config.mlp_dim,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.num_experts_per_token,
         "norm_topk_prob": config.renormalize_experts,
@@ -107,18 +109,69 @@ def write_seed_oss(config: Config) -> dict[str, Any]:
 
 
 def read_granite(hf: Fields) -> dict[str, Any]:
+    return {"layer_kinds": one_kind(hf), **_granite(hf)}
+
+
+def read_granite4(hf: Fields) -> dict[str, Any]:
+    """Raises `ConfigError` unless all layers have attention and none has experts."""
+    names = ("layer_types", "layers_block_type")
+    types = agreed({name: hf.get(name) for name in names})
+    # The class takes every layer for one of Mamba where a file does not say.
+    if types is None or any(kind not in ("attention", "full_attention") for kind in types):
+        raise ConfigError(
+            f"layer_types={shown(types)}: the model is a hybrid with Mamba layers, which are not "
+            f"supported; supported: Granite 4.0 with attention in every layer"
+        )
+    if len(types) != hf["num_hidden_layers"]:
+        raise ConfigError(
+            f"layer_types={shown(types)} must have a type for each of the "
+            f"{hf['num_hidden_layers']} layers"
+        )
+    if hf["num_local_experts"]:
+        raise ConfigError(
+            f"num_local_experts={hf['num_local_experts']}: a mixture of experts beside a shared "
+            f"MLP is not supported; supported: 0"
+        )
+    position = hf.get("position_embedding_type")
+    if position not in ("rope", "nope", None):
+        raise ConfigError(
+            f"position_embedding_type={shown(position)} is not supported; supported: 'rope', "
+            f"'nope', None"
+        )
+    rotates = position == "rope"
+    kinds = one_kind({**hf, "layer_types": None}) if rotates else (LayerKind(None),)
+    return {"layer_kinds": kinds, **_granite(hf)}
+
+
+def _granite(hf: Fields) -> dict[str, Any]:
     return {
-        "layer_kinds": one_kind(hf),
         **_biases(hf),
-        "embed_scale": hf["embedding_multiplier"],
-        "residual_scale": hf["residual_multiplier"],
-        "query_scale": hf["attention_multiplier"],
-        "logit_divisor": hf["logits_scaling"],
+        "embed_scale": float(hf["embedding_multiplier"]),
+        "residual_scale": float(hf["residual_multiplier"]),
+        "query_scale": float(hf["attention_multiplier"]),
+        "logit_divisor": float(hf["logits_scaling"]),
     }
 
 
 def write_granite(config: Config) -> dict[str, Any]:
-    return write_llama(config) | {
+    return write_llama(config) | _granite_scales(config)
+
+
+def write_granite4(config: Config) -> dict[str, Any]:
+    ropes = [rope_to_hf(rope) for rope in config.ropes]
+    return {
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "position_embedding_type": "rope" if ropes else None,
+        "layer_types": ["attention"] * config.num_layers,
+        "num_local_experts": 0,
+        **_granite_scales(config),
+        **(ropes[0] if ropes else {}),
+    }
+
+
+def _granite_scales(config: Config) -> dict[str, Any]:
+    return {
         "embedding_multiplier": config.embed_scale,
         "residual_multiplier": config.residual_scale,
         "attention_multiplier": config.query_scale,

@@ -75,7 +75,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
         key_value_group_size exact_tail max_window_layers no_rope_layer_interval
         sliding_window_pattern original_max_position_embeddings num_experts num_local_experts
-        num_experts_per_tok moe_intermediate_size sliding_window_size
+        num_experts_per_tok moe_intermediate_size shared_intermediate_size sliding_window_size
         """,
     ),
     "a number": (
@@ -90,8 +90,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         (bool,),
         "attention_bias attention_out_bias tie_word_embeddings use_sliding_window norm_topk_prob",
     ),
-    "a string": ((str,), "generated_kv hidden_activation"),
-    "a list": ((list,), "shared_kv_heads layer_types no_rope_layers"),
+    "a string": ((str,), "generated_kv hidden_activation position_embedding_type"),
+    "a list": ((list,), "shared_kv_heads layer_types layers_block_type no_rope_layers"),
     "an object": ((Mapping,), "rope_scaling rope_parameters"),
 }
 
@@ -99,7 +99,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 _SIZES = """
     vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
     max_position_embeddings original_max_position_embeddings no_rope_layer_interval
-    sliding_window_pattern num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+    sliding_window_pattern moe_intermediate_size shared_intermediate_size
     """.split()
 
 
@@ -139,8 +139,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     if hf.get("quantization_config") is not None:
         read_quantization_config(hf["quantization_config"])
     required = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
-    if "moe_intermediate_size" not in family.defaults:
-        required.append("intermediate_size")
+    if family.mlp_dim not in family.defaults:
+        required.append(family.mlp_dim)
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")
     _check_types(hf)
@@ -161,7 +161,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     config = Config(
         vocab_size=hf["vocab_size"],
         embed_dim=width,
-        mlp_dim=hf.get("moe_intermediate_size") or hf["intermediate_size"],
+        mlp_dim=hf[family.mlp_dim],
         num_layers=hf["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
@@ -218,12 +218,11 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        family.mlp_dim: config.mlp_dim,
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
     } | family.write(config)
-    if not config.num_experts:
-        fields["intermediate_size"] = config.mlp_dim
     if config.num_upper_layers:
         fields |= {
             "architectures": [f"{family.architecture}SwiftKVForCausalLM"],

@@ -31,6 +31,31 @@ QWEN = {
     "attention_dropout": 0.0,
     "initializer_range": 0.02,
 }
+# Without Mamba layers and experts. Nothing reads the fields of those, nor `intermediate_size`.
+GRANITE4 = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention"] * 6,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 80,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 0.4,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "normalization_function": "rmsnorm",
+    "init_method": "mup",
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_d_state": 16,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.01,
+}
 
 
 def _types(full: str, count: int = 6) -> list[str]:
@@ -133,6 +158,10 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
     },
+    "granite4": BASE | GRANITE4 | {"position_embedding_type": "rope", "head_dim": 16},
+    "granite4-unrotated": BASE
+    | GRANITE4
+    | {"position_embedding_type": None, "num_key_value_heads": 1, "tie_word_embeddings": False},
     "smollm3": BASE
     | {
         "model_type": "smollm3",
@@ -311,7 +340,7 @@ def tensor_for(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> 
     else:
         query_or_key = "q_proj" in name or "k_proj" in name or "qkv_proj" in name
         strong = _OUTPUT.get(config["model_type"], 1.2)
-        output = "o_proj" in name or "down_proj" in name
+        output = "o_proj" in name or "down_proj" in name or "output_linear" in name
         gain = 1.6 if query_or_key else strong if output else 1.2
         values = gain * random.standard_normal(shape) / np.sqrt(shape[-1])
     return np.ascontiguousarray(values, np.float32)
@@ -319,6 +348,7 @@ def tensor_for(config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> 
 
 _EMBEDDING = {
     "granite": 1.0,
+    "granitemoehybrid": 1.0,
     "gemma2": 2.0,
     "gemma3_text": 2.0,
     "glm4": 0.4,
@@ -327,7 +357,7 @@ _EMBEDDING = {
     "qwen3": 0.3,
     "smollm3": 0.3,
 }
-_OUTPUT = {"granite": 8.0}
+_OUTPUT = {"granite": 8.0, "granitemoehybrid": 8.0}
 
 
 def tokens() -> np.ndarray:

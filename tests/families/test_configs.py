@@ -90,7 +90,6 @@ REFUSED = {
     "another family's field": ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
     "experts": ("mixtral", {}, "model_type='mixtral'"),
     "endless layers": ("gemma3_text", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
-    "Granite 4.0": ("granitemoehybrid", {}, "model_type='granitemoehybrid'"),
     "another window beside it": (
         "gemma2",
         {"sliding_window": 8, "sliding_window_size": 16},

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
-from swiftkv_jax import LayerKind, Model
+from swiftkv_jax import LayerKind, Model, Rope
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 
 from . import models
@@ -22,7 +22,9 @@ def test_logits(case, load):
     np.testing.assert_allclose(logits(load(case)), models.recorded(case).logits, atol=2e-4, rtol=0)
 
 
-SERVED = "qwen2-window qwen3-moe smollm3 phi4-mini olmo3 gemma2 gemma3 glm4".split()
+SERVED = (
+    "qwen2-window qwen3-moe smollm3 phi4-mini olmo3 gemma2 gemma3 glm4 granite4-unrotated".split()
+)
 """Cases whose options the engine has code for; the others are served by `make test-all`."""
 
 
@@ -187,6 +189,15 @@ ABLATIONS = {
     "granite: residual": ("granite", with_config(residual_scale=1.0)),
     "granite: attention": ("granite", with_config(query_scale=None)),
     "granite: logits": ("granite", with_config(logit_divisor=1.0)),
+    "granite4: embeddings": ("granite4", with_config(embed_scale=1.0)),
+    "granite4: residual": ("granite4", with_config(residual_scale=1.0)),
+    "granite4: attention": ("granite4", with_config(query_scale=None)),
+    "granite4: logits": ("granite4", with_config(logit_divisor=1.0)),
+    "granite4: rotation": ("granite4", with_kinds(lambda kind, _: LayerKind(None))),
+    "granite4: no rotation": (
+        "granite4-unrotated",
+        with_kinds(lambda kind, _: LayerKind(Rope(1e4))),
+    ),
     "smollm3: no rotation": ("smollm3", all_rotate),
     "smollm3: the interval": ("smollm3", by_interval),
     "phi3: window": ("phi3", window_of(None)),
