@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -19,6 +20,9 @@ from ..quantization import Format
 from .compressed_tensors import quantization_config
 from .hf_config import config_from_hf, config_to_hf
 from .quantization_config import read_quantization_config
+from .wrapped import is_wrapped, text_fields
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,13 +41,17 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
-    """config.json, the other side files, and the tokens that end a generation.
+    """config.json, the other side files, and the tokens that end a generation. Of a model that
+    wraps a text model, config.json is what that would have by itself; the log says so.
 
     Raises `ConfigError` naming config.json if it is malformed or not supported, `CheckpointError`
     for other files.
     """
     hf_config = read_json(path / "config.json", ConfigError)
     try:
+        if is_wrapped(hf_config):
+            kind, hf_config = hf_config["model_type"], text_fields(hf_config)
+            _warn_of_images(path, kind)
         config = config_from_hf(hf_config)
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
@@ -58,6 +66,17 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
     eos = generation.get("eos_token_id")
     eos_token_ids = _token_ids(path, hf_config.get("eos_token_id") if eos is None else eos)
     return config, AuxiliaryFiles(contents, hf_config), eos_token_ids
+
+
+@functools.cache
+def _warn_of_images(path: Path, model_type: str) -> None:
+    """Once for a directory, however often a command reads it."""
+    logger.warning(
+        "%s: of this %s model only the text model is read: images are not supported, and the "
+        "tensors of the vision side are not read",
+        path,
+        model_type,
+    )
 
 
 def write_auxiliary_files(
@@ -98,8 +117,10 @@ def to_hf_config(
     )
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
-        fields = original.get("quantization_config")
-        same = fields is not None and read_quantization_config(fields).kept == "fp8"
+        fields = original.get("quantization_config") or {}
+        # That of a wrapped model may have another name for the head.
+        same = "lm_head" in (fields.get("ignore") or ())
+        same = same and read_quantization_config(fields).kept == "fp8"
         kept["quantization_config"] = (
             fields if same else quantization_config(experts=config.num_experts > 0)
         )

@@ -29,6 +29,9 @@ from .weight_format import (
 
 ROUTERS = r"re:.*\.mlp\.gate$"
 """What leaves the routers of experts out: they are never quantised."""
+# Names and patterns of modules that only images go through, and of nothing besides.
+_VISION = re.compile(r"\^?(\.\*)?(model\\?\.)?(vision_tower|multi_modal_projector)[\w.*\\$]*")
+_HEADS = {"lm_head", "language_model.lm_head", "re:.*lm_head", "re:.*lm_head.*"}
 SCALE_SUFFIX = "_scale"
 """A weight's name and this is its scale's."""
 
@@ -105,9 +108,13 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name, group in groups.items()
     )
     wide = read_names(f"{where}.ignore", fields.get("ignore"))
-    # By name or by a pattern of them.
-    routers = {name for name in wide if re.search(r"mlp\\?\.gate\$?$", name)}
-    alone = len(read) == 1 and set(wide) - routers == {"lm_head"}
+    # By name or by a pattern of them. Of a model that takes images too only the text model is read.
+    others = {
+        name
+        for name in wide
+        if re.search(r"mlp\\?\.gate\$?$", name) or _VISION.fullmatch(name.removeprefix("re:"))
+    }
+    alone = len(read) == 1 and len(heads := set(wide) - others) == 1 and heads <= _HEADS
     kept = _kept(*read[0], next(iter(groups.values()))) if alone else None
     return QuantizationConfig("compressed-tensors", read, wide, kept)
 

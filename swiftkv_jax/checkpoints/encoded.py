@@ -17,6 +17,7 @@ from . import stored_formats
 from .safetensors_io import WIDE, Stored, read_block
 from .tensor_map import MappedLeaf, check_no_problems
 from .weight_format import QuantizationConfig, WeightFormat
+from .wrapped import TensorNames
 
 _CHUNK_ELEMENTS = 4 * 2**20
 _ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
@@ -106,19 +107,23 @@ type Tensor = Stored | EncodedMatrix
 
 
 def join_tensors(
-    path: Path, stored: Iterable[Stored], expected: Iterable[MappedLeaf], config: QuantizationConfig
+    path: Path,
+    stored: Iterable[Stored],
+    expected: Iterable[MappedLeaf],
+    config: QuantizationConfig,
+    spelling: TensorNames,
 ) -> list[Tensor]:
     """`stored` with the tensors of each quantised matrix of `expected` as one.
 
     Raises `CheckpointError` for matrices whose tensors are not those that `config` says.
     """
-    names = {name: leaf for leaf in expected for name in leaf.tensors}
+    names = {spelling.in_file(name): (name, leaf) for leaf in expected for name in leaf.tensors}
     modules: dict[str, dict[str, Stored]] = collections.defaultdict(dict)
     others: list[Tensor] = []
     problems: dict[str, list[str]] = collections.defaultdict(list)
     for tensor in stored:
         module, _, last = tensor.name.rpartition(".")
-        leaf = names.get(f"{module}.weight")
+        _, leaf = names.get(f"{module}.weight", ("", None))
         if leaf is None or leaf.param.in_axes is None or tensor.name in names and last == "bias":
             others.append(tensor)
         elif last in modules[module]:
@@ -126,7 +131,8 @@ def join_tensors(
         else:
             modules[module][last] = tensor
     for module, tensors in modules.items():
-        format = config.format_of(module)
+        name, leaf = names[f"{module}.weight"]
+        format = config.format_of(*spelling.in_lists(name.removesuffix(".weight")))
         is_wide = "weight" in tensors and tensors["weight"].code in WIDE
         is_wide = is_wide and tensors.keys() <= {"weight", "bias"}
         if format is None and is_wide:
@@ -136,7 +142,7 @@ def join_tensors(
         elif is_wide:
             problems[f"not quantised, though quantization_config says {format}"].append(module)
         else:
-            shape = names[f"{module}.weight"].stored_shape
+            shape = leaf.stored_shape
             for kind, where in _problems(format, shape, tensors).items():
                 problems[kind] += (f"{module}.{text}" for text in where)
             others.append(EncodedMatrix(f"{module}.weight", shape, format, tensors))

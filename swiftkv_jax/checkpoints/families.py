@@ -81,6 +81,26 @@ _PRE_FEEDFORWARD = {"mlp_norm": "pre_feedforward_layernorm.weight"}
 _GATE_UP = {"mlp.gate_up_proj.weight": ("gate", "up")}
 _WINDOW_SWITCH = "use_sliding_window max_window_layers sliding_window layer_types"
 
+# Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
+IRRELEVANT = frozenset(
+    """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache
+    pretraining_tp attention_dropout initializer_range bos_token_id eos_token_id pad_token_id
+    sep_token_id unk_token_id swiftkv _attn_implementation attn_implementation
+    _attn_implementation_autoset auto_map tokenizer_class return_dict return_dict_in_generate
+    output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id
+    finetuning_task id2label label2id num_labels prefix problem_type task_specific_params
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
+    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
+    residual_dropout output_router_logits router_aux_loss_coef cache_implementation
+    neftune_noise_alpha transformers.js_config _sliding_window_pattern
+    """.split()
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "Llama",

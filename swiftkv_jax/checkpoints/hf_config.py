@@ -11,10 +11,11 @@ from typing import Any
 
 from ..config import MAX_LAYERS, Config
 from ..errors import ConfigError
-from .families import FAMILIES, Family
+from .families import FAMILIES, IRRELEVANT, Family
 from .hf_rope import check_spellings
 from .hf_values import MAX_NUMBER, check_integer, shown
 from .quantization_config import read_quantization_config
+from .wrapped import WRAPPED, is_wrapped, text_fields
 
 SWIFTKV, SHARED_BASIS = "_swiftkv", "_swiftkv_shared_basis"
 """What the model type of a student ends with; the second where it has `SwiftKV.mix`: a type that
@@ -30,26 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "logit_scale": (1.0, None),
 }
-
-# Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
-_IRRELEVANT = frozenset(
-    """
-    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache
-    pretraining_tp attention_dropout initializer_range bos_token_id eos_token_id pad_token_id
-    sep_token_id unk_token_id swiftkv _attn_implementation attn_implementation
-    _attn_implementation_autoset auto_map tokenizer_class return_dict return_dict_in_generate
-    output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
-    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id
-    finetuning_task id2label label2id num_labels prefix problem_type task_specific_params
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
-    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
-    remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
-    residual_dropout output_router_logits router_aux_loss_coef cache_implementation
-    neftune_noise_alpha transformers.js_config _sliding_window_pattern
-    """.split()
-)
 
 _USED = frozenset(
     """
@@ -124,14 +105,17 @@ def _check_types(hf: Mapping[str, Any]) -> None:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> Config:
-    """Read a Hugging Face `config.json` of one of `FAMILIES`, or of its SwiftKV student.
+    """Read a Hugging Face `config.json` of one of `FAMILIES`, of its SwiftKV student, or of a model
+    that wraps one of them (`wrapped`).
 
     Raises `ConfigError` for any field that would change the result and is not implemented.
     """
+    if is_wrapped(hf):
+        hf = text_fields(hf)
     if hf.get("model_type") not in MODEL_TYPES:
         raise ConfigError(
             f"model_type={shown(hf.get('model_type'))} is not supported; supported: "
-            f"{', '.join(FAMILIES)}, and their students"
+            f"{', '.join((*FAMILIES, *WRAPPED))}, and their students"
         )
     name = hf["model_type"].removesuffix(SHARED_BASIS).removesuffix(SWIFTKV)
     family = FAMILIES[name]
@@ -190,7 +174,7 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
             raise ConfigError(
                 f"{name}={shown(value)} is not supported; supported: {neutral[name][0]!r}"
             )
-        if name not in neutral and name not in _IRRELEVANT and name not in used:
+        if name not in neutral and name not in IRRELEVANT and name not in used:
             raise ConfigError(
                 f"unknown field {shown(name)} (value {shown(value)}): it may change the model, so "
                 f"it is not ignored"

@@ -35,6 +35,7 @@ from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Quantization, Source
 from .tensor_map import MappedLeaf, by_name, check_no_problems, first_of, leaves, to_trees
 from .tensor_reader import TensorReader
+from .wrapped import BY_ITSELF, TensorNames, is_vision, is_wrapped, tensor_names
 
 __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 
@@ -43,6 +44,7 @@ _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 # Scales of a quantised KV cache, as vLLM and compressed-tensors name them.
 _CACHE_SCALE = re.compile(r"\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _CODES: dict[Format, str] = {"fp8": "F8_E4M3", "int8": "I8"}
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
@@ -128,6 +130,10 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     path = Path(path)
     file_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     stored, metadata = _read_weights(path)
+    names = BY_ITSELF
+    if is_wrapped(read_json(path / "config.json")):
+        stored = [tensor for tensor in stored if not is_vision(tensor.name)]
+        names = tensor_names([tensor.name for tensor in stored])
     if metadata.get(FORMAT) == DELTA:
         raise CheckpointError(
             f"{path}: holds only the trained tensors, not its base model; join them by convert "
@@ -138,10 +144,10 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     format = quantized and quantized.kept
     found: Sequence[Tensor] = stored
     if quantized is not None and format is None:
-        found = join_tensors(path, stored, leaves(file_config), quantized)
+        found = join_tensors(path, stored, leaves(file_config), quantized, names)
 
     present = _present(file_config, found, format)
-    tensors = _match(path, present, found, format)
+    tensors = _match(path, present, found, format, names)
     _check_tied_head(path, file_config, tensors)
     opened = Source(
         config=file_config,
@@ -240,23 +246,29 @@ def _match(
     expected: tuple[MappedLeaf, ...],
     stored: Sequence[Tensor],
     format: Format | None = None,
+    names: TensorNames = BY_ITSELF,
 ) -> dict[str, Tensor]:
     """Name -> tensor, after checking that the files hold exactly what is expected, quantised
-    matrices in `format`. One error names every kind of difference."""
-    shapes = {name: leaf.stored_shape for leaf in expected for name in leaf.tensors}
-    eight_bits = {name for leaf in expected if leaf.part == VALUES for name in leaf.tensors}
-    tied = "lm_head.weight" not in shapes and "model.embed_tokens.weight" in shapes
+    matrices in `format`. One error names every kind of difference, by the files' `names`."""
+    ours = {names.in_file(name): name for leaf in expected for name in leaf.tensors}
+    head, embed = map(names.in_file, (_HEAD, _EMBED))
+    ours |= {head: _HEAD}
+    shapes = {names.in_file(name): leaf.stored_shape for leaf in expected for name in leaf.tensors}
+    eight_bits = {
+        names.in_file(name) for leaf in expected if leaf.part == VALUES for name in leaf.tensors
+    }
+    tied = head not in shapes and embed in shapes
     by_tensor_name: dict[str, list[Tensor]] = {}
     for tensor in stored:
         by_tensor_name.setdefault(tensor.name, []).append(tensor)
 
     def allowed(name: str) -> bool:
-        return name in shapes or bool(_INERT.search(name)) or (tied and name == "lm_head.weight")
+        return name in shapes or bool(_INERT.search(name)) or (tied and name == head)
 
     found = {
         name: tensors[0]
         for name, tensors in by_tensor_name.items()
-        if name in shapes or (tied and name == "lm_head.weight")
+        if name in shapes or (tied and name == head)
     }
     shaped = [
         (tensor, shapes[name])
@@ -284,11 +296,11 @@ def _match(
         "dtype not supported yet": typed,
     }
     check_no_problems(path, problems)
-    return found
+    return {ours[name]: tensor for name, tensor in found.items()}
 
 
 def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
-    head, embed = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    head, embed = tensors.get(_HEAD), tensors.get(_EMBED)
     if (
         config.tie_word_embeddings
         and isinstance(head, Stored)
@@ -296,7 +308,7 @@ def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Tensor]) 
         and not same_values(head, embed)
     ):
         raise CheckpointError(
-            f"{path}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
+            f"{path}: {head.name} differs from {embed.name}, but config.json says "
             f"tie_word_embeddings; set it to false if the head is to be used"
         )
 
@@ -311,5 +323,5 @@ def _stored_dtype(
     """
     if quantization is not None and leaf.part is not None:
         return np.dtype(np.float32) if leaf.part == SCALE else Scheme(quantization).dtype
-    codes = {tensors[name].code for name in leaf.tensors or ("model.embed_tokens.weight",)}
+    codes = {tensors[name].code for name in leaf.tensors or (_EMBED,)}
     return np.dtype(jnp.result_type(*(DTYPES[code] for code in codes)))

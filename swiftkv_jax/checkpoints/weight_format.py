@@ -74,16 +74,17 @@ class QuantizationConfig:
     kept: Format | None = None
     """The format in which matrices stay in memory; None for those that are decoded when read."""
 
-    def format_of(self, module: str) -> WeightFormat | None:
-        """The format of a Linear's weight; None if it is not quantised."""
-        if any(_matches(name, module) for name in self.wide):
+    def format_of(self, *module: str) -> WeightFormat | None:
+        """The format of a Linear's weight; None if it is not quantised. `module` is its name, or
+        several by which lists may mean it."""
+        if any(_matches(name, one) for name in self.wide for one in module):
             return None
         # A name is more particular than the class of all.
         found = [
             (name == "Linear", format)
             for names, format in self.groups
             for name in names
-            if _matches(name, module)
+            if any(_matches(name, one) for one in module)
         ]
         return min(found, key=lambda match: match[0])[1] if found else None
 
