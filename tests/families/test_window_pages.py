@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Model
-from swiftkv_jax.cache import bytes_per_token, cache_dtype
+from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
-from swiftkv_jax.infer.engine.options import KVCacheDtype
 
 from .cases import tokens
 
