@@ -75,21 +75,25 @@ def test_prefill(prefill):
     assert waits[0] < min(exponentials) and max(exponentials) < waits[1]
 
 
-def test_packed_rows_with_log_sum_exps():
-    """Training's forward pass, of several rows: what takes the most registers."""
+@pytest.mark.parametrize(("head_dim", "rows", "block"), [(128, 4, 128), (256, 1, 64), (256, 4, 64)])
+def test_packed_rows_with_log_sum_exps(head_dim, rows, block):
+    """Training's forward pass: what takes the most registers. A few wait in local memory, once a
+    tile; of several rows at head dim 256 one is read back for each block."""
 
     def forward(q, k, v, ids):
         op = functools.partial(prefill_attention, segment_ids=ids, implementation="hopper")
         return jax.vjp(op, q, k, v)[0]
 
-    q, kv, ids = shape(4, 8192, N, 128), shape(4, K, 8192, 128), shape(4, 8192, dtype=jnp.int32)
+    q, kv = shape(rows, 8192, N, head_dim), shape(rows, K, 8192, head_dim)
+    ids = shape(rows, 8192, dtype=jnp.int32)
     _, (kernel,) = compile_for("h200:1", forward, q, kv, kv, ids)
     code = sass.disassemble(Path(os.environ["MOSAIC_GPU_DUMP_TO"], f"{kernel.name}.ptx"))
     print(f"{kernel.spilled} bytes spilled")
-    assert kernel.spilled <= 32 and not kernel.warned
+    assert kernel.spilled <= 48 and not kernel.warned
     loop = sass.main_loop(code)
-    assert len(sass.indices(code, "HGMMA", within=loop)) == 2 * 128 // 16
-    assert not sass.indices(code, "LDL", "STL", within=loop), "local memory in the loop"
+    assert len(sass.indices(code, "HGMMA", within=loop)) == (block + head_dim) // 16
+    in_loop = sass.indices(code, "LDL", "STL", within=loop)
+    assert len(in_loop) <= (rows > 1 and head_dim == 256), "local memory in the loop"
 
 
 @pytest.mark.parametrize("cache_format", CACHE)
