@@ -32,8 +32,10 @@ def memory_per_device(
     heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
     token = rows * positions * size  # bytes of one number per token
     width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
-    if config.num_experts:  # a device has room for all of its tokens' experts, and their inputs
-        mlp = mlp_width(config) + config.num_experts_per_token * width
+    if config.num_experts:
+        # A device has room for all of its tokens' experts; of six arrays three are as wide as their
+        # inputs and outputs (as compiled for an H200 and v5p).
+        mlp = mlp_width(config) + config.num_experts_per_token * width // 2
     delta = sharded_bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, mesh))
     llama = llama_shardings(config, mesh)
     inputs = width // tp if recipe.shard_sequence else width

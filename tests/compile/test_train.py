@@ -10,7 +10,14 @@ import pytest
 from swiftkv_jax.config import Config
 from swiftkv_jax.hardware import GIB, hardware_of
 from swiftkv_jax.mesh import parse_mesh
-from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B, LLAMA_405B
+from swiftkv_jax.presets import (
+    GEMMA3_12B,
+    LLAMA_8B,
+    LLAMA_70B,
+    LLAMA_405B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+)
 from swiftkv_jax.topology import topology_mesh
 from swiftkv_jax.train import calibration_plan
 from swiftkv_jax.train.memory import fits, memory_per_device
@@ -28,6 +35,10 @@ RUNS: dict[
     "70B on v5p-8": (LLAMA_70B, "v5p:2x2x1", "fsdp=4", 4, "layer"),
     "405B on 16 H200": (LLAMA_405B, "h200:16", "fsdp=2,model=8", 2, "layer"),
     "405B on v5p-128": (LLAMA_405B, "v5p:4x4x4", "fsdp=16,model=4", 16, "layer"),
+    "Qwen3-8B on an H200": (QWEN3_8B, "h200:1", "1x1", 4, "mlp"),
+    "Gemma3-12B on an H200": (GEMMA3_12B, "h200:1", "1x1", 2, "layer"),
+    "Qwen3-30B-A3B on an H200": (QWEN3_30B_A3B, "h200:1", "1x1", 2, "layer"),
+    "Qwen3-30B-A3B on v5p-8": (QWEN3_30B_A3B, "v5p:2x2x1", "model=4", 4, "layer"),
 }
 
 
@@ -50,9 +61,11 @@ def test_it_fits_as_planned(name):
     # Packed rows of several keep two registers elsewhere during the loop of a tile (`test_sass`).
     assert all(kernel.spilled <= 32 for kernel in kernels)
     text = str(compiled.as_text())
-    assert ("mosaic_gpu" if topology.startswith("h") else "tpu_custom_call") in text, (
-        "our own attention kernels run"
-    )
+    windows = {kind.window for kind in config.kinds}
+    if len(windows) == 1:  # several in one scan, as Gemma has them, are for XLA
+        assert ("mosaic_gpu" if topology.startswith("h") else "tpu_custom_call") in text, (
+            "our own attention kernels run"
+        )
     assert f"8192,{config.vocab_size // recipe.mesh.model}]" not in text, (
         "the logits of a whole row"
     )
