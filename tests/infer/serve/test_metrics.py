@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv_jax.infer.serve.metrics import Histogram, token_buckets
+from tests.infer.serve.process import ROOT
 
 BODY = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
 # Names that dashboards of vLLM ask for.
@@ -130,3 +131,23 @@ def test_the_log_has_a_line_for_each_request_and_no_text_of_clients(start, caplo
 def test_errors_cannot_forge_lines(running):
     _, answer = running.post("/v1/completions", BODY | {"bad\nfield\x1b[2J\u2028": 1})
     assert answer["error"]["message"].isprintable()
+
+
+def test_the_dashboard_asks_for_what_is_there(answered):
+    """Every metric and label of `examples/deploy/grafana.json`."""
+    dashboard = json.loads((ROOT / "examples" / "deploy" / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    samples = [sample for family in families(answered).values() for sample in family.samples]
+    labels = {}
+    for sample in samples:
+        labels.setdefault(sample.name, set()).update(sample.labels)
+    asked = 0
+    for expression in expressions:
+        names = re.findall(r"(?:vllm|swiftkv):\w+", expression)
+        (grouped,) = set(re.findall(r" by \(([\w, ]+)\)", expression))
+        for name in names:
+            if "{model_name" in expression:
+                assert "model_name" in labels[name]
+            assert set(grouped.split(", ")) <= labels[name], (name, grouped)
+            asked += 1
+    assert asked > len(dashboard["panels"]) >= 16
