@@ -12,6 +12,7 @@ from ...errors import UsageError
 from .options import EngineOptions, check_generated_kv
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
+from .token_filter import TokenFilter
 
 
 def check_request(request: Request | ScoreRequest, config: Config, options: EngineOptions) -> None:
@@ -61,7 +62,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             raise UsageError(
                 "this engine follows no grammar: make it with the option `structured_outputs`=True"
             )
-        if params.ignore_eos or params.min_tokens:
+        filter_only = isinstance(request.grammar, TokenFilter) and not request.grammar.has_grammar
+        if (params.ignore_eos or params.min_tokens) and not filter_only:
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
             raise UsageError(f"`{name}` does not go with a grammar, which says where the text ends")
     if params.n > options.max_num_seqs:

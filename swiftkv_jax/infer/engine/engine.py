@@ -28,7 +28,7 @@ import numpy as np
 from ...config import Config
 from ...errors import UsageError
 from .checks import check_request, iterate, own_start
-from .grammar import mask_words
+from .grammar import fill_masks, mask_words
 from .model_runner_base import AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
@@ -313,7 +313,7 @@ class Engine[R: ModelRunnerBase]:
         """(sequences that can go on, the tokens that each may emit). The others end."""
         masks = np.zeros((len(sequences), mask_words(self.config.vocab_size)), np.uint32)
         matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
-        matchers[0].fill_masks(matchers, masks)
+        fill_masks(matchers, masks)
         good = [not matcher.error for matcher in matchers]
         for sequence, matcher, goes_on in zip(sequences, matchers, good, strict=True):
             if not goes_on:

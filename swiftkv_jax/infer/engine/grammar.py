@@ -37,6 +37,15 @@ class Matcher(Protocol):
         ...
 
 
+def fill_masks(matchers: Sequence[Matcher], masks: np.ndarray) -> None:
+    """`Matcher.fill_masks` of each kind among `matchers`."""
+    for kind in dict.fromkeys(map(type, matchers)):
+        rows = [row for row, one in enumerate(matchers) if type(one) is kind]
+        found = masks[rows]
+        kind.fill_masks([matchers[row] for row in rows], found)
+        masks[rows] = found
+
+
 def mask_words(vocab_size: int) -> int:
     """32-bit words of a mask over the vocabulary."""
     return -(-vocab_size // 32)

@@ -18,6 +18,7 @@ from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
 from .protocol import ChatBody, CompletionBody, Sampling
 from .run import changes, run, until_done
+from .token_filters import filtered
 
 if TYPE_CHECKING:
     from .app import App
@@ -161,7 +162,14 @@ async def _parts(
     form: Form,
 ) -> list[Part]:
     """With a seed of the client's every prompt gets the answer that it gets alone."""
-    parts, grammar = [], await app.compile_grammar(form)
+    parts, matcher = [], await app.compile_grammar(form)
+    grammar = filtered(
+        body,
+        matcher,
+        app.tokenizer,
+        app.encoder.vocab_size,
+        possible=app.compiler is not None,
+    )
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0
         request = request_of(prompt, params, rng_stream=rng_stream, salt=salt, grammar=grammar)

@@ -24,8 +24,6 @@ _SAME_NAME = (
 ).split()
 
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "early_stopping": (False,),

@@ -45,7 +45,7 @@ class PromptEncoder:
         from tokenizers import Tokenizer
 
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        self._vocab_size, self.page_size, self._caching = vocab_size, page_size, caching
+        self.vocab_size, self.page_size, self._caching = vocab_size, page_size, caching
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if isinstance(backend, Tokenizer) else None
         self._plain: Any = None
@@ -207,8 +207,8 @@ class PromptEncoder:
 
     def _checked(self, ids: list[int], param: str) -> np.ndarray:
         for extreme in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= extreme < self._vocab_size:
-                message = f"is outside the vocabulary of {self._vocab_size}"
+            if not 0 <= extreme < self.vocab_size:
+                message = f"is outside the vocabulary of {self.vocab_size}"
                 raise invalid(param, f"`{param}`: token id {extreme} {message}")
         return np.asarray(ids, np.int32)
 

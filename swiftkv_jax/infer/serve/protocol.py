@@ -76,6 +76,8 @@ class Sampling(Body, kw_only=True):
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -93,9 +95,7 @@ class Sampling(Body, kw_only=True):
     metadata: dict[str, str] | None = None
 
     # Refused unless they ask for nothing.
-    allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
     best_of: Any = None
     early_stopping: Any = None
     guided_choice: Any = None

@@ -62,8 +62,12 @@ REFUSED = [
     ("priority", 1, "unsupported_parameter"),
     ("truncate_prompt_tokens", 5, "unsupported_parameter"),
     ("skip_special_tokens", False, "unsupported_parameter"),
-    ("allowed_token_ids", [1], "unsupported_parameter"),
-    ("bad_words", ["a"], "unsupported_parameter"),
+    ("allowed_token_ids", [97], "invalid_value"),
+    ("allowed_token_ids", [-1], "invalid_value"),
+    ("allowed_token_ids", [1] * 1025, "invalid_value"),
+    ("bad_words", [" "], "invalid_value"),
+    ("bad_words", ["a"] * 129, "invalid_value"),
+    ("bad_words", ["a" * 5000], "invalid_value"),
     ("logits_processors", ["a"], "unsupported_parameter"),
     ("service_tier", "flex", "unsupported_parameter"),
     ("store", True, "unsupported_parameter"),
@@ -161,10 +165,10 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
     read = set(params._SAME_NAME) | set(params._REFUSED)
     read |= set(
         "model stream stream_options seed stop include_stop_str_in_output min_tokens max_tokens "
-        "logit_bias add_special_tokens return_token_ids return_tokens_as_token_ids cache_salt "
-        "request_id best_of prompt messages logprobs top_logprobs echo max_completion_tokens "
-        "add_generation_prompt continue_final_message response_format structured_outputs tools "
-        "tool_choice parallel_tool_calls".split()
+        "logit_bias allowed_token_ids bad_words add_special_tokens return_token_ids cache_salt "
+        "return_tokens_as_token_ids request_id best_of prompt messages logprobs top_logprobs "
+        "echo max_completion_tokens add_generation_prompt continue_final_message response_format "
+        "structured_outputs tools tool_choice parallel_tool_calls".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}
@@ -184,8 +188,12 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         (b'{"prompt": "\xff"}', 400, "invalid_json"),
         (b'{"prompt": "a"} x', 400, "invalid_json"),
         (b'{"prompt": "\\ud800"}', 400, "invalid_json"),
-        (b'{"prompt": "a", "bad_words": ' + b"[" * 100_000, 400, "invalid_json"),
-        (b'{"prompt": "a", "bad_words": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "invalid_json"),
+        (b'{"prompt": "a", "store": ' + b"[" * 100_000, 400, "invalid_json"),
+        (
+            b'{"prompt": "a", "store": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+            400,
+            "invalid_json",
+        ),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, None),
     ],
 )

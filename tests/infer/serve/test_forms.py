@@ -307,3 +307,32 @@ def test_a_model_without_tools_refuses_them(start):
     running = start(engine=ROOM, tool_call_parser="none")
     status, answer = running.post(CHAT, chat(tools=TOOLS))
     assert status == 400 and answer["error"]["param"] == "tools"
+
+
+def test_bad_words_and_allowed_tokens(running):
+    """`bad_words` as they stand and after a space; both within a regular expression too."""
+    body = {"prompt": "x", "max_tokens": 60, "seed": 3, "n": 2, "ignore_eos": True}
+
+    def texts(**fields) -> list[str]:
+        status, answer = running.post(COMPLETIONS, body | fields)
+        assert status == 200, answer
+        return [choice["text"] for choice in answer["choices"]]
+
+    ids = make_tokenizer()("abc", add_special_tokens=False)["input_ids"]
+    few = texts(allowed_token_ids=ids)
+    assert all(set(text) == set("abc") for text in few) and any("ab" in text for text in few)
+    fewer = texts(allowed_token_ids=ids, bad_words=["ab", "cc"])
+    assert not any(word in text for text in fewer for word in ("ab", "cc"))
+    assert all(set(text) == set("abc") for text in fewer)
+    del body["ignore_eos"]
+    bound = texts(structured_outputs={"regex": "[a-d]{40}"}, bad_words=["d", "aa"])
+    assert all(re.fullmatch("[abc]{40}", text) and "aa" not in text for text in bound)
+    assert texts(allowed_token_ids=[], bad_words=[]) == texts()
+
+
+def test_a_server_without_grammars_filters_no_tokens(start):
+    running = start(engine={"structured_outputs": False})
+    running.app.compiler = None
+    for name, value in (("bad_words", ["a"]), ("allowed_token_ids", [1])):
+        status, answer = running.post(COMPLETIONS, {"prompt": "x", name: value})
+        assert status == 400 and answer["error"]["param"] == name, answer
