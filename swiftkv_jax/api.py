@@ -45,8 +45,8 @@ def load(
     mesh: Mesh | None = None,
     quantization: Literal["none", "fp8", "int8"] | None = None,
 ) -> Model:
-    """Load a Hugging Face directory (Llama, or SwiftKV as the authors publish it) or one written by
-    `save`.
+    """Load a Hugging Face directory (of a family in docs/models.md, or SwiftKV as the authors
+    publish it) or one written by `save`.
 
     `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and
     `model`) each weight is read straight into its shards. `quantization` fp8 or int8 quantises the

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import datetime
+import json
+import re
 import resource
 import threading
 import time
@@ -67,11 +69,15 @@ def _dated(template: str, now: datetime.datetime) -> str:
     function."""
     if "strftime_now" not in template:
         return template
-    codes = [f"%{flag}{code}" for code in "aAbBdmyYjHIMSp" for flag in ("", "-")]
-    filters = "".join(f"|replace({code!r},{now.strftime(code)!r})" for code in codes)
-    # The line that follows is trimmed (`trim_blocks`).
+    # Every text of the template that may be a format, in either kind of quotes.
+    formats = {text for _, text in re.findall(r"""(["'])((?:(?!\1).)*%(?:(?!\1).)*)\1""", template)}
+    dates = json.dumps({format: now.strftime(format) for format in sorted(formats)})
+    # The line break at the end is trimmed (`trim_blocks`).
     return (
-        f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+        f"{{% macro strftime_now(format) %}}{{% set dates = {dates} %}}"
+        "{{ dates[format] if format in dates else "
+        "raise_exception('a date in a format that the template does not spell') }}"
+        f"{{% endmacro %}}\n{template}"
     )
 
 

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     hf2orbax = command(
         "hf2orbax",
         _hf2orbax,
-        "Convert a Hugging Face directory (Llama, SwiftKV, or a delta with its base) to Orbax.",
+        "Convert a Hugging Face directory (a model, SwiftKV, or a delta with its base) to Orbax.",
     )
     target(hf2orbax)
     base(hf2orbax, "for a SRC written with --format delta")

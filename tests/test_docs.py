@@ -326,3 +326,17 @@ def test_plots_can_be_drawn_again(name, tmp_path):
 def test_the_readme_is_short():
     assert len(text_of(README).splitlines()) <= 130
     assert len(text_of(README).encode()) <= 9_000
+
+
+def test_the_example_of_a_family_is_the_code():
+    """The blocks of "Adding a family", as they stand in the sources."""
+    text = (ROOT / "docs" / "models.md").read_text().split("## Adding a family")[1]
+    sources = [
+        (ROOT / "swiftkv_jax" / "checkpoints" / name).read_text()
+        for name in ("family_fields.py", "families.py")
+    ]
+    blocks = re.findall(r"^   ```python\n(.*?)^   ```", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block, source in zip(blocks, sources, strict=True):
+        lines = [line.strip() for line in block.strip().splitlines()]
+        assert "\n".join(lines) in "\n".join(line.strip() for line in source.splitlines())

@@ -328,9 +328,10 @@ FAMILIES: dict[str, Family] = {
         family_fields.read_gemma3,
         family_fields.write_gemma3,
         fields="attention_bias hidden_activation query_pre_attn_scalar sliding_window layer_types "
-        "sliding_window_pattern attn_logit_softcapping final_logit_softcapping "
-        "rope_local_base_freq",
+        "sliding_window_pattern final_logit_softcapping rope_local_base_freq",
         neutral={
+            # The class has the field and does not use it.
+            "attn_logit_softcapping": (None,),
             "use_bidirectional_attention": (False, None),
             "hidden_act": ("gelu_pytorch_tanh",),
         },

@@ -6,6 +6,7 @@ A field that could change the model and is not implemented is an error, never ig
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -191,7 +192,23 @@ def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | N
 
 def config_to_hf(config: Config) -> dict[str, Any]:
     """The fields of a `config.json` that a `Config` determines, in the authors' spelling. The
-    `intermediate_size` of a mixture of experts is that of layers which it does not have."""
+    `intermediate_size` of a mixture of experts is that of layers which it does not have.
+
+    Raises `ConfigError` for a config with options that its family's files cannot state.
+    """
+    fields = _fields_of(config)
+    again, lost = config_from_hf(fields), []
+    for field in dataclasses.fields(Config):
+        one, other = getattr(config, field.name), getattr(again, field.name)
+        close = isinstance(one, float) and isinstance(other, float) and math.isclose(one, other)
+        if one != other and not close and field.name != "family":
+            lost.append(f"{field.name}={shown(one)}")
+    if lost:
+        raise ConfigError(f"a {config.family} config.json cannot state {', '.join(lost)}")
+    return fields
+
+
+def _fields_of(config: Config) -> dict[str, Any]:
     family = FAMILIES[config.family]
     fields: dict[str, Any] = {
         "architectures": [f"{family.architecture}ForCausalLM"],

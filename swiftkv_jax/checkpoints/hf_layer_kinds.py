@@ -16,7 +16,9 @@ Fields = Mapping[str, Any]
 FULL, SLIDING = LAYER_TYPES
 
 
-def read_kind(hf: Fields, rope, sliding: bool) -> LayerKind:
+def read_kind(hf: Fields, rope, sliding: bool, *, keep: bool = False) -> LayerKind:
+    """A layer's rope, and its window if that hides anything from the longest text, or with
+    `keep`."""
     window = hf.get("sliding_window") if sliding else None
     if sliding and window is None:
         if hf.get("layer_types") is None:
@@ -26,7 +28,7 @@ def read_kind(hf: Fields, rope, sliding: bool) -> LayerKind:
             )
         raise ConfigError("layer_types has sliding_attention, but there is no sliding_window")
     hides = window is not None and window < hf["max_position_embeddings"]
-    return LayerKind(rope, window if hides else None)
+    return LayerKind(rope, window if hides or keep else None)
 
 
 def read_layer_types(hf: Fields, sliding: Callable[[int], bool]) -> list[bool]:
@@ -79,6 +81,8 @@ def some_unrotated(hf: Fields) -> tuple[LayerKind, ...]:
         raise ConfigError(
             f"no_rope_layers={shown(rotated)} must have 0 or 1 for each of the {count} layers"
         )
+    if not any(rotated):
+        raise ConfigError(f"no_rope_layers={shown(rotated)}: some layers must rotate")
     windowed = hf.get("use_sliding_window") and hf.get("sliding_window") is not None
     types = read_layer_types(hf, lambda layer: bool(windowed and not rotated[layer]))
     return tuple(
@@ -88,10 +92,11 @@ def some_unrotated(hf: Fields) -> tuple[LayerKind, ...]:
 
 
 def two_ropes(hf: Fields, sliding: Callable[[int], bool]) -> tuple[LayerKind, ...]:
-    """OLMo 3's and Gemma 3's: windowed layers have a rotary embedding of their own."""
+    """OLMo 3's and Gemma 3's: windowed layers have a rotary embedding of their own, and are told by
+    their window where they are written."""
     ropes = ropes_from_hf(hf, full_theta=hf["rope_theta"], sliding_theta=hf["rope_local_base_freq"])
     return tuple(
-        read_kind(hf, ropes[SLIDING if here else FULL], here)
+        read_kind(hf, ropes[SLIDING if here else FULL], here, keep=True)
         for here in read_layer_types(hf, sliding)
     )
 

@@ -67,7 +67,8 @@ def ropes_from_hf(
         return dict(zip(LAYER_TYPES, (full, sliding), strict=True))
     if unknown := nested.keys() - set(LAYER_TYPES):
         raise ConfigError(
-            f"rope_parameters: unknown layer types {', '.join(map(shown, sorted(unknown)))}"
+            f"rope_parameters: unknown layer types {', '.join(map(shown, sorted(unknown)))}; where "
+            f"layers rotate in two ways it has an object for each of {', '.join(LAYER_TYPES)}"
         )
     ropes = {}
     for kind, theta in zip(LAYER_TYPES, (full_theta, sliding_theta), strict=True):

@@ -150,7 +150,8 @@ _IN_MODULES = TensorNames("model.language_model.", "lm_head")
 def tensor_names(found: list[str]) -> TensorNames:
     """How the files of a model that `is_wrapped` name its tensors, of which they have `found`."""
     one, other = _IN_FILES, _IN_MODULES
-    if any(name.startswith(other.model) for name in found):
+    counts = [sum(name.startswith(names.model) for name in found) for names in (one, other)]
+    if counts[1] > counts[0]:
         one, other = other, one
     return dataclasses.replace(one, listed=(other,))
 

@@ -180,7 +180,7 @@ def describe(model: Model, swiftkv: bool) -> str:
             f"{config.num_cache_layers} layers of KV"
         )
     else:
-        kind = "plain Llama" if model.swiftkv is None else "teacher"
+        kind = config.family if model.swiftkv is None else "teacher"
         mode = f"{kind}, {config.num_layers} layers"
     weights = "" if model.quantization is None else f", {model.quantization}"
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"

@@ -51,6 +51,17 @@ REFUSED = {
     ),
     "rotations of lists": ("smollm3", {"no_rope_layers": [[1], 0, 0, 1]}, "no_rope_layers="),
     "rotations beyond 1": ("smollm3", {"no_rope_layers": [2, 0, 0, 1]}, "no_rope_layers="),
+    "no rotation at all": ("smollm3", {"no_rope_layers": [0] * 4}, "some layers must rotate"),
+    "a cap that the class leaves out": (
+        "gemma3_text",
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0 is not supported",
+    ),
+    "one rope for two": (
+        "olmo3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "an object for each of full_attention, sliding_attention",
+    ),
     "no interval": ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
     "no pattern": ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
     "a window below one": ("mistral", {"sliding_window": 0}, "window=0"),

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+import swiftkv_jax as skv
 from swiftkv_jax import Model
 from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
-from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams, ScoreRequest
 
 from .cases import tokens
 
@@ -29,27 +30,44 @@ def served(model: Model, pages: int, format: KVCacheDtype = "auto", **options) -
             decode_steps=2,
             reserve_tokens=2,
             one_size=True,
+            scoring=True,
             **options,
         ),
     )
 
 
-@pytest.mark.parametrize("format", ["auto", pytest.param("int8", marks=pytest.mark.long)])
-def test_answers_do_not_depend_on_pages_that_went_back(format, load):
-    """Many requests in as few pages as one may fill, against each alone without sharing."""
+@pytest.mark.parametrize(
+    ("window", "format", "swiftkv"),
+    [
+        (8, "auto", False),
+        (7, "auto", True),
+        pytest.param(13, "auto", False, marks=pytest.mark.long),
+        pytest.param(8, "int8", False, marks=pytest.mark.long),
+    ],
+)
+def test_answers_do_not_depend_on_pages_that_went_back(window, format, swiftkv, load):
+    """Many requests in as few pages as one may fill, against each alone without sharing; scores
+    too."""
     model = dataclasses.replace(load("mistral-window"), eos_token_ids=())
+    kinds = (dataclasses.replace(model.config.layer_kinds[0], window=window),)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, layer_kinds=kinds))
+    if swiftkv:
+        model = skv.add_swiftkv(model, num_key_value_layers=2)
     rows = np.concatenate([tokens(), tokens()[:, ::-1]]).tolist()
     params = SamplingParams(max_tokens=50, temperature=0.0)
+    two = dataclasses.replace(params, n=2)
     requests = [Request(row[:length], params) for row in rows for length in (40, 23, 40)]
+    requests += [Request(rows[0][:23], two), ScoreRequest(rows[1], 5), ScoreRequest(rows[1], 30)]
     alone = served(model, 64, format, enable_prefix_caching=False)
-    expected = [alone_tokens(alone, request) for request in requests]
-    engine = served(model, LENGTH // 8, format)
-    found: dict[int, list[int]] = {}
-    for number, output in engine.run(requests):
-        found.setdefault(number, []).extend(output.token_ids)
-    assert [found[number] for number in range(len(requests))] == expected
+    expected = [found for request in requests for found in answers(alone, [request])]
+    engine = served(model, LENGTH // 8 + 4, format)
+    assert answers(engine, requests) == expected
     assert engine.prefix_stats.hits > 0 and engine.pages_in_use == 0
 
 
-def alone_tokens(engine: Engine, request: Request) -> list[int]:
-    return [token for _, output in engine.run([request]) for token in output.token_ids]
+def answers(engine: Engine, requests: list[Request | ScoreRequest]) -> list[list[int]]:
+    """Tokens of each sample, and the likeliest tokens of a score."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, output in engine.run(requests):
+        found.setdefault((number, output.sample), []).extend(output.token_ids)
+    return [found[key] for key in sorted(found)]

@@ -158,6 +158,29 @@ def test_answers_that_are_rewritten_later_are_examples_of_their_own(tokenizer):
 DATED = "{% set today = strftime_now('%d %b %Y') %}{{ today }} " + CHATML
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
+        ('{{ strftime_now("%B %-d, %Y") }}', "July 26, 2024"),
+        ("{{ strftime_now('%F %H:%M') }} 5%", "2024-07-26 00:00 5%"),
+        ("{% set how = '%d%%' %}{{ strftime_now(how) }}", "26%"),
+        ("{% if strftime_now is defined %}{{ strftime_now('%A') }}{% endif %}", "Friday"),
+        ('{{ "it\'s " + strftime_now("%Y") }}', "it's 2024"),
+        ("{{ strftime_now('%' ~ 'Y') }}", None),
+    ],
+)
+def test_formats_of_dates(tokenizer, template, expected):
+    document = chat(("user", "q"), ("assistant", "a"))
+    dated = with_template(tokenizer, template + "|" + CHATML)
+    (row,) = tokenize([document], dated)
+    if expected is None:
+        assert isinstance(row, Unreadable) and "a date in a format" in row.reason
+    else:
+        assert isinstance(row, Example)
+        assert dated.decode(row.tokens).startswith(expected + "|<|im_start|>user")
+
+
 def test_a_template_that_writes_the_date_writes_the_same_on_any_day(tokenizer):
     document = chat(("user", "q"), ("assistant", "a"))
     dated = with_template(tokenizer, DATED)
