@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import swiftkv_jax as skv
+from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.nnx import Frozen, LlamaForCausalLM
 from tests import tiny
 
@@ -75,3 +77,32 @@ def test_without_a_delta_all_is_trained(model):
     assert len(jax.tree.leaves(nnx.state(module, nnx.Param))) == len(jax.tree.leaves(teacher))
     with pytest.raises(skv.UsageError, match="`model` must be a Model"):
         LlamaForCausalLM("Llama")  # pyright: ignore[reportArgumentType]
+
+
+def test_orbax_saves_and_restores_the_view(tmp_path):
+    """A model with norms of q and k and a delta, its state as Orbax keeps it."""
+    teacher = skv.Config(
+        vocab_size=61,
+        embed_dim=32,
+        mlp_dim=48,
+        num_layers=4,
+        num_key_value_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        qk_norm="head",
+        family="qwen3",
+    )
+    llama = init_llama(teacher, jax.random.key(1))
+    model = skv.add_swiftkv(skv.Model(llama, None, teacher), 2)
+    graph, state = nnx.split(LlamaForCausalLM(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(state))
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(state))
+        found = checkpointer.restore(tmp_path / "state", shapes)
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    nnx.replace_by_pure_dict(zeros, found)
+    again = nnx.merge(graph, zeros).to_model()
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), again, model))

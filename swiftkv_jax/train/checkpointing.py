@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import logging
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,7 @@ class RunCheckpoints:
         if is_main_process():
             # Orbax would do it in the background, and fail a save if files vanish meanwhile.
             for unfinished in self._folder.glob("*.orbax-checkpoint-tmp"):
-                shutil.rmtree(unfinished)
+                _remove(unfinished)
         barrier("checkpoints cleaned")
         self._quiet.enter_context(quiet_orbax())
         policy: Any = self._policy
@@ -274,3 +276,16 @@ def _by_path(state: TrainState) -> dict[str, Any]:
     of the dataclass."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _remove(folder: Path) -> None:
+    """Remove an unfinished save, to which threads of one that failed in this process may still
+    write. Raises `OSError`, after ten seconds for a folder that does not stay empty."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)

@@ -1,6 +1,7 @@
 """A model whose layers all have a window gives back pages while requests run."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -56,7 +57,9 @@ def test_answers_do_not_depend_on_pages_that_went_back(window, format, swiftkv, 
     rows = np.concatenate([tokens(), tokens()[:, ::-1]]).tolist()
     params = SamplingParams(max_tokens=50, temperature=0.0)
     two = dataclasses.replace(params, n=2)
-    requests = [Request(row[:length], params) for row in rows for length in (40, 23, 40)]
+    requests: list[Request | ScoreRequest] = [
+        Request(row[:length], params) for row in rows for length in (40, 23, 40)
+    ]
     requests += [Request(rows[0][:23], two), ScoreRequest(rows[1], 5), ScoreRequest(rows[1], 30)]
     alone = served(model, 64, format, enable_prefix_caching=False)
     expected = [found for request in requests for found in answers(alone, [request])]
@@ -65,7 +68,7 @@ def test_answers_do_not_depend_on_pages_that_went_back(window, format, swiftkv, 
     assert engine.prefix_stats.hits > 0 and engine.pages_in_use == 0
 
 
-def answers(engine: Engine, requests: list[Request | ScoreRequest]) -> list[list[int]]:
+def answers(engine: Engine, requests: Sequence[Request | ScoreRequest]) -> list[list[int]]:
     """Tokens of each sample, and the likeliest tokens of a score."""
     found: dict[tuple[int, int], list[int]] = {}
     for number, output in engine.run(requests):

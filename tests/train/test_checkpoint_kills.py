@@ -1,5 +1,7 @@
 """Processes that die while they save, and disks that are full: the newest complete state stays."""
 
+import contextlib
+import itertools
 import os
 import random
 import resource
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -130,3 +133,29 @@ def saved(folder: Path) -> list[int]:
         if (folder / "checkpoints").exists()
         else []
     )
+
+
+def test_an_unfinished_save_is_removed_while_it_is_written_to(tmp_path):
+    """Threads of a save that failed may go on for a moment."""
+    unfinished = tmp_path / "checkpoints" / "1.orbax-checkpoint-tmp" / "state"
+    unfinished.mkdir(parents=True)
+    stop = threading.Event()
+
+    def write() -> None:
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            with contextlib.suppress(OSError):
+                (unfinished / str(number)).touch()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    timer = threading.Timer(0.5, stop.set)
+    timer.start()
+    try:
+        assert restore(tmp_path) is None
+    finally:
+        stop.set()
+        thread.join()
+        timer.join()
+    assert not unfinished.exists()
