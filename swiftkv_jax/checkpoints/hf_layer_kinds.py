@@ -92,8 +92,8 @@ def some_unrotated(hf: Fields) -> tuple[LayerKind, ...]:
 
 
 def two_ropes(hf: Fields, sliding: Callable[[int], bool]) -> tuple[LayerKind, ...]:
-    """OLMo 3's and Gemma 3's: windowed layers have a rotary embedding of their own, and are known by
-    their window where they are written."""
+    """OLMo 3's and Gemma 3's: layers with a window have a rotary embedding of their own, and are
+    known by the window where they are written."""
     ropes = ropes_from_hf(hf, full_theta=hf["rope_theta"], sliding_theta=hf["rope_local_base_freq"])
     return tuple(
         read_kind(hf, ropes[SLIDING if here else FULL], here, keep=True)

@@ -64,6 +64,29 @@ def _types(full: str, count: int = 6) -> list[str]:
     return [kinds[flag] for flag in full * (count // len(full))]
 
 
+MOE = (
+    BASE
+    | QWEN
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "attention_bias": False,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+)
+
 CASES: dict[str, dict[str, Any]] = {
     # The window's fields are there, switched off, as in Qwen2.5's files.
     "qwen2": BASE
@@ -110,26 +133,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e4,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     },
-    "qwen3-moe": BASE
-    | QWEN
-    | {
-        "model_type": "qwen3_moe",
-        "head_dim": 16,
-        "attention_bias": False,
-        "rope_theta": 1e4,
-        "rope_scaling": None,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 6,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-    },
+    "qwen3-moe": MOE,
+    "qwen3-moe-raw": MOE | {"norm_topk_prob": False},
     "mistral-window": BASE
     | {"model_type": "mistral", "rope_theta": 1e4, "sliding_window": 8, "hidden_act": "silu"},
     "seed-oss": BASE

@@ -181,6 +181,7 @@ ABLATIONS = {
     "qwen3-yarn: its factor": ("qwen3-yarn", with_kinds(unit_factor)),
     "qwen3-yarn: output bias": ("qwen3-yarn", without_leaf(*BLOCKS, "o_bias")),
     "qwen3-moe: renormalisation": ("qwen3-moe", with_config(renormalize_experts=False)),
+    "qwen3-moe: no renormalisation": ("qwen3-moe-raw", with_config(renormalize_experts=True)),
     "qwen3-moe: second expert": ("qwen3-moe", with_config(num_experts_per_token=1)),
     "mistral: window": ("mistral-window", window_of(None)),
     "mistral: 9 for 8": ("mistral-window", window_of(9)),
