@@ -35,6 +35,7 @@ RESULT_NAMES = {
     "transformers": "hf-baseline-cpu",
     "quality": "quality-cpu",
     "longer training": "quality-512-cpu",
+    "a quarter": "quality-quarter-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
@@ -291,6 +292,16 @@ def longer_training() -> str:
     )
 
 
+def a_quarter() -> str:
+    document = newest("a quarter")
+    return section(
+        "A quarter of the layers",
+        "Prefill of two of eight layers, on the same files. No variant is fit for use: all lose "
+        "more than a nat on the tokens that depend on the far prompt.",
+        quality_table(document["rows"]),
+    )
+
+
 def predictions() -> str:
     return summarised(newest("predictions"))
 
@@ -335,6 +346,7 @@ SECTIONS = (
     eight_bits,
     quality,
     longer_training,
+    a_quarter,
     shipped,
     demo,
     sources,
