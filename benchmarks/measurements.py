@@ -36,6 +36,7 @@ RESULT_NAMES = {
     "quality": "quality-cpu",
     "longer training": "quality-512-cpu",
     "a quarter": "quality-quarter-cpu",
+    "generated functions": "quality-generation-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
@@ -302,6 +303,29 @@ def a_quarter() -> str:
     )
 
 
+def generated_functions() -> str:
+    document = newest("generated functions")
+    rows = [row for row in document["rows"] if row["blocks"]]
+    blocks = rows[0]["blocks"]
+    return section(
+        "Generated functions that parse",
+        f"Of {blocks['prompts']} functions of the held-out files, written greedily from their "
+        f"header at half the prefill, without training; of the teacher's {blocks['teacher']} parse.",
+        table(
+            ("g", "start", "serving", "parse"),
+            [
+                (
+                    str(row["key_value_group_size"]),
+                    row["start"],
+                    row["mode"],
+                    str(row["blocks"]["student"]),
+                )
+                for row in rows
+            ],
+        ),
+    )
+
+
 def predictions() -> str:
     return summarised(newest("predictions"))
 
@@ -347,6 +371,7 @@ SECTIONS = (
     quality,
     longer_training,
     a_quarter,
+    generated_functions,
     shipped,
     demo,
     sources,
