@@ -17,7 +17,7 @@ from typing import Any
 
 from .markdown import anchor, section, table
 from .predict.page import summarised
-from .quality.table import rows_table as quality_table
+from .quality import sections
 from .quality.table import section as quality_section
 from .recorded import asserted, demo, shipped
 
@@ -282,48 +282,15 @@ def quality() -> str:
 
 
 def longer_training() -> str:
-    document = newest("longer training")
-    rows = [row for row in document["rows"] if row["steps"] == 512]
-    tokens = rows[0]["steps"] * document["tokens_per_step"]
-    return section(
-        "After 512 steps",
-        f"The same at half the prefill after 512 steps ({tokens / 1e6:.1f}M tokens) from the "
-        "closed form, one seed; the authors' recipe was not trained for as long.",
-        quality_table(rows),
-    )
+    return sections.longer_training(newest("longer training"))
 
 
 def a_quarter() -> str:
-    document = newest("a quarter")
-    return section(
-        "A quarter of the layers",
-        "Prefill of two of eight layers, on the same files. No variant is fit for use: all lose "
-        "more than a nat on the tokens that depend on the far prompt.",
-        quality_table(document["rows"]),
-    )
+    return sections.a_quarter(newest("a quarter"))
 
 
 def generated_functions() -> str:
-    document = newest("generated functions")
-    rows = [row for row in document["rows"] if row["blocks"]]
-    blocks = rows[0]["blocks"]
-    return section(
-        "Generated functions that parse",
-        f"Of {blocks['prompts']} functions of the held-out files, written greedily from their "
-        f"header at half the prefill, without training; of the teacher's {blocks['teacher']} parse.",
-        table(
-            ("g", "start", "serving", "parse"),
-            [
-                (
-                    str(row["key_value_group_size"]),
-                    row["start"],
-                    row["mode"],
-                    str(row["blocks"]["student"]),
-                )
-                for row in rows
-            ],
-        ),
-    )
+    return sections.generated_functions(newest("generated functions"))
 
 
 def predictions() -> str:
