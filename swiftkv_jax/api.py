@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from . import calibration, transformer
 from .attention import Attention
 from .calibration import LayerFit
-from .config import Config
+from .config import Config, GeneratedKV
 from .errors import UsageError
 from .kernel_check import (
     KernelConfig,
@@ -260,6 +260,8 @@ def calibrate(
     num_key_value_layers: int,
     key_value_group_size: int = 1,
     *,
+    generated_kv: GeneratedKV | None = None,
+    exact_tail: int | None = None,
     max_length: int = 2048,
     batch_size: int = 1,
 ) -> Calibrated:
@@ -268,11 +270,15 @@ def calibrate(
 
     `data` are texts, for a model with a tokenizer, or rows of token ids; about 256 tokens per entry
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
-    `batch_size` run at a time. Any delta that the model has is left behind. Raises `ConfigError` if
-    the cut does not fit, `UsageError` for a quantised model and for data that are neither or
-    without tokens, and `ValueError` if the teacher's upper projections were dropped.
+    `batch_size` run at a time. Any delta that the model has is left behind. `generated_kv` and
+    `exact_tail` are what the student is fitted to and served with (`Config.generated_kv`); None is
+    as the model says. Raises `ConfigError` if the cut or these do not fit, `UsageError` for a
+    quantised model and for data that are neither or without tokens, and `ValueError` if the
+    teacher's upper projections were dropped.
     """
     config = cut_of(model, num_key_value_layers, key_value_group_size)
+    given = {"generated_kv": generated_kv, "exact_tail": exact_tail}
+    config = dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
     refuse_quantized(model.llama, "calibrate")
     if config.num_upper_layers == 0:
         raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")

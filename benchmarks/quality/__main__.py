@@ -9,7 +9,8 @@ layers that share a cache), a start (`authors`: the mean of a group's projection
 of its first layer; `closed-form`: least squares) and a number of optimiser steps of 8 rows of 512
 tokens. The authors' start is trained by the authors' recipe at the best of three learning rates,
 the others by this package's. Without groups every student is also served with own keys and values
-for the tokens after the prompt (`own`), and for the last 64 of the prompt (`own+64`).
+for the tokens after the prompt (`own`), and for the last 64 of the prompt (`own+64`); with
+`--generated-kv own` students are fitted to and trained for that.
 
 Untrained students come first, then by steps. Each is kept in the folder when it is done, the same
 command continues, and the JSON in `benchmarks/results` is rewritten every time. The exit code is 0
@@ -30,6 +31,7 @@ from typing import Any
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.config import GENERATED_KV
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io import files
 from swiftkv_jax.mesh import emulate_cpu_devices, parse_mesh
@@ -72,6 +74,13 @@ def parser() -> argparse.ArgumentParser:
     )
     flag("--starts", default=",".join(STARTS), help="(default: %(default)s)")
     flag("--steps", default="0,64", help="optimiser steps (default: %(default)s)")
+    flag(
+        "--generated-kv",
+        choices=GENERATED_KV,
+        default="boundary",
+        help="what students are fitted to and trained for; own: those from the closed form without "
+        "groups (default: %(default)s)",
+    )
     flag("--seeds", type=int, default=3, help="of each trained student (default: 3)")
     flag("--rows", type=int, help="held-out rows (default: the first 4,096 tokens of every file)")
     flag(
@@ -156,11 +165,13 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
     starts = _parts(args.starts)
     if unknown := [start for start in starts if start not in STARTS]:
         raise UsageError(f"`starts`={unknown[0]!r}: expected some of {','.join(STARTS)}")
-    arms = plan(num_layers, cuts, groups, [start for start in STARTS if start in starts], steps)
+    chosen = [start for start in STARTS if start in starts]
+    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv)
     if not arms:
         raise UsageError(
             f"`groups`={args.groups}: with `cuts`={args.cuts} and `starts`={args.starts} there is "
-            f"no student: sizes must divide the upper layers, and `leader` needs more than 1"
+            f"no student: sizes must divide the upper layers, `leader` needs more than 1, and "
+            f"`generated_kv`=own the closed form without groups"
         )
     return arms
 

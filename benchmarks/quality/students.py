@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.config import Config
+from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.mesh import MeshShape
 from swiftkv_jax.model import Model
@@ -30,7 +30,7 @@ from swiftkv_jax.sharding import swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
 from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
-from swiftkv_jax.train.setup import load_model
+from swiftkv_jax.train.setup import cut_model, load_model, own_tail
 from swiftkv_jax.train.start import first_delta
 from swiftkv_jax.train.step import (
     init_state,
@@ -53,6 +53,8 @@ class Arm:
     key_value_group_size: int
     start: Init
     steps: int
+    generated_kv: GeneratedKV = "boundary"
+    """What it is fitted to and trained for; it is served in every mode."""
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -68,6 +70,7 @@ class Arm:
             dtype="float32",
             num_key_value_layers=self.num_key_value_layers,
             key_value_group_size=self.key_value_group_size,
+            generated_kv=self.generated_kv,
             max_steps=max(self.steps, 1),
             learning_rate=rate,
             seed=seed,
@@ -75,8 +78,10 @@ class Arm:
         )
 
     def name(self, rate: float, seed: int) -> str:
-        """`"4-2-authors-64-0.002-seed1"`; without rate and seed if nothing is trained."""
-        parts = [self.num_key_value_layers, self.key_value_group_size, self.start, self.steps]
+        """`"4-2-authors-64-0.002-seed1"`; without rate and seed if nothing is trained, and
+        `"4-1-closed-form-own-0"` for own keys and values."""
+        start = self.start if self.generated_kv == "boundary" else f"{self.start}-own"
+        parts = [self.num_key_value_layers, self.key_value_group_size, start, self.steps]
         return "-".join(map(str, [*parts, f"{rate:g}", f"seed{seed}"] if self.steps else parts))
 
 
@@ -86,8 +91,11 @@ def plan(
     groups: Sequence[int | None],
     starts: Sequence[Init],
     steps: Sequence[int],
+    generated_kv: GeneratedKV = "boundary",
 ) -> list[Arm]:
-    """All arms, those of fewer steps first. A group size of None is all upper layers.
+    """All arms, those of fewer steps first. A group size of None is all upper layers. With
+    `generated_kv` own they are those without groups from the closed form: copies are not fitted to
+    anything, and the authors' recipe knows no own keys and values.
 
     Without groups a leader's keys and values are the mean over its group: that start is left out.
     """
@@ -98,10 +106,12 @@ def plan(
             for group in sorted({upper if size is None else size for size in groups}):
                 if upper % group == 0:
                     arms += [
-                        Arm(lower, group, start, count)
+                        Arm(lower, group, start, count, generated_kv)
                         for start in STARTS
                         if start in starts and not (start == "leader" and group == 1)
                     ]
+    if generated_kv == "own":
+        arms = [a for a in arms if a.start == "closed-form" and a.key_value_group_size == 1]
     return arms
 
 
@@ -110,7 +120,7 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
 
     Raises `UsageError` if the file is of another recipe or other data.
     """
-    config = open_any(recipe.model).config.cut(arm.num_key_value_layers, arm.key_value_group_size)
+    config = cut_model(recipe, open_any(recipe.model).config)
     model = load_model(recipe, config, mesh)
     identity = json.dumps(describe(recipe, data), sort_keys=True)
     if file.exists():
@@ -144,6 +154,7 @@ def train(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Mod
         stop=steps,
         loss_mask=recipe.loss_mask,
         padding=recipe.padding,
+        own_tail=own_tail(model.config),
     )
     with contextlib.closing(reading):
         for local in reading:

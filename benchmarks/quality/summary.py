@@ -75,6 +75,7 @@ def rows_of(
             "share": arm.num_key_value_layers / teacher["layers"],
             "key_value_group_size": arm.key_value_group_size,
             "start": arm.start,
+            "generated_kv": arm.generated_kv,
             "steps": arm.steps,
             "learning_rate": cells[0]["learning_rate"] if arm.steps else None,
             "perplexity_of_rates": rates if arm.steps else None,

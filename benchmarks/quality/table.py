@@ -28,13 +28,15 @@ class Bar:
     limit: float
 
     def row(self, rows: Sequence[Row]) -> Row | None:
-        """The closed-form student that the bar is about, if it has been measured."""
+        """The closed-form student that the bar is about, if it has been measured: one fitted to
+        what it is served with."""
         wanted = (
             self.num_key_value_layers,
             self.key_value_group_size,
             "closed-form",
             self.steps,
             self.mode,
+            "boundary" if self.mode == "boundary" else "own",
         )
         return next((row for row in rows if key(row) == wanted), None)
 
@@ -50,13 +52,14 @@ BARS = (
 )
 
 
-def key(row: Row) -> tuple[int, int, str, int, str]:
+def key(row: Row) -> tuple[int, int, str, int, str, str]:
     return (
         row["num_key_value_layers"],
         row["key_value_group_size"],
         row["start"],
         row["steps"],
         row["mode"],
+        row.get("generated_kv", "boundary"),
     )
 
 
@@ -118,8 +121,8 @@ def _figure(row: Row, figure: str) -> float | None:
 def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """At equal tokens the closed form must end below the authors' recipe at its best rate."""
     trained = {key(row): row for row in rows if row["steps"] and row["all"]}
-    for (lower, group, start, steps, mode), ours in trained.items():
-        authors = trained.get((lower, group, "authors", steps, mode))
+    for (lower, group, start, steps, mode, _), ours in trained.items():
+        authors = trained.get((lower, group, "authors", steps, mode, "boundary"))
         if start == "closed-form" and authors is not None:
             own, theirs = (row["all"]["perplexity"] for row in (ours, authors))
             met = own < theirs

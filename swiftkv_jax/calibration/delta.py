@@ -154,10 +154,13 @@ def fit_layers(
         moment = _layer_moments(moments, entry + index, tokens)
         fitted = _regress(qkv, first + index, moment)
         k, v = np.split(fitted.weights, 2)
-        r2_k, r2_v = (float(half.mean()) for half in np.split(fitted.r2, 2))
+        r2_k, r2_v = np.split(fitted.r2, 2)
+        if config.generated_kv == "own":
+            k = solve.unattenuated(k, r2_k)
         energy = moment.query_energy.reshape(len(k), -1, moment.query_energy.shape[-1]).sum(1)
         member = solve.Member(k, v, energy, metrics[first + index])
-        yield FittedLayer(config.num_lower_layers + index, entry + index, member, r2_k, r2_v)
+        number = config.num_lower_layers + index
+        yield FittedLayer(number, entry + index, member, float(r2_k.mean()), float(r2_v.mean()))
 
 
 def share_layers(

@@ -11,6 +11,12 @@ regression of y on s is
 around the layer's own projection W0: layer K's keys and values are W0's of s itself, which this
 returns unchanged.
 
+A regression shrinks: E[W's . y] = R2 E|y|^2, so a key's score with a query that looks for it is too
+low by the factor R2 ("attenuation", Spearman 1904). That is the same for all keys as long as all
+are regressed. Where generated tokens keep the keys of the layer itself (`Config.generated_kv` own)
+it takes attention away from the prompt, and `unattenuated` divides it out. Values enter attention's
+output linearly, where least squares is right as it is.
+
 The layers of a group share one basis c(s). For values, errors count as the output projection
 passes them on: with B = sum over the query heads of a key/value head of O'O, the best c of rank H
 are the leading eigenvectors of the members' stacked W B^1/2 under S (reduced-rank regression;
@@ -32,6 +38,8 @@ from jaxtyping import Complex, Float
 
 RIDGE = 1e-4
 """Ridge penalty relative to the mean eigenvalue of the inputs' second moments."""
+MIN_R2 = 0.5
+"""Keys of which less is explained are not scaled further: most of them would be error."""
 _TINY = np.finfo(np.float64).tiny
 _SMALLEST = 1e-8  # eigenvalues of an output metric below this share of the largest count as it
 
@@ -71,6 +79,12 @@ def ridge(
     explained = explained.reshape(size, heads, head_dim).sum((0, 2))
     weights = flat.reshape(size, heads, head_dim).transpose(1, 0, 2)
     return Ridge(weights, explained / np.maximum(energy, _TINY))
+
+
+def unattenuated(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:
+    """A regression's keys, scaled so that on average they are the layer's own in the direction of
+    those: E[k_hat . k] = E|k|^2 for each head, whose `r2` counts as `MIN_R2` at least."""
+    return keys / np.maximum(r2, MIN_R2)[:, None, None]
 
 
 class Member(NamedTuple):

@@ -30,6 +30,7 @@ from .. import cli
 from ..checkpoints import open_any, save_hf
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
+from ..config import GENERATED_KV
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..io.files import write_json
@@ -45,7 +46,15 @@ from .distill import Sums
 from .evaluation import evaluate
 from .output_folder import CALIBRATION, EXPORT, prepare_folder
 from .recipe import DEMO, Recipe
-from .setup import cut_model, describe_run, load_data, load_model, open_tokenizer, source_dtype
+from .setup import (
+    cut_model,
+    describe_run,
+    load_data,
+    load_model,
+    open_tokenizer,
+    own_tail,
+    source_dtype,
+)
 from .start import first_delta
 from .step import make_eval_step
 
@@ -81,6 +90,18 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="G",
         help="upper layers that share one key/value cache, AcrossKV (default: 1)",
+    )
+    flag(
+        "--generated-kv",
+        choices=GENERATED_KV,
+        help="fit to, measure with and export generated tokens that keep upper keys and values of "
+        "their own (default: as the model says)",
+    )
+    flag(
+        "--exact-tail",
+        type=int,
+        metavar="W",
+        help="with --generated-kv own: so do the last W tokens of a prompt (default: as the model)",
     )
     flag(
         "--calibration-tokens",
@@ -204,6 +225,8 @@ def run(recipe: Recipe) -> int:
                 "data": recipe.data,
                 "num_key_value_layers": config.num_key_value_layers,
                 "key_value_group_size": config.key_value_group_size,
+                "generated_kv": config.generated_kv,
+                "exact_tail": config.exact_tail,
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
                 "seconds": round(seconds, 2),
@@ -220,7 +243,8 @@ def measure(
 ) -> dict[str, float]:
     """Perplexities, divergence and agreement on held-out rows by the evaluation `step`."""
     sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
-    found = evaluate(step, model.swiftkv, model.llama, data, recipe, sharder)
+    tail = own_tail(model.config)
+    found = evaluate(step, model.swiftkv, model.llama, data, recipe, sharder, own_tail=tail)
     names = {
         "teacher_perplexity": "eval_teacher_perplexity",
         "perplexity": "eval_student_perplexity",

@@ -142,6 +142,29 @@ def test_layer_k_keeps_its_own_projections():
     assert np.abs(delta.k[1] - qkv.k[1]).max() > 0.1
 
 
+def test_keys_beside_those_of_generated_tokens_are_not_attenuated():
+    """Where generated tokens keep their own keys, each head's regressed ones are divided by its
+    R2; all else is the same, and layer K is exact either way."""
+    teacher = random_teacher()
+    plain, layers = skv.calibrate(teacher, TOKENS, 2)
+    own = skv.calibrate(teacher, TOKENS, 2, generated_kv="own", exact_tail=4).model
+    assert (own.config.generated_kv, own.config.exact_tail) == ("own", 4)
+    assert plain.swiftkv is not None and own.swiftkv is not None
+    scale = own.swiftkv.k / plain.swiftkv.k  # U K H D
+    np.testing.assert_allclose(scale, scale[..., :1, :1] * jnp.ones_like(scale), rtol=1e-4)
+    expected = [max(fit.r2_k, 0.5) for fit in layers]
+    assert min(expected) < 0.95
+    np.testing.assert_allclose(1 / scale[0, :, 0, 0], 1, rtol=1e-4)
+    np.testing.assert_allclose((1 / scale[:, :, 0, 0]).mean(1), expected, rtol=0.05)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        dataclasses.replace(own.swiftkv, k=plain.swiftkv.k),
+        plain.swiftkv,
+    )
+    with pytest.raises(skv.ConfigError, match="needs key_value_group_size=1"):
+        skv.calibrate(teacher, TOKENS, 2, 2, generated_kv="own")
+
+
 def test_the_order_of_a_layers_heads_does_not_matter():
     """The heads of one layer in another order are the same teacher, and give the same student."""
     teacher = random_teacher()

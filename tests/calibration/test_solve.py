@@ -29,6 +29,26 @@ def test_ridge_finds_a_linear_map_and_says_how_much_it_explains():
             np.testing.assert_allclose(found.weights, weights, rtol=0.01, atol=0.01)
 
 
+def test_keys_are_scaled_to_be_the_layers_own_on_average():
+    """A regression's slope on what it predicts is its R2: the control."""
+    s = RNG.normal(size=(4000, 6))
+    k = np.einsum("ne,keh->nkh", s, RNG.normal(size=(2, 6, 4)))
+    k += RNG.normal(size=k.shape) * np.array([1.0, 2.0])[:, None]
+    energy = np.square(k).sum(-1).mean(0)
+    fitted = solve.ridge(
+        s.T @ s / len(s), np.einsum("ne,nkh->ekh", s, k) / len(s), energy, np.zeros((6, 2, 4))
+    )
+
+    def slopes(weights):
+        return np.einsum("ne,keh,nkh->k", s, weights, k) / len(s) / energy
+
+    assert np.all(fitted.r2 < 0.9) and np.all(fitted.r2 > solve.MIN_R2)
+    np.testing.assert_allclose(slopes(fitted.weights), fitted.r2, rtol=1e-3)
+    np.testing.assert_allclose(slopes(solve.unattenuated(*fitted)), 1, rtol=1e-3)
+    poor = solve.unattenuated(fitted.weights, np.array([1e-3, -1.0]))
+    np.testing.assert_array_equal(poor, fitted.weights / solve.MIN_R2)
+
+
 def test_ridge_keeps_its_prior_where_no_token_says_anything():
     s = random_inputs(6)
     s[:, 3:] = 0

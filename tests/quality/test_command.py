@@ -117,7 +117,8 @@ def test_what_was_trained_is_kept(tmp_path, training_text, tokenizer, monkeypatc
 
 
 @pytest.mark.long
-def test_training_is_that_of_the_command(tmp_path, training_text, tokenizer):
+@pytest.mark.parametrize(("group", "generated_kv"), [(2, "boundary"), (1, "own")])
+def test_training_is_that_of_the_command(group, generated_kv, tmp_path, training_text, tokenizer):
     """The same delta as `swiftkv train` exports."""
     flags = {
         "data": training_text,
@@ -125,11 +126,12 @@ def test_training_is_that_of_the_command(tmp_path, training_text, tokenizer):
         "max-length": 32,
         "batch-size": 4,
         "max-steps": 3,
-        "key-value-group-size": 2,
+        "key-value-group-size": group,
+        "generated-kv": generated_kv,
     }
     assert train([part for name, value in flags.items() for part in (f"--{name}", str(value))]) == 0
     exported = load_file(tmp_path / "model" / "model.safetensors")
-    arm = students.Arm(4, 2, "closed-form", 3)
+    arm = students.Arm(4, group, "closed-form", 3, generated_kv)
     recipe = demo_recipe(arm, training_text, tmp_path)
     data, _ = load_data(recipe, tokenizer)
     trained = students.make(arm, recipe, data, make_mesh("1x1"), tmp_path / "delta.npz")

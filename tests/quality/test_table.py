@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.quality import students, summary, table
 from benchmarks.quality.held_out import PROMPT
+from swiftkv_jax.train.recipe import DEMO
 
 
 def test_interval_of_two_documents():
@@ -143,7 +144,7 @@ def test_tables_have_every_column():
 def test_the_plan():
     """Group sizes divide the upper layers, a leader needs a group, few steps come first."""
     arms = students.plan(8, [3, 4], [1, 2, 4, None], ["authors", "leader"], [64, 0])
-    untrained = [dataclasses.astuple(arm) for arm in arms[: len(arms) // 2]]
+    untrained = [dataclasses.astuple(arm)[:4] for arm in arms[: len(arms) // 2]]
     assert untrained == [
         (4, 1, "authors", 0),
         (4, 2, "authors", 0),
@@ -157,3 +158,31 @@ def test_the_plan():
     assert [arm.steps for arm in arms] == [0] * 8 + [64] * 8
     names = {arm.name(rate, seed) for arm in arms for rate in arm.rates for seed in (0, 1)}
     assert len(names) == 8 + 2 * (3 * 5 + 3), "the authors' recipe at three rates"
+
+
+def test_the_plan_for_own_keys_and_values():
+    """The closed form without groups, under names of its own."""
+    arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own")
+    assert [dataclasses.astuple(arm) for arm in arms] == [
+        (4, 1, "closed-form", steps, "own") for steps in (0, 64)
+    ]
+    assert [arm.name(0.002, 0) for arm in arms] == [
+        "4-1-closed-form-own-0",
+        "4-1-closed-form-own-64-0.002-seed0",
+    ]
+    assert all(arm.recipe(0.002, 0, DEMO.mesh).generated_kv == "own" for arm in arms)
+
+
+def test_bars_of_own_keys_and_values_are_of_students_fitted_to_them():
+    served, fitted = (
+        rows(
+            students.Arm(4, 1, "closed-form", 0, generated_kv),
+            cell(2.0, far=2.2, modes=("boundary", "own")),
+        )
+        for generated_kv in ("boundary", "own")
+    )
+    assert table.verdict(served)[1]
+    lines, kept = table.verdict(fitted)
+    assert not kept and any(
+        "not met: 50.0%, g = 1, closed-form, untrained, own: far" in x for x in lines
+    )

@@ -64,7 +64,23 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert "it holds a model already" in capsys.readouterr().err
 
 
+def test_for_generated_tokens_with_keys_of_their_own(folder):
+    """The model says so, and it is measured so: nearer to the teacher than without."""
+    flags = ["--num-key-value-layers", "2", "--eval-data", str(folder / "text.txt")]
+    assert calibrate(folder, *flags, "--output-dir", str(folder / "boundary")) == 0
+    flags += ["--generated-kv", "own", "--exact-tail", "8"]
+    assert calibrate(folder, *flags, "--output-dir", str(folder / "own")) == 0
+    config = skv.load(folder / "own" / "model").config
+    assert (config.generated_kv, config.exact_tail) == ("own", 8)
+    boundary, own = (
+        json.loads((folder / name / "calibration.json").read_text()) for name in ("boundary", "own")
+    )
+    assert (own["generated_kv"], own["exact_tail"]) == ("own", 8)
+    assert own["held_out"]["calibrated"]["kl"] < boundary["held_out"]["calibrated"]["kl"]
+
+
 BAD_INPUT = {
+    "--exact-tail 4 --output-dir out": "exact_tail=4 needs generated_kv=own",
     "--topology h200:1 --output-dir out": "--topology goes with --dry-run",
     "--num-key-value-layers 6 --output-dir out": "nothing is left to distil",
     "--model llama-3.1-8b": "the name of a shape, for --dry-run only",
