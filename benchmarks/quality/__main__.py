@@ -36,7 +36,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io import files
 from swiftkv_jax.mesh import emulate_cpu_devices, parse_mesh
 from swiftkv_jax.train.analyze import parse_cuts
-from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report
 from . import generation, summary, table
@@ -165,7 +165,7 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
     starts = _parts(args.starts)
     if unknown := [start for start in starts if start not in STARTS]:
         raise UsageError(f"`starts`={unknown[0]!r}: expected some of {','.join(STARTS)}")
-    chosen = [start for start in STARTS if start in starts]
+    chosen: list[Init] = [start for start in STARTS if start in starts]
     arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv)
     if not arms:
         raise UsageError(

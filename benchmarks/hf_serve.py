@@ -1,0 +1,301 @@
+"""The server beside `transformers serve` on the same CPU, with the same weights and clients.
+
+    python3.11 -m venv .venv-torch
+    .venv-torch/bin/pip install torch==2.13.0 "transformers[serving]"
+    JAX_PLATFORMS=cpu python -m benchmarks.hf_serve --python .venv-torch/bin/python
+
+Random float32 weights with the proportions of Llama-3.1-8B (those of `benchmarks.hf_baseline`) and
+the demo model's tokenizer, written by `save_hf` as a plain Llama. Servers run one after
+another: transformers' without and with continuous batching, this package's with the teacher, and
+with SwiftKV at half of the layers.
+Each answers streams of 512 prompt and 64 new tokens to 1, 4 and 16 clients; greedy text of the
+teacher must be that of transformers. Then both are asked what a server should do besides being
+fast: see `benchmarks.hf_serve_probes`. JSON goes to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from transformers import AutoTokenizer
+
+import swiftkv_jax as skv
+from swiftkv_jax import cli, demo
+from swiftkv_jax.checkpoints.hf_config import config_to_hf
+from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.infer.bench.dummy import dummy_model
+from swiftkv_jax.model import Model, add_swiftkv
+from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
+
+from . import hf_serve_probes, report
+from .hf_baseline import BASELINE, CONFIG, STUDENT, TEACHER, TINY
+from .markdown import table
+
+logger = logging.getLogger("swiftkv_jax.benchmarks")
+
+SIZES = {"full": (CONFIG, 512, 64, (1, 4, 16)), "smoke": (TINY, 32, 8, (1, 2))}
+READY_SECONDS = 600
+BATCHING = "transformers, continuous batching"
+THEIRS = BASELINE, BATCHING
+
+
+class Answer(NamedTuple):
+    """A completion that was streamed; times in seconds since it was asked for."""
+
+    status: int
+    text: str
+    first: float
+    total: float
+    prompt_tokens: int
+    tokens: int
+    finish_reason: str | None
+
+
+@dataclasses.dataclass
+class Server:
+    """A server process with OpenAI's API."""
+
+    process: subprocess.Popen
+    url: str
+    model: str
+    """What requests call the model."""
+
+    def request(self, body: dict[str, Any]) -> urllib.request.Request:
+        content = json.dumps({"model": self.model} | body).encode()
+        headers = {"content-type": "application/json"}
+        return urllib.request.Request(f"{self.url}/v1/completions", content, headers)
+
+    def ask(self, body: dict[str, Any], *, timeout: float = 600) -> tuple[int, Any]:
+        """(status, JSON) of a completion that is not streamed."""
+        try:
+            with urllib.request.urlopen(self.request(body), timeout=timeout) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode(errors="replace")
+
+    def stream(self, body: dict[str, Any], *, on_text: Any = None) -> Answer:
+        """A streamed completion, read to its end; `on_text` is called at the first text."""
+        start, first, text, reason = time.perf_counter(), 0.0, "", None
+        usage = {"prompt_tokens": 0, "completion_tokens": 0}
+        asked = self.request(body | {"stream": True, "stream_options": {"include_usage": True}})
+        with urllib.request.urlopen(asked, timeout=600) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    reason = choice.get("finish_reason") or reason
+                    if not choice.get("text"):
+                        continue
+                    if not first:
+                        first = time.perf_counter() - start
+                        if on_text is not None:
+                            on_text()
+                    text += choice["text"]
+            status = answer.status
+        counts = usage["prompt_tokens"], usage["completion_tokens"]
+        return Answer(status, text, first, time.perf_counter() - start, *counts, reason)
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the process has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hf_serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--python", type=Path, required=True, help="an interpreter with transformers[serving]"
+    )
+    report.add_flags(parser, tables=tuple(SIZES), seconds=3600, rows=False)
+    args = parser.parse_args(argv)
+    return cli.run(lambda: _main(args), parser)
+
+
+def _main(args: argparse.Namespace) -> int:
+    if jax.default_backend() != "cpu":
+        raise UsageError("this comparison is for a CPU: set JAX_PLATFORMS=cpu")
+    environment = report.environment(report.new_seed(args.seed))
+    path = report.output_path(args, "hf-serve", "cpu", environment["date"])
+    config, input_len, output_len, clients = SIZES[args.shapes]
+    tokenizer = AutoTokenizer.from_pretrained(str(demo.LLAMA))
+    config = dataclasses.replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
+    if args.shapes == "full":
+        config = dataclasses.replace(config, vocab_size=len(tokenizer))
+    prompts = source_prompts(tokenizer, input_len, sum(clients) + 1)
+    document: dict[str, Any] = environment | {
+        "config": config_to_hf(config),
+        "input_len": input_len,
+        "output_len": output_len,
+        "load": os.getloadavg(),
+        "speed": [],
+        "behaviour": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        plain, student = write_models(config, tokenizer, Path(folder))
+        texts = {}
+        for name, command in commands(args.python, plain, student).items():
+            with serving(name, command, plain) as server:
+                texts[name], rows = speed(server, prompts, output_len, clients)
+                document["speed"] += [{"server": name} | row for row in rows]
+                if name != STUDENT:
+                    found = hf_serve_probes.probe(server, plain, prompts[0])
+                    document["behaviour"][name] = found
+        document["same_text"] = texts[TEACHER] == texts[BASELINE]
+    report.write_json(path, document)
+    print("\n\n".join(tables(document)))
+    return cli.OK if document["same_text"] else cli.ERROR
+
+
+def source_prompts(tokenizer: Any, length: int, count: int) -> list[str]:
+    """Pieces of the standard library of about `length` tokens, no two alike."""
+    ids: list[int] = []
+    for file in find_files(DataSource(STDLIB), held_out=True):
+        text = file.read_text(errors="replace")
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= length * count:
+            break
+    return [tokenizer.decode(ids[at * length : (at + 1) * length]) for at in range(count)]
+
+
+def write_models(config: Any, tokenizer: Any, folder: Path) -> tuple[Path, Path]:
+    """Folders of the plain Llama and of the same with a delta."""
+    plain: Model = dummy_model(config.cut(config.num_layers), jnp.float32)
+    models = {"plain": plain, "student": add_swiftkv(plain, config.num_key_value_layers)}
+    for name, model in models.items():
+        skv.save_hf(model, folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "plain", folder / "student"
+
+
+def commands(python: Path, plain: Path, student: Path) -> dict[str, list[str]]:
+    """The command line of each server; `PORT` stands for the port."""
+    ours = [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--port", "PORT"]
+    ours += "--max-model-len 2048 --max-num-seqs 16 --max-num-queued-reqs 32".split()
+    theirs = [str(python.parent / "transformers"), "serve", str(plain), "--port", "PORT"]
+    return {
+        BASELINE: [*theirs, "--device", "cpu", "--dtype", "float32"],
+        BATCHING: [*theirs, "--device", "cpu", "--dtype", "float32", "--continuous-batching"],
+        TEACHER: [*ours, "--model", str(plain), "--swiftkv", "off"],
+        STUDENT: [*ours, "--model", str(student)],
+    }
+
+
+@contextlib.contextmanager
+def serving(name: str, command: list[str], plain: Path) -> Iterator[Server]:
+    """A server that has answered once; killed at the end. Raises `DataError` if it does not
+    start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or name not in THEIRS}
+    process = subprocess.Popen(
+        [part.replace("PORT", str(port)) for part in command],
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    server = Server(process, f"http://127.0.0.1:{port}", str(plain) if name in THEIRS else "")
+    try:
+        _wait(name, server)
+        if name not in THEIRS:
+            with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as answer:
+                server.model = json.load(answer)["data"][0]["id"]
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(name: str, server: Server) -> None:
+    """Until a completion is answered."""
+    deadline = time.monotonic() + READY_SECONDS
+    ready = "/health" if name in THEIRS else "/ready"
+    while time.monotonic() < deadline and server.process.poll() is None:
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(server.url + ready, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        time.sleep(0.5)
+    raise DataError(f"{name}: the server does not start (exit code {server.process.poll()})")
+
+
+def speed(
+    server: Server, prompts: Sequence[str], output_len: int, clients: Sequence[int]
+) -> tuple[str, list[dict[str, Any]]]:
+    """(greedy text of the first prompt; a row for each number of clients). Each client asks once,
+    with a prompt of its own."""
+    body = {"max_tokens": output_len, "temperature": 0}
+    server.stream(body | {"prompt": prompts[0][: len(prompts[0]) // 2]})  # warms up
+    text = server.stream(body | {"prompt": prompts[0]}).text
+    rows, at = [], 1
+    for count in clients:
+        bodies = [body | {"prompt": prompt} for prompt in prompts[at : at + count]]
+        at, start = at + count, time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            found = list(pool.map(server.stream, bodies))
+        seconds = time.perf_counter() - start
+        rows.append(
+            {
+                "clients": count,
+                "answered": len(found),
+                "seconds": seconds,
+                "tokens_per_s": sum(a.prompt_tokens + a.tokens for a in found) / seconds,
+                "output_tokens_per_s": sum(a.tokens for a in found) / seconds,
+                "ttft_median": statistics.median(a.first for a in found),
+                "ttft_worst": max(a.first for a in found),
+            }
+        )
+        logger.info("%d clients: %s", count, rows[-1])
+    return text, rows
+
+
+def tables(document: dict[str, Any]) -> list[str]:
+    """Speed and behaviour in Markdown."""
+    rows = [
+        (
+            row["server"],
+            str(row["clients"]),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['output_tokens_per_s']:.1f}",
+            f"{row['ttft_median']:.2f} s",
+            f"{row['ttft_worst']:.2f} s",
+        )
+        for row in document["speed"]
+    ]
+    header = ("server", "clients", "tokens/s", "output tokens/s", "first token", "worst")
+    behaviour = document["behaviour"]
+    names = list(behaviour)
+    asked = behaviour[names[0]]
+    return [
+        table(header, rows),
+        table(("", *names), [(name, *(behaviour[n][name] for n in names)) for name in asked]),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
