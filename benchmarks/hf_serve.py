@@ -46,9 +46,8 @@ from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.model import Model, add_swiftkv
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 
-from . import hf_serve_probes, report
+from . import hf_serve_probes, hf_serve_table, report
 from .hf_baseline import BASELINE, CONFIG, STUDENT, TEACHER, TINY
-from .markdown import table
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -151,6 +150,7 @@ def _main(args: argparse.Namespace) -> int:
         "config": config_to_hf(config),
         "input_len": input_len,
         "output_len": output_len,
+        "versions_of_transformers": versions(args.python),
         "load": os.getloadavg(),
         "speed": [],
         "behaviour": {},
@@ -167,8 +167,23 @@ def _main(args: argparse.Namespace) -> int:
                     document["behaviour"][name] = found
         document["same_text"] = texts[TEACHER] == texts[BASELINE]
     report.write_json(path, document)
-    print("\n\n".join(tables(document)))
+    print("\n\n".join(hf_serve_table.tables(document)))
     return cli.OK if document["same_text"] else cli.ERROR
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Of the packages in the other environment. Raises `UsageError` if it lacks one."""
+    code = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({n: m.version(n) for n in ('transformers', 'torch', 'fastapi')}))"
+    )
+    try:
+        found = subprocess.run(
+            [str(python), "-c", code], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(f"`python`={python}: it needs torch and transformers[serving]") from error
+    return json.loads(found.stdout)
 
 
 def source_prompts(tokenizer: Any, length: int, count: int) -> list[str]:
@@ -272,29 +287,6 @@ def speed(
         )
         logger.info("%d clients: %s", count, rows[-1])
     return text, rows
-
-
-def tables(document: dict[str, Any]) -> list[str]:
-    """Speed and behaviour in Markdown."""
-    rows = [
-        (
-            row["server"],
-            str(row["clients"]),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['output_tokens_per_s']:.1f}",
-            f"{row['ttft_median']:.2f} s",
-            f"{row['ttft_worst']:.2f} s",
-        )
-        for row in document["speed"]
-    ]
-    header = ("server", "clients", "tokens/s", "output tokens/s", "first token", "worst")
-    behaviour = document["behaviour"]
-    names = list(behaviour)
-    asked = behaviour[names[0]]
-    return [
-        table(header, rows),
-        table(("", *names), [(name, *(behaviour[n][name] for n in names)) for name in asked]),
-    ]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .hf_serve_table import servers
 from .markdown import anchor, section, table
 from .predict.page import summarised
 from .quality import sections
@@ -33,8 +34,10 @@ RESULT_NAMES = {
     "decode": "infer-decode-cpu",
     "decode rows": "infer-decode-rows-cpu",
     "transformers": "hf-baseline-cpu",
+    "servers": "hf-serve-cpu",
     "quality": "quality-cpu",
     "longer training": "quality-512-cpu",
+    "own keys and values": "quality-own-cpu",
     "a quarter": "quality-quarter-cpu",
     "generated functions": "quality-generation-cpu",
     "8 bits": "kv-quantization-cpu",
@@ -190,6 +193,10 @@ def transformers() -> str:
     )
 
 
+def http_servers() -> str:
+    return servers(newest("servers"))
+
+
 def loss_figures() -> dict[str, float]:
     """GiB of temporaries of the distillation loss, by row."""
     return {row["name"]: row["temporary_bytes"] / GIB for row in newest("loss")["rows"]}
@@ -285,6 +292,10 @@ def longer_training() -> str:
     return sections.longer_training(newest("longer training"))
 
 
+def fitted_for_own() -> str:
+    return sections.fitted_for_own(newest("own keys and values"))
+
+
 def a_quarter() -> str:
     return sections.a_quarter(newest("a quarter"))
 
@@ -329,6 +340,7 @@ SECTIONS = (
     lengths,
     decode_rows,
     transformers,
+    http_servers,
     asserted,
     loss,
     train_step,
@@ -337,6 +349,7 @@ SECTIONS = (
     eight_bits,
     quality,
     longer_training,
+    fitted_for_own,
     a_quarter,
     generated_functions,
     shipped,

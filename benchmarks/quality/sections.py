@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..markdown import section, table
-from .table import rows_table
+from .table import rows_table, verdict
 
 
 def longer_training(document: dict[str, Any]) -> str:
@@ -17,6 +17,20 @@ def longer_training(document: dict[str, Any]) -> str:
         f"The same at half the prefill after 512 steps ({tokens / 1e6:.1f}M tokens) from the "
         "closed form, one seed; the authors' recipe was not trained for as long.",
         rows_table(rows),
+    )
+
+
+def fitted_for_own(document: dict[str, Any]) -> str:
+    """Students that are fitted to and trained for own keys and values."""
+    lines, _ = verdict(document["rows"])
+    return section(
+        "Calibrated for generated tokens that keep their own",
+        "The same files and columns. These students are "
+        "[calibrated](calibration.md#generated-tokens), and where they have steps trained, for "
+        "own keys and values of the tokens after the prompt; the rows above are served so "
+        "without. `python -m benchmarks.quality --generated-kv own`.",
+        rows_table([row for row in document["rows"] if row["mode"] != "boundary"]),
+        "\n".join(f"- {line}" for line in lines if line.startswith(("met", "not met"))),
     )
 
 
