@@ -28,12 +28,14 @@ def render_chat(
     add_generation_prompt: bool,
     continue_final_message: bool = False,
     tools: Any = None,
+    variables: Mapping[str, Any] | None = None,
     now: datetime.datetime | None = None,
     deadline_s: float = 10.0,
     max_memory: int = MAX_MEMORY,
 ) -> str:
     """Text of a conversation, as the tokenizer's chat template writes it;
-    `continue_final_message` leaves its last message open. `now` is the date that the template gets
+    `continue_final_message` leaves its last message open. `variables` are further ones that the
+    template may read. `now` is the date that the template gets
     where it asks for one (`strftime_now`); None for the clock's.
 
     Raises `DataError` if the template refuses the messages, fails in any other way, runs longer
@@ -51,6 +53,7 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            **variables or {},
         )
 
     try:

@@ -139,7 +139,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
         """The text is what follows that of `prompt`."""
-        self._text_of, self._prompt = _decoder(tokenizer), list(prompt[-PROMPT_TOKENS:])
+        self._text_of, self._prompt = text_decoder(tokenizer), list(prompt[-PROMPT_TOKENS:])
         self._ids: list[int] = []
         self._context, self._done = 0, 0
 
@@ -198,7 +198,7 @@ class Detokenizer:
         return self._text_of(ids)
 
 
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """Text of token ids without special tokens: by the Rust tokenizer itself where there is one,
     because the method of transformers that calls it takes most of a token's time."""
     from tokenizers import Tokenizer

@@ -23,7 +23,7 @@ def usage(generation: Generation) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
     }
 
 
@@ -188,19 +188,21 @@ class ChatWriter(Writer):
 
 
 def _message(delta: TextDelta) -> dict[str, Any]:
-    """A whole answer. Its content is null where it only calls."""
-    calls = _tool_calls(delta)
+    """A whole answer. Its content is null where it only reasons or calls."""
+    calls, reasoning = _tool_calls(delta), delta.reasoning
     for call in calls:
         del call["index"]
-    content = delta.text if delta.text or not calls else None
+    content = delta.text if delta.text or not (calls or reasoning) else None
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    found |= {"reasoning": reasoning} if reasoning else {}
     return found | ({"tool_calls": calls} if calls else {})
 
 
 def _delta(delta: TextDelta) -> dict[str, Any]:
     """What a chunk adds."""
     calls = _tool_calls(delta)
-    found: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    found: dict[str, Any] = {"reasoning": delta.reasoning} if delta.reasoning else {}
+    found |= {"content": delta.text} if delta.text else {}
     return found | ({"tool_calls": calls} if calls else {})
 
 

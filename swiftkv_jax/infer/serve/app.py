@@ -29,11 +29,14 @@ from .forms import Form
 from .options import ServerOptions
 from .page import page
 from .prompts import Prompt, PromptEncoder
-from .protocol import MAX_MESSAGES, ChatBody, DetokenizeBody, TokenizeBody, decode
+from .protocol import MAX_MESSAGES, ChatBody, TokenizeBody
+from .reasoning import Reasoning, reasoning_of
 from .responses import responses
 from .schema import openapi
 from .score import score
 from .service import Service
+from .template_options import template_options, variables_of
+from .token_routes import detokenize, tokenize
 from .token_text import TokenSpellings
 from .tool_calls import format_of
 
@@ -61,6 +64,7 @@ class App:
         self.sampling_defaults: Mapping[str, Any] = {}
         self.tokenizer: Any = None
         self.encoder: PromptEncoder
+        self.reasoning: Reasoning | None = None
 
     def open(
         self,
@@ -84,9 +88,18 @@ class App:
             caching=options.enable_prefix_caching,
         )
         self.compiler = compiler
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        self.template_variables = variables_of(template)
+        self.reasoning = reasoning_of(
+            self.options.reasoning_parser,
+            tokenizer,
+            template,
+            vocab_size=engine.config.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+        )
         chosen = self.options.tool_call_parser
         if chosen == "auto":
-            self.tool_format = format_of(str(getattr(tokenizer, "chat_template", None) or ""))
+            self.tool_format = format_of(template)
         else:
             self.tool_format = None if chosen == "none" else chosen
         self.spellings = TokenSpellings(tokenizer)
@@ -120,8 +133,15 @@ class App:
                 "continue_final_message",
                 "`continue_final_message` and `add_generation_prompt` exclude each other",
             )
+        variables = template_options(
+            body,
+            self.template_variables,
+            self.options.chat_template_kwargs,
+            reasons=self.reasoning is not None,
+        )
         return await self.encoder.encode_chat(
             body.messages,
+            variables=variables,
             num_bytes=num_bytes,
             salt=salt,
             add_generation_prompt=generation_prompt,
@@ -342,42 +362,6 @@ def _card(app: App, name: str) -> dict[str, Any]:
         "has_chat_template": bool(app.tokenizer.chat_template) if is_open else None,
         "permission": [],
     }
-
-
-async def tokenize(app: App, exchange: Exchange) -> None:
-    """POST /tokenize"""
-    app.service.check_ready()
-    body, _ = decode(TokenizeBody, await exchange.body(app.max_body_size), ignore_unknown=False)
-    app.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
-    if body.tools is not None and app.tool_format is None:
-        raise unsupported("tools", "this model's chat template takes no tools")
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        (prompt,) = await app.encoder.encode(
-            [body.prompt], add_special_tokens=special, salt="", param="prompt"
-        )
-    else:
-        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
-    ids = prompt.token_ids.tolist()
-    found: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": app.service.max_model_len,
-        "tokens": ids,
-        "token_strs": None,
-    }
-    if body.return_token_strs:
-        found["token_strs"] = [app.spellings[token].text for token in ids]
-    await exchange.send_json(200, found)
-
-
-async def detokenize(app: App, exchange: Exchange) -> None:
-    """POST /detokenize"""
-    app.service.check_ready()
-    body, _ = decode(DetokenizeBody, await exchange.body(app.max_body_size), ignore_unknown=False)
-    app.check_model(body.model)
-    await exchange.send_json(200, {"prompt": await app.encoder.detokenize(body.tokens)})
 
 
 def _fingerprint(engine: Engine) -> str:

@@ -42,6 +42,7 @@ from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..structured_outputs import GrammarCompiler
 from .options import FAIR_BY, ServerOptions
+from .reasoning import FORMATS as REASONING_FORMATS
 from .tool_calls import FORMATS
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         choices=("auto", *FORMATS, "none"),
         help="how the model writes calls of tools (default: by its chat template)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=("auto", *REASONING_FORMATS, "none"),
+        help="how the model marks its reasoning (default: by its chat template)",
+    )
+    _add_listed(
+        parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
     )
     add(
         "--no-structured-outputs",

@@ -17,6 +17,7 @@ from .generation import Choice, Generation, Part, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
 from .protocol import ChatBody, CompletionBody, Sampling
+from .reasoning import ReasoningParser, Start
 from .run import changes, run, until_done
 from .token_filters import filtered
 
@@ -130,9 +131,17 @@ async def chat_generation(
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])
     check_logprob_entries(params, 0, 1)
-    parts = await _parts(app, body, [prompt], params, salt, form)
+    start = "over" if app.reasoning is None else app.reasoning.start(prompt.text, continued(body))
+    parts = await _parts(app, body, [prompt], params, salt, form, start)
     _count(reservation, parts, "n")
     return Generation([prompt], parts, reservation, exchange.arrival), params
+
+
+def continued(body: ChatBody) -> str:
+    """Text of the message that the answer goes on with."""
+    if not body.continue_final_message:
+        return ""
+    return str(body.messages[-1].rendered(len(body.messages) - 1)["content"])
 
 
 def _facts(app: App, exchange: Exchange, body: Sampling) -> tuple:
@@ -160,9 +169,17 @@ async def _parts(
     params: SamplingParams,
     salt: str,
     form: Form,
+    start: Start = "over",
 ) -> list[Part]:
-    """With a seed of the client's every prompt gets the answer that it gets alone."""
-    parts, matcher = [], await app.compile_grammar(form)
+    """With a seed of the client's every prompt gets the answer that it gets alone. `start` is where
+    the answers start."""
+    parts, matcher, tokenizer = [], await app.compile_grammar(form), app.tokenizer
+    if app.reasoning is not None and matcher is not None:
+        if (reasoned := app.reasoning.before(matcher, start)) is None:
+            start = "over"
+        matcher = reasoned or matcher
+    if app.reasoning is not None and start != "over":
+        tokenizer = app.reasoning.tokenizer
     grammar = filtered(
         body,
         matcher,
@@ -170,6 +187,7 @@ async def _parts(
         app.encoder.vocab_size,
         possible=app.compiler is not None,
     )
+    omit = isinstance(body, ChatBody) and body.include_reasoning is False
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0
         request = request_of(prompt, params, rng_stream=rng_stream, salt=salt, grammar=grammar)
@@ -177,7 +195,8 @@ async def _parts(
         for sample in range(params.n):
             index = number * params.n + sample
             stop = bool(body.include_stop_str_in_output)
-            part.choices.append(Choice(index, app.tokenizer, request, stop, form.parser()))
+            reader = None if start == "over" else ReasoningParser(start, omit=omit)
+            part.choices.append(Choice(index, tokenizer, request, stop, form.parser(), reader))
         parts.append(part)
     return parts
 

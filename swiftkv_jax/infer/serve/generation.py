@@ -13,11 +13,12 @@ from ...errors import UsageError
 from ..engine.grammar import Matcher
 from ..engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, ScoreRequest
 from ..engine.sampling_params import SamplingParams
-from ..text import TextStream
+from ..text import TextStream, text_decoder
 from .admission import Reservation
 from .engine_thread import Ended
 from .errors import APIError, invalid, of_usage
 from .prompts import Prompt
+from .reasoning import END, ReasoningDelta, ReasoningParser, tokens_through
 from .tool_calls import AnswerPart, ToolCallDelta, ToolCallParser
 
 
@@ -25,8 +26,8 @@ from .tool_calls import AnswerPart, ToolCallDelta, ToolCallParser
 class TextDelta:
     """What has become certain of a choice since the last time."""
 
-    parts: list[AnswerPart] = dataclasses.field(default_factory=list)
-    """Content and calls, in their order."""
+    parts: list[ReasoningDelta | AnswerPart] = dataclasses.field(default_factory=list)
+    """Reasoning, content and calls, in their order."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens whose text is out, an end token included."""
     logprobs: list[Logprob] = dataclasses.field(default_factory=list)
@@ -41,8 +42,13 @@ class TextDelta:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
+    def reasoning(self) -> str:
+        """All of the reasoning."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
+
+    @property
     def calls(self) -> list[ToolCallDelta]:
-        return [part for part in self.parts if not isinstance(part, str)]
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
 
 
 class Choice:
@@ -55,9 +61,12 @@ class Choice:
         request: Request,
         include_stop: bool,
         parser: ToolCallParser | None = None,
+        reasoning: ReasoningParser | None = None,
     ):
         self.index, self._params, self._include_stop = index, request.params, include_stop
-        self._parser = parser
+        self._parser, self._reasoning, self._tokenizer = parser, reasoning, tokenizer
+        self._num_reasoning_tokens: int | None = None
+        """Once the reasoning is over."""
         self._stream = TextStream.of(tokenizer, request)
         self._held = TextDelta()
         self._ready = TextDelta()
@@ -94,9 +103,8 @@ class Choice:
                 self.num_tokens += 1
                 if output.stop_token in self._params.stop_token_ids:
                     self.stop_reason = output.stop_token
-        parts: list[AnswerPart] = [text] if text else []
+        parts = self._parse(text)
         if self._parser is not None:
-            parts = self._parse(text, self._parser)
             ended_by_text |= self._parser.is_complete
         if parts or self.finish_reason is not None:
             ready = self._ready
@@ -106,9 +114,15 @@ class Choice:
             self._held = TextDelta()
         return ended_by_text and output.finish_reason is None
 
-    def _parse(self, text: str, parser: ToolCallParser) -> list[AnswerPart]:
-        """Content and calls of new text."""
-        parts = parser.push(text)
+    def _parse(self, text: str) -> list[ReasoningDelta | AnswerPart]:
+        """Reasoning, content and calls of new text."""
+        parts: list[ReasoningDelta | AnswerPart] = []
+        if self._reasoning is not None:
+            reasoning, text = self._read_reasoning(text, self._reasoning)
+            parts += [ReasoningDelta(reasoning)] if reasoning else []
+        if (parser := self._parser) is None:
+            return parts + ([text] if text else [])
+        parts += parser.push(text)
         if parser.is_complete:
             self.finish_reason = self.finish_reason or "stop"
         if self.finish_reason is not None:
@@ -117,6 +131,25 @@ class Choice:
             if parser.num_calls and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return parts
+
+    def _read_reasoning(self, text: str, parser: ReasoningParser) -> tuple[str, str]:
+        """(reasoning, what follows it) of new text."""
+        reasoning, content = parser.push(text)
+        if self.finish_reason is not None:
+            last = parser.finish()
+            reasoning, content = reasoning + last[0], content + last[1]
+        if parser.has_begun and parser.is_over and self._num_reasoning_tokens is None:
+            text_of = text_decoder(self._tokenizer)
+            self._num_reasoning_tokens = tokens_through(END, self._stream.token_ids, text_of)
+        return reasoning, content
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the end of the reasoning, its tags included."""
+        if self._reasoning is None or not self._reasoning.has_begun:
+            return 0
+        found = self._num_reasoning_tokens
+        return self.num_tokens if found is None else found
 
     def take(self) -> TextDelta:
         """What has become certain since the last call."""
@@ -178,6 +211,10 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:

@@ -13,6 +13,12 @@ MAX_PROMPTS = 128
 MAX_LOGPROB_ENTRIES = 250_000
 """Log-probabilities that one request may ask for: an entry is some 2.4 KB in memory."""
 FAIR_BY = ("key", "user", "none")
+_OF_THE_SERVER = (
+    "add_generation_prompt chat_template continue_final_message conversation documents max_length "
+    "messages padding processor_kwargs return_assistant_tokens_mask return_dict return_tensors "
+    "tokenize tokenizer_kwargs tools truncation"
+).split()
+"""Arguments of `apply_chat_template`, and what it gives templates itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,13 @@ class ServerOptions:
 
     tool_call_parser: Literal["auto", "llama3_json", "hermes", "none"] = "auto"
     """Format of calls of tools; "auto" is that of the chat template, "none" refuses tools."""
+
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """How the model marks its reasoning; "auto" is by the chat template, "none" leaves it in the
+    content."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Variables of the chat template that requests may set, besides those that switch reasoning.
+    """
 
     max_connections: int = 4096
     max_body_size: int | None = None
@@ -105,6 +118,8 @@ class ServerOptions:
                     raise UsageError(f"`{field.name}`={value} must not be negative")
             elif value <= 0:
                 raise UsageError(f"`{field.name}`={value} must be above 0")
+        if refused := [name for name in self.chat_template_kwargs if name in _OF_THE_SERVER]:
+            raise UsageError(f"`chat_template_kwargs`: requests cannot set {refused[0]!r}")
         for name in self.served_model_name:
             if not name or len(name) > 256 or not name.isprintable():
                 raise UsageError(f"`served_model_name`={name!r} must be 1 to 256 characters")

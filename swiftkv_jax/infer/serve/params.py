@@ -24,16 +24,13 @@ _SAME_NAME = (
 ).split()
 
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "priority": (0,),
-    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -47,7 +44,7 @@ _REASONS = {
     "chat_template": "templates come from the checkpoint or the server's command line alone",
     "functions": "`functions` is deprecated: the field is `tools`",
     "function_call": "`function_call` is deprecated: the field is `tool_choice`",
-    "reasoning_effort": "the model has no reasoning channel",
+    "thinking": "`thinking` is not supported: `reasoning_effort` 'none' switches reasoning off",
     **{
         f"guided_{kind}": f"`guided_{kind}` is now `structured_outputs.{kind}`"
         for kind in ("choice", "grammar", "json", "regex")

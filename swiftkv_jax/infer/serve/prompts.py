@@ -88,15 +88,16 @@ class PromptEncoder:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt of a conversation of some `num_bytes`, with the tools that it may call, as
-        OpenAI's objects. What messages and tools spell is text: a special token in it stays one of
-        the template's alone. Raises `APIError`."""
+        OpenAI's objects, and further `variables` of the template. What all of them spell is text:
+        special tokens are the template's alone. Raises `APIError`."""
 
         def work() -> Prompt:
             rendered = [message.rendered(number) for number, message in enumerate(messages)]
-            (contents, described), sentinel = self._guard(
-                ([{**message, "role": ""} for message in rendered], tools)
+            (contents, described, given), sentinel = self._guard(
+                ([{**message, "role": ""} for message in rendered], tools, variables)
             )
             guarded = [
                 {**content, "role": message["role"]}
@@ -109,6 +110,7 @@ class PromptEncoder:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=described,
+                    variables=given,
                     deadline_s=TEMPLATE_SECONDS,
                 )
             except DataError as error:

@@ -214,7 +214,8 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     refusal: str | None = None
-    reasoning: Any = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
@@ -222,7 +223,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     def rendered(self, number: int) -> dict[str, Any]:
         """The message as chat templates take it. Raises `APIError`."""
         at = f"messages[{number}]"
-        for name in ("reasoning", "audio", "function_call"):
+        for name in ("audio", "function_call"):
             if getattr(self, name):
                 raise invalid(f"{at}.{name}", f"`{name}` is not supported", "unsupported_parameter")
         content = self.content
@@ -237,16 +238,33 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
                 if part.text is None:
                     raise invalid(f"{at}.content[{index}].text", "`text` is missing")
             content = "".join(part.text or "" for part in content)
-        if content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+        reasoning = self._reasoning(at)
+        if content is None and not (
+            self.role == "assistant" and (self.tool_calls or self.refusal or reasoning)
+        ):
             raise invalid(f"{at}.content", f"a message of role {self.role!r} needs `content`")
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = self.refusal if content is None and self.refusal else content or ""
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
+        if reasoning:  # under either name that templates read
+            found |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if self.tool_calls:
             found["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return found
+
+    def _reasoning(self, at: str) -> str | None:
+        """What came before the content. Raises `APIError`."""
+        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
+            raise invalid(f"{at}.reasoning", "`reasoning` and `reasoning_content` differ")
+        found = self.reasoning or self.reasoning_content
+        if found and self.role != "assistant":
+            raise invalid(f"{at}.reasoning", f"a message of role {self.role!r} has no reasoning")
+        return found
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatBody(Sampling, kw_only=True):
@@ -260,14 +278,15 @@ class ChatBody(Sampling, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     documents: Any = None
     echo: Any = None
     function_call: Any = None
     functions: Any = None
-    include_reasoning: Any = None
-    reasoning_effort: Any = None
     thinking: Any = None
     thinking_token_budget: Any = None
 
@@ -278,6 +297,7 @@ class TokenizeBody(Body, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     tools: list[Tool] | None = None
 

@@ -8,12 +8,19 @@ from typing import Any
 import msgspec
 
 from .generation import Choice, Generation, TextDelta
+from .reasoning import ReasoningDelta
 from .tool_calls import ToolCallDelta
+
+_TEXT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("response.output_text", {"logprobs": []}),
+    "reasoning": ("response.reasoning_text", {}),
+}
+"""Type of an item -> (name of the events of its text, fields that they have besides)."""
 
 
 class ResponseWriter:
-    """One answer. Each stretch of text is a message, each call of a function an item of its own;
-    one is closed before the next is opened."""
+    """One answer. Reasoning, each stretch of text and each call of a function are items of their
+    own; one is closed before the next is opened."""
 
     def __init__(self, facts: dict[str, Any]):
         """`facts` are fields of the response object."""
@@ -42,17 +49,23 @@ class ResponseWriter:
             for name in ("response.created", "response.in_progress"):
                 events += self._event(name, response=self.response)
         for part in delta.parts:
-            events += self._add_text(part) if isinstance(part, str) else self._add_call(part)
+            if isinstance(part, ToolCallDelta):
+                events += self._add_call(part)
+            elif isinstance(part, ReasoningDelta):
+                events += self._add_text("reasoning", part.text)
+            else:
+                events += self._add_text("message", part)
         return events
 
-    def _add_text(self, text: str) -> bytes:
+    def _add_text(self, kind: str, text: str) -> bytes:
         events = b""
-        if self._open is None or self._open["type"] != "message":
-            events += self._begin_message()
+        if self._open is None or self._open["type"] != kind:
+            events += self._begin_message() if kind == "message" else self._begin_reasoning()
         assert self._open is not None
         self._open["content"][0]["text"] += text
+        name, fields = _TEXT_EVENTS[kind]
         where = self._where() | {"content_index": 0}
-        return events + self._event("response.output_text.delta", **where, delta=text, logprobs=[])
+        return events + self._event(f"{name}.delta", **where, delta=text, **fields)
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
         events = b""
@@ -88,7 +101,7 @@ class ResponseWriter:
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": generation.num_cached_tokens},
                 "output_tokens": new,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
                 "total_tokens": prompt + new,
             },
         }
@@ -101,17 +114,19 @@ class ResponseWriter:
         return self.response["output"]
 
     def _begin_message(self) -> bytes:
-        content: list[dict[str, Any]] = []
-        events = self._begin(
-            {
-                "id": f"msg_{secrets.token_hex(12)}",
-                "type": "message",
-                "status": "in_progress",
-                "role": "assistant",
-                "content": content,
-            }
-        )
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._begin_text({"id": f"msg_{secrets.token_hex(12)}", "type": "message"}, part)
+
+    def _begin_reasoning(self) -> bytes:
+        item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
+        return self._begin_text(item, {"type": "reasoning_text", "text": ""})
+
+    def _begin_text(self, item: dict[str, Any], part: dict[str, Any]) -> bytes:
+        content: list[dict[str, Any]] = []
+        item |= {"status": "in_progress", "content": content}
+        if item["type"] == "message":
+            item["role"] = "assistant"
+        events = self._begin(item)
         where = self._where() | {"content_index": 0}
         events += self._event("response.content_part.added", **where, part=part)
         content.append(part)
@@ -139,9 +154,8 @@ class ResponseWriter:
         else:
             (part,) = item["content"]
             inside = where | {"content_index": 0}
-            events += self._event(
-                "response.output_text.done", **inside, text=part["text"], logprobs=[]
-            )
+            name, fields = _TEXT_EVENTS[item["type"]]
+            events += self._event(f"{name}.done", **inside, text=part["text"], **fields)
             events += self._event("response.content_part.done", **inside, part=part)
         return events + self._event(
             "response.output_item.done", output_index=where["output_index"], item=item

@@ -22,6 +22,7 @@ from .protocol import (
     MAX_MESSAGES,
     Body,
     ChatBody,
+    Effort,
     Function,
     FunctionCall,
     FunctionName,
@@ -43,14 +44,15 @@ _OF_ITEMS = {
     "message": ("role", "content"),
     "function_call": ("name", "arguments", "call_id"),
     "function_call_output": ("call_id", "output"),
+    "reasoning": (),
 }
-"""Type of an item -> its fields, all of them needed."""
+"""Type of an item -> its fields, all of them needed. Reasoning may have `content`."""
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, a call of a function, or what it returned (`_OF_ITEMS`)."""
+    """A message, a call of a function, what it returned, or reasoning (`_OF_ITEMS`)."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[Part] | None = None
     name: str | None = None
@@ -60,6 +62,8 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+    summary: Any = None
+    encrypted_content: str | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +88,12 @@ class FunctionChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
 
 
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
 class EventOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
@@ -100,6 +110,7 @@ class ResponsesBody(Body, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
 
     # Accepted without effect.
     user: str | None = None
@@ -115,7 +126,6 @@ class ResponsesBody(Body, kw_only=True):
     max_tool_calls: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    reasoning: Any = None
     service_tier: Any = None
     store: Any = None
     top_logprobs: Any = None
@@ -129,13 +139,18 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None}),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Fields that are refused, with the values besides null at which they change nothing."""
+_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of a chat -> those of this body."""
 _STATELESS = {
     "background": "answers are not kept: ask with `stream`",
     "conversation": "conversations are not kept: send all items in `input`",
@@ -158,6 +173,9 @@ async def _prepare(
             raise unsupported(name, _STATELESS.get(name, ""))
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
+    for name in ("summary", "generate_summary"):
+        if body.reasoning is not None and getattr(body.reasoning, name) is not None:
+            raise unsupported(f"reasoning.{name}", "reasoning is not summarized: it is all there")
     chat, items = chat_body(body)
     try:
         refuse_unsupported(chat)
@@ -184,7 +202,7 @@ def _renamed(error: APIError, items: list[str]) -> APIError:
         return re.sub(r"\b(max_tokens|max_completion_tokens)\b", "max_output_tokens", text)
 
     message, param = here(error.message), error.param and here(error.param)
-    for chat, name in {"messages": "input", "response_format": "text.format"}.items():
+    for chat, name in _NAMES.items():
         message = message.replace(f"`{chat}`", f"`{name}`")
         param = name if param == chat else param
     return APIError(error.status, error.code, message, param=param, headers=error.headers)
@@ -201,6 +219,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "text": {"format": {name: each for name, each in format.items() if each is not None}},
         "tool_choice": choice,
         "tools": tools,
@@ -259,6 +278,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         metadata=body.metadata,
         user=body.user,
     )
@@ -266,17 +286,21 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
 
 
 def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
-    """(messages, where each comes from). The calls of one answer are one message, with the text
-    before them. Raises `APIError`."""
+    """(messages, where each comes from). The reasoning, text and calls of one answer are one
+    message. Raises `APIError`."""
     messages: list[Message] = []
     places: list[str] = []
     calls: list[ToolCall] | None = None
+    reasons = False  # the item before is reasoning
     for number, item in enumerate(items):
         at, fields = f"input[{number}]", _OF_ITEMS[item.type]
         for name in ("role", "content", "name", "arguments", "call_id", "output"):
+            if item.type == "reasoning" and name == "content":
+                continue
             if (getattr(item, name) is None) == (name in fields):
                 needs = "needs" if name in fields else "has no"
                 raise invalid(f"{at}.{name}", f"an item of type {item.type!r} {needs} `{name}`")
+        reasoned, reasons = reasons, False
         if item.type == "function_call":
             function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
             call = ToolCall(function=function, id=item.call_id)
@@ -291,6 +315,14 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
         elif item.type == "function_call_output":
             calls = None
             message = Message(role="tool", content=item.output, tool_call_id=item.call_id)
+        elif item.type == "reasoning":
+            calls = None
+            if not (text := _reasoning_text(item, at)):
+                continue
+            message, reasons = Message(role="assistant", reasoning=text), True
+        elif reasoned and item.role == "assistant":
+            messages[-1].content, places[-1] = item.content, at
+            continue
         else:
             calls = None
             assert item.role is not None
@@ -298,6 +330,15 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
         messages.append(message)
         places.append(at)
     return messages, places
+
+
+def _reasoning_text(item: InputItem, at: str) -> str:
+    """The text of an item of reasoning; a summary is none. Raises `APIError`."""
+    if item.encrypted_content is not None:
+        raise unsupported(f"{at}.encrypted_content", "reasoning is not encrypted here")
+    if not isinstance(item.content, list):
+        return item.content or ""
+    return "".join(part.text or "" for part in item.content)
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:

@@ -20,15 +20,28 @@ ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-ste
     --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
     --generated-kv --exact-tail --compiler-option --compile-cache --reserve-tokens
     --single-step-rows""".split()
-SAMPLING = """--max-tokens --min-tokens --temperature --top-k --top-p --min-p --repetition-penalty
-    --presence-penalty --frequency-penalty --logit-bias --seed --stop --stop-token-ids
-    --ignore-eos""".split()
+SERVE = """--host --port --served-model-name --api-key --api-key-file --insecure --metrics-public
+    --allowed-origins --allowed-hosts --unknown-fields --tool-call-parser --reasoning-parser
+    --chat-template-kwargs --no-structured-outputs --share-prefix-cache --enable-scoring
+    --max-connections --max-body-size --max-num-queued-reqs --max-num-queued-tokens
+    --max-reqs-per-key --overload-status --fair-by --queue-timeout --request-timeout
+    --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
+    --sse-keep-alive --default-max-tokens --max-tokens-limit --max-temperature --no-ignore-eos
+    --no-page --log-json""".split()
+DISTRIBUTION = """--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty
+    --frequency-penalty""".split()
+SAMPLING = [
+    *DISTRIBUTION,
+    *"""--max-tokens --min-tokens --logit-bias --seed --stop --stop-token-ids
+    --ignore-eos""".split(),
+]
 
 
 def test_flags_are_these():
     own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
     assert _flags("generate") == {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
     assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt"}
+    assert _flags("serve") == {*MODEL, *ENGINE, *SERVE, *DISTRIBUTION}
     assert _flags("score") == {*MODEL, *ENGINE, "--input", "--output", "--resume"}
 
 

@@ -18,6 +18,7 @@ from swiftkv_jax.infer.serve import server
 from swiftkv_jax.infer.serve.app import App
 from swiftkv_jax.infer.serve.options import ServerOptions
 from swiftkv_jax.infer.structured_outputs import GrammarCompiler
+from tests.infer import mock_model_runner
 from tests.infer.mock_model_runner import END, VOCAB, mock_engine
 
 TEMPLATE = (
@@ -122,7 +123,8 @@ Start = Callable[..., Running]
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
     """Starts a server: options of `ServerOptions`, `engine` for those of `mock_engine`, and
-    `step_seconds` that a decode call takes. `send_buffer` are bytes of the system's buffer."""
+    `step_seconds` that a decode call takes. `send_buffer` are bytes of the system's buffer,
+    `tokenizer` is another one than that of `make_tokenizer`."""
     started: list[Running] = []
 
     def begin(
@@ -130,6 +132,7 @@ def start() -> Iterator[Start]:
         engine: dict[str, Any] | None = None,
         step_seconds: float = 0.0,
         send_buffer: int | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> Running:
         made, runner = mock_engine(
@@ -149,7 +152,7 @@ def start() -> Iterator[Start]:
             return decode(sequences, steps)
 
         runner.run_decode = slow
-        tokenizer = make_tokenizer()
+        tokenizer = tokenizer or make_tokenizer()
         compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
         loaded = server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler)
         listener = server.listen("127.0.0.1", 0)
@@ -195,6 +198,26 @@ def start() -> Iterator[Start]:
     for running in started:
         running.thread.join(20)
         assert not running.thread.is_alive()
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Lets the model of a chat say a text, and end. `prompt` is how the template ends prompts."""
+
+    def say(text: str, tokenizer: Any = None, prompt: str = "assistant: ") -> None:
+        tokenizer = tokenizer or make_tokenizer()
+        before, answer = tokenizer(prompt)["input_ids"], tokenizer(text)["input_ids"]
+
+        def next_token(tokens, sample=0, ends=True):
+            given = list(tokens)
+            at = max(
+                at for at in range(len(given) + 1) if given[max(at - len(before), 0) : at] == before
+            )
+            return [*answer, END][len(given) - at]
+
+        monkeypatch.setattr(mock_model_runner, "next_token", next_token)
+
+    return say
 
 
 @pytest.fixture(scope="module")

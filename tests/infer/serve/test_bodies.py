@@ -168,7 +168,8 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "logit_bias allowed_token_ids bad_words add_special_tokens return_token_ids cache_salt "
         "return_tokens_as_token_ids request_id best_of prompt messages logprobs top_logprobs "
         "echo max_completion_tokens add_generation_prompt continue_final_message response_format "
-        "structured_outputs tools tool_choice parallel_tool_calls".split()
+        "structured_outputs tools tool_choice parallel_tool_calls include_reasoning "
+        "chat_template_kwargs reasoning_effort".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-from tests.infer import mock_model_runner
-from tests.infer.mock_model_runner import END
 from tests.infer.serve.conftest import USER_TOKEN, make_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -98,26 +96,6 @@ def test_required_calls(start, format):
             else:
                 assert not number and isinstance(json.loads(call["function"]["arguments"]), dict)
     running.check_empty()
-
-
-@pytest.fixture
-def says(monkeypatch):
-    """Lets the model of a chat say a text, and end."""
-
-    def say(text: str) -> None:
-        tokenizer = make_tokenizer()
-        prompt, answer = tokenizer("assistant: ")["input_ids"], tokenizer(text)["input_ids"]
-
-        def next_token(tokens, sample=0, ends=True):
-            given = list(tokens)
-            at = max(
-                at for at in range(len(given) + 1) if given[max(at - len(prompt), 0) : at] == prompt
-            )
-            return [*answer, END][len(given) - at]
-
-        monkeypatch.setattr(mock_model_runner, "next_token", next_token)
-
-    return say
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -1,0 +1,48 @@
+"""The routes between texts and token ids, vLLM's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import invalid, unsupported
+from .exchange import Exchange
+from .protocol import DetokenizeBody, TokenizeBody, decode
+
+if TYPE_CHECKING:
+    from .app import App
+
+
+async def tokenize(app: App, exchange: Exchange) -> None:
+    """POST /tokenize"""
+    app.service.check_ready()
+    body, _ = decode(TokenizeBody, await exchange.body(app.max_body_size), ignore_unknown=False)
+    app.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
+    if body.tools is not None and app.tool_format is None:
+        raise unsupported("tools", "this model's chat template takes no tools")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        (prompt,) = await app.encoder.encode(
+            [body.prompt], add_special_tokens=special, salt="", param="prompt"
+        )
+    else:
+        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
+    ids = prompt.token_ids.tolist()
+    found: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": app.service.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [app.spellings[token].text for token in ids]
+    await exchange.send_json(200, found)
+
+
+async def detokenize(app: App, exchange: Exchange) -> None:
+    """POST /detokenize"""
+    app.service.check_ready()
+    body, _ = decode(DetokenizeBody, await exchange.body(app.max_body_size), ignore_unknown=False)
+    app.check_model(body.model)
+    await exchange.send_json(200, {"prompt": await app.encoder.detokenize(body.tokens)})
