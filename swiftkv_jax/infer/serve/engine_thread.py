@@ -15,6 +15,7 @@ from ..engine.engine import Engine
 from ..engine.page_pool import PrefixStats
 from ..engine.requests import Request, RequestOutput, ScoreRequest
 from ..engine.stats import Load, Stats
+from .histogram import ITERATION_BUCKETS, Histogram
 
 
 class Ended(NamedTuple):
@@ -65,6 +66,9 @@ class EngineThread:
         """Id -> samples that have not ended."""
         self._num_taken = self._num_steps = 0
         self._idle_seconds = 0.0
+        self.iteration_tokens = Histogram(ITERATION_BUCKETS)
+        """Tokens that a step sent through prefill, and that it received; steps without any are left
+        out. Written by the engine's thread."""
         self.snapshot = self._look()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -160,6 +164,8 @@ class EngineThread:
 
     def _step(self) -> list[Event]:
         events: list[Event] = []
+        stats = self._engine.stats
+        before = stats.prefilled_tokens + stats.new_tokens
         for output in self._engine.step():
             if (request_id := self._names.get(output.request_id)) is None:
                 continue
@@ -167,6 +173,8 @@ class EngineThread:
             if output.finish_reason is not None:
                 self._end(request_id, output.sample, events)
         self._num_steps += 1
+        if tokens := stats.prefilled_tokens + stats.new_tokens - before:
+            self.iteration_tokens.observe(tokens)
         return events
 
     def _end(self, request_id: int, sample: int | None, events: list[Event]) -> None:

@@ -3,7 +3,6 @@ has. Counted on the thread of the connections, in plain integers."""
 
 from __future__ import annotations
 
-import bisect
 import collections
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.requests import RequestOutput
 from .generation import Generation, Part
+from .histogram import Histogram, token_buckets
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -31,34 +31,6 @@ LATENCY_BUCKETS = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 N_BUCKETS = (1, 2, 5, 10, 20)
-
-
-def token_buckets(longest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, ... up to `longest`."""
-    steps = (factor * 10**power for power in range(8) for factor in (1, 2, 5))
-    return tuple(step for step in steps if step <= longest)
-
-
-class Histogram:
-    """Counts of values by bucket, and their sum."""
-
-    def __init__(self, buckets: Sequence[float]):
-        self.buckets = tuple(buckets)
-        self.counts = [0] * (len(self.buckets) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` times."""
-        self.counts[bisect.bisect_left(self.buckets, value)] += times
-        self.sum += value * times
-
-    def cumulated(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it)"""
-        bounds, total, rows = [*map(float, self.buckets), float("inf")], 0, []
-        for bound, count in zip(bounds, self.counts, strict=True):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
-        return rows
 
 
 class Metrics:
@@ -180,6 +152,14 @@ class Metrics:
             load, stats, prefix = snapshot.load, snapshot.stats, snapshot.prefix
             yield gauge("vllm:num_requests_running", "Sequences that decode.", load.num_running)
             yield gauge("vllm:num_requests_waiting", "Requests that wait.", service.num_waiting)
+            reasons = GaugeMetricFamily(
+                "vllm:num_requests_waiting_by_reason",
+                "Requests that wait: for capacity; none is put off for another reason.",
+                labels=[*labels, "reason"],
+            )
+            reasons.add_metric([*values, "capacity"], service.num_waiting)
+            reasons.add_metric([*values, "deferred"], 0)
+            yield reasons
             yield gauge(
                 "vllm:kv_cache_usage_perc",
                 "Share of the pages that requests hold; 1 is all.",
@@ -195,6 +175,11 @@ class Metrics:
             )
             info.add_metric([*values, *facts.values()], 1)
             yield info
+            yield histogram(
+                "vllm:iteration_tokens_total",
+                "Of an engine step, cached and new.",
+                engine.iteration_tokens,
+            )
             yield counter(
                 "vllm:num_preemptions",
                 "Requests that made room for earlier ones.",

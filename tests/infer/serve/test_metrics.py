@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +20,7 @@ admission_rejections time_to_first_token_seconds inter_token_latency_seconds
 request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
 request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n
+num_requests_waiting_by_reason iteration_tokens_total
 """.split()
 
 
@@ -75,10 +77,33 @@ def test_sums_are_what_clients_got(answered):
     assert 5 * (20 - 3) <= gaps <= 5 * 19
     assert value(found, "swiftkv:http_requests", "_total", route="/v1/completions") == 4
     assert value(found, "swiftkv:http_requests", "_total", status="400") == 1
-    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+    steps = value(found, "vllm:iteration_tokens_total", "_count")
+    assert 3 * 3 <= steps <= 5 * 20 + 3
+    cached = value(found, "swiftkv:prefilled_tokens", "_total")
+    assert value(found, "vllm:iteration_tokens_total", "_sum") == cached + 5 * 20
+    for name in ("running", "waiting", "waiting_by_reason"):
+        name = f"vllm:num_requests_{name}"
         assert value(found, name) == 0
     assert value(found, "vllm:kv_cache_usage_perc") == 0
     assert value(found, "swiftkv:compilations", "_total") == 0
+
+
+def test_requests_wait_for_capacity(start):
+    running = start(engine={"slots": 1}, step_seconds=0.05, max_num_queued_reqs=8)
+    threads = [
+        threading.Thread(target=running.post, args=("/v1/completions", BODY)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def waiting(name: str, **labels: str) -> float:
+        return value(families(running), f"vllm:num_requests_waiting{name}", **labels)
+
+    running.until(lambda: waiting("_by_reason", reason="capacity") == 3)
+    assert waiting("_by_reason", reason="deferred") == 0
+    for thread in threads:
+        thread.join()
+    assert waiting("") == waiting("_by_reason") == 0
 
 
 def test_openmetrics_where_it_is_accepted(answered):

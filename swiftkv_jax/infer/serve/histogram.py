@@ -1,0 +1,37 @@
+"""Histograms of plain integers."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens of an engine step (vLLM 0.33, `v1/metrics/loggers.py`)."""
+
+
+def token_buckets(longest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, ... up to `longest`."""
+    steps = (factor * 10**power for power in range(8) for factor in (1, 2, 5))
+    return tuple(step for step in steps if step <= longest)
+
+
+class Histogram:
+    """Counts of values by bucket, and their sum."""
+
+    def __init__(self, buckets: Sequence[float]):
+        self.buckets = tuple(buckets)
+        self.counts = [0] * (len(self.buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, `times` times."""
+        self.counts[bisect.bisect_left(self.buckets, value)] += times
+        self.sum += value * times
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """(upper bound, number of values up to it)"""
+        bounds, total, rows = [*map(float, self.buckets), float("inf")], 0, []
+        for bound, count in zip(bounds, self.counts, strict=True):
+            total += count
+            rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
+        return rows
