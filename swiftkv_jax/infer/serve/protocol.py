@@ -6,18 +6,14 @@ that they are refused by name and not as unknown ones; see `params`.
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import inspect
 
-from .errors import APIError, invalid
+from .errors import invalid
 from .options import MAX_PROMPTS
 
 MAX_MESSAGES = 4096
-MAX_NULLS = 256
-"""Unknown fields of one body that may be null."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 
 
@@ -315,70 +311,3 @@ class ScoreBody(Body, kw_only=True):
     pairs: list[Pair]
     top_logprobs: int | None = None
     user: str | None = None
-
-
-def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tuple[B, list[str]]:
-    """(body, names of fields that were ignored). Raises `APIError`."""
-    ignored: list[str] = []
-    try:
-        if not ignore_unknown:
-            return _decode(kind, body), ignored
-        fields = msgspec.json.decode(body)
-        if isinstance(fields, dict):
-            ignored = sorted(fields.keys() - kind.__struct_fields__)
-            fields = {name: fields[name] for name in fields if name not in ignored}
-        return msgspec.convert(fields, type=kind), ignored
-    except msgspec.ValidationError as error:
-        raise _of_validation(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
-    except RecursionError:
-        raise invalid(None, "the body is nested too deeply", "invalid_json") from None
-
-
-def _decode[B: Body](kind: type[B], body: bytes) -> B:
-    """A body without the unknown fields that are null: clients send back what they were given."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        if b"null" not in body or "unknown field" not in str(error):
-            raise
-        fields = msgspec.json.decode(body)
-        if _drop_nulls(fields, _type_info(kind)) > MAX_NULLS:
-            raise
-    return msgspec.convert(fields, type=kind)
-
-
-_type_info = functools.cache(inspect.type_info)
-
-
-def _drop_nulls(value: Any, kind: inspect.Type) -> int:
-    """Remove the fields that are null and that the types of `kind` do not have. Returns how many
-    they were."""
-    if isinstance(kind, inspect.UnionType):
-        return sum(_drop_nulls(value, one) for one in kind.types)
-    if isinstance(kind, inspect.ListType) and isinstance(value, list):
-        return sum(_drop_nulls(one, kind.item_type) for one in value)
-    if not (isinstance(kind, inspect.StructType) and isinstance(value, dict)):
-        return 0
-    known = {field.encode_name: field.type for field in kind.fields}
-    unknown = [name for name, one in value.items() if one is None and name not in known]
-    for name in unknown:
-        del value[name]
-    inner = (_drop_nulls(one, known[name]) for name, one in value.items() if name in known)
-    return len(unknown) + sum(inner)
-
-
-def _of_validation(error: msgspec.ValidationError) -> APIError:
-    text, _, path = str(error).partition(" - at `")
-    path = path.rstrip("`").removeprefix("$").removeprefix(".")
-    if "unknown field" in text:
-        name = text.rpartition("field `")[2].rstrip("`")
-        path = f"{path}.{name}" if path else name
-        return invalid(path, f"there is no field {name!r}", "unknown_field")
-    if "missing required field" in text:
-        name = text.rpartition("field `")[2].rstrip("`")
-        path = f"{path}.{name}" if path else name
-        return invalid(path, f"`{name}` is missing")
-    where = f"`{path}`: " if path else "the body: "
-    return invalid(path or None, where + text[:1].lower() + text[1:])

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from .admission import Reservation
-from .errors import printable
+from .decoding import decode
 from .exchange import KEEP_ALIVE, ClientGone, Exchange
 from .generation import Generation
-from .protocol import Body, decode
+from .protocol import Body
 
 if TYPE_CHECKING:
     from .app import App
@@ -37,7 +37,7 @@ async def run[B: Body, A](
             reservation.count(min(len(content) // 4, service.max_model_len), 1)
             body, ignored = decode(kind, content, ignore_unknown=ignore_unknown)
             if ignored:
-                exchange.extra["x-ignored-fields"] = printable(ascii(",".join(ignored))[1:-1], 1024)
+                exchange.extra["x-ignored-fields"] = _header(",".join(ignored))
             app.check_model(body.model)
             timeout = exchange.timeout()
             exchange.watch()
@@ -68,6 +68,12 @@ async def run[B: Body, A](
             if not generation.is_done:
                 service.abort(generation, "client")
             _log(exchange, generation)
+
+
+def _header(text: str) -> str:
+    """`text` as the value of a header: ASCII without control characters, at most 1,024 of them."""
+    found = ascii(text)[1:-1]
+    return found if len(found) <= 1024 else found[:1021] + "..."
 
 
 async def changes(

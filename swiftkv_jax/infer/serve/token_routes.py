@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .decoding import decode
 from .errors import invalid, unsupported
 from .exchange import Exchange
-from .protocol import DetokenizeBody, TokenizeBody, decode
+from .protocol import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from .app import App

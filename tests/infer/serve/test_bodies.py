@@ -237,6 +237,37 @@ def test_unknown_fields_may_be_ignored(start):
     assert status == 400 and answer["error"]["param"] == "n"
 
 
+def test_unknown_fields_within_objects_may_be_ignored(start):
+    """Each is named by its path; what is missing or wrong is refused as before."""
+    running = start(unknown_fields="ignore")
+    part = {"type": "text", "text": "b", "cache_control": {}}
+    messages = [{"role": "user", "content": "a", "colour": 1}, {"role": "user", "content": [part]}]
+    body = {"messages": messages, "stream": True, "max_tokens": 1, "zz": None}
+    options = {"include_usage": False, "x": {"y": 2}}
+    metadata = {"any": "name"}
+    status, headers, _ = running.request(
+        "POST", CHAT, body | {"stream_options": options, "metadata": metadata}
+    )
+    assert status == 200
+    assert headers["x-ignored-fields"] == "messages[0].colour,stream_options.x,zz"
+    item = {"role": "user", "content": "a", "zz": {}}
+    status, headers, _ = running.request(
+        "POST", "/v1/responses", {"input": [item], "max_output_tokens": 1}
+    )
+    assert status == 200 and headers["x-ignored-fields"] == "input[0].zz"
+    for messages, param in (
+        ([{"role": "user", "x": 1}], "messages[0].content"),
+        ([{"role": "god", "content": "a", "x": 1}], "messages[0].role"),
+        ([3], "messages[0]"),
+        ({"x": 1}, "messages"),
+    ):
+        status, answer = running.post(CHAT, {"messages": messages})
+        assert status == 400 and answer["error"]["param"] == param, answer
+    body = {"prompt": "a", "max_tokens": 1} | {"x" * number: 1 for number in range(1, 100)}
+    status, headers, _ = running.request("POST", COMPLETION, body)
+    assert status == 200 and len(headers["x-ignored-fields"]) == 1024
+
+
 def test_errors_are_those_of_the_client_library(running):
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:
