@@ -34,6 +34,11 @@ class ClientGone(Exception):
     """The client has closed the connection, or does not read it."""
 
 
+def error_events(error: APIError) -> bytes:
+    """The last events of a stream of completions or of a chat."""
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
+
+
 class Exchange:
     """A request, and the one answer to it."""
 
@@ -56,6 +61,8 @@ class Exchange:
         self.log: dict[str, Any] = {}
         """What the line in the log says of it."""
         self.on_gone: Callable[[], None] = lambda: None
+        self.error_events = error_events
+        """What ends a stream that cannot go on."""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -158,14 +165,13 @@ class Exchange:
         await self._in_time(self._connection.flow.drain())
 
     async def send_error(self, error: APIError) -> None:
-        """An answer, or, where a stream has begun, its last event. Raises `ClientGone`."""
+        """An answer, or, where a stream has begun, its last events. Raises `ClientGone`."""
         self.log["error"] = error.code
         if not self.status:
             self.extra |= error.headers
             await self.send_json(error.status, error.body())
         else:
-            content = b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
-            await self._write(content, more=False)
+            await self._write(self.error_events(error), more=False)
 
     async def send_events(self, content: bytes, *, more: bool = True) -> None:
         """Events of a stream; the first call begins it. Raises `ClientGone`."""

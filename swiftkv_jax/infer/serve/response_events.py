@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from .errors import APIError
 from .generation import Choice, Generation, TextDelta
 from .reasoning import ReasoningDelta
 from .tool_calls import ToolCallDelta
@@ -16,6 +17,10 @@ _TEXT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "reasoning": ("response.reasoning_text", {}),
 }
 """Type of an item -> (name of the events of its text, fields that they have besides)."""
+
+
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Status of an error -> the code of OpenAI's that comes nearest; `server_error` for others."""
 
 
 class ResponseWriter:
@@ -44,10 +49,7 @@ class ResponseWriter:
     def add(self, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after those that begin
         every answer."""
-        events = b""
-        if not self._sequence_number:
-            for name in ("response.created", "response.in_progress"):
-                events += self._event(name, response=self.response)
+        events = self._begun()
         for part in delta.parts:
             if isinstance(part, ToolCallDelta):
                 events += self._add_call(part)
@@ -56,6 +58,12 @@ class ResponseWriter:
             else:
                 events += self._add_text("message", part)
         return events
+
+    def _begun(self) -> bytes:
+        if self._sequence_number:
+            return b""
+        names = "response.created", "response.in_progress"
+        return b"".join(self._event(name, response=self.response) for name in names)
 
     def _add_text(self, kind: str, text: str) -> bytes:
         events = b""
@@ -106,6 +114,13 @@ class ResponseWriter:
             },
         }
         return events + self._event(f"response.{self.response['status']}", response=self.response)
+
+    def fail(self, error: APIError) -> bytes:
+        """The last events of an answer that cannot go on."""
+        events = self._begun() + self._close("incomplete")
+        code = _ERROR_CODES.get(error.status, "server_error")
+        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return events + self._event("response.failed", response=self.response)
 
     # Items ------------------------------------------------------------------------
 

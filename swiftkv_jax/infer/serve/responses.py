@@ -236,6 +236,7 @@ async def _answer(
 ) -> None:
     (part,) = generation.parts
     (choice,) = part.choices
+    exchange.error_events = writer.fail
     silence = app.options.sse_keep_alive if body.stream else None
     async for _ in changes(exchange, generation, silence=silence):
         events = writer.add(choice.take())

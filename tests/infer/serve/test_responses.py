@@ -1,12 +1,14 @@
 """The Responses API, asked by OpenAI's own client."""
 
 import time
+from typing import Any
 
 import openai
 import pytest
 
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.protocol import MAX_MESSAGES, Message
+from swiftkv_jax.infer.serve.response_events import ResponseWriter
 from swiftkv_jax.infer.serve.responses import InputItem, ResponsesBody, chat_body
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
@@ -198,10 +200,33 @@ def test_what_asks_for_nothing(server):
     assert status == 200 and answer["metadata"] == {"a": "b"}
 
 
-def test_an_error_in_a_stream_is_raised(start):
-    running = start(request_timeout=0.5, step_seconds=0.3)
+def test_a_stream_that_cannot_go_on_ends_with_a_failed_response(start):
+    """The item that is open is closed before."""
+    running = start(request_timeout=0.6, step_seconds=0.15, sse_keep_alive=0.05)
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.APIError, match="has run for"):
-            for _ in client.responses.create(model="tiny", input="hi", stream=True):
-                pass
+        events: list[Any] = list(client.responses.create(model="tiny", input="hi", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    first, last = events[0], events[-1]
+    assert first.type == "response.created" and last.type == "response.failed"
+    assert last.response.status == "failed" and last.response.error.code == "server_error"
+    assert "has run for" in last.response.error.message
+    opened, closed = (
+        [event.item.id for event in events if event.type == f"response.output_item.{name}"]
+        for name in ("added", "done")
+    )
+    assert opened == closed == [item.id for item in last.response.output]
+    assert all(item.status == "incomplete" for item in last.response.output)
     running.check_empty()
+    _, _, content = running.request("POST", PATH, {"input": "hi", "stream": True})
+    assert b"[DONE]" not in content and content.count(b"event: response.failed\n") == 1
+    running.check_empty()
+
+
+def test_the_error_of_a_response_has_a_code_of_the_api():
+    for status, code in ((400, "invalid_prompt"), (429, "rate_limit_exceeded"), (504, None)):
+        writer = ResponseWriter({"id": "resp_a"})
+        lines = writer.fail(APIError(status, "other", "why")).decode().split("\n\n")
+        kinds = [line.partition("\n")[0] for line in lines if line]
+        assert kinds == [f"event: response.{name}" for name in ("created", "in_progress", "failed")]
+        error = {"code": code or "server_error", "message": "why"}
+        assert writer.response["error"] == error and writer.response["status"] == "failed"
