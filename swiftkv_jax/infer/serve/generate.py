@@ -131,8 +131,10 @@ async def chat_generation(
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])
     check_logprob_entries(params, 0, 1)
-    start = "over" if app.reasoning is None else app.reasoning.start(prompt.text, continued(body))
-    parts = await _parts(app, body, [prompt], params, salt, form, start)
+    begin: Start = "over"
+    if app.reasoning is not None:
+        begin = app.reasoning.start(prompt.text, continued(body))
+    parts = await _parts(app, body, [prompt], params, salt, form, begin)
     _count(reservation, parts, "n")
     return Generation([prompt], parts, reservation, exchange.arrival), params
 

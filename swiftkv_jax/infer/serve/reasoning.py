@@ -142,8 +142,8 @@ class ReasoningParser:
 
 def _begun_tag(text: str) -> str:
     """The longest end of `text` with which `END` begins."""
-    longest = min(len(END) - 1, len(text))
-    return next((END[:n] for n in range(longest, 0, -1) if text.endswith(END[:n])), "")
+    at = text.rfind(END[0], max(len(text) - len(END) + 1, 0))
+    return text[at:] if at >= 0 and END.startswith(text[at:]) else ""
 
 
 class Reasoning:
