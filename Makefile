@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-gpu test-tpu lock clean
+.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -72,7 +72,14 @@ test-soak: $(VENV)/installed
 test-router: $(VENV)/installed
 	test -x .venv-router/bin/python || $(PYTHON) -m venv .venv-router
 	.venv-router/bin/python -m pip install --quiet --disable-pip-version-check 'sglang-router>=0.3.2'
-	ROUTER_PYTHON=$(CURDIR)/.venv-router/bin/python $(RUN) -m pytest -q -n 0 -s tests/deploy
+	ROUTER_PYTHON=$(CURDIR)/.venv-router/bin/python $(RUN) -m pytest -q -n 0 -s tests/deploy/test_router.py
+
+# Two replicas under Ray Serve. Its environment sees the packages of $(VENV).
+test-ray: $(VENV)/installed
+	test -x .venv-ray/bin/python || $(VENV)/bin/python -m venv .venv-ray
+	echo $(CURDIR)/$(VENV)/lib/python3.12/site-packages > .venv-ray/lib/python3.12/site-packages/packages.pth
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]>=2.60'
+	RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python $(RUN) -m pytest -q -n 0 tests/deploy/test_ray_serve.py
 
 # Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
 # from $(VENV): a JAX that finds them looks for their hardware.
