@@ -90,6 +90,21 @@ def join_processes(
     return num_processes or _announced()
 
 
+def announces_several(coordinator_address: str | None = None) -> bool:
+    """Whether `join_processes` would connect to others, as the address or a launcher says. Touches
+    no device."""
+    return coordinator_address is not None or _is_one_of_several()
+
+
+def coordinator_host() -> str:
+    """The host of process 0, as all processes have reached it. They have joined before."""
+    from jax._src.distributed import global_state  # JAX has no public name for it
+
+    address = global_state.coordinator_address
+    assert address is not None
+    return address.rpartition(":")[0].strip("[]")
+
+
 def is_main_process() -> bool:
     """Whether this is process 0, which writes and prints. Starts JAX's backend."""
     return jax.process_index() == 0
@@ -106,6 +121,16 @@ def any_process(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
+
+
+def smallest(value: int) -> int:
+    """The smallest `value` of all processes; the same answer in all of them."""
+    if jax.process_count() == 1:
+        return value
+    # As two halves: JAX would narrow 64-bit numbers.
+    halves = np.array([value >> 31, value & (2**31 - 1)], np.int32)
+    high, low = np.asarray(multihost_utils.process_allgather(halves)).astype(np.int64).T
+    return int(((high << 31) + low).min())
 
 
 def from_process_0[T](value: T) -> T:

@@ -13,9 +13,10 @@ from .exit import (
     SOME_ROWS_FAILED,
     USAGE,
     fail,
+    report,
     run,
 )
-from .messages import as_called, configure_logging, log, prog
+from .messages import as_called, configure_logging, log, log_parser, prog
 from .parser import ArgumentParser
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "configure_logging",
     "fail",
     "log",
+    "log_parser",
     "prog",
+    "report",
     "run",
 ]

@@ -61,7 +61,7 @@ def _run(main: Callable[[], int], parser: argparse.ArgumentParser | None) -> int
         sys.stdout.flush()
         return code
     except Exception as error:
-        return INTERRUPTED if interrupts.pending() else _end(error, parser)
+        return INTERRUPTED if interrupts.pending() else report(error, parser)
 
 
 def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None) -> int:
@@ -70,7 +70,7 @@ def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None
     return code
 
 
-def _end(error: Exception, parser: argparse.ArgumentParser | None) -> int:
+def report(error: Exception, parser: argparse.ArgumentParser | None = None) -> int:
     """Say what `error` is; returns the exit code."""
     text = str(error)
     match error:

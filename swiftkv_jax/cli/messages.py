@@ -52,6 +52,12 @@ def configure_logging(parser: argparse.ArgumentParser | None = None) -> None:
     handler.parser = parser
 
 
+def log_parser() -> argparse.ArgumentParser | None:
+    """The parser whose flags the log names."""
+    handlers = logging.getLogger(LOGGER).handlers
+    return next((one.parser for one in handlers if isinstance(one, MessageHandler)), None)
+
+
 @contextlib.contextmanager
 def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
     """While a command runs, the package's log goes nowhere but to standard error: absl, which Orbax

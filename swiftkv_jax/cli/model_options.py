@@ -141,18 +141,24 @@ def load_model(options: ModelOptions) -> tuple[Model, Mesh | None]:
 
     Raises `UsageError` and `CheckpointError`.
     """
+    mesh = setup_model_devices(options)
+    return read_model(options, mesh), mesh
+
+
+def setup_model_devices(options: ModelOptions) -> Mesh | None:
+    """The devices of `load_model`, as `setup_devices` returns them. Raises `UsageError`, and
+    `CheckpointError` if there is no demo model."""
     if options.model is None and not (options.path / "config.json").exists():
         raise CheckpointError(
             f"the demo model is not in this installation ({options.path}): name one with `model`"
         )
-    mesh = setup_devices(
+    return setup_devices(
         options.mesh,
         coordinator_address=options.coordinator_address,
         num_processes=options.num_processes,
         process_id=options.process_id,
         compile_cache=options.compile_cache,
     )
-    return read_model(options, mesh), mesh
 
 
 def read_model(options: ModelOptions, mesh: Mesh | None) -> Model:

@@ -188,7 +188,7 @@ class GrammarCompiler:
         found = LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
         if found.is_error():
             raise UsageError(f"the grammar is refused: {_line(found.get_error())}")
-        made = _Matcher(found, self._executor)
+        made = GrammarMatcher(found, self._executor, grammar)
         mask = np.zeros((1, mask_words(self._vocab_size)), np.uint32)
         first = made.copy()
         first.fill_masks([first], mask)
@@ -197,11 +197,12 @@ class GrammarCompiler:
         return made
 
 
-class _Matcher:
-    """`Matcher` of llguidance."""
+class GrammarMatcher:
+    """`Matcher` of llguidance. Made by `GrammarCompiler`."""
 
-    def __init__(self, matcher: LLMatcher, executor: Any):
-        self._matcher, self._executor = matcher, executor
+    def __init__(self, matcher: LLMatcher, executor: Any, grammar: str):
+        self._matcher, self._executor, self.grammar = matcher, executor, grammar
+        """`grammar` is in llguidance's own form."""
 
     @staticmethod
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
@@ -214,7 +215,7 @@ class _Matcher:
         self._matcher.consume_token(token_id)
 
     def copy(self) -> Self:
-        return type(self)(self._matcher.deep_copy(), self._executor)
+        return type(self)(self._matcher.deep_copy(), self._executor, self.grammar)
 
     @property
     def is_ended(self) -> bool:

@@ -62,7 +62,7 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             raise UsageError(
                 "this engine follows no grammar: make it with the option `structured_outputs`=True"
             )
-        filter_only = isinstance(request.grammar, TokenFilter) and not request.grammar.has_grammar
+        filter_only = isinstance(request.grammar, TokenFilter) and request.grammar.grammar is None
         if (params.ignore_eos or params.min_tokens) and not filter_only:
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
             raise UsageError(f"`{name}` does not go with a grammar, which says where the text ends")

@@ -26,22 +26,23 @@ class TokenFilter:
         of them. The last token of one of `bad_words`, each of them token ids, may not come after
         the others. Ids are below `vocab_size`. With `grammar` only what it allows may come.
         """
+        self.allowed_token_ids = None if allowed_token_ids is None else tuple(allowed_token_ids)
         ids = np.arange(vocab_size) if allowed_token_ids is None else allowed_token_ids
         self._allowed = np.zeros(mask_words(vocab_size), np.uint32)
         ids = np.asarray(ids, np.int64)
         np.bitwise_or.at(self._allowed, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
-        self._bad_words = tuple(tuple(word) for word in bad_words if word)
-        self._longest = max(map(len, self._bad_words), default=1) - 1
-        self._grammar, self._last = grammar, ()
+        self.bad_words = tuple(tuple(word) for word in bad_words if word)
+        self._longest = max(map(len, self.bad_words), default=1) - 1
+        self.grammar, self._last = grammar, ()
         self._nothing = False
 
     @staticmethod
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
         """As `Matcher.fill_masks`."""
         masks[:] = np.uint32(2**32 - 1)
-        rows = [row for row, one in enumerate(matchers) if one._grammar is not None]
+        rows = [row for row, one in enumerate(matchers) if one.grammar is not None]
         if rows:
-            grammars, inner = [matchers[row]._grammar for row in rows], masks[rows]
+            grammars, inner = [matchers[row].grammar for row in rows], masks[rows]
             inner[:] = 0
             fill_masks(grammars, inner)
             masks[rows] = inner
@@ -50,7 +51,7 @@ class TokenFilter:
 
     def _filter(self, mask: np.ndarray) -> None:
         mask &= self._allowed
-        for *before, last in self._bad_words:
+        for *before, last in self.bad_words:
             if self._last[len(self._last) - len(before) :] == tuple(before):
                 mask[last // 32] &= ~(np.uint32(1) << np.uint32(last % 32))
         self._nothing = not mask.any()
@@ -58,29 +59,25 @@ class TokenFilter:
     def accept(self, token_id: int, /) -> None:
         """As `Matcher.accept`."""
         self._last = (*self._last, token_id)[-self._longest :] if self._longest else ()
-        if self._grammar is not None:
-            self._grammar.accept(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
     def copy(self) -> Self:
         """Another one in the same state."""
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__
-        if self._grammar is not None:
-            made._grammar = self._grammar.copy()
+        if self.grammar is not None:
+            made.grammar = self.grammar.copy()
         return made
-
-    @property
-    def has_grammar(self) -> bool:
-        return self._grammar is not None
 
     @property
     def is_ended(self) -> bool:
         """As `Matcher.is_ended`."""
-        return self._grammar is not None and self._grammar.is_ended
+        return self.grammar is not None and self.grammar.is_ended
 
     @property
     def error(self) -> str:
         """As `Matcher.error`."""
-        if self._grammar is not None and self._grammar.error:
-            return self._grammar.error
+        if self.grammar is not None and self.grammar.error:
+            return self.grammar.error
         return "the answer cannot go on: no token is allowed to come next" if self._nothing else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from ...distributed import smallest
 from ...errors import OutOfMemoryError
 from ...hardware import GIB
 
@@ -72,10 +73,12 @@ def bytes_per_device(tree) -> int:
 
 
 def memory_limit(device: Any, utilization: float) -> int | None:
-    """Bytes that may be used of a device: `utilization` of what JAX may use; None if the device
-    does not say, as a CPU."""
+    """Bytes that may be used of a device: `utilization` of what JAX may use, the least in any
+    process; None if the device does not say, as a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
-    return int(utilization * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return smallest(int(utilization * stats["bytes_limit"]))
 
 
 @contextlib.contextmanager
@@ -90,8 +93,8 @@ def allocating(what: str) -> Iterator[None]:
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory of this machine; of the smallest of several processes'."""
+    return smallest(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _shard_bytes(leaf) -> int:

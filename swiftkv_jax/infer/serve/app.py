@@ -25,6 +25,7 @@ from . import generate
 from .auth import Keys
 from .errors import APIError, invalid, printable, unsupported
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .followers import Followers
 from .forms import Form
 from .options import ServerOptions
 from .page import page
@@ -73,8 +74,10 @@ class App:
         sampling_defaults: Mapping[str, Any],
         prefill_rate: float,
         compiler: GrammarCompiler | None,
+        followers: Followers | None = None,
     ) -> None:
-        """Take requests, now that the engine is ready; the arguments are those of `Loaded`."""
+        """Take requests, now that the engine is ready; the arguments are those of `Loaded`, and
+        the other processes of the engine's mesh."""
         options = engine.options
         self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
         self.max_body_size = self.options.body_limit(engine.max_model_len)
@@ -104,7 +107,7 @@ class App:
             self.tool_format = None if chosen == "none" else chosen
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
-        self.service.open(engine, prefill_rate)
+        self.service.open(engine, prefill_rate, followers)
 
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` for a model that is not served. None is the one that is."""

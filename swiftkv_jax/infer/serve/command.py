@@ -19,10 +19,18 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import Mesh
 
 from ...cli import OK
-from ...cli.model_options import ModelOptions, add_model_arguments, load_model
+from ...cli.model_options import (
+    ModelOptions,
+    add_model_arguments,
+    read_model,
+    setup_model_devices,
+)
+from ...distributed import announces_several
 from ...errors import UsageError
 from ..commands.engine_options import (
     add_engine_arguments,
@@ -44,6 +52,9 @@ from ..structured_outputs import GrammarCompiler
 from .options import FAIR_BY, ServerOptions
 from .reasoning import FORMATS as REASONING_FORMATS
 from .tool_calls import FORMATS
+
+if TYPE_CHECKING:
+    from .followers import Followers
 
 logger = logging.getLogger(__name__)
 
@@ -178,16 +189,10 @@ def main(args: argparse.Namespace) -> int:
     engine_options = EngineOptions(**defaults | given_engine_options(args))
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
-    from . import server  # after the look for its packages
+    from . import processes, server  # after the look for their packages
 
-    listener = server.listen(args.host, args.port)
-    port = listener.getsockname()[1]
-    at = f"[{args.host}]" if ":" in args.host else args.host
-    logger.info(f"listening on http://{at}:{port}")
-    name = model_options.path.resolve().name
-
-    def load(say: Callable[[str], None]) -> server.Loaded:
-        model, mesh = load_model(model_options)
+    def load(mesh: Mesh | None, say: Callable[[str], None]) -> server.Loaded:
+        model = read_model(model_options, mesh)
         if model.tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
@@ -208,9 +213,22 @@ def main(args: argparse.Namespace) -> int:
         say("warming")
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler)
 
-    again = None if args.api_key_file is None else (lambda: _keys(args))
-    with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
-        return runner.run(server.serve(options, name, listener, load, read_keys=again)) or OK
+    def serve(load: processes.Load, followers: Followers | None = None) -> int:
+        listener = server.listen(args.host, args.port)
+        port = listener.getsockname()[1]
+        at = f"[{args.host}]" if ":" in args.host else args.host
+        logger.info(f"listening on http://{at}:{port}")
+        name = model_options.path.resolve().name
+        again = None if args.api_key_file is None else (lambda: _keys(args))
+        with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+            served = server.serve(
+                options, name, listener, load, read_keys=again, followers=followers
+            )
+            return runner.run(served) or OK
+
+    if announces_several(model_options.coordinator_address):
+        return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
+    return serve(lambda say: load(setup_model_devices(model_options), say))
 
 
 def warm(engine: Engine) -> float:

@@ -1,14 +1,15 @@
 """The thread that runs the engine. Nothing else touches the engine, and the thread never formats
 text, logs a token or waits for a connection: between two steps it takes what was submitted and
-aborted, and after each it hands over what came out, all of it in one call."""
+aborted, and after each it hands over what came out, all of it in one call. With several processes
+over one mesh it sends all of that to the others first, and then applies it itself."""
 
 from __future__ import annotations
 
 import collections
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UsageError
 from ..engine.engine import Engine
@@ -16,6 +17,9 @@ from ..engine.page_pool import PrefixStats
 from ..engine.requests import Request, RequestOutput, ScoreRequest
 from ..engine.stats import Load, Stats
 from .histogram import ITERATION_BUCKETS, Histogram
+
+if TYPE_CHECKING:
+    from .followers import Followers
 
 
 class Ended(NamedTuple):
@@ -43,6 +47,26 @@ class Snapshot(NamedTuple):
     """Seconds in which the engine had nothing to do."""
 
 
+Abort = tuple[int, int | None]
+"""The engine's id of a request, and a sample of it or None for all."""
+
+
+def apply_commands(
+    engine: Engine, aborts: Iterable[Abort], requests: Iterable[Request | ScoreRequest]
+) -> list[int | UsageError]:
+    """Abort and add requests, with the same calls in every process. Returns the engine's id of each
+    request, or why it can never run."""
+    for request_id, sample in aborts:
+        engine.abort_request(request_id, sample)
+    added: list[int | UsageError] = []
+    for request in requests:
+        try:
+            added.append(engine.add_request(request))
+        except UsageError as error:
+            added.append(error)
+    return added
+
+
 class EngineThread:
     """Runs an engine until `stop`, or until a step fails."""
 
@@ -51,9 +75,12 @@ class EngineThread:
         engine: Engine,
         deliver: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
+        followers: Followers | None = None,
     ):
-        """Both are called in the engine's thread, and must return at once."""
+        """Both are called in the engine's thread, and must return at once. `followers` are the
+        other processes of the mesh; None in a single process."""
         self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
+        self._followers = followers
         self._submitted: collections.deque[tuple[int, Request | ScoreRequest]] = collections.deque()
         self._aborted: collections.deque[tuple[int, int | None]] = collections.deque()
         self._wake = threading.Event()
@@ -117,12 +144,14 @@ class EngineThread:
                     self._deliver(events)
                 if not engine.has_work and not self._submitted and not self._aborted:
                     start = time.monotonic()
-                    self._wake.wait()
+                    self._wake.wait(
+                        None if self._followers is None else self._followers.idle_seconds
+                    )
                     self._idle_seconds += time.monotonic() - start
                     # Not stalled: work begins now.
                     self.snapshot = self.snapshot._replace(time=time.monotonic())
         except BaseException as error:  # whatever it is, no request may wait for ever
-            self._on_failure(error)
+            self._on_failure(error if self._followers is None else self._followers.cause(error))
 
     def _look(self) -> Snapshot:
         engine = self._engine
@@ -141,21 +170,28 @@ class EngineThread:
     def _take_commands(self) -> list[Event]:
         """Aborts come first: what leaves makes room. They are taken out of their queue before the
         submissions, so the request that one names is known, or among those, or has ended."""
-        events: list[Event] = []
         aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
         submitted = dict(self._submitted.popleft() for _ in range(len(self._submitted)))
         self._num_taken += len(submitted)
+        events: list[Event] = [
+            (request_id, Ended())
+            for request_id, sample in aborted
+            if sample is None and submitted.pop(request_id, None) is not None
+        ]
+        aborted = [
+            (request_id, sample) for request_id, sample in aborted if request_id in self._ids
+        ]
+        aborts = [(self._ids[request_id], sample) for request_id, sample in aborted]
+        requests = list(submitted.values())
+        if self._followers is not None:
+            self._followers.send(self._num_steps, self._engine.pages_in_use, aborts, requests)
+        added = apply_commands(self._engine, aborts, requests)
         for request_id, sample in aborted:
-            if sample is None and submitted.pop(request_id, None) is not None:
-                events.append((request_id, Ended()))
-            elif request_id in self._ids:
-                self._engine.abort_request(self._ids[request_id], sample)
+            if request_id in self._ids:
                 self._end(request_id, sample, events)
-        for request_id, request in submitted.items():
-            try:
-                name = self._engine.add_request(request)
-            except UsageError as error:
-                events += [(request_id, error), (request_id, Ended())]
+        for (request_id, request), name in zip(submitted.items(), added, strict=True):
+            if isinstance(name, UsageError):
+                events += [(request_id, name), (request_id, Ended())]
                 continue
             self._ids[request_id], self._names[name] = name, request_id
             samples = request.params.n if isinstance(request, Request) else 1

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import uvicorn
 
@@ -26,6 +26,7 @@ from ..structured_outputs import GrammarCompiler
 from .app import App
 from .auth import Keys
 from .connection import MAX_HEADER_BYTES, with_options
+from .followers import Followers
 from .options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,10 @@ async def serve(
     handle_signals: bool = True,
     read_keys: Callable[[], Mapping[str, str]] | None = None,
     on_start: Callable[[App, Callable[[], None]], None] | None = None,
+    followers: Followers | None = None,
 ) -> int:
-    """Serve until a signal; returns the exit code. Raises what `load` raises.
+    """Serve until a signal; returns the exit code. Raises what `load` raises. With `followers` a
+    failure ends the process.
 
     `load` makes the engine, in a thread of its own; it is given a function that takes what the
     start is at. `read_keys` gives the keys anew after SIGHUP. `on_start` gets the application and a
@@ -124,8 +127,8 @@ async def serve(
     try:
         await asyncio.wait([loading, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            return await _abandon(server, web)
-        app.open(*loading.result())
+            return await _abandon(server, web, followers)
+        app.open(*loading.result(), followers)
         # Everything that is there now stays: a full collection would stop both threads.
         gc.collect()
         gc.freeze()
@@ -142,9 +145,12 @@ async def serve(
             code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
         stop = functools.partial(app.service.engine.stop, STOP_SECONDS)  # type: ignore[union-attr]
         if not await loop.run_in_executor(None, stop):
-            faulthandler.dump_traceback(all_threads=True)
-            os._exit(code or ERROR)  # the step that hangs will not end
+            if not isinstance(app.service.failure, ConnectionError):
+                faulthandler.dump_traceback(all_threads=True)
+            _end(code or ERROR, followers)  # the step that hangs will not end
         app.encoder.close()
+        if followers is not None and code:
+            _end(code, followers)  # JAX would wait for processes that have ended
         return code
     finally:
         server.should_exit = True
@@ -212,14 +218,23 @@ async def _failure(app: App) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _abandon(server: uvicorn.Server, web: asyncio.Future[None]) -> int:
+async def _abandon(
+    server: uvicorn.Server, web: asyncio.Future[None], followers: Followers | None
+) -> NoReturn:
     """End a start: the thread that loads cannot be stopped, and need not be."""
     server.should_exit = True
     await web
     logger.info("stopped before the model was ready")
+    _end(OK, followers)
+
+
+def _end(code: int, followers: Followers | None) -> NoReturn:
+    """End the process at once, whatever its threads wait for."""
+    if followers is not None:
+        followers.close("its message says why" if code else "")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(OK)
+    os._exit(code)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -20,6 +20,7 @@ from ..engine.scheduler import MAX_SKIPS
 from .admission import Admission, FairQueue
 from .engine_thread import EngineThread, Event
 from .errors import APIError
+from .followers import Followers
 from .generation import Generation, Part
 from .metrics import Metrics, state_of
 from .options import ServerOptions
@@ -56,11 +57,12 @@ class Service:
         """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.engine: EngineThread | None = None
+        self._followers: Followers | None = None
         self.admission: Admission | None = None
 
-    def open(self, engine: Engine, prefill_rate: float) -> None:
+    def open(self, engine: Engine, prefill_rate: float, followers: Followers | None = None) -> None:
         """Take requests for an engine that is ready. `prefill_rate` in tokens/s counts until
-        one was measured under load."""
+        one was measured under load; `followers` are the other processes of its mesh, ready too."""
         self.prefill_rate = prefill_rate
         self.max_num_seqs, self.max_model_len = engine.options.max_num_seqs, engine.max_model_len
         shapes = engine.model_runner.shapes
@@ -85,7 +87,10 @@ class Service:
         def on_failure(error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self.fail, error)
 
-        self.engine = EngineThread(engine, deliver, on_failure)
+        self._followers = followers
+        if followers is not None:
+            followers.watch(on_failure)
+        self.engine = EngineThread(engine, deliver, on_failure, followers)
         self.engine.start()
         if self.state == "starting":
             self.state = "ready"
@@ -230,6 +235,9 @@ class Service:
                     generation, APIError(504, "request_timeout", message, headers=headers)
                 )
         self._measure_rate(now)
+        silent = 0.0 if self._followers is None else self._followers.silent_seconds()
+        if silent > options.stall_timeout:
+            self.fail(TimeoutError(f"a process has taken no step for {silent:.0f} s"))
         stalled = engine.stalled_seconds
         if stalled > 2 * options.stall_timeout:
             self.fail(TimeoutError(f"the engine has taken no step for {stalled:.0f} s"))

@@ -50,6 +50,11 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(make_tokenizer(), vocab_size=VOCAB, eos_token_ids=[END])
+
+
 @dataclasses.dataclass
 class Running:
     """A server that runs."""
