@@ -42,7 +42,7 @@ HELLO_SECONDS = 5.0
 MAX_HELLO_BYTES = 64 * 1024
 IDLE_SECONDS = 5.0
 """Time between two frames where there is nothing to do."""
-END_SECONDS = 5.0
+END_SECONDS = 2.0
 """Time that followers have to end after the last frame."""
 
 
@@ -101,10 +101,12 @@ class Followers:
                     self._unanswered[process].append(time.monotonic())
                 channel.send(frame)
 
-    def silent_seconds(self) -> float:
-        """Seconds since the oldest frame was sent that a follower has not answered, else 0."""
-        sent = [each[0] for each in map(tuple, self._unanswered.values()) if each]
-        return time.monotonic() - min(sent) if sent else 0.0
+    def silence(self) -> tuple[float, int]:
+        """(seconds since the oldest frame was sent that a follower has not answered, that
+        follower); 0 seconds if there is none."""
+        now = time.monotonic()
+        each = ((tuple(sent), process) for process, sent in self._unanswered.items())
+        return max((now - sent[0] if sent else 0.0, process) for sent, process in each)
 
     def cause(self, error: BaseException) -> BaseException:
         """Why a step has failed: the end of a follower, if there was one, else `error`."""
@@ -132,7 +134,7 @@ class Followers:
         while True:
             try:
                 message = channel.receive(FROM_FOLLOWER)
-            except TimeoutError:  # `silent_seconds` says whether one is due
+            except TimeoutError:  # `silence` says whether one is due
                 continue
             except OSError as error:
                 return self._fail(f"process {process} has ended ({error})")

@@ -235,9 +235,11 @@ class Service:
                     generation, APIError(504, "request_timeout", message, headers=headers)
                 )
         self._measure_rate(now)
-        silent = 0.0 if self._followers is None else self._followers.silent_seconds()
-        if silent > options.stall_timeout:
-            self.fail(TimeoutError(f"a process has taken no step for {silent:.0f} s"))
+        if self._followers is not None:
+            silent, process = self._followers.silence()
+            if silent > options.stall_timeout:
+                message = f"process {process} has taken no step for {silent:.0f} s"
+                self.fail(ConnectionError(message))
         stalled = engine.stalled_seconds
         if stalled > 2 * options.stall_timeout:
             self.fail(TimeoutError(f"the engine has taken no step for {stalled:.0f} s"))

@@ -101,12 +101,17 @@ def test_flags_of_the_deployment_examples():
     folder, commands = ROOT / "examples" / "deploy", []
     for service in yaml.safe_load((folder / "compose.yaml").read_text())["services"].values():
         commands.append(service["command"].split())
-    for document in yaml.safe_load_all((folder / "kubernetes.yaml").read_text()):
-        if document["kind"] == "Deployment":
-            (container,) = document["spec"]["template"]["spec"]["containers"]
-            commands.append([*container["command"], *container["args"]])
+    for name in ("kubernetes.yaml", "leader-worker-set.yaml"):
+        for document in yaml.safe_load_all((folder / name).read_text()):
+            spec = document["spec"]
+            group = spec.get("leaderWorkerTemplate", {})
+            templates = spec.get("template"), *map(group.get, ("leaderTemplate", "workerTemplate"))
+            for template in filter(None, templates):
+                (container,) = template["spec"]["containers"]
+                words = [*container["command"], *container["args"]]
+                commands.append([re.sub(r"\$\(\w+\)", "1", word) for word in words])
     served = [words for words in commands if words[:3] == ["swiftkv", "infer", "serve"]]
-    assert len(served) == 3
+    assert len(served) == 5
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.add_flags(parser)
     for words in served:

@@ -252,7 +252,7 @@ def test_frames_come_while_there_is_nothing_to_do(lockstep, monkeypatch):
     receive = one.followers._channels[1].receive
     one.followers._channels[1].receive = lambda decoder: done.append(receive(decoder)) or done[-1]
     until(lambda: len(done) > 3)
-    assert one.followers.silent_seconds() < 1 and not one.pages[0]
+    assert one.followers.silence()[0] < 1 and not one.pages[0]
 
 
 def test_a_follower_that_is_silent_is_noticed(lockstep, monkeypatch):
@@ -260,7 +260,7 @@ def test_a_follower_that_is_silent_is_noticed(lockstep, monkeypatch):
     one = lockstep()
     stopped = threading.Event()
     one.follower._channel.send = lambda message: stopped.wait(30)
-    until(lambda: one.followers.silent_seconds() > 0.5)
+    until(lambda: one.followers.silence()[0] > 0.5)
     stopped.set()
 
 
@@ -276,10 +276,11 @@ def test_a_silent_follower_fails_all_requests(start):
     service = running.app.service
 
     class Silent:
-        def silent_seconds(self) -> float:
-            return 61.0
+        def silence(self) -> tuple[float, int]:
+            return 61.0, 1
 
     service._followers = Silent()
     running.until(lambda: service.state == "failed")
     running.thread.join(10)
     assert running.code == [1]
+    assert str(service.failure) == "process 1 has taken no step for 61 s"
