@@ -24,7 +24,8 @@ def compile_all(
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> dict[Key, jax.stages.Compiled]:
     """Lower the programs one after the other and compile as many at once as there are cores;
-    `progress` is called after each. Raises `UsageError` for compiler options that XLA refuses."""
+    `progress` is called after each. The result has the order of `lowered`. Raises `UsageError` for
+    compiler options that XLA refuses."""
 
     def compile_one(program: jax.stages.Lowered) -> jax.stages.Compiled:
         return program.compile(compiler_options=dict(options) if options else None)
@@ -42,7 +43,8 @@ def compile_all(
                     raise
                 raise UsageError(f"`compiler_options`: {refusal[0]}") from error
             progress()
-    return compiled
+    # Not in the order of their ends: every process must run them in the same order.
+    return {key: compiled[key] for key in lowered}
 
 
 class CompileCounter:

@@ -1,5 +1,8 @@
 """All programs compiled at once, with the options of an engine, and the counter of compilations."""
 
+import time
+from typing import Any
+
 import jax
 import pytest
 
@@ -18,6 +21,21 @@ def test_all_are_compiled_and_counted():
     assert len(done) == 3 and CompileCounter.read() == before + 3
     assert [float(compiled["double", n](5.0)) for n in range(3)] == [10, 11, 12]
     assert CompileCounter.read() == before + 3
+
+
+def test_the_order_is_not_that_of_the_ends():
+    """Several processes run all of them once, in this order."""
+
+    class Program:
+        def __init__(self, seconds: float):
+            self.seconds = seconds
+
+        def compile(self, compiler_options=None):
+            time.sleep(self.seconds)
+            return self
+
+    programs: Any = {(str(n),): lambda n=n: Program(0.2 * (n == 0)) for n in range(4)}
+    assert list(compile_all(programs)) == list(programs)
 
 
 def lowered():
