@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.distributed import (
+    announces_several,
     any_process,
     barrier,
     check_all_take_part,
@@ -22,6 +23,7 @@ from swiftkv_jax.distributed import (
     is_main_process,
     join_processes,
     run_on_process_0,
+    smallest,
 )
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.mesh import make_mesh
@@ -213,7 +215,7 @@ def test_one_process_answers_itself():
     barrier("here")
     assert is_main_process() and any_process(True) and not any_process(False)
     value = {"a": np.arange(3), "b": 2**40}
-    assert from_process_0(value) is value
+    assert from_process_0(value) is value and smallest(2**40) == 2**40
     assert run_on_process_0(lambda: value, {}) is value
     with pytest.raises(DataError, match="no rows"):
         run_on_process_0(fails, 0)
@@ -221,6 +223,14 @@ def test_one_process_answers_itself():
 
 def fails() -> int:
     raise DataError("no rows")
+
+
+def test_others_are_announced_before_they_are_joined(monkeypatch, asked):
+    assert not announces_several() and announces_several("host:1")
+    set_all(monkeypatch, SBATCH)
+    assert not announces_several()
+    set_all(monkeypatch, SRUN)
+    assert announces_several() and not asked
 
 
 PAIR = """
@@ -236,6 +246,8 @@ assert d.is_main_process() == (me == 0)
 d.barrier("here")
 assert d.any_process(me == 1) and d.any_process(True) and not d.any_process(False)
 assert d.from_process_0(2**40 + me) == 2**40
+assert d.smallest(2**40 + 5 - me) == 2**40 + 4 and d.smallest(7 + me) == 7
+assert d.coordinator_host() == "127.0.0.1"
 found = d.from_process_0({"a": np.array([1.5, 2**-60]) + me, "b": (me == 0, np.zeros((0, 3)))})
 assert found["a"].dtype == np.float64 and found["a"].tolist() == [1.5, 2**-60]
 assert found["b"][0] is True and found["b"][1].shape == (0, 3)
