@@ -80,8 +80,8 @@ class Follower:
         silence: float,
         end: Callable[[str], None] | None = None,
     ):
-        """`silence` in seconds of process 0, once all are ready, is its end. `end` is called in a
-        thread of this object, while another may wait for devices for ever: it ends the process
+        """`silence` in seconds of process 0, from its first frame on, is its end. `end` is called
+        in a thread of this object, while another may wait for devices for ever: it ends the process
         with an error, or with "" as it was asked to. None does so by `os._exit`."""
         self._channel, self._silence, self._end = channel, silence, end or _end_process
         self._commands: queue.SimpleQueue[Commands | None] = queue.SimpleQueue()
@@ -132,11 +132,12 @@ class Follower:
         try:
             requests: list[Request | ScoreRequest] = []
             aborts: list[Abort] = []
+            frame = None
             while True:
                 try:
                     frame = self._channel.receive(FROM_PROCESS_0)
                 except TimeoutError:
-                    if self._engine is None:  # nothing is due before all are ready
+                    if frame is None:  # nothing is due before all are ready
                         continue
                     raise
                 if isinstance(frame, Last):

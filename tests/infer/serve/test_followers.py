@@ -266,6 +266,8 @@ def test_a_follower_that_is_silent_is_noticed(lockstep, monkeypatch):
 
 def test_process_0_that_is_silent_is_noticed(lockstep):
     one = lockstep(stall_timeout=0.2)
+    one.thread.submit(0, Request([1, 2, 3]))
+    until(lambda: bool(one.events))
     assert one.thread.stop(10)
     until(lambda: bool(one.ends))
     assert "process 0 has sent nothing for 0 s" in one.ends[0]
