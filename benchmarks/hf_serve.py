@@ -52,6 +52,7 @@ from .hf_baseline import BASELINE, CONFIG, STUDENT, TEACHER, TINY
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
 SIZES = {"full": (CONFIG, 512, 64, (1, 4, 16)), "smoke": (TINY, 32, 8, (1, 2))}
+SINGLE = 3
 READY_SECONDS = 600
 BATCHING = "transformers, continuous batching"
 THEIRS = BASELINE, BATCHING
@@ -145,7 +146,7 @@ def _main(args: argparse.Namespace) -> int:
     config = dataclasses.replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
     if args.shapes == "full":
         config = dataclasses.replace(config, vocab_size=len(tokenizer))
-    prompts = source_prompts(tokenizer, input_len, sum(clients) + 1)
+    prompts = source_prompts(tokenizer, input_len, sum(clients) + SINGLE)
     document: dict[str, Any] = environment | {
         "config": config_to_hf(config),
         "input_len": input_len,
@@ -211,6 +212,7 @@ def commands(python: Path, plain: Path, student: Path) -> dict[str, list[str]]:
     """The command line of each server; `PORT` stands for the port."""
     ours = [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--port", "PORT"]
     ours += "--max-model-len 2048 --max-num-seqs 16 --max-num-queued-reqs 32".split()
+    ours += ["--max-num-queued-tokens", "100000"]
     theirs = [str(python.parent / "transformers"), "serve", str(plain), "--port", "PORT"]
     return {
         BASELINE: [*theirs, "--device", "cpu", "--dtype", "float32"],
@@ -262,15 +264,16 @@ def _wait(name: str, server: Server) -> None:
 def speed(
     server: Server, prompts: Sequence[str], output_len: int, clients: Sequence[int]
 ) -> tuple[str, list[dict[str, Any]]]:
-    """(greedy text of the first prompt; a row for each number of clients). Each client asks once,
-    with a prompt of its own."""
+    """(greedy text of the first prompt; a row for each number of clients). Each client asks with a
+    prompt of its own; a single one asks `SINGLE` times."""
     body = {"max_tokens": output_len, "temperature": 0}
     server.stream(body | {"prompt": prompts[0][: len(prompts[0]) // 2]})  # warms up
     text = server.stream(body | {"prompt": prompts[0]}).text
     rows, at = [], 1
     for count in clients:
-        bodies = [body | {"prompt": prompt} for prompt in prompts[at : at + count]]
-        at, start = at + count, time.perf_counter()
+        requests = SINGLE if count == 1 else count
+        bodies = [body | {"prompt": prompt} for prompt in prompts[at : at + requests]]
+        at, start = at + requests, time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
             found = list(pool.map(server.stream, bodies))
         seconds = time.perf_counter() - start

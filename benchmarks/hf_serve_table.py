@@ -43,8 +43,9 @@ def servers(document: dict[str, Any]) -> str:
         "package's server, one after another on two cores, with the same random float32 weights "
         "(16 layers of width 1,024), "
         f"the same clients and prompts of {document['input_len']} tokens, {document['output_len']} "
-        "new ones each; every client asks once. SwiftKV is at half of the layers. The teacher's "
-        f"greedy text is {same} that of transformers. `python -m benchmarks.hf_serve`.",
+        "new ones each; every client asks once, a single one three times. SwiftKV is at half of "
+        f"the layers. The teacher's greedy text is {same} that of transformers. `python -m "
+        "benchmarks.hf_serve`.",
         speed,
         "What they do with what a request asks for, on `/v1/completions`, against what is computed "
         "from the same weights without a server (`ignored`: the answer is the one without the "

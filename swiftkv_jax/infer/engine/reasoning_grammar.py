@@ -26,8 +26,10 @@ class ReasoningGrammar:
         """The reasoning ends with the token that completes `end_tag`, and may have any tokens but
         `end_token_ids`. It has begun already, or with `begin_token` it begins if that is the first
         token; any other first token is the grammar's. Ids are below `vocab_size`."""
-        self._grammar, self._end_tag, self._spelling_of = grammar, end_tag, spelling_of
-        self._begin_token = begin_token
+        self.grammar, self.end_tag, self._spelling_of = grammar, end_tag, spelling_of
+        self.begin_token = begin_token
+        """None once the first token has come."""
+        self.end_token_ids = tuple(end_token_ids)
         self._inside = begin_token is None
         self._last = b""
         """The last bytes of the reasoning."""
@@ -40,28 +42,28 @@ class ReasoningGrammar:
         rows = [row for row, one in enumerate(matchers) if not one._inside]
         if rows:
             inner = np.zeros_like(masks[rows])
-            fill_masks([matchers[row]._grammar for row in rows], inner)
+            fill_masks([matchers[row].grammar for row in rows], inner)
             masks[rows] = inner
         for one, mask in zip(matchers, masks, strict=True):
             if one._inside:
                 mask[:] = one._free
-            elif (token := one._begin_token) is not None:
+            elif (token := one.begin_token) is not None:
                 mask[token // 32] |= np.uint32(1) << np.uint32(token % 32)
 
     def accept(self, token_id: int, /) -> None:
         """As `Matcher.accept`."""
         if self._inside:
             self._reason(token_id)
-        elif token_id == self._begin_token:
+        elif token_id == self.begin_token:
             self._inside = True
         else:
-            self._grammar.accept(token_id)
-        self._begin_token = None
+            self.grammar.accept(token_id)
+        self.begin_token = None
 
     def _reason(self, token_id: int) -> None:
         text = self._last + self._spelling_of(token_id)
-        _, tag, rest = text.partition(self._end_tag)
-        self._last = text[1 - len(self._end_tag) :]
+        _, tag, rest = text.partition(self.end_tag)
+        self._last = text[1 - len(self.end_tag) :]
         self._inside = not tag
         if rest.strip(b"\n"):
             self._error = "the answer cannot go on: its reasoning ends within a token"
@@ -70,18 +72,18 @@ class ReasoningGrammar:
         """Another one in the same state."""
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__
-        made._grammar = self._grammar.copy()
+        made.grammar = self.grammar.copy()
         return made
 
     @property
     def is_ended(self) -> bool:
         """As `Matcher.is_ended`."""
-        return not self._inside and self._begin_token is None and self._grammar.is_ended
+        return not self._inside and self.begin_token is None and self.grammar.is_ended
 
     @property
     def error(self) -> str:
         """As `Matcher.error`."""
-        return self._error or self._grammar.error
+        return self._error or self.grammar.error
 
 
 def _all_but(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:

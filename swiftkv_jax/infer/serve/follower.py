@@ -29,6 +29,7 @@ from .frames import (
     Frame,
     Hello,
     Last,
+    Makers,
     Ready,
     Welcome,
     request_of,
@@ -87,16 +88,21 @@ class Follower:
         self._commands: queue.SimpleQueue[Commands | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._failing = False
-        self._compile_grammar: Callable[[str], Matcher] = _no_grammars
+        self._makers: Makers | None = None
         self._thread = threading.Thread(target=self._receive, name="frames", daemon=True)
         self._thread.start()
 
-    def run(self, engine: Engine, compile_grammar: Callable[[str], Matcher] | None) -> None:
-        """Follow until the last frame. Raises what a step raises, and `RuntimeError` if the engine
-        differs from that of process 0."""
+    def run(
+        self,
+        engine: Engine,
+        compile_grammar: Callable[[str], Matcher] | None,
+        spelling_of: Callable[[int], bytes],
+    ) -> None:
+        """Follow until the last frame; the last two are those of `Makers`. Raises what a step
+        raises, and `RuntimeError` if the engine differs from that of process 0."""
         self._engine = engine
-        if compile_grammar is not None:
-            self._compile_grammar = functools.lru_cache(MAX_GRAMMARS)(compile_grammar)
+        compile_once = functools.lru_cache(MAX_GRAMMARS)(compile_grammar or _no_grammars)
+        self._makers = Makers(compile_once, spelling_of, engine.config.vocab_size)
         gc.collect()
         gc.freeze()
         self._channel.set_timeout(self._silence)
@@ -142,12 +148,8 @@ class Follower:
                     raise
                 if isinstance(frame, Last):
                     break
-                assert isinstance(frame, Frame) and self._engine is not None
-                vocab_size = self._engine.config.vocab_size
-                requests += [
-                    request_of(fields, self._compile_grammar, vocab_size)
-                    for fields in frame.requests
-                ]
+                assert isinstance(frame, Frame) and self._makers is not None
+                requests += [request_of(fields, self._makers) for fields in frame.requests]
                 aborts += frame.aborts
                 if not frame.goes_on:
                     self._commands.put(Commands(frame.step, frame.pages_in_use, aborts, requests))

@@ -4,12 +4,13 @@ before each step, and back from each follower when it has taken the step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from ..engine.grammar import Matcher
+from ..engine.reasoning_grammar import ReasoningGrammar
 from ..engine.requests import Request, ScoreRequest
 from ..engine.sampling_params import SamplingParams
 from ..engine.token_filter import TokenFilter
@@ -21,11 +22,21 @@ SPLIT_BYTES = 16 * 2**20
 # Requests ---------------------------------------------------------------------------------
 
 
+class ReasoningFields(msgspec.Struct, omit_defaults=True):
+    """What a `ReasoningGrammar` has besides its grammar."""
+
+    end_tag: bytes
+    begin_token: int | None
+    end_token_ids: tuple[int, ...]
+
+
 class Grammar(msgspec.Struct, omit_defaults=True):
     """What `Request.grammar` is made of."""
 
     grammar: str | None = None
     """In llguidance's own form."""
+    reasoning: ReasoningFields | None = None
+    """What may come before it."""
     is_filter: bool = False
     """Whether a `TokenFilter` is around it, with the fields that follow."""
     allowed_token_ids: tuple[int, ...] | None = None
@@ -92,10 +103,18 @@ def fields_of(request: Request | ScoreRequest) -> Fields:
     )
 
 
-def request_of(
-    fields: Fields, compile_grammar: Callable[[str], Matcher], vocab_size: int
-) -> Request | ScoreRequest:
-    """The request that was sent. Raises what `compile_grammar` raises."""
+class Makers(NamedTuple):
+    """What a process makes grammars with."""
+
+    compile_grammar: Callable[[str], Matcher]
+    """From llguidance's own form."""
+    spelling_of: Callable[[int], bytes]
+    """Bytes of a token."""
+    vocab_size: int
+
+
+def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
+    """The request that was sent. Raises what `makers.compile_grammar` raises."""
     common = {
         "cache_salt": fields.cache_salt,
         "page_keys": fields.page_keys,
@@ -114,7 +133,7 @@ def request_of(
         tokens,  # type: ignore[arg-type]
         fields.params,
         rng_stream=fields.rng_stream,
-        grammar=_matcher_of(fields.grammar, compile_grammar, vocab_size),
+        grammar=None if fields.grammar is None else _matcher_of(fields.grammar, makers),
         **common,
     )
 
@@ -126,6 +145,11 @@ def _grammar_of(matcher: Matcher | None) -> Grammar | None:
     if isinstance(matcher, TokenFilter):
         found.is_filter, found.allowed_token_ids = True, matcher.allowed_token_ids
         found.bad_words, matcher = matcher.bad_words, matcher.grammar
+    if isinstance(matcher, ReasoningGrammar):
+        found.reasoning = ReasoningFields(
+            matcher.end_tag, matcher.begin_token, matcher.end_token_ids
+        )
+        matcher = matcher.grammar
     if isinstance(matcher, GrammarMatcher):
         found.grammar = matcher.grammar
     elif matcher is not None:
@@ -133,18 +157,24 @@ def _grammar_of(matcher: Matcher | None) -> Grammar | None:
     return found
 
 
-def _matcher_of(
-    grammar: Grammar | None, compile_grammar: Callable[[str], Matcher], vocab_size: int
-) -> Matcher | None:
-    if grammar is None:
-        return None
-    matcher = None if grammar.grammar is None else compile_grammar(grammar.grammar)
-    if not grammar.is_filter:
+def _matcher_of(fields: Grammar, makers: Makers) -> Matcher | None:
+    matcher = None if fields.grammar is None else makers.compile_grammar(fields.grammar)
+    if fields.reasoning is not None:
+        assert matcher is not None
+        matcher = ReasoningGrammar(
+            matcher,
+            makers.vocab_size,
+            end_tag=fields.reasoning.end_tag,
+            spelling_of=makers.spelling_of,
+            begin_token=fields.reasoning.begin_token,
+            end_token_ids=fields.reasoning.end_token_ids,
+        )
+    if not fields.is_filter:
         return matcher
     return TokenFilter(
-        vocab_size,
-        allowed_token_ids=grammar.allowed_token_ids,
-        bad_words=grammar.bad_words,
+        makers.vocab_size,
+        allowed_token_ids=fields.allowed_token_ids,
+        bad_words=fields.bad_words,
         grammar=matcher,
     )
 

@@ -23,6 +23,7 @@ from ..engine.options import EngineOptions
 from .follower import Follower, connect, ignore_signals
 from .followers import Followers, accept_followers, listen
 from .server import Loaded
+from .token_text import TokenSpellings
 
 SECRET_BYTES = 32
 SILENCE_SECONDS = 5.0
@@ -119,8 +120,12 @@ def _follow(
         ignore_signals()
         follower = Follower(channel, silence=silence)
         loaded = load()
-        compiler = loaded.compiler
-        follower.run(loaded.engine, None if compiler is None else compiler.compile_grammar)
+        compiler, spellings = loaded.compiler, TokenSpellings(loaded.tokenizer)
+        follower.run(
+            loaded.engine,
+            None if compiler is None else compiler.compile_grammar,
+            lambda token_id: spellings[token_id].content,
+        )
         follower.close()
         return cli.OK
     except Exception as error:

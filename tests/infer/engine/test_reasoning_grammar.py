@@ -64,7 +64,7 @@ def test_reasoning_is_free_but_has_to_end():
     for token in (X, BEGIN, END, X):
         before.accept(token)
     assert before.is_ended and not before.error
-    assert isinstance(before._grammar, OnlyX) and before._grammar.given == [X]
+    assert isinstance(before.grammar, OnlyX) and before.grammar.given == [X]
 
 
 def test_the_grammar_may_begin_at_once():

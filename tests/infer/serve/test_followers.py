@@ -126,7 +126,7 @@ def lockstep(compiler, monkeypatch) -> Iterator[Callable[..., Lockstep]]:
             _count_pages(engine, counts)
         follower = Follower(channel, silence=2 * stall_timeout, end=ends.append)
         follower_thread, result = in_thread(
-            lambda: follower.run(engines[1], compiler.compile_grammar)
+            lambda: follower.run(engines[1], compiler.compile_grammar, lambda token: bytes([token]))
         )
         followers.wait_ready()
         followers.watch(failures.append)

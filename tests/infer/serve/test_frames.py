@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from swiftkv_jax.infer.engine.grammar import Matcher
+from swiftkv_jax.infer.engine.reasoning_grammar import ReasoningGrammar
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.token_filter import TokenFilter
@@ -77,6 +79,18 @@ def test_a_reader_that_does_not_read_ends_the_sender(pair):
             pair[1].send(frames.Failed("x" * 100_000))
 
 
+def reasoned(grammar: Matcher, begin_token: int | None) -> ReasoningGrammar:
+    """Up to the bytes 4, 5."""
+    return ReasoningGrammar(
+        grammar,
+        VOCAB,
+        end_tag=b"\4\5",
+        spelling_of=lambda token: bytes([token]),
+        begin_token=begin_token,
+        end_token_ids=(1, 2),
+    )
+
+
 def test_requests_are_what_they_were(compiler):
     params = SamplingParams(
         max_tokens=9,
@@ -96,23 +110,30 @@ def test_requests_are_what_they_were(compiler):
         Request(tokens, SamplingParams(), generated_kv="own", exact_tail=3, grammar=grammar),
         Request(tokens, grammar=TokenFilter(VOCAB, bad_words=[[1, 2]], grammar=grammar)),
         Request(tokens, grammar=TokenFilter(VOCAB, allowed_token_ids=[3, 4])),
+        Request(tokens, grammar=reasoned(grammar, None)),
+        Request(tokens, grammar=TokenFilter(VOCAB, bad_words=[[9]], grammar=reasoned(grammar, 3))),
         ScoreRequest(tokens, start=2, top_logprobs=3, cache_salt="s", page_keys=[]),
     ]
+    makers = frames.Makers(compiler.compile_grammar, lambda token: bytes([token]), VOCAB)
     (frame,) = frames.frames(3, 5, [(1, None), (2, 0)], requests)
     sent = frames.FROM_PROCESS_0.decode(msgspec.msgpack.encode(frame))
     assert isinstance(sent, frames.Frame)
     assert (sent.step, sent.pages_in_use, sent.aborts) == (3, 5, [(1, None), (2, 0)])
     for request, fields in zip(requests, sent.requests, strict=True):
-        made = frames.request_of(fields, compiler.compile_grammar, VOCAB)
+        made = frames.request_of(fields, makers)
         for field in dataclasses.fields(request):
             before, after = getattr(request, field.name), getattr(made, field.name)
             if field.name in ("prompt", "tokens"):
                 assert after.dtype == np.int32 and after.tolist() == before.tolist()
             elif field.name == "grammar" and before is not None:
-                masks = np.zeros((2, 4), np.uint32)
-                for one, mask in zip((before, after), masks, strict=True):
-                    one.fill_masks([one], mask[None])
-                assert type(after) is type(before) and (masks[0] == masks[1]).all()
+                assert type(after) is type(before)
+                for token in (3, 4, 5, None):
+                    masks = np.zeros((2, 4), np.uint32)
+                    for one, mask in zip((before, after), masks, strict=True):
+                        one.fill_masks([one], mask[None])
+                    assert (masks[0] == masks[1]).all()
+                    if token is not None and masks[0][0] >> token & 1:
+                        before.accept(token), after.accept(token)
             else:
                 assert after == before
 
