@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .hf_serve_table import servers
 from .markdown import anchor, section, table
 from .predict.page import summarised
 from .quality import sections
@@ -33,6 +34,7 @@ RESULT_NAMES = {
     "decode": "infer-decode-cpu",
     "decode rows": "infer-decode-rows-cpu",
     "transformers": "hf-baseline-cpu",
+    "servers": "hf-serve-cpu",
     "quality": "quality-cpu",
     "longer training": "quality-512-cpu",
     "own keys and values": "quality-own-cpu",
@@ -191,6 +193,10 @@ def transformers() -> str:
     )
 
 
+def http_servers() -> str:
+    return servers(newest("servers"))
+
+
 def loss_figures() -> dict[str, float]:
     """GiB of temporaries of the distillation loss, by row."""
     return {row["name"]: row["temporary_bytes"] / GIB for row in newest("loss")["rows"]}
@@ -334,6 +340,7 @@ SECTIONS = (
     lengths,
     decode_rows,
     transformers,
+    http_servers,
     asserted,
     loss,
     train_step,
