@@ -30,6 +30,16 @@ _GLM = _COMMON | {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
+_GRANITE = (
+    _COMMON
+    | _BIAS
+    | {
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    }
+)
 _GEMMA = (
     _COMMON
     | _BIAS
@@ -77,21 +87,9 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "attention_out_bias": False,
     },
-    "granite": _COMMON
-    | _BIAS
+    "granite": _GRANITE,
+    "granitemoehybrid": _GRANITE
     | {
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
-    "granitemoehybrid": _COMMON
-    | _BIAS
-    | {
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
         "shared_intermediate_size": 1024,
         "num_local_experts": 8,
         "position_embedding_type": None,

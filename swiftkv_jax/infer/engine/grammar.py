@@ -3,7 +3,7 @@ regular expressions is `infer.structured_outputs`. Imports no JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -39,9 +39,14 @@ class Matcher(Protocol):
 
 def fill_masks(matchers: Sequence[Matcher], masks: np.ndarray) -> None:
     """`Matcher.fill_masks` of each kind among `matchers`."""
-    for kind in dict.fromkeys(map(type, matchers)):
-        rows = [row for row, one in enumerate(matchers) if type(one) is kind]
-        found = masks[rows]
+    fill_rows(dict(enumerate(matchers)), masks)
+
+
+def fill_rows(matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:
+    """`fill_masks` of some rows, by their number; the others stay as they are."""
+    for kind in dict.fromkeys(map(type, matchers.values())):
+        rows = [row for row, one in matchers.items() if type(one) is kind]
+        found = np.zeros_like(masks[rows])
         kind.fill_masks([matchers[row] for row in rows], found)
         masks[rows] = found
 
@@ -49,3 +54,15 @@ def fill_masks(matchers: Sequence[Matcher], masks: np.ndarray) -> None:
 def mask_words(vocab_size: int) -> int:
     """32-bit words of a mask over the vocabulary."""
     return -(-vocab_size // 32)
+
+
+def mask_of(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
+    """u32[ceil(V/32)] with the bits of `token_ids`, which are below `vocab_size`; None is all."""
+    if token_ids is None:
+        mask = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
+        if rest := vocab_size % 32:
+            mask[-1] = 2**rest - 1
+        return mask
+    mask, ids = np.zeros(mask_words(vocab_size), np.uint32), np.asarray(token_ids, np.int64)
+    np.bitwise_or.at(mask, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return mask

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from .grammar import Matcher, fill_masks, mask_words
+from .grammar import Matcher, fill_rows, mask_of
 
 
 class ReasoningGrammar:
@@ -34,16 +34,12 @@ class ReasoningGrammar:
         self._last = b""
         """The last bytes of the reasoning."""
         self._error = ""
-        self._free = _all_but(end_token_ids, vocab_size)
+        self._free = mask_of(None, vocab_size) & ~mask_of(self.end_token_ids, vocab_size)
 
     @staticmethod
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
         """As `Matcher.fill_masks`."""
-        rows = [row for row, one in enumerate(matchers) if not one._inside]
-        if rows:
-            inner = np.zeros_like(masks[rows])
-            fill_masks([matchers[row].grammar for row in rows], inner)
-            masks[rows] = inner
+        fill_rows({row: one.grammar for row, one in enumerate(matchers) if not one._inside}, masks)
         for one, mask in zip(matchers, masks, strict=True):
             if one._inside:
                 mask[:] = one._free
@@ -84,13 +80,3 @@ class ReasoningGrammar:
     def error(self) -> str:
         """As `Matcher.error`."""
         return self._error or self.grammar.error
-
-
-def _all_but(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """u32[ceil(V/32)] with the bits of all other tokens."""
-    mask = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
-    if rest := vocab_size % 32:
-        mask[-1] = 2**rest - 1
-    for token in token_ids:
-        mask[token // 32] &= ~(np.uint32(1) << np.uint32(token % 32))
-    return mask

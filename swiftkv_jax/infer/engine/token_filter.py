@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from .grammar import Matcher, fill_masks, mask_words
+from .grammar import Matcher, fill_rows, mask_of
 
 
 class TokenFilter:
@@ -27,10 +27,7 @@ class TokenFilter:
         the others. Ids are below `vocab_size`. With `grammar` only what it allows may come.
         """
         self.allowed_token_ids = None if allowed_token_ids is None else tuple(allowed_token_ids)
-        ids = np.arange(vocab_size) if allowed_token_ids is None else allowed_token_ids
-        self._allowed = np.zeros(mask_words(vocab_size), np.uint32)
-        ids = np.asarray(ids, np.int64)
-        np.bitwise_or.at(self._allowed, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+        self._allowed = mask_of(self.allowed_token_ids, vocab_size)
         self.bad_words = tuple(tuple(word) for word in bad_words if word)
         self._longest = max(map(len, self.bad_words), default=1) - 1
         self.grammar, self._last = grammar, ()
@@ -40,12 +37,8 @@ class TokenFilter:
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
         """As `Matcher.fill_masks`."""
         masks[:] = np.uint32(2**32 - 1)
-        rows = [row for row, one in enumerate(matchers) if one.grammar is not None]
-        if rows:
-            grammars, inner = [matchers[row].grammar for row in rows], masks[rows]
-            inner[:] = 0
-            fill_masks(grammars, inner)
-            masks[rows] = inner
+        inner = {row: one.grammar for row, one in enumerate(matchers) if one.grammar is not None}
+        fill_rows(inner, masks)
         for one, mask in zip(matchers, masks, strict=True):
             one._filter(mask)
 
