@@ -35,8 +35,8 @@ def render_chat(
 ) -> str:
     """Text of a conversation, as the tokenizer's chat template writes it;
     `continue_final_message` leaves its last message open. `variables` are further ones that the
-    template may read. `now` is the date that the template gets
-    where it asks for one (`strftime_now`); None for the clock's.
+    template may read. `now` is the date that the template gets where it asks for one
+    (`strftime_now`); None for the clock's.
 
     Raises `DataError` if the template refuses the messages, fails in any other way, runs longer
     than `deadline_s` seconds, or makes the process grow by more than `max_memory` bytes. Both
