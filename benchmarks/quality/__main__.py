@@ -1,8 +1,9 @@
-"""How good students of the demo teacher are, beside the teacher, in one table.
+"""How good students of a small teacher are, beside the teacher, in one table.
 
     python -m benchmarks.quality                             everything; hours on two cores
     python -m benchmarks.quality --cuts 50 --groups 1 --steps 0
     python -m benchmarks.quality --quick                     a few minutes: does everything run?
+    python -m benchmarks.quality --teacher build/t1          of a teacher by `benchmarks.teachers`
 
 A student has a cut (share of the layers that keep their own keys and values), a group size g (upper
 layers that share a cache), a start (`authors`: the mean of a group's projections; `leader`: those
@@ -39,6 +40,7 @@ from swiftkv_jax.train.analyze import parse_cuts
 from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report
+from ..teachers.files import TeacherFiles
 from . import generation, summary, table
 from .bench import Bench
 from .held_out import PROMPT
@@ -66,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = result.add_argument
+    flag(
+        "--teacher",
+        type=Path,
+        metavar="FOLDER",
+        help="of `python -m benchmarks.teachers` (default: the demo model and its text)",
+    )
     flag("--cuts", default="75,62.5,50,37.5,25", help="percent of layers (default: %(default)s)")
     flag(
         "--groups",
@@ -118,12 +126,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure all students and print the table. Returns the exit code."""
-    num_layers = open_any(DEMO.model).config.num_layers
+    teacher = TeacherFiles.demo() if args.teacher is None else TeacherFiles.of(args.teacher)
+    teacher.check()
+    num_layers = open_any(teacher.model).config.num_layers
     arms, mesh = choose_arms(args, num_layers), parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(mesh))
     facts, output = begin(args)
     bench = Bench(
         args.folder,
+        teacher,
         mesh,
         [arm.num_key_value_layers for arm in arms],
         rows=args.rows,
@@ -132,6 +143,7 @@ def measure(args: argparse.Namespace) -> int:
     )
     drawn = summary.draws(len(bench.held_out.names))
     document: dict[str, Any] = facts | {
+        "teacher": teacher.name,
         "layers": num_layers,
         "documents": len(bench.held_out.names),
         "prompt": PROMPT,
@@ -196,7 +208,8 @@ def begin(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         first = json.loads(record.read_text(encoding="utf-8"))
         facts |= {"date": first["date"]}
     kind = facts["device"]["kind"]
-    output = args.output or report.default_path("quality", kind, facts["date"])
+    name = "quality" if args.teacher is None else f"quality-{args.teacher.name}"
+    output = args.output or report.default_path(name, kind, facts["date"])
     report.check_writable(output)
     args.folder.mkdir(parents=True, exist_ok=True)
     files.write_json(record, {"date": facts["date"], "output": str(output)} | chosen)

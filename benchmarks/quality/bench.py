@@ -8,6 +8,7 @@ FOLDER/deltas/NAME.npz   what was trained
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,13 +27,13 @@ from swiftkv_jax.mesh import MeshShape, make_mesh
 from swiftkv_jax.model import Model
 from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
-from swiftkv_jax.train.data.sources import STDLIB, DataSource
 from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.setup import open_tokenizer
 
+from ..teachers.files import TeacherFiles
 from . import scores, students
 from .generation import Prompt, find_prompts, parsed_blocks
-from .held_out import held_out_rows, stdlib_texts
+from .held_out import held_out_rows
 from .scores import MODES, Mode
 from .students import Arm
 from .summary import Cell, loss
@@ -50,6 +51,7 @@ class Bench:
     def __init__(
         self,
         folder: Path,
+        files: TeacherFiles,
         mesh: MeshShape,
         layers: Sequence[int],
         *,
@@ -59,10 +61,11 @@ class Bench:
     ):
         """`layers` are the first upper layers of all students, `rows` limits the held-out rows,
         `sources` is the digest of the code that cells are marked with."""
-        self._folder, self._mesh_shape, self._mesh = folder, mesh, make_mesh(mesh)
+        self._folder, self._mesh = folder, make_mesh(mesh)
         self._layers, self._sources = sorted(set(layers)), sources
-        tokenizer, texts = open_tokenizer(DEMO), list(stdlib_texts())
-        training = prepare(DataSource(STDLIB), tokenizer, DEMO.max_length, folder / "data")
+        self._recipe = dataclasses.replace(DEMO, model=str(files.model), mesh=mesh, dtype="float32")
+        tokenizer, texts = open_tokenizer(self._recipe), list(files.held_out_texts())
+        training = prepare(files.train, tokenizer, DEMO.max_length, folder / "data")
         self._data = DatasetMixture((training,), (1.0,))
         self.held_out = held_out_rows(texts, tokenizer, batch_size=DEMO.batch_size, limit=rows)
         self._prompts: list[Prompt] = (
@@ -70,7 +73,7 @@ class Bench:
         )
         self._measured_on: dict[str, Any] = {
             "format": FORMAT,
-            "model": _digest((Path(DEMO.model) / "model.safetensors").read_bytes()),
+            "model": _digest((files.model / "model.safetensors").read_bytes()),
             "text": _digest(self.held_out.tokens.tobytes() + self.held_out.document.tobytes()),
         }
 
@@ -89,7 +92,7 @@ class Bench:
 
     def _cell(self, arm: Arm, rate: float, seed: int) -> Cell:
         name = arm.name(rate, seed)
-        recipe = arm.recipe(rate, seed, self._mesh_shape)
+        recipe = arm.recipe(self._recipe, rate, seed)
         prompts = self._prompts if seed == 0 else []  # generation is not repeated for other seeds
         identity = self._identity(prompts) | {"student": students.describe(recipe, self._data)}
         file = self._folder / "cells" / f"{name}.json"
@@ -152,17 +155,17 @@ class Bench:
             found[name]["count"] = sum_over(np.ones(mask.shape), mask)
         blocks = None
         if self._prompts:
-            blocks = parsed_blocks(load(DEMO.model, dtype="float32"), self._prompts, None)
-        layers = open_any(DEMO.model).config.num_layers
+            blocks = parsed_blocks(load(self._recipe.model, dtype="float32"), self._prompts, None)
+        layers = open_any(self._recipe.model).config.num_layers
         cell = {"identity": identity, "layers": layers, "sums": found, "blocks": blocks}
         _keep(file, cell)
         return cell
 
     @functools.cached_property
     def _teacher(self) -> scores.Teacher:
-        config = open_any(DEMO.model).config
+        config = open_any(self._recipe.model).config
         config = config.cut(config.num_layers)
-        model = load(DEMO.model, dtype="float32", mesh=self._mesh, config=config)
+        model = load(self._recipe.model, dtype="float32", mesh=self._mesh, config=config)
         logger.info("running the teacher on %d rows", len(self.held_out.tokens))
         return scores.run_teacher(
             config,

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files, read_file
 from swiftkv_jax.transformer import Batch
 
 LENGTH, PROMPT = 512, 256
@@ -77,14 +76,6 @@ class HeldOut:
         """Sums of f[R, T] over the positions of a mask."""
         sums = np.where(mask, values, 0).sum(1, dtype=np.float64)
         return np.bincount(self.document, sums, len(self.names)).tolist()
-
-
-def stdlib_texts() -> Iterator[tuple[str, str]]:
-    """(name, text) of the standard library's held-out files."""
-    for file in find_files(DataSource(STDLIB), held_out=True):
-        for document in read_file(file):
-            if getattr(document, "text", None):
-                yield f"{file.parent.name}/{file.name}", document.text  # pyright: ignore
 
 
 def held_out_rows(

@@ -1,4 +1,4 @@
-"""Students of the demo teacher: what is made, and how it is started and trained.
+"""Students of a teacher: what is made, and how it is started and trained.
 
 Start and training are those of `swiftkv train`; only its checkpoints and reports are left out.
 Trained deltas are kept, so that they can be measured again.
@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.mesh import MeshShape
 from swiftkv_jax.model import Model
 from swiftkv_jax.params import swiftkv_shapes
 from swiftkv_jax.sharding import swiftkv_shardings
@@ -61,13 +60,12 @@ class Arm:
         """Learning rates to try."""
         return AUTHORS_RATES if self.start == "authors" and self.steps else (DEMO.learning_rate,)
 
-    def recipe(self, rate: float, seed: int, mesh: MeshShape) -> Recipe:
-        """The authors' start is trained with their losses, the others with this package's."""
+    def recipe(self, base: Recipe, rate: float, seed: int) -> Recipe:
+        """`base` for this student: the authors' start is trained with their losses, the others
+        with this package's."""
         settings = RECIPES["authors"] if self.start == "authors" else {"init": self.start}
         return dataclasses.replace(
-            DEMO,
-            mesh=mesh,
-            dtype="float32",
+            base,
             num_key_value_layers=self.num_key_value_layers,
             key_value_group_size=self.key_value_group_size,
             generated_kv=self.generated_kv,

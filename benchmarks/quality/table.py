@@ -19,7 +19,8 @@ MAX_FAR_LOSS = 0.15
 class Bar:
     """A figure of one row that must not exceed a limit."""
 
-    num_key_value_layers: int
+    share: float
+    """Of the layers that are lower ones."""
     key_value_group_size: int
     steps: int
     mode: str
@@ -31,24 +32,24 @@ class Bar:
         """The closed-form student that the bar is about, if it has been measured: one fitted to
         what it is served with."""
         wanted = (
-            self.num_key_value_layers,
+            self.share,
             self.key_value_group_size,
             "closed-form",
             self.steps,
             self.mode,
             "boundary" if self.mode == "boundary" else "own",
         )
-        return next((row for row in rows if key(row) == wanted), None)
+        return next((row for row in rows if (row["share"], *key(row)[1:]) == wanted), None)
 
 
 BARS = (
-    Bar(4, 1, 0, "boundary", "above", 0.007),
-    Bar(4, 1, 0, "own", "answers above", 0.001),
-    Bar(4, 1, 0, "own", "far", 0.03),
-    Bar(4, 2, 64, "boundary", "above", 0.035),
-    Bar(4, 4, 64, "boundary", "above", 0.075),
-    Bar(3, 1, 0, "own+64", "answers above", 0.01),
-    Bar(3, 1, 0, "own+64", "far", MAX_FAR_LOSS),
+    Bar(0.5, 1, 0, "boundary", "above", 0.007),
+    Bar(0.5, 1, 0, "own", "answers above", 0.001),
+    Bar(0.5, 1, 0, "own", "far", 0.03),
+    Bar(0.5, 2, 64, "boundary", "above", 0.035),
+    Bar(0.5, 4, 64, "boundary", "above", 0.075),
+    Bar(0.375, 1, 0, "own+64", "answers above", 0.01),
+    Bar(0.375, 1, 0, "own+64", "far", MAX_FAR_LOSS),
 )
 
 
@@ -102,7 +103,7 @@ def _bars(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
 def _bar_name(bar: Bar) -> str:
     steps = f"{bar.steps} steps" if bar.steps else "untrained"
     return (
-        f"K = {bar.num_key_value_layers}, g = {bar.key_value_group_size}, closed-form, {steps}, "
+        f"{bar.share:.1%}, g = {bar.key_value_group_size}, closed-form, {steps}, "
         f"{bar.mode}: {bar.figure}"
     )
 
@@ -194,8 +195,8 @@ def describe(document: dict[str, Any]) -> str:
     first = document["rows"][0]
     whole, answers, far, recall = (first[name] for name in ("all", "answers", "far", "recall"))
     sentences = [
-        f"The demo model ({document['layers']} layers) on {document['documents']} held-out files, "
-        f"{whole['tokens']:,} tokens, where the teacher's perplexity is "
+        f"{_teacher(document)} ({document['layers']} layers) on {document['documents']} held-out "
+        f"files, {whole['tokens']:,} tokens, where the teacher's perplexity is "
         f"{whole['teacher_perplexity']:.3f}.",
         "K layers keep their keys and values, g upper layers share a cache; an optimiser step has "
         f"{document['tokens_per_step']:,} tokens.",
@@ -221,6 +222,11 @@ def describe(document: dict[str, Any]) -> str:
             f"that parse (teacher {blocks['teacher']})."
         )
     return " ".join(sentences)
+
+
+def _teacher(document: dict[str, Any]) -> str:
+    name = document.get("teacher", "demo")
+    return "The demo model" if name == "demo" else f"The teacher `{name}`"
 
 
 def _line(row: Row) -> tuple[str, ...]:

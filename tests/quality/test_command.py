@@ -29,12 +29,24 @@ def training_text(tmp_path_factory) -> Path:
 @pytest.mark.long
 def test_interrupted_and_continued(tmp_path, monkeypatch, texts, training_text):
     """What was measured is not measured again, and the result is rewritten after every student."""
-    monkeypatch.setattr(bench, "STDLIB", str(training_text))
     monkeypatch.setattr(bench, "DEMO", dataclasses.replace(DEMO, batch_size=2))
-    monkeypatch.setattr(bench, "stdlib_texts", lambda: iter(texts))
+    teacher = tmp_path / "t0"
+    (teacher / "corpus").mkdir(parents=True)
+    (teacher / "llama").symlink_to(DEMO.model)
+    for name, lines in ("train", [training_text.read_text()]), ("held-out", dict(texts).values()):
+        file = teacher / "corpus" / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
     output, made, make = tmp_path / "result.json", list[str](), students.make
     flags = "--cuts 75,50 --groups 2 --starts authors --steps 0 --rows 2 --no-generation --mesh 1x1"
-    arguments = [*flags.split(), "--folder", str(tmp_path / "kept"), "--output", str(output)]
+    arguments = [
+        *flags.split(),
+        "--teacher",
+        str(teacher),
+        "--folder",
+        str(tmp_path / "kept"),
+        "--output",
+        str(output),
+    ]
 
     def interrupted(arm, *rest):
         if arm.num_key_value_layers == 4 and not made[1:]:
@@ -84,7 +96,7 @@ def test_bad_arguments_are_one_line(flags, expected, capsys, tmp_path):
 def demo_recipe(arm: students.Arm, training_text: Path, folder: Path) -> Recipe:
     """On few rows of 32 tokens."""
     return dataclasses.replace(
-        arm.recipe(DEMO.learning_rate, 0, DEMO.mesh),
+        arm.recipe(dataclasses.replace(DEMO, dtype="float32"), DEMO.learning_rate, 0),
         data=(str(training_text),),
         eval_data=None,
         output_dir=folder,

@@ -170,7 +170,7 @@ def test_the_plan_for_own_keys_and_values():
         "4-1-closed-form-own-0",
         "4-1-closed-form-own-64-0.002-seed0",
     ]
-    assert all(arm.recipe(0.002, 0, DEMO.mesh).generated_kv == "own" for arm in arms)
+    assert all(arm.recipe(DEMO, 0.002, 0).generated_kv == "own" for arm in arms)
 
 
 def test_bars_of_own_keys_and_values_are_of_students_fitted_to_them():
