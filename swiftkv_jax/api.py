@@ -19,6 +19,7 @@ from . import calibration, transformer
 from .attention import Attention
 from .calibration import LayerFit
 from .config import Config, GeneratedKV
+from .cut import choose_generated_kv
 from .errors import UsageError
 from .kernel_check import (
     KernelConfig,
@@ -272,13 +273,12 @@ def calibrate(
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
     `batch_size` run at a time. Any delta that the model has is left behind. `generated_kv` and
     `exact_tail` are what the student is fitted to and served with (`Config.generated_kv`); None is
-    as the model says. Raises `ConfigError` if the cut or these do not fit, `UsageError` for a
-    quantised model and for data that are neither or without tokens, and `ValueError` if the
+    as the model says. Raises `ConfigError` if the cut does not fit, `UsageError` if these do not,
+    for a quantised model and for data that are neither or without tokens, and `ValueError` if the
     teacher's upper projections were dropped.
     """
     config = cut_of(model, num_key_value_layers, key_value_group_size)
-    given = {"generated_kv": generated_kv, "exact_tail": exact_tail}
-    config = dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
+    config = choose_generated_kv(config, generated_kv, exact_tail)
     refuse_quantized(model.llama, "calibrate")
     if config.num_upper_layers == 0:
         raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")

@@ -1,9 +1,11 @@
-"""The SwiftKV cut of a model: how many layers keep their own keys and values, and how many of the
-others share a cache."""
+"""The SwiftKV cut of a model: how many layers keep their own keys and values, how many of the
+others share a cache, and which tokens keep their own in those too."""
 
 from __future__ import annotations
 
-from .config import Config
+import dataclasses
+
+from .config import Config, GeneratedKV
 from .errors import ConfigError, UsageError
 
 
@@ -27,3 +29,23 @@ def choose_cut(
         raise UsageError(
             f"`num_key_value_layers`={layers} with `key_value_group_size`={group}: {error}"
         ) from None
+
+
+def choose_generated_kv(
+    config: Config, generated_kv: GeneratedKV | None = None, exact_tail: int | None = None
+) -> Config:
+    """`config` with these fields; where they are None, with its own, of which `exact_tail` falls
+    away with `generated_kv` own.
+
+    Raises `UsageError` if the model cannot have them.
+    """
+    kv = config.generated_kv if generated_kv is None else generated_kv
+    tail = exact_tail
+    if tail is None:
+        tail = config.exact_tail if kv == "own" else 0
+    if tail and kv == "boundary":
+        raise UsageError(f"`exact_tail`={tail} needs `generated_kv`=own")
+    try:
+        return dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
+    except ConfigError as error:
+        raise UsageError(f"`generated_kv`={kv}: {error}") from None

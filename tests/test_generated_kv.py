@@ -14,6 +14,7 @@ from swiftkv_jax import ConfigError, transformer
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.config import NO_OWN
+from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.params import QKV
 from tests import oracle, own_kv_oracle, tiny
@@ -69,6 +70,29 @@ def test_config_round_trip(tail):
 def test_bad_configs_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         config_from_hf(tiny.hf_config(**fields))
+
+
+def test_choice_replaces_the_models():
+    """Its tail goes with its `own`."""
+    config = config_from_hf(tiny.hf_config(generated_kv="own", exact_tail=4))
+    chosen = [
+        choose_generated_kv(config, *given)
+        for given in [(None, None), ("own", None), (None, 0), ("boundary", None), ("own", 7)]
+    ]
+    assert [(each.generated_kv, each.exact_tail) for each in chosen] == [
+        ("own", 4),
+        ("own", 4),
+        ("own", 0),
+        ("boundary", 0),
+        ("own", 7),
+    ]
+    for given in ("boundary", 4), ("boundary", 1):
+        with pytest.raises(skv.UsageError, match="needs `generated_kv`=own"):
+            choose_generated_kv(config, *given)
+    with pytest.raises(
+        skv.UsageError, match="`generated_kv`=own: .* needs key_value"
+    ):
+        choose_generated_kv(config_from_hf(tiny.hf_config(key_value_group_size=2)), "own")
 
 
 def test_own_start():

@@ -20,7 +20,7 @@ from ..checkpoints.auxiliary import load_tokenizer
 from ..checkpoints.digest import digest_all
 from ..checkpoints.training_run import RECIPE
 from ..config import Config
-from ..cut import choose_cut
+from ..cut import choose_cut, choose_generated_kv
 from ..errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ..hardware import GIB
 from ..io.files import write_json
@@ -39,17 +39,12 @@ DATA = "data"
 
 
 def cut_model(recipe: Recipe, found: Config) -> Config:
-    """The architecture at the cut of the recipe, see `cut.choose_cut`.
+    """The architecture at the cut of the recipe, see `cut`.
 
     Raises `UsageError` for settings that do not fit the model.
     """
     config = choose_cut(found, recipe.num_key_value_layers, recipe.key_value_group_size)
-    own = {"generated_kv": recipe.generated_kv, "exact_tail": recipe.exact_tail}
-    given = {name: value for name, value in own.items() if value is not None}
-    try:
-        config = dataclasses.replace(config, **given)
-    except ConfigError as error:
-        raise UsageError(f"`generated_kv`, `exact_tail`: {error}") from None
+    config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
     if recipe.init == "closed-form":
         try:
             check_groups(config)

@@ -80,7 +80,7 @@ def test_for_generated_tokens_with_keys_of_their_own(folder):
 
 
 BAD_INPUT = {
-    "--exact-tail 4 --output-dir out": "exact_tail=4 needs generated_kv=own",
+    "--exact-tail 4 --output-dir out": "--exact-tail 4 needs --generated-kv own",
     "--topology h200:1 --output-dir out": "--topology goes with --dry-run",
     "--num-key-value-layers 6 --output-dir out": "nothing is left to distil",
     "--model llama-3.1-8b": "the name of a shape, for --dry-run only",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ...config import Config
+from ...cut import choose_generated_kv
 from ...errors import UsageError
 from .options import EngineOptions, check_generated_kv
 from .requests import Request, ScoreRequest
@@ -75,10 +75,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
 def own_start(request: Request | ScoreRequest, config: Config) -> int:
     """`RequestState.own_start` of a request that has been checked, for the served `config`."""
     length = len(request.prompt) if isinstance(request, Request) else request.start
-    if (kv := request.generated_kv) is not None:
-        tail = config.exact_tail if request.exact_tail is None else request.exact_tail
-        tail = tail if kv == "own" else 0
-        config = dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
+    if request.generated_kv is not None:
+        config = choose_generated_kv(config, request.generated_kv, request.exact_tail)
     return config.own_start(length)
 
 

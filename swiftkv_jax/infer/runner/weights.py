@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...config import Config, GeneratedKV
-from ...errors import ConfigError, UsageError
+from ...cut import choose_generated_kv
 from ...model import Model
 from ...params import (
     QKV,
@@ -72,17 +72,8 @@ def served_config(
     them."""
     if not swiftkv:
         return config.cut(config.num_layers)
-    kv = config.generated_kv if generated_kv is None else generated_kv
-    if exact_tail is None:
-        exact_tail = config.exact_tail if kv == "own" else 0
-    if kv == "boundary" and exact_tail:
-        raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own")
-    try:
-        return dataclasses.replace(
-            config, generated_kv=kv, exact_tail=exact_tail, shared_kv_heads=None
-        )
-    except ConfigError as error:
-        raise UsageError(f"`generated_kv`={kv}: {error}") from None
+    config = choose_generated_kv(config, generated_kv, exact_tail)
+    return dataclasses.replace(config, shared_kv_heads=None)
 
 
 def serving_weights(
