@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +45,9 @@ STEPS = 16
 DEMO_FLAGS = (
     f"--max-length {DEMO.max_length} --learning-rate {DEMO.learning_rate} --remat none".split()
 )
-MODES = (
-    ("keys and values from layer K's input", "boundary", 0),
-    ("generated tokens keep their own", "own", 0),
-    ("and the last 64 tokens of the prompt", "own", 64),
-)
-OWN_ROWS = 16
+TAIL = 64
+SPLIT_ROWS = 32
+"""Held-out rows whose first half is taken as a prompt."""
 PROMPT = "def read_lines(path):"
 ROWS = 4
 PROMPT_TOKENS = 897  # seven pages of 128, and the token that goes into the first decode step
@@ -110,38 +107,52 @@ def calibrate_and_distil(
     return skv.load(calibrated / EXPORT), skv.load(distilled / EXPORT), quality
 
 
-def own_kv(model: skv.Model, held_out: PackedDataset) -> str:
-    """How far a student is from its teacher on the second half of held-out rows, by where the
-    tokens of that half take their upper keys and values from."""
+def calibrate_for_own(folder: Path, data: list[str]) -> skv.Model:
+    """Half the layers in closed form, fitted for generated tokens, and the last `TAIL` of a prompt,
+    that keep their own upper keys and values."""
+    output = folder / "calibrated-own"
+    flags = ["--mesh", "x".join(map(str, MESH)), "--generated-kv", "own", "--exact-tail", str(TAIL)]
+    run("train", train, "calibrate", *flags, "--output-dir", str(output), *data)
+    return skv.load(output / EXPORT)
+
+
+def after_prompt(
+    closed_form: dict[int, skv.Model], own: skv.Model, held_out: PackedDataset
+) -> dict[str, list[float]]:
+    """Perplexities of the second half of held-out rows, the first being a prompt: of the teacher,
+    and of the students whose row of the table it is."""
     rows = np.stack([row.tokens for row in rows_of_one_document(held_out)])
+
+    def without_tail(model: skv.Model) -> skv.Model:
+        return dataclasses.replace(model, config=dataclasses.replace(model.config, exact_tail=0))
+
+    teacher = perplexity(own, rows, swiftkv=False)
+    students = {
+        "after a prompt of 256, closed form": closed_form.values(),
+        "where these keep their own keys, values": [without_tail(own)],
+        f"and the prompt's last {TAIL} do": [own],
+    }
+    return {
+        name: [teacher, *(perplexity(model, rows) for model in models)]
+        for name, models in students.items()
+    }
+
+
+def perplexity(model: skv.Model, rows: np.ndarray, *, swiftkv: bool = True) -> float:
     half = rows.shape[1] // 2
-    teacher = log_softmax(skv.logits(model, rows, swiftkv=False)[:, half:])
-    lines = []
-    for name, mode, tail in MODES:
-        config = dataclasses.replace(model.config, generated_kv=mode, exact_tail=tail)
-        student = log_softmax(
-            skv.logits(
-                dataclasses.replace(model, config=config),
-                rows,
-                prompt_lengths=np.full(len(rows), half),
-            )[:, half:]
-        )
-        kl = (np.exp(teacher) * (teacher - student)).sum(-1).mean()
-        agree = (teacher.argmax(-1) == student.argmax(-1)).mean()
-        lines.append(f"  {name:<44} KL {kl:.4f}   agreement {agree:.1%}")
-    return "\n".join(lines)
-
-
-def log_softmax(logits) -> np.ndarray:
-    logits = np.asarray(logits)
-    logits = logits - logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    prompts = np.full(len(rows), half)
+    logits = np.asarray(skv.logits(model, rows, swiftkv=swiftkv, prompt_lengths=prompts))
+    logits = logits[:, half - 1 : -1]
+    targets = np.take_along_axis(logits, rows[:, half:, None], -1)[..., 0]
+    top = logits.max(-1)
+    totals = top + np.log(np.exp(logits - top[..., None]).sum(-1))
+    return math.exp((totals - targets).mean())
 
 
 def rows_of_one_document(data: PackedDataset) -> list[PackedRow]:
     rows = (data[i] for i in range(len(data)))
     whole = (row for row in rows if list(row.lengths) == [DEMO.max_length])
-    return list(itertools.islice(whole, OWN_ROWS))
+    return list(itertools.islice(whole, SPLIT_ROWS))
 
 
 def measure(column: Column) -> tuple[float, float, str]:
@@ -179,7 +190,11 @@ def request(prompt: list[int], max_tokens: int) -> Request:
     return Request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
-def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> str:
+def table(
+    columns: list[Column],
+    measured: list[tuple[float, float, str]],
+    split: dict[str, list[float]],
+) -> str:
     teacher = columns[0].model
     rows: list[tuple[str, ...]] = [("", *(column.title for column in columns))]
     flops = [prefill_flops(c.model.config, PROMPT_TOKENS - 1, swiftkv=c.swiftkv) for c in columns]
@@ -192,12 +207,14 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
     quality = [column.quality for column in columns]
     original = quality[1]["teacher"]
 
-    def perplexity(name: str) -> list[str]:
-        students = (q[name] for q in quality[1:])
+    def against_teacher(original: float, students: Iterable[float]) -> list[str]:
         return [
             f"{original:.3f}",
             *(f"{value:.3f}  ({value / original - 1:+.2%})" for value in students),
         ]
+
+    def held_out(name: str) -> list[str]:
+        return against_teacher(original, (q[name] for q in quality[1:]))
 
     rows += [
         (f"prefill FLOPs, {PROMPT_TOKENS - 1} tokens", *share(flops, lambda v: f"{v / 1e9:.2f} G")),
@@ -207,15 +224,17 @@ def table(columns: list[Column], measured: list[tuple[float, float, str]]) -> st
         ),
         (f"time per output token, {ROWS} rows", *share(decode, lambda v: f"{v * 1e3:.1f} ms")),
         (f"KV cache bytes per token, {teacher.dtype}", *share(bytes_, lambda v: f"{v:,}")),
-        ("held-out perplexity, projections copied", *perplexity("copied")),
-        ("the same in closed form, no training", *perplexity("closed form")),
-        (f"the same after {STEPS} steps from there", *perplexity("distilled")),
+        ("held-out perplexity, projections copied", *held_out("copied")),
+        ("the same in closed form, no training", *held_out("closed form")),
+        (f"the same after {STEPS} steps from there", *held_out("distilled")),
         (
             "next token agrees with the teacher",
             "100.0%",
             *(f"{q['agreement']:.1%}" for q in quality[1:]),
         ),
+        *((name, *against_teacher(values[0], values[1:])) for name, values in split.items()),
     ]
+    rows = [row + ("",) * (len(rows[0]) - len(row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -248,16 +267,12 @@ def main() -> int:
     for group, title in GROUPS.items():
         closed_form[group], distilled, quality = calibrate_and_distil(folder, group, data)
         columns.append(Column(title, distilled, True, quality))
+    split = after_prompt(closed_form, calibrate_for_own(folder, data), held_out)
     measured = [measure(column) for column in columns]
     for column, (_, _, text) in zip(columns, measured, strict=True):
         print(f"\n--- {column.title}, greedy " + "-" * (90 - len(column.title)))
         print(PROMPT + text)
-    print(f"\n{table(columns, measured)}")
-    print(
-        f"\nSwiftKV 50% in closed form against the teacher, tokens after the first "
-        f"{DEMO.max_length // 2} of {OWN_ROWS} held-out rows:"
-    )
-    print(own_kv(closed_form[1], held_out))
+    print(f"\n{table(columns, measured, split)}")
     print(f"\n{time.time() - started:.0f} s in all; everything is in {folder}")
     return cli.OK
 
