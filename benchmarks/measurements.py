@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -284,28 +285,9 @@ def eight_bits() -> str:
     )
 
 
-def quality() -> str:
-    return quality_section(newest("quality"))
-
-
-def longer_training() -> str:
-    return sections.longer_training(newest("longer training"))
-
-
-def fitted_for_own() -> str:
-    return sections.fitted_for_own(newest("own keys and values"))
-
-
-def a_quarter() -> str:
-    return sections.a_quarter(newest("a quarter"))
-
-
-def generated_functions() -> str:
-    return sections.generated_functions(newest("generated functions"))
-
-
-def predictions() -> str:
-    return summarised(newest("predictions"))
+def of(subject: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    """The section that `make` makes of a subject's newest result."""
+    return lambda: make(newest(subject))
 
 
 def sources() -> str:
@@ -345,13 +327,13 @@ SECTIONS = (
     loss,
     train_step,
     kv_projection,
-    predictions,
+    of("predictions", summarised),
     eight_bits,
-    quality,
-    longer_training,
-    fitted_for_own,
-    a_quarter,
-    generated_functions,
+    of("quality", quality_section),
+    of("longer training", sections.longer_training),
+    of("own keys and values", sections.fitted_for_own),
+    of("a quarter", sections.a_quarter),
+    of("generated functions", sections.generated_functions),
     shipped,
     demo,
     sources,

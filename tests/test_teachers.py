@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -112,7 +113,13 @@ def test_stopped_and_continued(tmp_path, packages, monkeypatch, capsys):
         assert first.files == second.files
         for name in first.files:
             np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-    assert skv.load(whole / "llama").config.num_layers == 4
+    model = skv.load(whole / "llama")
+    assert TeacherFiles.of(whole).description == {
+        "name": "t1",
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.llama)),
+        "steps": 8,
+        "tokens": 8 * 128,
+    }
     assert command.main(["t1", str(whole)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert command.main(["t1", str(tmp_path / "none"), "--steps", "0"]) == 2

@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> int:
     )
     drawn = summary.draws(len(bench.held_out.names))
     document: dict[str, Any] = facts | {
-        "teacher": teacher.name,
+        "teacher": teacher.description,
         "layers": num_layers,
         "documents": len(bench.held_out.names),
         "prompt": PROMPT,

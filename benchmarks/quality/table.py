@@ -225,8 +225,14 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def _teacher(document: dict[str, Any]) -> str:
-    name = document.get("teacher", "demo")
-    return "The demo model" if name == "demo" else f"The teacher `{name}`"
+    """The subject of a sentence."""
+    teacher = document.get("teacher", {"name": "demo"})
+    if "tokens" not in teacher:
+        return "The demo model"
+    return (
+        f"The teacher `{teacher['name']}` ({teacher['parameters'] / 1e6:.1f}M parameters, trained "
+        f"on {teacher['tokens'] / 1e6:.1f}M tokens)"
+    )
 
 
 def _line(row: Row) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ import logging
 import sys
 from pathlib import Path
 
+import jax
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import Config, cli
@@ -142,6 +143,13 @@ def make(args: argparse.Namespace) -> int:
     logger.info("%d training tokens, %d held out", falling.num_tokens, held_out.num_tokens)
     llama = train(recipe, (constant, falling), held_out, args.folder / "state.npz")
     export(recipe.config, llama, tokenizer_folder, model)
+    description = {
+        "name": args.teacher,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(llama)),
+        "steps": recipe.steps,
+        "tokens": recipe.steps * recipe.tokens_per_step,
+    }
+    files.write_json(args.folder / "teacher.json", description)
     return cli.OK
 
 

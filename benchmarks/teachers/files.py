@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.train.data.documents import Document
@@ -42,6 +44,13 @@ class TeacherFiles:
                 raise UsageError(
                     f"{path}: no such file or folder; python -m benchmarks.teachers makes it"
                 )
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Its name, and how it was made where `benchmarks.teachers` made it."""
+        file = self.model.parent / "teacher.json"
+        made = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return {"name": self.name} | made
 
     def held_out_texts(self) -> Iterator[tuple[str, str]]:
         """(name, text) of every held-out document."""
