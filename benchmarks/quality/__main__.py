@@ -28,7 +28,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
@@ -44,7 +44,7 @@ from ..teachers.files import TeacherFiles
 from . import generation, summary, table
 from .bench import Bench
 from .held_out import PROMPT
-from .students import STARTS, Arm, plan
+from .students import STARTS, Arm, Loss, plan
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -88,6 +88,13 @@ def parser() -> argparse.ArgumentParser:
         default="boundary",
         help="what students are fitted to and trained for; own: those from the closed form without "
         "groups (default: %(default)s)",
+    )
+    flag(
+        "--loss",
+        choices=get_args(Loss),
+        default="distillation",
+        help="what students are trained with; cross-entropy: with the text alone, as a control "
+        "(default: %(default)s)",
     )
     flag("--seeds", type=int, default=3, help="of each trained student (default: 3)")
     flag("--rows", type=int, help="held-out rows (default: the first 4,096 tokens of every file)")
@@ -178,12 +185,13 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
     if unknown := [start for start in starts if start not in STARTS]:
         raise UsageError(f"`starts`={unknown[0]!r}: expected some of {','.join(STARTS)}")
     chosen: list[Init] = [start for start in STARTS if start in starts]
-    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv)
+    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv, args.loss)
     if not arms:
         raise UsageError(
             f"`groups`={args.groups}: with `cuts`={args.cuts} and `starts`={args.starts} there is "
             f"no student: sizes must divide the upper layers, `leader` needs more than 1, and "
-            f"`generated_kv`=own the closed form without groups"
+            f"`generated_kv`=own the closed form without groups, `loss`=cross-entropy steps and "
+            f"another start than the authors'"
         )
     return arms
 

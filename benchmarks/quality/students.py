@@ -13,18 +13,21 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
+from swiftkv_jax.attention import Attention
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Model
-from swiftkv_jax.params import swiftkv_shapes
+from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
 from swiftkv_jax.sharding import swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
@@ -32,15 +35,19 @@ from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, own_tail
 from swiftkv_jax.train.start import first_delta
 from swiftkv_jax.train.step import (
+    TrainState,
     init_state,
     make_optimizer,
     make_train_step,
     micro_batch_sharding,
 )
+from swiftkv_jax.transformer import Batch, student
 
 STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
 AUTHORS_RATES = (5e-4, 2e-3, 4e-3)
 """Learning rates that the authors' recipe is tried with; the best by perplexity counts."""
+Loss = Literal["distillation", "cross-entropy"]
+"""What a student is trained with: this package's loss, or, as a control, the text alone."""
 _HEADS = "shared_kv_heads"
 
 
@@ -54,6 +61,7 @@ class Arm:
     steps: int
     generated_kv: GeneratedKV = "boundary"
     """What it is fitted to and trained for; it is served in every mode."""
+    loss: Loss = "distillation"
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -79,6 +87,8 @@ class Arm:
         """`"4-2-authors-64-0.002-seed1"`; without rate and seed if nothing is trained, and
         `"4-1-closed-form-own-0"` for own keys and values."""
         start = self.start if self.generated_kv == "boundary" else f"{self.start}-own"
+        if self.loss != "distillation":
+            start = f"{start}-{self.loss}"
         parts = [self.num_key_value_layers, self.key_value_group_size, start, self.steps]
         return "-".join(map(str, [*parts, f"{rate:g}", f"seed{seed}"] if self.steps else parts))
 
@@ -90,10 +100,12 @@ def plan(
     starts: Sequence[Init],
     steps: Sequence[int],
     generated_kv: GeneratedKV = "boundary",
+    loss: Loss = "distillation",
 ) -> list[Arm]:
     """All arms, those of fewer steps first. A group size of None is all upper layers. With
     `generated_kv` own they are those without groups from the closed form: copies are not fitted to
-    anything, and the authors' recipe knows no own keys and values.
+    anything, and the authors' recipe knows no own keys and values. With the loss `cross-entropy`
+    they are those that are trained, by this package's recipe.
 
     Without groups a leader's keys and values are the mean over its group: that start is left out.
     """
@@ -104,12 +116,14 @@ def plan(
             for group in sorted({upper if size is None else size for size in groups}):
                 if upper % group == 0:
                     arms += [
-                        Arm(lower, group, start, count, generated_kv)
+                        Arm(lower, group, start, count, generated_kv, loss)
                         for start in STARTS
                         if start in starts and not (start == "leader" and group == 1)
                     ]
     if generated_kv == "own":
         arms = [a for a in arms if a.start == "closed-form" and a.key_value_group_size == 1]
+    if loss == "cross-entropy":
+        arms = [a for a in arms if a.start != "authors" and a.steps]
     return arms
 
 
@@ -125,7 +139,7 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
         return _load(file, model, identity, mesh)
     model, _ = first_delta(recipe, model, data, mesh)
     if arm.steps:
-        model = train(recipe, model, data, mesh)
+        model = train(recipe, model, data, mesh, arm.loss)
         _save(file, model, identity)
     return model
 
@@ -137,11 +151,13 @@ def describe(recipe: Recipe, data: DatasetMixture) -> dict[str, Any]:
     return fields | {"data": data.fingerprint}
 
 
-def train(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
+def train(
+    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, loss: Loss = "distillation"
+) -> Model:
     """The model after the steps of the recipe, from the delta that it has."""
     steps = recipe.max_steps
     assert steps is not None and model.swiftkv is not None
-    optimizer, step = _program(model.config, dataclasses.replace(recipe, seed=0), mesh)
+    optimizer, step = _program(model.config, dataclasses.replace(recipe, seed=0), mesh, loss)
     sharder = BatchSharder(micro_batch_sharding(mesh), (1, recipe.batch_size))
     state = init_state(model.config, optimizer, mesh, model.swiftkv)
     reading = batches(
@@ -161,11 +177,36 @@ def train(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Mod
 
 
 @functools.lru_cache(maxsize=1)
-def _program(config: Config, recipe: Recipe, mesh: Mesh) -> tuple[Any, Any]:
+def _program(config: Config, recipe: Recipe, mesh: Mesh, loss: Loss) -> tuple[Any, Any]:
     """Optimiser and step, compiled once for all seeds."""
     assert recipe.max_steps is not None
     optimizer = make_optimizer(recipe, recipe.max_steps)
-    return optimizer, make_train_step(config, recipe, optimizer, mesh)
+    make_step = make_train_step if loss == "distillation" else make_cross_entropy_step
+    return optimizer, make_step(config, recipe, optimizer, mesh)
+
+
+def make_cross_entropy_step(
+    config: Config, recipe: Recipe, optimizer: optax.GradientTransformation, mesh: Mesh
+):
+    """As `make_train_step`, but the delta is trained to predict the text, without a teacher."""
+    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+
+    def cross_entropy(delta: SwiftKV, llama: Llama, batch: Batch):
+        x = student(config, llama, delta, batch, attention=attention, own=batch.own)
+        targets = jnp.roll(batch.tokens, -1, axis=1)
+        losses = optax.softmax_cross_entropy_with_integer_labels(unembed(config, llama, x), targets)
+        return (losses * batch.loss_mask).sum() / jnp.maximum(batch.loss_mask.sum(), 1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, llama: Llama, micro_batches: Batch):
+        batch = jax.tree.map(lambda field: field[0], micro_batches)
+        delta: Any = state.delta
+        loss, gradient = jax.value_and_grad(cross_entropy)(delta, llama, batch)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, delta)
+        delta = cast(Any, optax.apply_updates(delta, updates))
+        return TrainState(state.step + 1, delta, opt_state), {"loss": loss}
+
+    return step
 
 
 def _save(file: Path, model: Model, identity: str) -> None:

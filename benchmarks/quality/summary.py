@@ -77,6 +77,7 @@ def rows_of(
             "start": arm.start,
             "generated_kv": arm.generated_kv,
             "steps": arm.steps,
+            "loss": arm.loss,
             "learning_rate": cells[0]["learning_rate"] if arm.steps else None,
             "perplexity_of_rates": rates if arm.steps else None,
             "seeds": [cell["seed"] for cell in cells],

@@ -38,6 +38,7 @@ class Bar:
             self.steps,
             self.mode,
             "boundary" if self.mode == "boundary" else "own",
+            "distillation",
         )
         return next((row for row in rows if (row["share"], *key(row)[1:]) == wanted), None)
 
@@ -53,7 +54,7 @@ BARS = (
 )
 
 
-def key(row: Row) -> tuple[int, int, str, int, str, str]:
+def key(row: Row) -> tuple[int, int, str, int, str, str, str]:
     return (
         row["num_key_value_layers"],
         row["key_value_group_size"],
@@ -61,6 +62,7 @@ def key(row: Row) -> tuple[int, int, str, int, str, str]:
         row["steps"],
         row["mode"],
         row.get("generated_kv", "boundary"),
+        row.get("loss", "distillation"),
     )
 
 
@@ -122,9 +124,9 @@ def _figure(row: Row, figure: str) -> float | None:
 def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """At equal tokens the closed form must end below the authors' recipe at its best rate."""
     trained = {key(row): row for row in rows if row["steps"] and row["all"]}
-    for (lower, group, start, steps, mode, _), ours in trained.items():
-        authors = trained.get((lower, group, "authors", steps, mode, "boundary"))
-        if start == "closed-form" and authors is not None:
+    for (lower, group, start, steps, mode, _, loss), ours in trained.items():
+        authors = trained.get((lower, group, "authors", steps, mode, "boundary", "distillation"))
+        if (start, loss) == ("closed-form", "distillation") and authors is not None:
             own, theirs = (row["all"]["perplexity"] for row in (ours, authors))
             met = own < theirs
             yield (

@@ -7,9 +7,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
+import swiftkv_jax as skv
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import bench, scores, students
 from swiftkv_jax.errors import UsageError
@@ -17,6 +19,8 @@ from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.recipe import DEMO, Recipe
 from swiftkv_jax.train.setup import load_data
+from swiftkv_jax.train.step import init_state
+from swiftkv_jax.transformer import Batch
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +115,7 @@ def test_what_was_trained_is_kept(tmp_path, training_text, tokenizer, monkeypatc
     recipe = demo_recipe(arm, training_text, tmp_path)
     data, _ = load_data(recipe, tokenizer)
 
-    def twice(recipe, model, data, mesh):
+    def twice(recipe, model, data, mesh, loss):
         heads = tuple((number % 2, 1 - number % 2) for number in range(4))
         config = dataclasses.replace(model.config, shared_kv_heads=heads)
         mix = jnp.ones((4, 2, 32, 32))
@@ -126,6 +130,38 @@ def test_what_was_trained_is_kept(tmp_path, training_text, tokenizer, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, read.swiftkv, trained.swiftkv)
     with pytest.raises(UsageError, match="another recipe"):
         students.make(arm, dataclasses.replace(recipe, seed=1), data, mesh, file)
+
+
+def test_cross_entropy_needs_no_teacher(tmp_path, training_text, tokenizer):
+    """Its loss is that of the student's logits on the text, and falls."""
+    arm, mesh = students.Arm(6, 2, "leader", 1, loss="cross-entropy"), make_mesh("1x1")
+    recipe = demo_recipe(arm, training_text, tmp_path)
+    data, _ = load_data(recipe, tokenizer)
+    untrained = dataclasses.replace(arm, steps=0)
+    model = students.make(untrained, recipe, data, mesh, tmp_path / "none.npz")
+    tokens = np.array(tokenizer(training_text.read_text())["input_ids"][:64]).reshape(2, 32)
+
+    def loss_of(model) -> float:
+        log_p = jax.nn.log_softmax(skv.logits(model, tokens)[:, :-1])
+        return -float(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean())
+
+    batch = Batch(
+        tokens=tokens.astype(np.int32),
+        positions=np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape),
+        segment_ids=np.ones(tokens.shape, np.int32),
+        loss_mask=np.broadcast_to(np.float32(np.arange(32) < 31), tokens.shape),
+    )
+    optimizer = optax.sgd(0.1)
+    step = students.make_cross_entropy_step(model.config, recipe, optimizer, mesh)
+    assert model.swiftkv is not None
+    state = init_state(model.config, optimizer, mesh, model.swiftkv)
+    llama = dataclasses.replace(model.llama, upper_qkv=None)  # the teacher cannot run
+    losses = [loss_of(model)]
+    for _ in range(3):
+        state, metrics = step(state, llama, jax.tree.map(lambda field: field[None], batch))
+        assert float(metrics["loss"]) == pytest.approx(losses[-1], rel=1e-5)
+        losses.append(loss_of(dataclasses.replace(model, swiftkv=state.delta)))
+    assert losses == sorted(losses, reverse=True)
 
 
 @pytest.mark.long

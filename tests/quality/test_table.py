@@ -164,13 +164,22 @@ def test_the_plan_for_own_keys_and_values():
     """The closed form without groups, under names of its own."""
     arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own")
     assert [dataclasses.astuple(arm) for arm in arms] == [
-        (4, 1, "closed-form", steps, "own") for steps in (0, 64)
+        (4, 1, "closed-form", steps, "own", "distillation") for steps in (0, 64)
     ]
     assert [arm.name(0.002, 0) for arm in arms] == [
         "4-1-closed-form-own-0",
         "4-1-closed-form-own-64-0.002-seed0",
     ]
     assert all(arm.recipe(DEMO, 0.002, 0).generated_kv == "own" for arm in arms)
+
+
+def test_the_plan_for_cross_entropy():
+    """What is trained, by this package's recipe, and compared with no bar."""
+    arms = students.plan(8, [4], [2], students.STARTS, [0, 64], "boundary", "cross-entropy")
+    assert [(arm.start, arm.steps) for arm in arms] == [("leader", 64), ("closed-form", 64)]
+    assert arms[1].name(0.002, 1) == "4-2-closed-form-cross-entropy-64-0.002-seed1"
+    (row,) = rows(arms[1], cell(9.0))
+    assert row["loss"] == "cross-entropy" and table.verdict([row])[1]
 
 
 def test_bars_of_own_keys_and_values_are_of_students_fitted_to_them():
