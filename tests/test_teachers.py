@@ -74,7 +74,8 @@ def test_every_package_is_pinned():
     assert not set(corpus.PACKAGES) & set(corpus.HELD_OUT)
 
 
-def test_stopped_and_continued(tmp_path, packages, monkeypatch, capsys):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_stopped_and_continued(dtype, tmp_path, packages, monkeypatch, capsys):
     """It ends with the same weights, and its students can be measured."""
     tiny = dataclasses.replace(
         command.TEACHERS["t1"],
@@ -92,6 +93,7 @@ def test_stopped_and_continued(tmp_path, packages, monkeypatch, capsys):
         steps=8,
         tokens_per_step=128,
         lengths=(32, 64),
+        dtype=dtype,
     )
     monkeypatch.setitem(command.TEACHERS, "t1", tiny)
     monkeypatch.setattr(pretrain, "SAVE_STEPS", 2)

@@ -1,7 +1,7 @@
 """Make a teacher: a small Llama trained from scratch on Python source.
 
     python -m benchmarks.teachers demo build/demo    # 2M parameters; about an hour on two cores
-    python -m benchmarks.teachers t1 build/t1        # 7M; some three hours
+    python -m benchmarks.teachers t1 build/t1        # 7M; some four hours
     python -m benchmarks.teachers t2 build/t2        # 28M; a GPU
 
 `demo` is the model that ships inside the package, trained on the standard library of the
@@ -89,10 +89,11 @@ TEACHERS = {
             max_position_embeddings=4096,
             tie_word_embeddings=True,
         ),
-        steps=3000,
-        tokens_per_step=65536,
+        steps=12_000,
+        tokens_per_step=16_384,
         lengths=(1024, 2048),
         peak_rate=2e-3,
+        dtype="bfloat16",
     ),
 }
 

@@ -46,6 +46,8 @@ class Pretraining:
     lengths: tuple[int, int]
     """Tokens of a row while the learning rate is constant, and while it falls."""
     peak_rate: float
+    dtype: str = "float32"
+    """Of the forward and backward passes; parameters and moments are float32."""
 
     @property
     def decay_start(self) -> int:
@@ -113,12 +115,13 @@ def train(
     if saved.exists():
         first, state = _restore(saved, state)
 
-    @jax.jit
+    def loss_of(llama, batch: Batch):
+        return cross_entropy(recipe.config, cast(llama, jnp.dtype(recipe.dtype)), batch)
+
+    @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, batch: Batch):
         llama, moments = state
-        loss, gradient = jax.value_and_grad(functools.partial(cross_entropy, recipe.config))(
-            llama, batch
-        )
+        loss, gradient = jax.value_and_grad(loss_of)(llama, batch)
         updates, moments = optimizer.update(gradient, moments, llama)
         return (optax.apply_updates(llama, updates), moments), loss
 
