@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import Config, Model, save_hf
+from swiftkv_jax.attention import DEFAULT, Attention
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import AuxiliaryFiles
@@ -90,33 +91,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def train(
-    recipe: Pretraining,
-    rows: tuple[DatasetMixture, DatasetMixture],
-    held_out: DatasetMixture,
-    saved: Path,
-) -> Llama:
-    """Train on `rows` of the two lengths, from the step in the file `saved` if it is there. It is
-    rewritten every `SAVE_STEPS` steps."""
-    rate = recipe.learning_rate()
+def make_train_step(recipe: Pretraining, attention: Attention = DEFAULT):
+    """(optimiser, compile-on-first-use `((llama, moments), batch) -> ((llama, moments), loss)`).
+    What is passed is donated."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
-            rate,
+            recipe.learning_rate(),
             b1=0.9,
             b2=0.95,
             weight_decay=0.1,
             mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 2, tree),
         ),
     )
-    llama: Any = init_llama(recipe.config, jax.random.key(0), scale=0.04)
-    state: Any = (llama, optimizer.init(llama))
-    first = 0
-    if saved.exists():
-        first, state = _restore(saved, state)
 
     def loss_of(llama, batch: Batch):
-        return cross_entropy(recipe.config, cast(llama, jnp.dtype(recipe.dtype)), batch)
+        llama = cast(llama, jnp.dtype(recipe.dtype))
+        return cross_entropy(recipe.config, llama, batch, attention)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, batch: Batch):
@@ -125,6 +116,24 @@ def train(
         updates, moments = optimizer.update(gradient, moments, llama)
         return (optax.apply_updates(llama, updates), moments), loss
 
+    return optimizer, train_step
+
+
+def train(
+    recipe: Pretraining,
+    rows: tuple[DatasetMixture, DatasetMixture],
+    held_out: DatasetMixture,
+    saved: Path,
+) -> Llama:
+    """Train on `rows` of the two lengths, from the step in the file `saved` if it is there. It is
+    rewritten every `SAVE_STEPS` steps."""
+    optimizer, train_step = make_train_step(recipe)
+    rate = recipe.learning_rate()
+    llama: Any = init_llama(recipe.config, jax.random.key(0), scale=0.04)
+    state: Any = (llama, optimizer.init(llama))
+    first = 0
+    if saved.exists():
+        first, state = _restore(saved, state)
     step, started = first, time.perf_counter()
     for data, stop, seed in zip(rows, (recipe.decay_start, recipe.steps), SEEDS, strict=True):
         size = recipe.tokens_per_step // data.length
@@ -151,9 +160,9 @@ def train(
     return state[0]
 
 
-def cross_entropy(config: Config, llama: Llama, batch: Batch):
+def cross_entropy(config: Config, llama: Llama, batch: Batch, attention: Attention = DEFAULT):
     """Mean over the predicted tokens, nats."""
-    logits = unembed(config, llama, teacher(config, llama, batch))
+    logits = unembed(config, llama, teacher(config, llama, batch, attention=attention))
     targets = jnp.roll(batch.tokens, -1, axis=1)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (losses * batch.loss_mask).sum() / jnp.maximum(batch.loss_mask.sum(), 1)
