@@ -8,7 +8,7 @@
 A student has a cut (share of the layers that keep their own keys and values), a group size g (upper
 layers that share a cache), a start (`authors`: the mean of a group's projections; `leader`: those
 of its first layer; `closed-form`: least squares) and a number of optimiser steps of 8 rows of 512
-tokens. The authors' start is trained by the authors' recipe at the best of three learning rates,
+tokens. The authors' start is trained by the authors' recipe at the best of several learning rates,
 the others by this package's. Without groups every student is also served with own keys and values
 for the tokens after the prompt (`own`), and for the last 64 of the prompt (`own+64`); with
 `--generated-kv own` students are fitted to and trained for that.
@@ -44,7 +44,7 @@ from ..teachers.files import TeacherFiles
 from . import generation, summary, table
 from .bench import Bench
 from .held_out import PROMPT
-from .students import STARTS, Arm, Loss, plan
+from .students import AUTHORS_RATES, STARTS, Arm, Loss, plan
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -96,6 +96,15 @@ def parser() -> argparse.ArgumentParser:
         help="what students are trained with; cross-entropy: with the text alone, as a control "
         "(default: %(default)s)",
     )
+    flag(
+        "--rates",
+        type=_rates,
+        default=AUTHORS_RATES,
+        metavar="RATE,...",
+        help="learning rates of the authors' recipe, tried upwards until one is worse (default: "
+        + ",".join(f"{rate:g}" for rate in AUTHORS_RATES)
+        + ")",
+    )
     flag("--seeds", type=int, default=3, help="of each trained student (default: 3)")
     flag("--rows", type=int, help="held-out rows (default: the first 4,096 tokens of every file)")
     flag(
@@ -123,6 +132,17 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    """A flag's value, rising. Raises what argparse reports."""
+    try:
+        rates = tuple(sorted(float(part) for part in text.split(",")))
+    except ValueError:
+        rates = (math.nan,)
+    if not all(0 < rate < math.inf for rate in rates):
+        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text!r}")
+    return rates
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser()
     if "--quick" in (sys.argv[1:] if argv is None else argv):
@@ -147,6 +167,7 @@ def measure(args: argparse.Namespace) -> int:
         rows=args.rows,
         num_prompts=0 if args.no_generation else args.prompts,
         sources=facts["sources_sha256"],
+        rates=args.rates,
     )
     drawn = summary.draws(len(bench.held_out.names))
     document: dict[str, Any] = facts | {

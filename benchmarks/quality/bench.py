@@ -58,11 +58,13 @@ class Bench:
         rows: int | None,
         num_prompts: int,
         sources: str,
+        rates: Sequence[float] = students.AUTHORS_RATES,
     ):
         """`layers` are the first upper layers of all students, `rows` limits the held-out rows,
-        `sources` is the digest of the code that cells are marked with."""
+        `sources` is the digest of the code that cells are marked with, `rates` are tried with the
+        authors' recipe."""
         self._folder, self._mesh = folder, make_mesh(mesh)
-        self._layers, self._sources = sorted(set(layers)), sources
+        self._layers, self._sources, self._rates = sorted(set(layers)), sources, rates
         self._recipe = dataclasses.replace(DEMO, model=str(files.model), mesh=mesh, dtype="float32")
         tokenizer, texts = open_tokenizer(self._recipe), list(files.held_out_texts())
         training = prepare(files.train, tokenizer, DEMO.max_length, folder / "data")
@@ -81,10 +83,12 @@ class Bench:
         """(cells that count, cells of all learning rates) after each cell: the best rate of the
         first seed, then the other seeds at that rate. What diverged does not count."""
         tried, cells = list[Cell](), list[Cell]()
-        for rate in arm.rates:
+        for rate in self._rates if arm.has_rates else (self._recipe.learning_rate,):
             tried.append(self._cell(arm, rate, 0))
             cells = [cell for cell in sorted(tried, key=loss)[:1] if math.isfinite(loss(cell))]
             yield cells, tried
+            if len(tried) > 1 and loss(tried[-1]) > loss(tried[-2]):
+                break
         for seed in range(1, seeds if arm.steps and cells else 1):
             cell = self._cell(arm, cells[0]["learning_rate"], seed)
             cells = cells + [cell] * math.isfinite(loss(cell))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..markdown import section, table
-from .table import rows_table, verdict
+from .table import describe, key, rows_table, verdict
 
 
 def longer_training(document: dict[str, Any]) -> str:
@@ -31,6 +31,50 @@ def fitted_for_own(document: dict[str, Any]) -> str:
         "without. `python -m benchmarks.quality --generated-kv own`.",
         rows_table([row for row in document["rows"] if row["mode"] != "boundary"]),
         "\n".join(f"- {line}" for line in lines if line.startswith(("met", "not met"))),
+    )
+
+
+def another_teacher(document: dict[str, Any], own: dict[str, Any]) -> str:
+    """Students of a teacher that is not the demo model. `own` are those that are fitted to own keys
+    and values."""
+    fitted = [row for row in own["rows"] if row["mode"] != "boundary"]
+    lines, _ = verdict([*document["rows"], *fitted])
+    return section(
+        "Another teacher",
+        describe(document) + " It learned from installed packages, and other packages are held out "
+        "(`python -m benchmarks.teachers`); `python -m benchmarks.quality --teacher FOLDER`.",
+        rows_table(document["rows"]),
+        "Calibrated for generated tokens that keep their own (`--generated-kv own`):",
+        rows_table(fitted),
+        "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
+    )
+
+
+def without_teacher(document: dict[str, Any], with_teacher: dict[str, Any]) -> str:
+    """Students that are trained with the text alone, beside those that are distilled."""
+    rows = document["rows"]
+    distilled = {key(row)[:-1]: row for row in with_teacher["rows"]}
+    return section(
+        "Trained with the text alone",
+        "A control: the same students, steps and learning rate, but cross-entropy with the text in "
+        "place of the teacher's distribution and hidden states (`--loss cross-entropy`), one seed.",
+        table(
+            ("K of layers", "g", "steps", "serving", "text alone", "distilled"),
+            [
+                (
+                    f"{row['num_key_value_layers']} ({row['share']:.1%})",
+                    str(row["key_value_group_size"]),
+                    str(row["steps"]),
+                    row["mode"],
+                    *(
+                        f"{each['answers']['above']['value']:+.2%}"
+                        for each in (row, distilled[key(row)[:-1]])
+                    ),
+                )
+                for row in rows
+            ],
+        ),
+        "Perplexity above the teacher's, on the tokens after the prompt.",
     )
 
 

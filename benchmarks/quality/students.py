@@ -31,7 +31,7 @@ from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
 from swiftkv_jax.sharding import swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
-from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
+from swiftkv_jax.train.recipe import RECIPES, Init, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, own_tail
 from swiftkv_jax.train.start import first_delta
 from swiftkv_jax.train.step import (
@@ -44,8 +44,9 @@ from swiftkv_jax.train.step import (
 from swiftkv_jax.transformer import Batch, student
 
 STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
-AUTHORS_RATES = (5e-4, 2e-3, 4e-3)
-"""Learning rates that the authors' recipe is tried with; the best by perplexity counts."""
+AUTHORS_RATES = (5e-4, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+"""Learning rates that the authors' recipe is tried with, from the first up to the first that is
+worse than the one before it; the best by perplexity counts."""
 Loss = Literal["distillation", "cross-entropy"]
 """What a student is trained with: this package's loss, or, as a control, the text alone."""
 _HEADS = "shared_kv_heads"
@@ -64,9 +65,9 @@ class Arm:
     loss: Loss = "distillation"
 
     @property
-    def rates(self) -> tuple[float, ...]:
-        """Learning rates to try."""
-        return AUTHORS_RATES if self.start == "authors" and self.steps else (DEMO.learning_rate,)
+    def has_rates(self) -> bool:
+        """Whether several learning rates are tried; else it is the recipe's."""
+        return self.start == "authors" and self.steps > 0
 
     def recipe(self, base: Recipe, rate: float, seed: int) -> Recipe:
         """`base` for this student: the authors' start is trained with their losses, the others

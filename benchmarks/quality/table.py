@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,20 @@ def name(row: Row) -> str:
     )
 
 
+def merged(document: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """`document` with the rows of a later run on the same text. Of the same student at other
+    learning rates the row of the better one counts, with the rates of both."""
+    found = {key(row): row for row in document["rows"]}
+    for row in later["rows"]:
+        before = found.get(key(row))
+        if before is not None and row["learning_rate"] != before["learning_rate"]:
+            rates = before["perplexity_of_rates"] | row["perplexity_of_rates"]
+            best = min(before, row, key=lambda each: rates[f"{each['learning_rate']:g}"])
+            row = best | {"perplexity_of_rates": rates}
+        found[key(row)] = row
+    return document | {"rows": list(found.values())}
+
+
 # Verdict ----------------------------------------------------------------------
 
 
@@ -122,18 +137,53 @@ def _figure(row: Row, figure: str) -> float | None:
 
 
 def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
-    """At equal tokens the closed form must end below the authors' recipe at its best rate."""
-    trained = {key(row): row for row in rows if row["steps"] and row["all"]}
+    """At equal tokens the closed form must end below the authors' recipe at its best rate, in every
+    mode. Undecided where the difference is less than two standard errors over seeds, or the best
+    rate is the smallest or largest that was tried."""
+    trained = {key(row): row for row in rows if row["steps"]}
     for (lower, group, start, steps, mode, _, loss), ours in trained.items():
         authors = trained.get((lower, group, "authors", steps, mode, "boundary", "distillation"))
         if (start, loss) == ("closed-form", "distillation") and authors is not None:
-            own, theirs = (row["all"]["perplexity"] for row in (ours, authors))
-            met = own < theirs
+            own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
+            gap = theirs["perplexity"] - own["perplexity"]
+            outcome = "met" if gap > 0 else "not met"
+            if abs(gap) < 2 * _standard_error(ours, authors) or (gap > 0 and _at_edge(authors)):
+                outcome = "undecided"
             yield (
-                f"{'met' if met else 'not met'}: {name(ours)}: perplexity {own:.3f}, authors' "
-                f"recipe at its best rate ({authors['learning_rate']:g}) {theirs:.3f}",
-                met,
+                f"{outcome}: {name(ours)}: perplexity {own['perplexity']:.3f}, authors' recipe at "
+                f"its best rate ({_rate(authors)}) {theirs['perplexity']:.3f}"
+                + "; far tokens {}, theirs {}".format(*map(_far_loss, (ours, authors))),
+                outcome != "not met",
             )
+
+
+def _standard_error(*rows: Row) -> float:
+    """Of a difference of mean perplexities, by the spread over seeds; a row of one seed counts as
+    spread like the others."""
+    spreads = [(row["all"] or row["answers"])["perplexity_std"] for row in rows]
+    known = [spread for row, spread in zip(rows, spreads, strict=True) if len(row["seeds"]) > 1]
+    spread = max(known, default=0.0)
+    return math.sqrt(
+        sum(
+            (own if len(row["seeds"]) > 1 else spread) ** 2 / len(row["seeds"])
+            for row, own in zip(rows, spreads, strict=True)
+        )
+    )
+
+
+def _at_edge(row: Row) -> bool:
+    """Whether the best learning rate is the smallest or the largest that was tried."""
+    rates = sorted(map(float, row["perplexity_of_rates"]))
+    return row["learning_rate"] in (rates[0], rates[-1])
+
+
+def _rate(row: Row) -> str:
+    edge = ", the last one tried" if _at_edge(row) else ""
+    return f"{row['learning_rate']:g}{edge}"
+
+
+def _far_loss(row: Row) -> str:
+    return f"{row['far']['difference']['value']:+.3f} nats" if row["far"] else "unknown"
 
 
 def _refused(rows: Sequence[Row]) -> Iterator[str]:

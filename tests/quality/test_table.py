@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.quality import students, summary, table
 from benchmarks.quality.held_out import PROMPT
-from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.recipe import DEMO, Init
 
 
 def test_interval_of_two_documents():
@@ -78,6 +78,9 @@ def cell(
     }
 
 
+HALF = students.Arm(4, 1, "closed-form", 0)
+
+
 def rows(arm: students.Arm, *cells) -> list[table.Row]:
     return summary.rows_of(arm, cells, cells, TEACHER, summary.draws(2))
 
@@ -107,24 +110,60 @@ def test_a_row_compares_with_the_teacher():
 
 def test_verdict():
     """Bars, the authors' recipe, and students that lose the far prompt."""
-    half = students.Arm(4, 1, "closed-form", 0)
-    good, bad = (rows(half, cell(2 + gap)) for gap in (0.006, 0.008))
+    good, bad = (rows(HALF, cell(2 + gap)) for gap in (0.006, 0.008))
     lines, kept = table.verdict(good)
     assert kept and any(line.startswith("met: 50.0%, g = 1") for line in lines)
     assert sum(line.startswith("not measured:") for line in lines) == len(table.BARS) - 1
     lines, kept = table.verdict(bad)
     assert not kept and any(line.startswith("not met: 50.0%") for line in lines)
 
-    pair = rows(students.Arm(6, 2, "closed-form", 64), cell(2.2)) + rows(
-        students.Arm(6, 2, "authors", 64), cell(2.1)
-    )
-    lines, kept = table.verdict(pair)
-    assert not kept and any("authors' recipe at its best rate (0.002)" in line for line in lines)
-    assert table.verdict(pair[1:])[1], "nothing to compare with"
+    assert table.verdict([trained("authors", (2e-3, 2.1))])[1], "nothing to compare with"
 
-    lines, kept = table.verdict(rows(half, cell(2.0, far=2.2)))
+    lines, kept = table.verdict(rows(HALF, cell(2.0, far=2.2)))
     assert kept and lines[-1].startswith("refused: 50.0%, g = 1, closed-form, untrained, boundary")
     assert "0.20 nats [0.20, 0.20] on the 20 tokens" in lines[-1]
+
+
+def trained(start: Init, *rates_and_losses: tuple[float, float], seeds: int = 1) -> table.Row:
+    """The row of a student of several learning rates, of which the first counts."""
+    arm = students.Arm(4, 2, start, 32)
+    tried = [cell(loss, rate=rate) for rate, loss in rates_and_losses]
+    first = [
+        dict(tried[0], seed=seed) | {"modes": cell(rates_and_losses[0][1] + seed / 100)["modes"]}
+        for seed in range(seeds)
+    ]
+    (row,) = summary.rows_of(arm, first, tried, TEACHER, summary.draws(2))
+    return row
+
+
+def test_rates_of_a_later_run_are_added():
+    early = {"rows": [trained("authors", (4e-3, 2.3), (2e-3, 2.4)), *rows(HALF, cell(2.1))]}
+    later = {"rows": [trained("authors", (8e-3, 2.2), (1.6e-2, 2.5))]}
+    worse = {"rows": [trained("authors", (1.6e-2, 2.5))]}
+    row, other = table.merged(early, later)["rows"]
+    assert other is early["rows"][1] and row["learning_rate"] == 8e-3
+    assert sorted(row["perplexity_of_rates"]) == ["0.002", "0.004", "0.008", "0.016"]
+    kept = table.merged(early, worse)["rows"][0]
+    assert kept["learning_rate"] == 4e-3 and len(kept["perplexity_of_rates"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "rates", "seeds", "outcome"),
+    [
+        (2.1, [(4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)], 1, "met"),
+        (2.3, [(4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)], 1, "not met"),
+        (2.1, [(4e-3, 2.2), (2e-3, 2.3)], 1, "undecided"),  # a larger one may be better
+        (2.19, [(4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)], 3, "undecided"),  # within the seeds' spread
+        (2.3, [(4e-3, 2.2), (2e-3, 2.3)], 1, "not met"),
+    ],
+)
+def test_against_the_authors_recipe(ours, rates, seeds, outcome):
+    pair = [trained("closed-form", (2e-3, ours), seeds=seeds), trained("authors", *rates)]
+    lines, kept = table.verdict(pair)
+    (line,) = (line for line in lines if "authors' recipe" in line)
+    assert line.startswith(f"{outcome}: 50.0%, g = 2") and kept == (outcome != "not met")
+    assert ("the last one tried" in line) == (len(rates) == 2)
+    assert line.endswith("far tokens +0.000 nats, theirs +0.000 nats")
 
 
 def test_tables_have_every_column():
@@ -156,8 +195,9 @@ def test_the_plan():
         (3, 5, "leader", 0),
     ]
     assert [arm.steps for arm in arms] == [0] * 8 + [64] * 8
-    names = {arm.name(rate, seed) for arm in arms for rate in arm.rates for seed in (0, 1)}
-    assert len(names) == 8 + 2 * (3 * 5 + 3), "the authors' recipe at three rates"
+    names = {arm.name(rate, seed) for arm in arms for rate in (0.1, 0.2) for seed in (0, 1)}
+    assert len(names) == 8 + 4 * 8
+    assert sum(arm.has_rates for arm in arms) == 5, "the authors' recipe, trained"
 
 
 def test_the_plan_for_own_keys_and_values():
