@@ -8,6 +8,7 @@ few percent, and a factorisation of one D x D matrix per upper layer on the host
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from ..attention import Attention
@@ -19,6 +20,11 @@ from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
 __all__ = ["Fit", "LayerFit", "calibrate", "check_groups"]
+
+MIN_TOKENS_PER_DIMENSION = 32
+"""Calibration tokens per entry of the hidden state below which `calibrate` warns."""
+
+logger = logging.getLogger(__name__)
 
 
 def check_groups(config: Config) -> None:
@@ -47,4 +53,13 @@ def calibrate(
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
-    return fit_delta(config, llama, moments, attention.mesh)
+    fit = fit_delta(config, llama, moments, attention.mesh)
+    if fit.tokens < MIN_TOKENS_PER_DIMENSION * config.embed_dim:
+        logger.warning(
+            "calibrated on %d tokens only, for a hidden state of %d entries: below %d for each the "
+            "fit follows that text more than the model, and its R2 looks better than it is",
+            fit.tokens,
+            config.embed_dim,
+            MIN_TOKENS_PER_DIMENSION,
+        )
+    return fit

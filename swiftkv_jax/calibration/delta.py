@@ -25,7 +25,7 @@ from .moments import Moments, first_upper_norm
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
     """How well an upper layer's keys and values follow from the input of layer K, as shares of
-    their mean square on the calibration tokens, averaged over key/value heads."""
+    their mean square on the calibration tokens themselves, averaged over key/value heads."""
 
     layer: int
     r2_k: float
@@ -40,6 +40,8 @@ class Fit(NamedTuple):
     """With `shared_kv_heads` where layers share caches."""
     delta: SwiftKV
     layers: tuple[LayerFit, ...]
+    tokens: int
+    """Calibration tokens that it was fitted to."""
 
 
 def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None) -> Fit:
@@ -96,7 +98,7 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
         )
     if mesh is not None:
         delta = jax.device_put(delta, where)
-    return Fit(config, delta, tuple(itertools.chain(*fits)))
+    return Fit(config, delta, tuple(itertools.chain(*fits)), int(moments.tokens))
 
 
 def _copy(leaf: jax.Array | None) -> jax.Array | None:

@@ -208,12 +208,16 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
         else ""
     )
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    groups = own = ""
+    if config.key_value_group_size > 1:
+        groups = f", of the others {config.key_value_group_size} share a cache"
+    if config.generated_kv == "own":
+        own = f"; generated tokens and the last {config.exact_tail} of a prompt keep all their own"
     processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
     return (
         f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; "
         f"{config.num_key_value_layers} of {config.num_layers} "
-        f"layers own their keys and values, the others share in groups of "
-        f"{config.key_value_group_size}\n"
+        f"layers have keys and values of their own{groups}{own}\n"
         f"{model.dtype} on {mesh.size} x {device.device_kind}{processes}, {axes}{emulated}"
     )
 

@@ -97,6 +97,7 @@ def first_delta(
     count = min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
     attention = Attention(mesh, recipe.attention)
     fit = calibrate(config, model.llama, _batches(recipe, data, mesh, count), attention=attention)
+    logger.info("fitted to %d tokens (%d asked for)", fit.tokens, tokens)
     logger.info("%s", describe_fit(fit.layers))
     return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
 

@@ -48,17 +48,19 @@ def test_received_attention(chunk, monkeypatch):
 
 
 def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
-    """A Llama whose upper layers add next to nothing to the stream, all behind one norm: their keys
-    and values are linear in the input of layer K. In a group they are those of the first layer,
-    with each rotary pair of the keys turned and scaled, values mixed, heads in another order."""
+    """A Llama whose upper layers add next to nothing to the stream: their keys and values are
+    linear in the input of layer K, but by other matrices than their own, for each has another norm.
+    In a group they are those of the first layer, with each rotary pair of the keys turned and
+    scaled, values mixed, heads in another order."""
     hf = HF | overrides | {"key_value_group_size": group}
     model = tiny.model_of(hf, tiny.tensors_for(hf, seed))
     config, llama = model.config, model.llama
     rng = np.random.default_rng(seed)
     upper = llama.upper
+    norms = rng.uniform(0.7, 1.4, upper.attn_norm.shape).astype(np.float32)
     upper = dataclasses.replace(
         upper,
-        attn_norm=jnp.broadcast_to(upper.attn_norm[0], upper.attn_norm.shape),
+        attn_norm=jnp.array(norms),
         down=jnp.zeros_like(upper.down).at[-1].set(upper.down[-1]),
         o=(1e-3 * upper.o).at[-1].set(upper.o[-1]),
     )
@@ -82,6 +84,8 @@ def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
         for target in (qkv.v, qkv.v_bias):
             if target is not None:
                 target[layer] = np.einsum("kgh,kh...->kg...", mix, target[leader])[order]
+        for target in (qkv.k, qkv.v):
+            target[layer] *= norms[leader] / norms[layer]
     llama = dataclasses.replace(llama, upper=upper, upper_qkv=jax.tree.map(jnp.array, qkv))
     return dataclasses.replace(model, llama=llama, swiftkv=None)
 
@@ -104,12 +108,22 @@ def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias):
     np.testing.assert_allclose(shares, 1, atol=1e-4)
     expected = skv.logits(student, TOKENS[:3], swiftkv=False)
     np.testing.assert_allclose(
-        skv.logits(student, TOKENS[:3], swiftkv=True), expected, atol=2e-3 * np.abs(expected).max()
+        skv.logits(student, TOKENS[:3], swiftkv=True), expected, atol=5e-3 * np.abs(expected).max()
     )
-    copied = skv.add_swiftkv(teacher, 2, group)
-    if group > 1:  # the control: a copy is far away
-        far = np.abs(skv.logits(copied, TOKENS[:3]) - expected).max()
-        assert far > 0.05 * np.abs(expected).max()
+    # The control: a copy, which here also keeps layer K's norm, is far away
+    far = np.abs(skv.logits(skv.add_swiftkv(teacher, 2, group), TOKENS[:3]) - expected).max()
+    assert far > 0.05 * np.abs(expected).max()
+
+
+def test_few_tokens_are_warned_of(caplog):
+    """32 per entry of the hidden state are enough."""
+    teacher = random_teacher()
+    few, enough = ([tokens] for tokens in (TOKENS[0, :30], RNG.integers(0, 61, 32 * 32)))
+    skv.calibrate(teacher, few, 2)
+    (record,) = caplog.records
+    assert record.message.startswith("calibrated on 30 tokens only, for a hidden state of 32")
+    skv.calibrate(teacher, enough, 2)
+    assert len(caplog.records) == 1
 
 
 def random_teacher(**overrides) -> Model:
