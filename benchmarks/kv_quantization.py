@@ -15,6 +15,7 @@ than the bar.
 from __future__ import annotations
 
 import argparse
+import collections
 import logging
 import math
 import sys
@@ -151,11 +152,11 @@ def score(
         scoring=True,
     )
     engine = Engine.from_model(model, options, swiftkv=swiftkv)
-    logprobs, likeliest = list[float](), dict[int, list[int]]()
+    logprobs, likeliest = list[float](), collections.defaultdict[int, list[int]](list)
     for number, output in engine.run(requests):
         assert output.logprobs is not None
         logprobs += [entry.logprob for entry in output.logprobs]
-        likeliest[number] = output.token_ids
+        likeliest[number] += output.token_ids
     cell = {
         "model": "student" if swiftkv else "teacher",
         "cache": str(engine.model_runner.cache_dtype),

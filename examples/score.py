@@ -26,10 +26,12 @@ def main(path: str) -> None:
         ScoreRequest(model.tokenizer(CONTEXT + continuation)["input_ids"], start)
         for continuation in CONTINUATIONS
     ]
-    for number, output in engine.run(requests):  # a score comes in one piece
+    logprobs = [0.0] * len(requests)
+    for number, output in engine.run(requests):  # those of long texts come in parts
         assert output.logprobs is not None
-        logprob = sum(token.logprob for token in output.logprobs)
-        print(f"{logprob:8.2f}  {CONTINUATIONS[number]!r}")
+        logprobs[number] += sum(token.logprob for token in output.logprobs)
+    for logprob, continuation in zip(logprobs, CONTINUATIONS, strict=True):
+        print(f"{logprob:8.2f}  {continuation!r}")
 
     tokens = jnp.array([model.tokenizer(CONTEXT + CONTINUATIONS[0])["input_ids"]])
     student = skv.logits(model, tokens)  # [batch, tokens, vocabulary]

@@ -19,6 +19,7 @@ from swiftkv_jax.eval.generation import generation
 from swiftkv_jax.eval.tasks import PAPER, RENAMED
 from swiftkv_jax.eval.text_model import TextModel, windows
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
+from swiftkv_jax.infer.engine import outputs
 from tests.infer import conftest
 
 checkpoint, greedy = conftest.checkpoint, conftest.greedy  # the fixtures of inference
@@ -114,6 +115,15 @@ def test_loglikelihoods_are_those_of_a_whole_pass_in_the_order_of_the_requests(
     assert model.loglikelihood(ask(*pairs)) == expected
     assert expected[1][1] and not expected[0][1]
     assert model.loglikelihood(ask(*reversed(pairs))) == expected[::-1]
+
+
+def test_scores_that_come_in_parts_are_summed(model, monkeypatch):
+    pairs = ask((TEXT, ", main)"), ("for", " word in argv: print(word)"), ("", "print"))
+    whole = model.loglikelihood(pairs)
+    monkeypatch.setattr(outputs, "MAX_SCORES", 2)
+    assert model.loglikelihood(pairs) == [
+        (pytest.approx(logprob, abs=1e-9), greedy) for logprob, greedy in whole
+    ]
 
 
 def test_spaces_that_end_a_context_belong_to_the_continuation(model):

@@ -7,6 +7,7 @@ imported: a request is any object whose `args` are those of an `lm_eval.api.inst
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import math
@@ -186,6 +187,7 @@ class TextModel:
     ) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = [(math.nan, False)] * total
         scored = dict[int, Sequence[int]]()
+        parts = collections.defaultdict[int, list[RequestOutput]](list)
 
         def number_scored() -> Iterator[ScoreRequest]:
             for number, request in enumerate(requests):
@@ -193,11 +195,15 @@ class TextModel:
                 yield request
 
         def update(number: int, output: RequestOutput) -> bool:
-            assert output.logprobs is not None
-            logprob = math.fsum(entry.logprob for entry in output.logprobs)
+            parts[number].append(output)
+            if output.finish_reason is None:
+                return False
+            outputs = parts.pop(number)
+            logprob = math.fsum(entry.logprob for part in outputs for entry in part.logprobs or ())
             if not math.isfinite(logprob):
                 raise DataError(f"request {number}: {NOT_FINITE}")
-            found[number] = logprob, output.token_ids == list(scored.pop(number))
+            likeliest = [token for part in outputs for token in part.token_ids]
+            found[number] = logprob, likeliest == list(scored.pop(number))
             return True
 
         self._run(number_scored(), update, total, what)

@@ -59,35 +59,29 @@ class Scores:
 
     def __init__(self, request: ScoreRequest):
         self._tokens, self.tokens = list(request.tokens[request.start :]), len(request.tokens)
-        self._output: RequestOutput | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._output is not None
-
-    @property
-    def timing(self) -> Timing | None:
-        return None if self._output is None else self._output.timing
+        self._logprobs: list[float] = []
+        self._likeliest: list[int] = []
+        self.done = False
+        self.timing: Timing | None = None
 
     def update(self, output: RequestOutput) -> bool:
         assert output.logprobs is not None
-        if not all(math.isfinite(entry.logprob) for entry in output.logprobs):
+        self._logprobs += (entry.logprob for entry in output.logprobs)
+        if not all(map(math.isfinite, self._logprobs[-len(output.logprobs) :])):
             raise DataError(NOT_FINITE)
-        self._output = output
-        return False
+        self._likeliest += output.token_ids
+        self.done, self.timing = output.finish_reason is not None, output.timing
+        return not self.done
 
     def to_json(self) -> dict[str, Any]:
-        assert self._output is not None and self._output.logprobs is not None
-        logprobs = [entry.logprob for entry in self._output.logprobs]
-        total = math.fsum(logprobs)
-        greedy = self._output.token_ids == self._tokens
+        total = math.fsum(self._logprobs)
         result = {
             "logprob": total,
             "tokens": self._tokens,
-            "logprobs": logprobs,
-            "is_greedy": greedy,
+            "logprobs": self._logprobs,
+            "is_greedy": self._likeliest == self._tokens,
         }
-        return result | {"perplexity": perplexity(total, len(logprobs))}
+        return result | {"perplexity": perplexity(total, len(self._logprobs))}
 
 
 def perplexity(logprob: float, tokens: int) -> float | None:

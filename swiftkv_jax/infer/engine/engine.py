@@ -387,11 +387,11 @@ class Engine[R: ModelRunnerBase]:
             start, stop = stop, stop + len(scheduled.scored)
             if not state.scored or state.request_id not in self._requests:
                 continue
-            found = self._scores.setdefault(state.request_id, Scores())
-            found.add(state, scores, range(start, stop))
-            if scheduled.stop == state.prefill_target:
+            found = self._scores.setdefault(state.request_id, Scores(state))
+            last = scheduled.stop == state.prefill_target
+            yield from found.add(scores, range(start, stop), last=last)
+            if last:
                 self._forget(state)
-                yield found.output(state)
 
     def _forget(self, state: RequestState) -> None:
         """Drop a request without sequences left to run."""

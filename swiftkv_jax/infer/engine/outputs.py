@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+
+import numpy as np
 
 from .model_runner_base import NON_FINITE, AsyncOutput, SamplerOutput
 from .request_state import Chunk, RequestState, Sequence
-from .requests import NOT_FINITE, FinishReason, Logprob, RequestOutput, ScoreRequest
+from .requests import (
+    NOT_FINITE,
+    FinishReason,
+    Logprob,
+    LogprobArrays,
+    RequestOutput,
+    ScoreRequest,
+)
+
+MAX_SCORES = 2048
+"""Scores in one output: their objects and their JSON hold up nothing else for long."""
 
 
 @dataclasses.dataclass
@@ -86,29 +99,46 @@ def failed_output(sequence: Sequence, error: str) -> RequestOutput:
     )
 
 
-@dataclasses.dataclass
 class Scores:
-    """The scores of a `ScoreRequest` so far."""
+    """The scores of a `ScoreRequest` that no output has had: fewer than `MAX_SCORES`."""
 
-    likeliest: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[Logprob] = dataclasses.field(default_factory=list)
-
-    def add(self, state: RequestState, scores: SamplerOutput, entries: range) -> None:
-        """Add some entries of what a chunk returned."""
+    def __init__(self, state: RequestState):
         assert isinstance(state.request, ScoreRequest)
-        top = state.request.top_logprobs
-        self.likeliest += scores.token[entries.start : entries.stop].tolist()
-        self.logprobs += [_logprob(scores, (entry,), top) for entry in entries]
+        self._state, self._top = state, state.request.top_logprobs
+        self._likeliest: list[int] = []
+        self._logprobs: list[LogprobArrays] = []
 
-    def output(self, state: RequestState) -> RequestOutput:
-        """All of them."""
+    def add(self, scores: SamplerOutput, entries: range, *, last: bool) -> Iterator[RequestOutput]:
+        """Add `entries` of what a chunk returned, the request's last ones with `last`, and yield
+        the outputs that are complete."""
+        while entries:
+            room = MAX_SCORES - len(self._likeliest)
+            taken, entries = entries[:room], entries[room:]
+            rows = slice(taken.start, taken.stop)
+            self._likeliest += scores.token[rows].tolist()
+            # Copies: a view would keep all that the chunk returned.
+            values = scores.top_ids[rows, : self._top], scores.top_logprobs[rows, : self._top]
+            self._logprobs.append(
+                LogprobArrays(*(np.array(value) for value in (scores.logprob[rows], *values)))
+            )
+            ended = last and not entries
+            if ended or len(taken) == room:
+                yield self._output("stop" if ended else None)
+
+    def _output(self, reason: FinishReason | None) -> RequestOutput:
+        state, likeliest, parts = self._state, self._likeliest, self._logprobs
+        self._likeliest, self._logprobs = [], []
         state.timing.first_token = state.timing.last_token = time.perf_counter()
         return RequestOutput(
             request_id=state.request_id,
             sample=0,
-            token_ids=self.likeliest,
-            logprobs=self.logprobs,
-            finish_reason="stop",
+            token_ids=likeliest,
+            logprobs=LogprobArrays(
+                np.concatenate([part.logprob for part in parts]),
+                np.concatenate([part.top_ids for part in parts]),
+                np.concatenate([part.top_logprobs for part in parts]),
+            ),
+            finish_reason=reason,
             timing=dataclasses.replace(state.timing),
             num_cached_tokens=state.num_cached_tokens,
         )

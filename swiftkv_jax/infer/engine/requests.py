@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, overload
+
+import numpy as np
 
 from ...config import GeneratedKV
 from .grammar import Matcher
@@ -75,9 +77,37 @@ class Logprob:
     """(token, its log-probability), the likeliest first."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogprobArrays(Sequence[Logprob]):
+    """Log-probabilities of T tokens with k alternatives each, as arrays: 8 + 8 k bytes a token.
+    Its items are made when they are asked for."""
+
+    logprob: np.ndarray
+    """f32[T]"""
+    top_ids: np.ndarray
+    """i32[T, k], the likeliest first."""
+    top_logprobs: np.ndarray
+    """f32[T, k]"""
+
+    def __len__(self) -> int:
+        return len(self.logprob)
+
+    @overload
+    def __getitem__(self, index: int) -> Logprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobArrays: ...
+    def __getitem__(self, index: int | slice) -> Logprob | LogprobArrays:
+        values = self.logprob[index], self.top_ids[index], self.top_logprobs[index]
+        if isinstance(index, slice):
+            return LogprobArrays(*values)
+        logprob, ids, logprobs = (value.tolist() for value in values)
+        return Logprob(logprob, tuple(zip(ids, logprobs, strict=True)))
+
+
 @dataclasses.dataclass
 class Timing:
-    """Times of a request in `time.perf_counter()` seconds; None before it has happened."""
+    """Times of a request in `time.perf_counter()` seconds; None before it has happened. The tokens
+    of a `ScoreRequest` are its last scores."""
 
     submitted: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None
@@ -88,16 +118,19 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """New tokens of one sample of a request, or all scores of a `ScoreRequest` at once."""
+    """New tokens of one sample of a request, or the next scores of a `ScoreRequest`, 2,048 at
+    most: those of longer texts come in parts, from the first position to the last."""
 
     request_id: int
     """Id that `Engine.add_request` returned."""
     sample: int
     """Number of the sample, 0 to `params.n` - 1."""
     token_ids: list[int]
-    """New tokens without the end token; empty if there was only that."""
-    logprobs: list[Logprob] | None
-    """An entry for each of `token_ids`; None if they were not asked for."""
+    """New tokens without the end token; empty if there was only that. Of scores, the likeliest
+    token at each position."""
+    logprobs: Sequence[Logprob] | None
+    """An entry for each of `token_ids`; None if they were not asked for. Of scores,
+    `LogprobArrays` with an entry for each token of the request."""
     finish_reason: FinishReason | None
     """Reason of the end, on a sample's last output; None before."""
     timing: Timing

@@ -105,7 +105,7 @@ class Writer:
         with_logprobs: bool,
         with_token_ids: bool,
     ):
-        self._spellings, self._with_logprobs = spellings, with_logprobs
+        self._spellings, self.with_logprobs = spellings, with_logprobs
         self._with_token_ids = with_token_ids
         self._head = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._fingerprint = fingerprint
@@ -158,7 +158,7 @@ class ChatWriter(Writer):
 
     def _choice(self, part: Part, choice: Choice) -> dict[str, Any]:
         delta = choice.take()
-        logprobs = chat_logprobs(delta, self._spellings) if self._with_logprobs else None
+        logprobs = chat_logprobs(delta, self._spellings) if self.with_logprobs else None
         return {
             "index": choice.index,
             "message": _message(delta),
@@ -175,7 +175,7 @@ class ChatWriter(Writer):
         return [self.event([found], **fields)]
 
     def next(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
-        logprobs = chat_logprobs(delta, self._spellings) if self._with_logprobs else None
+        logprobs = chat_logprobs(delta, self._spellings) if self.with_logprobs else None
         result = {
             "index": choice.index,
             "delta": _delta(delta),
@@ -242,7 +242,7 @@ class CompletionWriter(Writer):
             {
                 "index": number,
                 "text": text,
-                "logprobs": self._of_prompt(number, part) if self._with_logprobs else None,
+                "logprobs": self._of_prompt(number, part) if self.with_logprobs else None,
                 "finish_reason": "length",
                 "stop_reason": None,
             }
@@ -254,14 +254,13 @@ class CompletionWriter(Writer):
 
     def _of_prompt(self, index: int, part: Part) -> dict[str, Any]:
         """Lists of a prompt's tokens, the first of which nothing predicts."""
-        scores = [] if part.scores is None else part.scores.logprobs or []
         ids = part.prompt.token_ids.tolist()
-        return self._lists(index).of(ids, [None, *scores])
+        return self._lists(index).of(ids, [None, *part.logprobs])
 
     def _choice(self, part: Part, choice: Choice) -> dict[str, Any]:
         delta, number = choice.take(), choice.index // max(len(part.choices), 1)
         text, logprobs = delta.text, None
-        if self._with_logprobs:
+        if self.with_logprobs:
             before = None
             if self._echo:
                 before = self._of_prompt(choice.index, self.scores[number])
@@ -286,7 +285,7 @@ class CompletionWriter(Writer):
 
     def next(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
         logprobs = None
-        if self._with_logprobs:
+        if self.with_logprobs:
             logprobs = self._lists(choice.index).of(delta.token_ids, list(delta.logprobs))
         return {
             "index": choice.index,

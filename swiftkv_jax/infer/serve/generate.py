@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
@@ -225,7 +226,12 @@ async def _answer(
         return
     await until_done(exchange, generation)
     exchange.extra["server-timing"] = server_timing(generation)
-    await exchange.send_json(200, writer.whole(generation))
+    if writer.with_logprobs:  # microseconds for each token, and there may be many
+        work, length = functools.partial(writer.whole, generation), generation.num_prompt_tokens
+        whole = await app.encoder.in_thread(work, length + generation.num_tokens)
+    else:
+        whole = writer.whole(generation)
+    await exchange.send_json(200, whole)
 
 
 async def _stream(

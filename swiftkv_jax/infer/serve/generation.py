@@ -168,13 +168,31 @@ class Part:
     request: Request | ScoreRequest
     prompt: Prompt
     choices: list[Choice] = dataclasses.field(default_factory=list)
-    scores: RequestOutput | None = None
+    scores: list[RequestOutput] = dataclasses.field(default_factory=list)
+    """Outputs of a `ScoreRequest`, one after the other."""
     engine_id: int = -1
     """Id in `EngineThread`; -1 before it is submitted."""
     num_cached_tokens: int = 0
     is_prefilled: bool = False
     is_ended: bool = False
     """The engine holds nothing of it any more."""
+
+    @property
+    def is_done(self) -> bool:
+        """All of its samples have ended, or all of its scores are there."""
+        if isinstance(self.request, ScoreRequest):
+            return bool(self.scores) and self.scores[-1].finish_reason is not None
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def is_first(self, output: RequestOutput) -> bool:
+        """Whether an output tells that the prompt is cached, as the first one of a sample does, and
+        the last scores."""
+        return not self.is_prefilled and (bool(self.choices) or output.finish_reason is not None)
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        """Log-probabilities of all tokens that were scored."""
+        return [logprob for output in self.scores for logprob in output.logprobs or ()]
 
 
 class Generation:
@@ -225,12 +243,7 @@ class Generation:
         """All that was asked for is there, or it has failed."""
         if self.error is not None:
             return True
-        return all(
-            all(choice.finish_reason is not None for choice in part.choices)
-            if part.choices
-            else part.scores is not None
-            for part in self.parts
-        )
+        return all(part.is_done for part in self.parts)
 
     def push(self, part: Part, event: RequestOutput | UsageError | Ended) -> bool:
         """Add an event of a part. True if its text has ended its sample, by a stop string or as
@@ -249,7 +262,7 @@ class Generation:
                     else invalid(None, event.error, "invalid_grammar")
                 )
             elif isinstance(part.request, ScoreRequest):
-                part.scores = event
+                part.scores.append(event)
             else:
                 choice = part.choices[event.sample]
                 stopped = choice.finish_reason is None and choice.push(event)
@@ -259,7 +272,7 @@ class Generation:
     def _observe(self, part: Part, event: RequestOutput) -> None:
         """The times of an output."""
         now = self.last_token = time.monotonic()
-        if part.is_prefilled:
+        if not part.is_first(event):
             return
         part.is_prefilled, part.num_cached_tokens = True, event.num_cached_tokens
         self.reservation.release_tokens(len(part.prompt.token_ids))

@@ -70,7 +70,7 @@ class Metrics:
         if not isinstance(event, RequestOutput):
             return
         now = time.monotonic()
-        if not generation.first_token:
+        if not generation.first_token and part.is_first(event):
             self.ttft.observe(now - generation.arrival)
         if not part.choices:
             return

@@ -3,6 +3,7 @@ layers run for the tokens that are scored alone."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,8 @@ async def _send(
     app: App, exchange: Exchange, body: ScoreBody, generation: Generation, _: None
 ) -> None:
     await until_done(exchange, generation)
-    await exchange.send_json(200, _answer(app, body, generation))
+    work, length = functools.partial(_answer, app, body, generation), generation.num_prompt_tokens
+    await exchange.send_json(200, await app.encoder.in_thread(work, length))
 
 
 async def _parts(app: App, exchange: Exchange, body: ScoreBody, num_bytes: int) -> list[Part]:
@@ -96,13 +98,14 @@ def _answer(app: App, body: ScoreBody, generation: Generation) -> dict[str, Any]
     """A row for each pair: the sum over its continuation, and each token."""
     rows = []
     for index, part in enumerate(generation.parts):
-        assert part.scores is not None and isinstance(part.request, ScoreRequest)
+        assert isinstance(part.request, ScoreRequest)
         ids = part.prompt.token_ids[part.request.start :].tolist()
-        logprobs = part.scores.logprobs or []
+        likeliest = [token for output in part.scores for token in output.token_ids]
+        logprobs = part.logprobs
         row: dict[str, Any] = {
             "index": index,
             "logprob": sum(one.logprob for one in logprobs),
-            "is_greedy": ids == part.scores.token_ids,
+            "is_greedy": ids == likeliest,
             "token_ids": ids,
             "token_logprobs": [one.logprob for one in logprobs],
         }

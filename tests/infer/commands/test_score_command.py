@@ -13,6 +13,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, ScoreRequest
 from swiftkv_jax.infer.commands.score import ScoreReader, perplexity
+from swiftkv_jax.infer.engine import outputs
 from tests.infer.conftest import LIMIT
 
 
@@ -84,6 +85,14 @@ def test_scores_are_those_of_a_whole_pass(
         f"{count} tokens of 4 rows: log-likelihood {total:.4f}, perplexity "
         f"{math.exp(-total / count):.4f}" in err
     )
+
+
+def test_scores_of_a_row_come_in_parts(checkpoint, run, tmp_path, monkeypatch):
+    rows = [{"token_ids": [5, 9, 7] * 8}, {"token_ids": [7, 5]}]
+    whole = scores(run, tmp_path, checkpoint, *rows)
+    (tmp_path / "out.jsonl").unlink()
+    monkeypatch.setattr(outputs, "MAX_SCORES", 4)
+    assert scores(run, tmp_path, checkpoint, *rows) == whole
 
 
 def test_rows_fail_alone_and_go_to_standard_output(checkpoint, run, tmp_path, capsys):

@@ -232,18 +232,6 @@ def test_samples_of_one_prompt_share_its_prefill(length):
     check_empty(engine)
 
 
-def test_scores_run_in_chunks_and_reuse_what_comes_before():
-    engine, _ = mock_engine(chunk=8, scored=4)
-    tokens = prompt_of(2, 30)
-    list(engine.run([ask(tokens[:20], 1)]))
-    for start, cached in ((25, 20), (1, 0), (17, 16), (29, 28)):
-        ((_, event),) = engine.run([ScoreRequest(tokens, start)])
-        assert event.token_ids == [next_token(tokens[:at]) for at in range(start, 30)]
-        assert event.logprobs is not None and len(event.logprobs) == 30 - start
-        assert event.num_cached_tokens == cached  # whole pages before the first scored position
-    check_empty(engine)
-
-
 def test_requests_that_can_never_run_are_refused():
     engine, _ = mock_engine()
     for request, message in (

@@ -29,6 +29,24 @@ def test_scores_are_those_of_the_continuation(running):
     )
 
 
+def test_scores_of_long_texts_are_whole(start):
+    """The engine gives them in parts of 2,048."""
+    running = start(engine={"max_model_len": 4096, "num_pages": 4096, "chunk": 512, "scored": 512})
+    ids = ids_of(text := "the quick brown fox " * 150)
+    logprobs = [-float(next_token(ids[:at])) for at in range(1, len(ids))]
+    pairs = {"pairs": [{"context": text[0], "continuation": text[1:]}]}
+    (row,) = running.post("/v1/score", pairs)[1]["data"]
+    assert row["token_logprobs"] == logprobs and row["token_ids"] == ids[1:]
+    echo = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = running.post("/v1/completions", echo)[1]["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None, *logprobs]
+    assert "".join(choice["logprobs"]["tokens"]) == text == choice["text"]
+    running.check_empty()
+    assert sum(running.app.service.metrics.ttft.counts) == 2, (
+        "one for each request, not for each part"
+    )
+
+
 def test_a_continuation_that_is_greedy_says_so(running):
     ids = ids_of("hello")
     for _ in range(3):
