@@ -84,7 +84,7 @@ class MockModelRunner:
             assert 0 <= sequence.slot < self.shapes.dp_size * self.shapes.slots
             old = self.rows.get(sequence.slot)
             assert old is None or old.remaining == 0, "the slot is in use"
-            tokens = list(sequence.request_state.prompt_token_ids)
+            tokens = list(sequence.request_state.prefill_token_ids)
             self.rows[sequence.slot] = Row(sequence, tokens, sequence.num_remaining_tokens)
 
     def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -108,16 +108,16 @@ class MockModelRunner:
             }
             assert not pages & written, "two requests write one page"
             written |= pages
-            tokens = state.prompt_token_ids[scheduled.start : scheduled.stop]
+            tokens = state.prefill_token_ids[scheduled.start : scheduled.stop]
             self._write(state, state.pages, scheduled.start, tokens)
         likeliest = []
         # All is written before a request reads what is before its last token.
         for scheduled in scheduled_tokens:
             state = scheduled.request_state
-            tokens = state.prompt_token_ids[: scheduled.stop]
+            tokens = state.prefill_token_ids[: scheduled.stop]
             self._check(state, state.pages, tokens, scheduled.start)
             if isinstance(state.request, ScoreRequest):
-                prompt = state.prompt_token_ids
+                prompt = state.prefill_token_ids
                 likeliest += [next_token(prompt[: at + 1]) for at in scheduled.scored]
         for dp_rank, copies in enumerate(chunk.page_copies):
             for source, target in copies:

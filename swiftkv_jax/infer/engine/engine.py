@@ -333,7 +333,7 @@ class Engine[R: ModelRunnerBase]:
             if scheduled.stop == scheduled.request_state.prefill_target
         } | {sequence.request_state for sequence in chunk.finished_prefill}
         self.stats.prompt_tokens += sum(
-            len(state.prompt_token_ids) for state in ended if not state.num_preemptions
+            len(state.prefill_token_ids) for state in ended if not state.num_preemptions
         )
 
     def _receive_constrained(self, sent: Sent) -> list[RequestOutput]:

@@ -21,10 +21,12 @@ class RequestState:
         """`own_start`: position of the first token that keeps its own upper keys and values;
         `NO_OWN` if none does."""
         self.timing = Timing()
-        self.prompt_token_ids: abc.Sequence[int] = (
+        self.prefill_token_ids: abc.Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
         )
-        """What is cached before decoding: the prompt, and after a preemption what was generated."""
+        """Tokens that are there before decoding: the prompt, and after a preemption what had been
+        generated until then. All but the last run through prefill, which is the first input of
+        decoding; a `ScoreRequest` has no other tokens."""
         self.scored = (
             range(request.start - 1, self.prefill_target)
             if isinstance(request, ScoreRequest)
@@ -38,8 +40,8 @@ class RequestState:
         self.dp_rank = -1
         """Data-parallel shard that holds the request; -1 before it is admitted."""
         self.page_keys: list[bytes] = []
-        """Keys of the prompt's full pages that other requests may share (`PagePool.keys`): those
-        before `own_start`."""
+        """Keys of the full pages of `prefill_token_ids` that other requests may share
+        (`PagePool.keys`): those before `own_start`."""
         self.pages: list[int] = []
         """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no token
         to come sees."""
@@ -61,7 +63,7 @@ class RequestState:
     def prefill_target(self) -> int:
         """Positions to cache. The last token is the input of the first decode step; and no token
         follows the last one that is scored."""
-        return len(self.prompt_token_ids) - 1
+        return len(self.prefill_token_ids) - 1
 
     @property
     def upper(self) -> range:
@@ -72,10 +74,10 @@ class RequestState:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens at the end of `prompt_token_ids` that were generated before a preemption."""
+        """Tokens at the end of `prefill_token_ids` that were generated before a preemption."""
         request = self.request
         length = len(request.prompt if isinstance(request, Request) else request.tokens)
-        return len(self.prompt_token_ids) - length
+        return len(self.prefill_token_ids) - length
 
     @property
     def active_indices(self) -> set[int]:
@@ -106,7 +108,7 @@ class RequestState:
 
     def preempt(self, sequence: Sequence) -> None:
         """Let its only sequence wait again: its tokens so far are cached anew, then it goes on."""
-        self.prompt_token_ids = [*self.prompt_token_ids, *sequence.token_ids]
+        self.prefill_token_ids = [*self.prefill_token_ids, *sequence.token_ids]
         self.num_remaining_tokens = sequence.num_remaining_tokens
         self.matcher = sequence.matcher
         self.num_computed_tokens, self.dp_rank, self.pages = 0, -1, []

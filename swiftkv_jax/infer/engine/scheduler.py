@@ -87,7 +87,7 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
-        shareable = state.prompt_token_ids[: state.own_start]
+        shareable = state.prefill_token_ids[: state.own_start]
         if (keys := state.request.page_keys) is None or not self.pools[0].share:
             keys = self.pools[0].keys(shareable, state.request.cache_salt)
         state.page_keys = list(keys[: len(shareable) // self.page_size])
@@ -211,7 +211,7 @@ class Scheduler:
                 )
             )
         if not state.num_preemptions:
-            pool.stats.queries += len(state.prompt_token_ids)
+            pool.stats.queries += len(state.prefill_token_ids)
             pool.stats.hits += state.num_cached_tokens
         return True
 
@@ -280,7 +280,7 @@ class Scheduler:
         self.finish(last, aborted=True)
         preempted.preempt(last)
         pool, size = self.pools[state.dp_rank], self.page_size
-        shareable = preempted.prompt_token_ids[: preempted.own_start]
+        shareable = preempted.prefill_token_ids[: preempted.own_start]
         preempted.page_keys = pool.keys(
             shareable[len(preempted.page_keys) * size :],
             preempted.request.cache_salt,
@@ -325,7 +325,7 @@ class Scheduler:
             decoded = sequence.token_ids or sequence.num_in_flight_tokens
             if state.own_start == NO_OWN and decoded:
                 whole = state.prefill_target // self.page_size
-                rest = state.prompt_token_ids[whole * self.page_size :]
+                rest = state.prefill_token_ids[whole * self.page_size :]
                 keys = pool.keys(
                     [*rest, *sequence.token_ids[:-1]],
                     state.request.cache_salt,

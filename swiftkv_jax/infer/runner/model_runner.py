@@ -196,7 +196,7 @@ class ModelRunner:
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             states = [sequence.request_state for sequence in some]
             batch = make_batch(
-                tokens=[state.prompt_token_ids[-1] for state in states],
+                tokens=[state.prefill_token_ids[-1] for state in states],
                 lengths=[state.prefill_target for state in states],
                 remaining=[sequence.num_remaining_tokens for sequence in some],
                 page_tables=self._page_tables(some),
@@ -210,7 +210,7 @@ class ModelRunner:
             if sequence.params.has_penalty:
                 state = sequence.request_state
                 self._insert_token_counts(
-                    sequence.slot, state.prompt_token_ids, state.num_generated_tokens
+                    sequence.slot, state.prefill_token_ids, state.num_generated_tokens
                 )
 
     def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:

@@ -121,7 +121,7 @@ def pack_chunk(
         at = 0
         for scheduled in shard:
             positions, stop = range(scheduled.start, scheduled.stop), at + scheduled.num_tokens
-            token_ids = scheduled.request_state.prompt_token_ids[scheduled.start : scheduled.stop]
+            token_ids = scheduled.request_state.prefill_token_ids[scheduled.start : scheduled.stop]
             packed[0, dp_rank, at:stop] = token_ids
             packed[1, dp_rank, at:stop] = positions
             layout.add(dp_rank, scheduled, positions, at, page_indices)
@@ -160,7 +160,7 @@ def pack_upper(
                 first = packed_at + positions.start - scheduled.start
                 index[dp_rank, at:stop] = np.arange(first, first + len(positions))
                 if isinstance(state.request, ScoreRequest) and (scored := scheduled.scored):
-                    following = state.prompt_token_ids[scored.start + 1 : scored.stop + 1]
+                    following = state.prefill_token_ids[scored.start + 1 : scored.stop + 1]
                     target[dp_rank, stop - len(scored) : stop] = following
                     num_logprobs[dp_rank, stop - len(scored) : stop] = state.request.top_logprobs
                 layout.add(dp_rank, scheduled, positions, at, page_indices)

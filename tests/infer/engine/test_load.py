@@ -53,8 +53,8 @@ def test_it_is_that_of_the_requests_at_any_time():
         assert load.num_running == engine.num_running
         states = [state for state in engine._requests.values() if not state.sequences]
         assert load.num_waiting + load.num_prefilling <= len(engine._requests)
-        assert load.num_queued_tokens <= sum(len(s.prompt_token_ids) for s in states) + sum(
-            len(s.prompt_token_ids) for s in engine._scheduler.prefilling
+        assert load.num_queued_tokens <= sum(len(s.prefill_token_ids) for s in states) + sum(
+            len(s.prefill_token_ids) for s in engine._scheduler.prefilling
         )
     while engine.has_work:
         engine.step()
