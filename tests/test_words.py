@@ -92,8 +92,8 @@ ALLOWED = {
     "spans": "train/data/",
     # A keyword of `concurrent.futures`, a method of `asyncio`.
     "cancel": ("infer/runner/compilation", "infer/serve/"),
-    # A label of vLLM's metrics.
-    "block_size": "infer/serve/service",
+    # A label of vLLM's metrics, a field of its events.
+    "block_size": ("infer/serve/service", "infer/serve/kv_events"),
     # A masked key.
     "unseen": "pallas_kernels/",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from .options import EngineOptions, check_generated_kv
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .token_filter import TokenFilter
+
+if TYPE_CHECKING:
+    from ..runner.shapes import Shapes
+    from .request_state import RequestState
 
 
 def check_request(request: Request | ScoreRequest, config: Config, options: EngineOptions) -> None:
@@ -69,6 +74,18 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
     if params.n > options.max_num_seqs:
         raise UsageError(
             f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}"
+        )
+
+
+def check_fits(state: RequestState, shapes: Shapes) -> None:
+    """Raise `UsageError` for a request that the whole cache, or all slots, could not hold."""
+    needed = state.pages_of_one(shapes.page_size) + state.pages_of_others(shapes.page_size)
+    if needed > shapes.num_pages or state.num_samples > shapes.slots:
+        raise UsageError(
+            f"the request needs {needed} pages of KV cache and {state.num_samples} slots, "
+            f"there are {shapes.num_pages} and {shapes.slots}"
+            f"{' on each device' if shapes.dp_size > 1 else ''}: lower `max_tokens` or `n`, or "
+            f"raise `kv_cache_memory` or `max_num_seqs`"
         )
 
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from ...config import Config
 from ...errors import UsageError
-from .checks import check_request, iterate, own_start
+from .cache_events import CacheEvents
+from .checks import check_fits, check_request, iterate, own_start
 from .grammar import fill_masks, mask_words
 from .model_runner_base import AsyncOutput, ModelRunnerBase, SamplerOutput
 from .options import EngineOptions
@@ -133,6 +134,13 @@ class Engine[R: ModelRunnerBase]:
         each = [dataclasses.astuple(pool.stats) for pool in self._pools]
         return PrefixStats(*(sum(column) for column in zip(*each, strict=True)))
 
+    def record_cache_events(self) -> CacheEvents:
+        """Record from now on what enters and leaves the prefix cache, for who takes it then."""
+        events = CacheEvents(self.model_runner.shapes.page_size)
+        for pool in self._pools:
+            pool.events = events
+        return events
+
     @property
     def pages_in_use(self) -> int:
         """Pages that requests hold; 0 when all have ended."""
@@ -160,16 +168,8 @@ class Engine[R: ModelRunnerBase]:
         """Queue a request and return its id, which its outputs carry. Raises `UsageError` for one
         that can never run."""
         check_request(request, self.config, self.options)
-        start, shapes = own_start(request, self.config), self.model_runner.shapes
-        state = RequestState(next(self._ids), request, start)
-        needed = state.pages_of_one(shapes.page_size) + state.pages_of_others(shapes.page_size)
-        if needed > shapes.num_pages or state.num_samples > shapes.slots:
-            raise UsageError(
-                f"the request needs {needed} pages of KV cache and {state.num_samples} slots, "
-                f"there are {shapes.num_pages} and {shapes.slots}"
-                f"{' on each device' if shapes.dp_size > 1 else ''}: lower `max_tokens` or `n`, or "
-                f"raise `kv_cache_memory` or `max_num_seqs`"
-            )
+        state = RequestState(next(self._ids), request, own_start(request, self.config))
+        check_fits(state, self.model_runner.shapes)
         self._requests[state.request_id] = state
         self._scheduler.add(state)
         return state.request_id

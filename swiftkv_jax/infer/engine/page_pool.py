@@ -25,6 +25,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .cache_events import CacheEvents, TokenSource
+
 RELEASED = -1
 """In a page table: a page that the sequence no longer needs."""
 
@@ -53,6 +55,8 @@ class PagePool:
         self.num_pages, self.page_size = num_pages, page_size
         self.share, self.window = share, window
         self.stats = PrefixStats()
+        self.events: CacheEvents | None = None
+        """Where changes of the prefix cache are recorded; None records none."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -101,13 +105,27 @@ class PagePool:
             return 0
         return max(position - self.window + 1, 0) // self.page_size
 
-    def cache(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Cache `pages`, which hold the tokens of `keys`, one each. Of two equal pages the first is
-        cached."""
-        for key, page in zip(keys, pages, strict=False):
+    def cache(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        source: TokenSource | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        """Cache pages `start .. stop-1` (None: all) of a sequence, which hold the tokens of `keys`,
+        one each. Of two equal pages the first is cached. `source` has the tokens, for `events`."""
+        cached = []
+        least = min(len(keys), len(pages))
+        for number in range(start, least if stop is None else min(stop, least)):
+            key, page = keys[number], pages[number]
             if page != RELEASED and key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
+                cached.append(number)
+        if self.events is not None and source is not None and cached:
+            self.events.store(keys, cached, source)
 
     # Pages --------------------------------------------------------------------
 
@@ -156,8 +174,11 @@ class PagePool:
             page = self._free.pop()
         else:
             page, _ = self._unused.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            key = self._key_of.pop(page)
+            del self._page_of[key]
             self.stats.evictions += 1
+            if self.events is not None:
+                self.events.remove(key)
         self._users[page] = 1
         return page
 

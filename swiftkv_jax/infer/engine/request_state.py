@@ -80,6 +80,14 @@ class RequestState:
         return len(self.prefill_token_ids) - length
 
     @property
+    def cache_salt(self) -> str:
+        return self.request.cache_salt
+
+    def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
+        """Tokens at positions `start .. stop-1`, as far as they are there before decoding."""
+        return self.prefill_token_ids[start:stop]
+
+    @property
     def active_indices(self) -> set[int]:
         """Indices of the samples that have neither ended nor been aborted."""
         samples = (
@@ -138,6 +146,16 @@ class Sequence:
     """Tokens emitted so far, an end token among them."""
     matcher: Matcher | None = None
     """Grammar that the sequence follows; None if it is free."""
+
+    @property
+    def cache_salt(self) -> str:
+        return self.request_state.cache_salt
+
+    def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
+        """Tokens at positions `start .. stop-1` of its prompt and of what it has emitted."""
+        before = self.request_state.prefill_token_ids
+        after = self.token_ids[max(start - len(before), 0) : max(stop - len(before), 0)]
+        return [*before[start:stop], *after]
 
     @property
     def params(self) -> SamplingParams:

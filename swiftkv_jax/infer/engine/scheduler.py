@@ -150,7 +150,7 @@ class Scheduler:
         for pages in [one.pages for one in state.sequences] or [state.pages]:
             pool.release_hidden(pages, state.num_computed_tokens)
         full = builder.add(state) // self.page_size
-        pool.cache(state.page_keys[begun:full], state.pages[begun:full])
+        pool.cache(state.page_keys, state.pages, state, start=begun, stop=full)
         if state.num_computed_tokens < state.prefill_target:
             return
         self.prefilling.remove(state)
@@ -331,7 +331,7 @@ class Scheduler:
                     state.request.cache_salt,
                     after=state.page_keys[:whole],
                 )
-                pool.cache(keys, sequence.pages)
+                pool.cache(keys, sequence.pages, sequence)
         pool.release(sequence.pages)
         self._free_slots[state.dp_rank].append(sequence.slot)
         state.sequences.remove(sequence)

@@ -49,7 +49,7 @@ from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..structured_outputs import GrammarCompiler
-from .options import FAIR_BY, ServerOptions
+from .options import FAIR_BY, KVEventsConfig, ServerOptions
 from .reasoning import FORMATS as REASONING_FORMATS
 from .tool_calls import FORMATS
 
@@ -172,6 +172,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="no page to talk to the model at /",
     )
     add("--log-json", action="store_true", default=None, help="a JSON object for each request")
+    add(
+        "--kv-events-config",
+        metavar="JSON",
+        help="publish events of the prefix cache, as in vLLM: "
+        '{"endpoint": "tcp://*:5557", "replay_endpoint", "topic", ...}',
+    )
     add_model_arguments(parser)
     add_distribution_arguments(parser, temperature=1)
     add_engine_arguments(parser)
@@ -187,6 +193,8 @@ def main(args: argparse.Namespace) -> int:
     model_options, options = ModelOptions.from_args(args), server_options(args)
     defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
     engine_options = EngineOptions(**defaults | given_engine_options(args))
+    if options.kv_events_config is not None and not engine_options.enable_prefix_caching:
+        raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
     from . import processes, server  # after the look for their packages
@@ -250,6 +258,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     given: dict[str, Any] = given_fields(ServerOptions, args)
     given["served_model_name"] = tuple(args.served_model_name or ())
     given["api_keys"] = _keys(args)
+    if args.kv_events_config is not None:
+        given["kv_events_config"] = KVEventsConfig.from_json(args.kv_events_config)
     loopback = is_loopback(args.host)
     if not loopback and not given["api_keys"] and not args.insecure:
         raise UsageError(

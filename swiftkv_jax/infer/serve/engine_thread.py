@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UsageError
+from ..engine.cache_events import CacheEvent
 from ..engine.engine import Engine
 from ..engine.page_pool import PrefixStats
 from ..engine.requests import Request, RequestOutput, ScoreRequest
@@ -76,9 +77,13 @@ class EngineThread:
         deliver: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
         followers: Followers | None = None,
+        on_cache_events: Callable[[list[CacheEvent]], None] | None = None,
     ):
-        """Both are called in the engine's thread, and must return at once. `followers` are the
-        other processes of the mesh; None in a single process."""
+        """What it calls is called in the engine's thread, and must return at once. `followers` are
+        the other processes of the mesh; None in a single process. `on_cache_events` gets what has
+        entered and left the prefix cache."""
+        self._cache_events = None if on_cache_events is None else engine.record_cache_events()
+        self._on_cache_events = on_cache_events
         self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
         self._followers = followers
         self._submitted: collections.deque[tuple[int, Request | ScoreRequest]] = collections.deque()
@@ -139,6 +144,7 @@ class EngineThread:
                 events = self._take_commands()
                 if engine.has_work:
                     events += self._step()
+                    self._take_cache_events()
                 self.snapshot = self._look()
                 if events:
                     self._deliver(events)
@@ -152,6 +158,11 @@ class EngineThread:
                     self.snapshot = self.snapshot._replace(time=time.monotonic())
         except BaseException as error:  # whatever it is, no request may wait for ever
             self._on_failure(error if self._followers is None else self._followers.cause(error))
+
+    def _take_cache_events(self) -> None:
+        if self._on_cache_events is not None and self._cache_events is not None:
+            if found := self._cache_events.take():
+                self._on_cache_events(found)
 
     def _look(self) -> Snapshot:
         engine = self._engine

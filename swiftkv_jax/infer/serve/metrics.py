@@ -205,6 +205,17 @@ class Metrics:
             yield gauge(
                 "swiftkv:queued_tokens", "Prompt tokens not cached yet.", service.admission.tokens
             )
+            if service.kv_events is not None and (batches := service.kv_events.batches) is not None:
+                yield counter(
+                    "swiftkv:kv_event_batches",
+                    "Steps with events of the prefix cache.",
+                    batches.num_batches,
+                )
+                yield counter(
+                    "swiftkv:kv_event_batches_dropped",
+                    "Those for which the publisher's queue had no room.",
+                    batches.num_dropped,
+                )
             yield counters(
                 "vllm:admission_rejections",
                 "Requests refused.",

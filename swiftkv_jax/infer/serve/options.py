@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Literal
 
@@ -19,6 +20,71 @@ _OF_THE_SERVER = (
     "tokenize tokenizer_kwargs tools truncation"
 ).split()
 """Arguments of `apply_chat_template`, and what it gives templates itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """Where events of the prefix cache are published, with vLLM's names and defaults where nothing
+    else is said. Every client that connects reads the tokens of all cached prompts.
+
+    Raises `UsageError` that names the option.
+    """
+
+    endpoint: str
+    """ZeroMQ's address of the PUB socket, in vLLM by default tcp://*:5557. One with `*` or `::`,
+    and of ipc:// or inproc://, is bound; another is connected to."""
+    replay_endpoint: str | None = None
+    """That of a ROUTER socket, which sends again what a subscriber has missed; it is bound. None is
+    none."""
+    topic: str = ""
+    """Topic of all messages: kv@ADDRESS@MODEL for llm-d."""
+    buffer_steps: int = 10_000
+    """Last batches that can be sent again. A batch has the events of an engine step."""
+    hwm: int = 100_000
+    """Messages that ZeroMQ keeps for a slow subscriber; it misses those beyond."""
+    max_queue_size: int = 100_000
+    """Batches that wait for the publisher; those beyond are dropped."""
+    enable_kv_cache_events: bool = True
+    """False publishes nothing. In vLLM that is the default."""
+    publisher: Literal["zmq", "null"] = "zmq"
+    """`null` publishes nothing either."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if kind == "int":
+                good = type(value) is int and value > 0
+            elif kind == "bool":
+                good = type(value) is bool
+            elif field.name == "publisher":
+                good = value in ("zmq", "null")
+            else:
+                good = isinstance(value, str) or (value is None and "None" in kind)
+            if not good:
+                raise UsageError(f"`kv_events_config`: `{field.name}`={value!r} is not {kind}")
+
+    @classmethod
+    def from_json(cls, text: str) -> KVEventsConfig:
+        """From the JSON object of `--kv-events-config`, as vLLM takes it."""
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"`kv_events_config` is not JSON: {error}") from None
+        if not isinstance(fields, dict) or not isinstance(fields.get("endpoint"), str):
+            raise UsageError(
+                '`kv_events_config` must be an object with an `endpoint`: {"endpoint": '
+                '"tcp://*:5557"}'
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(fields.keys() - set(known)):
+            raise UsageError(
+                f"`kv_events_config` has no {unknown[0]!r}; there are {', '.join(known)}"
+            )
+        return cls(**fields)
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +170,8 @@ class ServerOptions:
     """Answer / with a page to talk to the model."""
     log_json: bool = False
     """One JSON object for each request in the log, in the place of a line of text."""
+    kv_events_config: KVEventsConfig | None = None
+    """Where events of the prefix cache are published; None is nowhere."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -154,6 +154,8 @@ async def serve(
         return code
     finally:
         server.should_exit = True
+        if app.service.kv_events is not None:
+            app.service.kv_events.close()
         for task in tasks:
             task.cancel()
         if not web.done():

@@ -22,6 +22,7 @@ from .engine_thread import EngineThread, Event
 from .errors import APIError
 from .followers import Followers
 from .generation import Generation, Part
+from .kv_event_publisher import KVEventPublisher
 from .metrics import Metrics, state_of
 from .options import ServerOptions
 
@@ -56,6 +57,10 @@ class Service:
         self.prefill_rate = 0.0
         """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.kv_events: KVEventPublisher | None = None
+        """Publishes events of the prefix cache; None without `kv_events_config`."""
+        if (config := options.kv_events_config) is not None and config.is_enabled:
+            self.kv_events = KVEventPublisher(config)
         self.engine: EngineThread | None = None
         self._followers: Followers | None = None
         self.admission: Admission | None = None
@@ -90,7 +95,8 @@ class Service:
         self._followers = followers
         if followers is not None:
             followers.watch(on_failure)
-        self.engine = EngineThread(engine, deliver, on_failure, followers)
+        batches = self.kv_events and self.kv_events.start(shapes.page_size)
+        self.engine = EngineThread(engine, deliver, on_failure, followers, batches and batches.put)
         self.engine.start()
         if self.state == "starting":
             self.state = "ready"

@@ -27,7 +27,7 @@ SERVE = """--host --port --served-model-name --api-key --api-key-file --insecure
     --max-reqs-per-key --overload-status --fair-by --queue-timeout --request-timeout
     --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
     --sse-keep-alive --default-max-tokens --max-tokens-limit --max-temperature --no-ignore-eos
-    --no-page --log-json""".split()
+    --no-page --log-json --kv-events-config""".split()
 DISTRIBUTION = """--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty
     --frequency-penalty""".split()
 SAMPLING = [

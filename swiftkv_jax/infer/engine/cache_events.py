@@ -1,0 +1,83 @@
+"""What enters and leaves the prefix cache, for routers that send a request to where its prefix is
+cached. Imports no JAX."""
+
+from __future__ import annotations
+
+import collections
+from collections import abc
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class TokenSource(Protocol):
+    """What has the tokens of pages."""
+
+    @property
+    def cache_salt(self) -> str: ...
+
+    def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
+        """Tokens at positions `start .. stop-1`."""
+        ...
+
+
+class PagesStored(NamedTuple):
+    """Consecutive pages of a sequence that are cached now, and were not."""
+
+    keys: list[bytes]
+    """As of `page_pool.page_keys`."""
+    parent: bytes | None
+    """Key of the page before them; None if they begin the sequence."""
+    token_ids: np.ndarray
+    """i32[T], the tokens of all of them."""
+    cache_salt: str
+
+
+class PageRemoved(NamedTuple):
+    """A page that is cached no more."""
+
+    key: bytes
+
+
+CacheEvent = PagesStored | PageRemoved
+
+
+class CacheEvents:
+    """Changes of the prefix cache since they were last taken, in their order. A page that several
+    data-parallel shards have cached is cached once."""
+
+    def __init__(self, page_size: int):
+        self._page_size = page_size
+        self._shards: collections.Counter[bytes] = collections.Counter()
+        """Key -> shards that have its page cached."""
+        self._events: list[CacheEvent] = []
+
+    def store(self, keys: abc.Sequence[bytes], numbers: list[int], source: TokenSource) -> None:
+        """A shard has cached the pages `numbers`, ascending, of a sequence whose pages have `keys`
+        and whose tokens `source` has."""
+        new = [number for number in numbers if not self._shards[keys[number]]]
+        self._shards.update(keys[number] for number in numbers)
+        first = 0
+        for last, number in enumerate(new):
+            if last + 1 < len(new) and new[last + 1] == number + 1:
+                continue
+            start, stop, first = new[first], number + 1, last + 1
+            size = self._page_size
+            tokens = np.array(source.token_ids_at(start * size, stop * size), np.int32)
+            parent = keys[start - 1] if start else None
+            self._events.append(
+                PagesStored(list(keys[start:stop]), parent, tokens, source.cache_salt)
+            )
+
+    def remove(self, key: bytes) -> None:
+        """A shard has given up a page. One that was cached before the events began is left out."""
+        count = self._shards.pop(key, 0)
+        if count == 1:
+            self._events.append(PageRemoved(key))
+        elif count > 1:
+            self._shards[key] = count - 1
+
+    def take(self) -> list[CacheEvent]:
+        """The changes since the last call."""
+        events, self._events = self._events, []
+        return events

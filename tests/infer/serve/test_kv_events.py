@@ -1,0 +1,122 @@
+"""Events of the prefix cache: vLLM's wire format, and the queue before the publisher."""
+
+import sys
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.engine.cache_events import PageRemoved, PagesStored
+from swiftkv_jax.infer.serve.kv_event_publisher import KVEventPublisher
+from swiftkv_jax.infer.serve.kv_events import Batches, block_hash, encode_batch
+from swiftkv_jax.infer.serve.options import KVEventsConfig
+
+KEYS = [bytes(range(start, start + 32)) for start in (0, 100, 200)]
+HASHES = [0x0001020304050607, 0x6465666768696A6B, 0xC8C9CACBCCCDCECF]
+
+
+def stored(keys, parent=None, salt="") -> PagesStored:
+    return PagesStored(keys, parent, np.arange(2 * len(keys), dtype=np.int32), salt)
+
+
+def test_batches_are_those_of_vllm():
+    assert [block_hash(key) for key in KEYS] == HASHES
+    events = [stored(KEYS[:2], salt="s"), stored(KEYS[2:], KEYS[1], "s"), PageRemoved(KEYS[0])]
+    found = msgspec.msgpack.decode(encode_batch(events, 2, 1757500000.25))
+    common = {"type": "BlockStored", "block_size": 2, "lora_id": None, "lora_name": None}
+    common |= {"medium": "GPU"}
+    first = {"block_hashes": HASHES[:2], "parent_block_hash": None, "token_ids": [0, 1, 2, 3]}
+    second = {"block_hashes": HASHES[2:], "parent_block_hash": HASHES[1], "token_ids": [0, 1]}
+    assert found == [
+        1757500000.25,
+        [
+            common | first | {"extra_keys": [["s"], None]},
+            common | second,
+            {"type": "BlockRemoved", "block_hashes": HASHES[:1], "medium": "GPU"},
+        ],
+        0,
+    ]
+    assert msgspec.msgpack.decode(encode_batch(None, 2, 1.0)) == [
+        1.0,
+        [{"type": "AllBlocksCleared"}],
+        0,
+    ]
+
+
+def test_the_queue_drops_what_it_has_no_room_for():
+    batches = Batches(KVEventsConfig(endpoint="", max_queue_size=2), 2)
+    start = time.monotonic()
+    for number in range(5):
+        batches.put([PageRemoved(KEYS[number % 3])])
+    assert time.monotonic() - start < 1 and (batches.num_batches, batches.num_dropped) == (5, 3)
+    assert [found[0] for found in (batches.get(0.01), batches.get(0.01)) if found] == [0, 1]
+    assert batches.get(0.01) is None
+    batches.put([PageRemoved(KEYS[0])])
+    found = batches.get(0.01)
+    assert found is not None and found[0] == 5, "a gap says that some are missing"
+
+
+def test_a_replay_has_the_last_batches():
+    batches = Batches(KVEventsConfig(endpoint="", buffer_steps=3), 2)
+    sent = []
+    for _ in range(5):
+        batches.put([PageRemoved(KEYS[0])])
+        sent.append(batches.get(0.01))
+    assert list(batches.replay(0)) == sent[2:] and list(batches.replay(4)) == sent[4:]
+    assert list(batches.replay(5)) == []
+
+
+def test_the_engine_hands_over_what_it_caches(start):
+    """Through a stand-in for the publisher: what arrives are the pages of the prompt."""
+    running, found = start(), []
+    thread = running.app.service.engine
+    thread._on_cache_events, thread._cache_events = (
+        found.append,
+        thread._engine.record_cache_events(),
+    )
+    running.post("/v1/completions", {"prompt": "hello there", "max_tokens": 1, "seed": 1})
+    running.check_empty()
+    pages = [event for events in found for event in events if isinstance(event, PagesStored)]
+    assert sum(len(event.keys) for event in pages) == 2
+    assert [token for event in pages for token in event.token_ids] == [
+        *running.app.tokenizer("hello th")["input_ids"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be an object with an `endpoint`"),
+        ('{"topic": "a"}', "must be an object with an `endpoint`"),
+        ('{"endpoint": "tcp://*:1", "port": 1}', "has no 'port'; there are endpoint, replay"),
+        ('{"endpoint": "tcp://*:1", "hwm": 0}', "`hwm`=0 is not int"),
+        ('{"endpoint": "tcp://*:1", "publisher": "nats"}', "`publisher`='nats'"),
+        ('{"endpoint": "tcp://*:1", "topic": null}', "`topic`=None is not str"),
+    ],
+)
+def test_configurations_that_are_none(config, message, capsys):
+    assert main(["serve", "--kv-events-config", config]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_events_need_a_prefix_cache(capsys):
+    config = '{"endpoint": "tcp://*:1"}'
+    assert main(["serve", "--kv-events-config", config, "--no-prefix-caching"]) == 2
+    assert "--enable-prefix-caching" in capsys.readouterr().err
+
+
+def test_a_publisher_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(UsageError, match=r"pip install 'swiftkv-jax\[serve,kv-events\]'"):
+        KVEventPublisher(KVEventsConfig(endpoint="tcp://*:1"))
+
+
+def test_null_publishes_nothing():
+    text = '{"endpoint": "tcp://*:1", "enable_kv_cache_events": true, "publisher": "null"}'
+    assert not KVEventsConfig.from_json(text).is_enabled
+    assert KVEventsConfig.from_json('{"endpoint": "tcp://*:1"}').is_enabled
