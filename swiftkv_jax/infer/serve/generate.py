@@ -50,8 +50,7 @@ async def _generate[B: CompletionBody | ChatBody](
             exchange.request_id = body.request_id
         return await prepare(app, exchange, body, reservation)
 
-    ignore = app.options.unknown_fields == "ignore"
-    await run(app, exchange, kind, checked, _answer, ignore_unknown=ignore)
+    await run(app, exchange, kind, checked, _answer)
 
 
 # Prompts --------------------------------------------------------------------------------

@@ -161,8 +161,7 @@ _STATELESS = {
 
 async def responses(app: App, exchange: Exchange) -> None:
     """POST /v1/responses"""
-    ignore = app.options.unknown_fields == "ignore"
-    await run(app, exchange, ResponsesBody, _prepare, _answer, ignore_unknown=ignore)
+    await run(app, exchange, ResponsesBody, _prepare, _answer)
 
 
 async def _prepare(

@@ -22,8 +22,6 @@ async def run[B: Body, A](
     kind: type[B],
     prepare: Callable[[App, Exchange, B, Reservation], Awaitable[tuple[Generation, A]]],
     answer: Callable[[App, Exchange, B, Generation, A], Awaitable[None]],
-    *,
-    ignore_unknown: bool,
 ) -> None:
     """Answer one request. `prepare` makes what the engine runs of a body, and what `answer` needs
     besides to send it. Raises `APIError` and `ClientGone`; nothing is held then."""
@@ -35,10 +33,7 @@ async def run[B: Body, A](
         try:
             content = await exchange.body(app.max_body_size, reservation.add_bytes)
             reservation.count(min(len(content) // 4, service.max_model_len), 1)
-            body, ignored = decode(kind, content, ignore_unknown=ignore_unknown)
-            if ignored:
-                exchange.extra["x-ignored-fields"] = _header(",".join(ignored))
-            app.check_model(body.model)
+            body = body_of(app, exchange, kind, content)
             timeout = exchange.timeout()
             exchange.watch()
             generation, more = await prepare(app, exchange, body, reservation)
@@ -68,6 +63,17 @@ async def run[B: Body, A](
             if not generation.is_done:
                 service.abort(generation, "client")
             _log(exchange, generation)
+
+
+def body_of[B: Body](app: App, exchange: Exchange, kind: type[B], content: bytes) -> B:
+    """The body of a request for the model that is served. A header of the answer names the fields
+    that were ignored. Raises `APIError`."""
+    ignore = app.options.unknown_fields == "ignore"
+    body, ignored = decode(kind, content, ignore_unknown=ignore)
+    if ignored:
+        exchange.extra["x-ignored-fields"] = _header(",".join(ignored))
+    app.check_model(body.model)
+    return body
 
 
 def _header(text: str) -> str:

@@ -32,7 +32,7 @@ async def score(app: App, exchange: Exchange) -> None:
     app.service.check_ready()
     if not app.scoring:
         raise unsupported("pairs", "scores need the server's `enable_scoring`")
-    await run(app, exchange, ScoreBody, _prepare, _send, ignore_unknown=False)
+    await run(app, exchange, ScoreBody, _prepare, _send)
 
 
 async def _prepare(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .decoding import decode
 from .errors import invalid, unsupported
 from .exchange import Exchange
 from .protocol import DetokenizeBody, TokenizeBody
+from .run import body_of
 
 if TYPE_CHECKING:
     from .app import App
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 async def tokenize(app: App, exchange: Exchange) -> None:
     """POST /tokenize"""
     app.service.check_ready()
-    body, _ = decode(TokenizeBody, await exchange.body(app.max_body_size), ignore_unknown=False)
-    app.check_model(body.model)
+    body = body_of(app, exchange, TokenizeBody, await exchange.body(app.max_body_size))
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
     if body.tools is not None and app.tool_format is None:
@@ -44,6 +43,5 @@ async def tokenize(app: App, exchange: Exchange) -> None:
 async def detokenize(app: App, exchange: Exchange) -> None:
     """POST /detokenize"""
     app.service.check_ready()
-    body, _ = decode(DetokenizeBody, await exchange.body(app.max_body_size), ignore_unknown=False)
-    app.check_model(body.model)
+    body = body_of(app, exchange, DetokenizeBody, await exchange.body(app.max_body_size))
     await exchange.send_json(200, {"prompt": await app.encoder.detokenize(body.tokens)})

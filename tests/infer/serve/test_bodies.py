@@ -237,6 +237,21 @@ def test_unknown_fields_may_be_ignored(start):
     assert status == 400 and answer["error"]["param"] == "n"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/score", {"pairs": [{"context": "a", "continuation": "b"}]}),
+    ],
+)
+def test_unknown_fields_of_every_route_may_be_ignored(start, running, path, body):
+    status, answer = running.post(path, body | {"zz": 1})
+    assert (status, answer["error"]["param"]) == (400, "zz")
+    status, headers, _ = start(unknown_fields="ignore").request("POST", path, body | {"zz": 1})
+    assert status == 200 and headers["x-ignored-fields"] == "zz"
+
+
 def test_unknown_fields_within_objects_may_be_ignored(start):
     """Each is named by its path; what is missing or wrong is refused as before."""
     running = start(unknown_fields="ignore")
