@@ -31,6 +31,8 @@ MAX_DEPTH = 64
 """Depth to which a schema may be nested."""
 MAX_COMPILED_LENGTH = 4 * MAX_GRAMMAR_LENGTH
 """Characters of all grammars of one request."""
+_LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/((?:\\[\s\S]|[^/\\])+)/')
+"""Texts, comments, and regular expressions (the group) of a grammar in Lark's syntax."""
 _JSON: Mapping[str, Any] = {
     "whitespace_pattern": r"[\x20\x0A]{0,16}",
     "json_allowed_escapes": '"\\bfnrt',
@@ -74,6 +76,11 @@ class StructuredOutputs:
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and 1 <= len(text) <= limit):
                 raise UsageError(f"`{name}` must be a text of 1 to {limit} characters")
+        for found in _LARK_REGEX.finditer(self.grammar or ""):
+            if len(found[1] or "") > MAX_REGEX_LENGTH:
+                raise UsageError(
+                    f"a regular expression in `grammar` has more than {MAX_REGEX_LENGTH} characters"
+                )
 
     def _given(self, name: str) -> bool:
         return getattr(self, name) is not None

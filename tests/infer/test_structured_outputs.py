@@ -9,6 +9,7 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import GrammarCompiler, StructuredOutputs
+from swiftkv_jax.infer.structured_outputs import MAX_REGEX_LENGTH
 from tests.infer.mock_model_runner import END, VOCAB
 from tests.infer.serve.conftest import make_tokenizer
 
@@ -137,3 +138,14 @@ def test_copies_go_their_own_ways():
     second.accept(c)
     assert allowed(first) == TOKENIZER("b")["input_ids"]
     assert allowed(second) == TOKENIZER("d")["input_ids"]
+
+
+def test_regular_expressions_of_a_grammar_are_limited():
+    """As those by themselves are, wherever they stand; texts and comments are not."""
+    long = "a" * (MAX_REGEX_LENGTH + 1)
+    for regex in (long, r"\/" + long, "[0-9]\n" + long):
+        with pytest.raises(UsageError, match="a regular expression in `grammar` has more than"):
+            StructuredOutputs(grammar=f'start: A "/" B\nA: /b/ // a/b\nB: /{regex}/i')
+    for text in (f'start: "{long}"', f'start: "/{long}/"', f"// /{long}/\nstart: /a/"):
+        StructuredOutputs(grammar=text)
+    StructuredOutputs(grammar=f"start: A B\nA: /{long[1:]}/\nB: /{long[1:]}/")
