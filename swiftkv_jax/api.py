@@ -78,11 +78,12 @@ def save_hf(
     *,
     format: Literal["full", "delta", "expanded"] = "full",
 ) -> None:
-    """Write safetensors and a config.json that the authors' stack loads. Nothing appears at `path`
-    until all is written.
+    """Write safetensors and a config.json. Nothing appears at `path` until all is written.
 
-    `full` holds teacher and delta; `delta` only what was trained; `expanded` repeats each group's
-    keys and values per layer, for loaders without groups. Raises `UsageError` if `path` exists.
+    `full` holds teacher and delta, which the authors' stack loads unless layers share a calibrated
+    basis (`SwiftKV.mix`); `delta` only what was trained; `expanded` gives every upper layer the
+    keys and values that it makes of its group's, for loaders without groups or mixes. Raises
+    `UsageError` if `path` exists.
     """
     from . import checkpoints
 

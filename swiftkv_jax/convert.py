@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "orbax2hf",
         _orbax2hf,
         "Convert an Orbax directory or a training run, finished or not, to Hugging Face "
-        "safetensors.",
+        "safetensors; or a Hugging Face directory to another --format of them.",
     )
     target(orbax2hf)
     of_run(orbax2hf)
@@ -113,9 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         "--format",
         choices=("full", "delta", "expanded"),
         default="full",
-        help="full: teacher and delta, as the authors' stack loads it; delta: only what was "
-        "trained; "
-        "expanded: keys and values of a group repeated for each of its layers (full)",
+        help="full: teacher and delta, which the authors' stack loads unless layers share a "
+        "calibrated basis; delta: only what was trained; expanded: as full, but every layer with "
+        "keys and values of its own, which it always loads (full)",
     )
     of_run(
         command(
@@ -157,10 +157,10 @@ def _hf2orbax(args: argparse.Namespace) -> int:
 def _orbax2hf(args: argparse.Namespace) -> int:
     check_free(args.dst)
     kind, opened = _open(args)
-    if kind == HUGGING_FACE:
+    if kind == HUGGING_FACE and args.format == "full":
         raise CheckpointError(
-            f"{args.src}: a Hugging Face directory already; give a training run or one written by "
-            f"hf2orbax or save"
+            f"{args.src}: a Hugging Face directory in this format already; give a training run, "
+            f"one written by hf2orbax or save, or another --format"
         )
     with _bar(opened) as advance:
         write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)

@@ -1,6 +1,7 @@
 """`python -m swiftkv_jax.convert`: exact both ways, in bounded memory, with one line for every
 error."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import swiftkv_jax as skv
 from swiftkv_jax import Config, Model, add_swiftkv, load, save_hf
 from swiftkv_jax.convert import main
 from swiftkv_jax.params import llama_shapes
+from tests import tiny
 from tests.checkpoints.hf_models import TIED, UNTIED, tensors
 
 ROOT = Path(__file__).parent.parent
@@ -137,11 +140,27 @@ def test_tokenizer_travels(tmp_path, capsys):
         load(source)
 
 
+def test_a_calibrated_folder_is_expanded(tmp_path):
+    """Without a detour through Orbax; the answers stay."""
+    hf = tiny.hf_config()
+    teacher = dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
+    tokens = np.random.default_rng(0).integers(0, hf["vocab_size"], (64, 20))
+    model = skv.calibrate(teacher, tokens, 2, 2).model
+    skv.save_hf(model, tmp_path / "model")
+    command = ["orbax2hf", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "expanded"]
+    assert main(command) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["key_value_group_size"]) == ("llama_swiftkv", 1)
+    np.testing.assert_allclose(
+        skv.logits(load(tmp_path / "out"), tokens[:2]), skv.logits(model, tokens[:2]), atol=2e-5
+    )
+
+
 @pytest.mark.parametrize(
     "args, code, message",
     [
         (["hf2orbax", "NONE", "OUT"], 4, "NONE: no such file or directory"),
-        (["orbax2hf", "HF", "OUT"], 4, "HF: a Hugging Face directory already"),
+        (["orbax2hf", "HF", "OUT"], 4, "HF: a Hugging Face directory in this format already"),
         (["inspect", "EMPTY"], 4, "EMPTY: not a checkpoint"),
         (["hf2orbax", "HF", "HF"], 2, "HF: exists already"),
         (["hf2orbax", "HF", "OUT", "--mesh", "9x9"], 2, "--mesh 9x9 needs 81 devices"),

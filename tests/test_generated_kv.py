@@ -86,9 +86,8 @@ def test_choice_replaces_the_models():
         ("boundary", 0),
         ("own", 7),
     ]
-    for given in ("boundary", 4), ("boundary", 1):
-        with pytest.raises(skv.UsageError, match="needs `generated_kv`=own"):
-            choose_generated_kv(config, *given)
+    with pytest.raises(skv.UsageError, match="`exact_tail`=4 needs `generated_kv`=own"):
+        choose_generated_kv(config, "boundary", 4)
     with pytest.raises(skv.UsageError, match="`generated_kv`=own: .* needs key_value"):
         choose_generated_kv(config_from_hf(tiny.hf_config(key_value_group_size=2)), "own")
 

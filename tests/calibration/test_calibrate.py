@@ -118,7 +118,7 @@ def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias):
 def test_few_tokens_are_warned_of(caplog):
     """32 per entry of the hidden state are enough."""
     teacher = random_teacher()
-    few, enough = ([tokens] for tokens in (TOKENS[0, :30], RNG.integers(0, 61, 32 * 32)))
+    few, enough = TOKENS[:1, :30], RNG.integers(0, 61, (1, 32 * 32))
     skv.calibrate(teacher, few, 2)
     (record,) = caplog.records
     assert record.message.startswith("calibrated on 30 tokens only, for a hidden state of 32")
