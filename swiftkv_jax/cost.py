@@ -69,7 +69,8 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
 
     Forward through the lower layers once and through the upper layers twice (teacher, student);
     backward through the student's upper layers for activations and for the delta's weights; three
-    products with the output matrix.
+    products with the output matrix. Where generated tokens keep their own keys and values, the
+    teacher's projections make those of every token of the student's states too.
     """
     every = range(config.num_layers)
     lower_attention, upper_attention = (
@@ -87,15 +88,24 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     upper = config.num_upper_layers
     last = 0 if config.num_experts else 2 * config.mlp_dim * config.embed_dim
     layers = upper * (upper_matmul - last)
-    again = {"none": 0, "mlp": layers - upper * query, "layer": layers + upper_attention}
+    own_kv = 2 * upper * kv_weights(config) if config.generated_kv == "own" else 0
+    again = {
+        "none": 0,
+        "mlp": layers - upper * query + own_kv,
+        "layer": layers + upper_attention + own_kv,
+    }
     return {
         "lower layers, once for both": config.num_lower_layers * 2 * layer_weights(config)
         + lower_attention,
         "teacher's upper layers": upper * 2 * layer_weights(config) + upper_attention,
-        "student's upper layers": upper * upper_matmul + upper_attention + shared_kv,
+        "student's upper layers": upper * upper_matmul + upper_attention + shared_kv + own_kv,
         # Activations: one product per weight, attention twice. Keys and values give their weights a
         # gradient, and their input one for the norm before them.
-        "backward": upper * upper_matmul + 2 * upper_attention + query_gradients + 2 * shared_kv,
+        "backward": upper * upper_matmul
+        + 2 * upper_attention
+        + query_gradients
+        + 2 * shared_kv
+        + own_kv,
         "recomputed in backward": again[remat],
         "output matrix: both logits, one gradient": 3 * 2 * config.vocab_size * config.embed_dim,
     }

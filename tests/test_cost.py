@@ -215,9 +215,10 @@ def test_calibration():
 
 def train_count(config, remat) -> float:
     def step(delta, llama, tokens):
-        return jax.grad(
-            lambda delta: mean_loss(config, delta, llama, unpacked_batch(tokens), remat=remat)[0]
-        )(delta)
+        batch = unpacked_batch(tokens)
+        if config.generated_kv == "own":
+            batch = dataclasses.replace(batch, own=batch.positions >= LENGTH // 2)
+        return jax.grad(lambda delta: mean_loss(config, delta, llama, batch, remat=remat)[0])(delta)
 
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     return (
@@ -244,3 +245,15 @@ def test_recomputation_of_a_layer():
 
 def one_layer(remat):
     return train_flops_per_token(CONFIG, LENGTH, remat=remat)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_training_for_own_keys_and_values(remat):
+    """What comes on top, for layers in a loop as above."""
+    deep = dataclasses.replace(CONFIG, num_layers=4, num_key_value_layers=2)
+    counted = train_count(own(deep, 0), remat) - train_count(deep, remat)
+    wide = dataclasses.replace(CONFIG, num_layers=3, num_key_value_layers=2)
+    expected = train_flops_per_token(own(wide, 0), LENGTH, remat=remat)
+    expected -= train_flops_per_token(wide, LENGTH, remat=remat)
+    assert expected == {"none": 2, "layer": 3}[remat] * 2 * 2 * 256 * 4 * 32
+    assert counted == pytest.approx(expected, rel=0.1)

@@ -44,6 +44,8 @@ def memory_per_device(
         "mlp": inputs + 2 * queries,
         "none": inputs + 2 * width + 2 * queries + 2 * mlp,
     }
+    if config.generated_kv == "own":  # of each layer the keys and values that its tokens attend to
+        layer["none"] += 2 * kv_heads * config.head_dim
     kept = upper * token * layer[recipe.remat]
     shared = (
         2
