@@ -111,7 +111,7 @@ def logits(
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
     attention, tokens = _attention(model, gradient=False), _rows(config, tokens)
     lengths = _prompt_lengths(tokens, prompt_lengths)
-    if delta is None or config.generated_kv == "boundary":
+    if delta is None:
         lengths = None
     return _logits(config, attention, model.llama, delta, tokens, lengths)
 
@@ -202,14 +202,24 @@ def _logits(
     tokens: Int[Array, "B T"],
     prompt_lengths: Int[Array, " B"] | None,
 ):
-    batch, own = transformer.unpacked_batch(tokens), None
-    if prompt_lengths is not None:
-        own = batch.positions >= (prompt_lengths - config.exact_tail)[:, None]
+    batch = _with_own(config, transformer.unpacked_batch(tokens), prompt_lengths)
     if delta is None:
         hidden = transformer.teacher(config, llama, batch, attention=attention)
     else:
-        hidden = transformer.student(config, llama, delta, batch, attention=attention, own=own)
+        hidden = transformer.student(
+            config, llama, delta, batch, attention=attention, own=batch.own
+        )
     return unembed(config, llama, hidden)
+
+
+def _with_own(
+    config: Config, batch: transformer.Batch, prompt_lengths: Int[Array, " B"] | None
+) -> transformer.Batch:
+    """With the tokens of each row that keep their own upper keys and values, if any do."""
+    if prompt_lengths is None or config.generated_kv == "boundary":
+        return batch
+    first = jnp.asarray(prompt_lengths) - config.exact_tail
+    return dataclasses.replace(batch, own=batch.positions >= first[:, None])
 
 
 def distill_loss(
@@ -220,6 +230,7 @@ def distill_loss(
     temperature: float = 2.0,
     hidden_weight: float = 1.0,
     hidden_layer: int = -2,
+    prompt_lengths: Int[ArrayLike, " B"] | Sequence[int] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The loss of the authors' trainer (ArcticTraining `projects/swiftkv/train.py`), and its two
     parts.
@@ -227,8 +238,9 @@ def distill_loss(
     logits_loss is the mean over all B T positions of loss_mask * temperature^2 * KL(teacher ||
     student), hidden_loss the mean squared difference of `hidden_states[hidden_layer]` over all
     positions and dimensions, loss their sum with `hidden_weight`. `loss_mask[b, t]` weighs the
-    prediction made at position t. Differentiable in `model.swiftkv`; the frozen weights get no
-    gradient. Raises `ValueError` for a model without a delta, and for tokens as `logits` does.
+    prediction made at position t, `prompt_lengths` are those of `logits`. Differentiable in
+    `model.swiftkv`; the frozen weights get no gradient. Raises `ValueError` for a model without a
+    delta, and for tokens and `prompt_lengths` as `logits` does.
     """
     check_model(model)
     if model.swiftkv is None:
@@ -236,6 +248,7 @@ def distill_loss(
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")
     tokens = _rows(model.config, tokens)
     batch = transformer.unpacked_batch(tokens, _weights(tokens, loss_mask))
+    batch = _with_own(model.config, batch, _prompt_lengths(tokens, prompt_lengths))
     sums = _distill_sums(
         model.config,
         model.swiftkv,

@@ -205,6 +205,29 @@ def test_only_the_teachers_keys_and_values_are_needed():
         skv.logits(with_upper(None), tokens)
 
 
+def test_the_loss_is_of_the_same_student():
+    """`distill_loss` at temperature 1 is the divergence of the logits, for each division of the
+    rows into prompt and answer."""
+    _, _, model = setup(exact_tail=2)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 9))
+    mask = np.ones((2, 9), np.float32)
+    losses = []
+    for lengths in ([5, 7], [9, 9], None):
+        teacher, student = (
+            jax.nn.log_softmax(
+                skv.logits(model, tokens, swiftkv=swiftkv, prompt_lengths=lengths)
+            ).astype(jnp.float32)
+            for swiftkv in (False, True)
+        )
+        expected = (jnp.exp(teacher) * (teacher - student)).sum(-1).mean()
+        _, found = skv.distill_loss(model, tokens, mask, temperature=1.0, prompt_lengths=lengths)
+        assert float(found["logits_loss"]) == pytest.approx(float(expected), rel=1e-4)
+        losses.append(float(found["logits_loss"]))
+    assert losses[1] == losses[2] and abs(losses[0] - losses[1]) > 1e-4
+    with pytest.raises(skv.UsageError, match="prompt_lengths"):
+        skv.distill_loss(model, tokens, mask, prompt_lengths=[1])
+
+
 @pytest.mark.parametrize("lengths", [[1], [1, 10], [-1, 2], [1.5, 2.0], "no", [[1, 2]]])
 def test_bad_prompt_lengths(lengths):
     _, _, model = setup()
