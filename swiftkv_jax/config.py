@@ -299,7 +299,7 @@ class Config:
             )
         tail = self.exact_tail
         if isinstance(tail, bool) or not isinstance(tail, int) or not 0 <= tail < 2**30:
-            raise ConfigError(f"exact_tail={tail!r} must be a whole number from 0 up")
+            raise ConfigError(f"exact_tail={tail!r} must be a whole number from 0 to 2^30 - 1")
         if tail and self.generated_kv != "own":
             raise ConfigError(f"exact_tail={tail} needs generated_kv=own")
         if self.generated_kv == "own" and self.key_value_group_size > 1:

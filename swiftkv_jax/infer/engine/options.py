@@ -126,6 +126,6 @@ def check_generated_kv(generated_kv: object, exact_tail: object) -> None:
     if exact_tail is None:
         return
     if type(exact_tail) is not int or not 0 <= exact_tail < NO_OWN:
-        raise UsageError(f"`exact_tail`={exact_tail!r} must be a whole number from 0 up")
+        raise UsageError(f"`exact_tail`={exact_tail!r} must be a whole number from 0 to 2^30 - 1")
     if exact_tail and generated_kv == "boundary":
         raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own")

@@ -198,16 +198,16 @@ class Scheduler:
         if not state.num_preemptions:
             state.num_cached_tokens = state.num_computed_tokens
         for index in range(state.num_samples):
-            own = state.pages
+            pages = state.pages
             if index:
-                own = [
+                pages = [
                     *pool.share_pages(state.pages[:shared]),
                     *itertools.islice(others, count - shared),
                 ]
             matcher = None if state.matcher is None else state.matcher.copy()
             state.sequences.append(
                 Sequence(
-                    state, index, slots.pop(), own, state.num_remaining_tokens, matcher=matcher
+                    state, index, slots.pop(), pages, state.num_remaining_tokens, matcher=matcher
                 )
             )
         if not state.num_preemptions:
