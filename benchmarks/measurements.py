@@ -20,6 +20,7 @@ from .hf_serve_table import servers
 from .markdown import anchor, section, table
 from .predict.page import summarised
 from .quality import sections
+from .quality.table import merged
 from .quality.table import section as quality_section
 from .recorded import asserted, demo, shipped
 
@@ -40,6 +41,9 @@ RESULT_NAMES = {
     "longer training": "quality-512-cpu",
     "own keys and values": "quality-own-cpu",
     "a quarter": "quality-quarter-cpu",
+    "larger learning rates": "quality-authors-cpu",
+    "another teacher": "quality-t1-cpu",
+    "another teacher, own": "quality-t1-own-cpu",
     "generated functions": "quality-generation-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
@@ -290,6 +294,16 @@ def of(subject: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]
     return lambda: make(newest(subject))
 
 
+def with_larger_rates(make: Callable[[dict[str, Any]], str], subject: str) -> Callable[[], str]:
+    """As `of`, with the authors' recipe at the learning rates of a later run too."""
+    return lambda: make(merged(newest(subject), newest("larger learning rates")))
+
+
+def another_teacher() -> str:
+    documents = map(newest, ("another teacher", "another teacher, own"))
+    return sections.another_teacher(*documents)
+
+
 def sources() -> str:
     rows = []
     for subject in RESULT_NAMES:
@@ -329,10 +343,11 @@ SECTIONS = (
     kv_projection,
     of("predictions", summarised),
     eight_bits,
-    of("quality", quality_section),
+    with_larger_rates(quality_section, "quality"),
     of("longer training", sections.longer_training),
     of("own keys and values", sections.fitted_for_own),
-    of("a quarter", sections.a_quarter),
+    with_larger_rates(sections.a_quarter, "a quarter"),
+    another_teacher,
     of("generated functions", sections.generated_functions),
     shipped,
     demo,

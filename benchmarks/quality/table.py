@@ -76,12 +76,14 @@ def name(row: Row) -> str:
 
 
 def merged(document: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """`document` with the rows of a later run on the same text. Of the same student at other
-    learning rates the row of the better one counts, with the rates of both."""
+    """`document` after a later run on the same text: its rows of the same students count instead.
+    Of one at other learning rates the better row counts, with the rates of both."""
     found = {key(row): row for row in document["rows"]}
     for row in later["rows"]:
         before = found.get(key(row))
-        if before is not None and row["learning_rate"] != before["learning_rate"]:
+        if before is None:
+            continue
+        if row["learning_rate"] != before["learning_rate"]:
             rates = before["perplexity_of_rates"] | row["perplexity_of_rates"]
             best = min(before, row, key=lambda each: rates[f"{each['learning_rate']:g}"])
             row = best | {"perplexity_of_rates": rates}

@@ -27,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from .. import cli
+from ..attention import Attention
 from ..checkpoints import open_any, save_hf
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
@@ -43,7 +44,8 @@ from ..stacks import cast
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture
 from .distill import Sums
-from .evaluation import evaluate
+from .evaluation import evaluate, sums
+from .far_tokens import FAR_NATS, only_far
 from .output_folder import CALIBRATION, EXPORT, prepare_folder
 from .recipe import DEMO, Recipe
 from .setup import (
@@ -240,31 +242,47 @@ def run(recipe: Recipe) -> int:
 
 def measure(
     recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, step: Callable[..., Sums]
-) -> dict[str, float]:
-    """Perplexities, divergence and agreement on held-out rows by the evaluation `step`."""
+) -> dict[str, Any]:
+    """Perplexities, divergence and agreement on held-out rows by the evaluation `step`, and the
+    nats lost on the predictions that depend on the far prompt, of which there may be none."""
     sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
     tail = own_tail(model.config)
-    found = evaluate(step, model.swiftkv, model.llama, data, recipe, sharder, own_tail=tail)
+    rows = step, model.swiftkv, model.llama, data, recipe, sharder
+    found = evaluate(*rows, own_tail=tail)
+    select = functools.partial(
+        only_far, model.config, Attention(mesh, recipe.attention), model.llama
+    )
+    far = sums(*rows, own_tail=tail, select=select)
     names = {
         "teacher_perplexity": "eval_teacher_perplexity",
         "perplexity": "eval_student_perplexity",
         "kl": "eval_logits_loss",
         "agreement": "eval_agreement",
     }
-    return {name: found[key] for name, key in names.items()}
+    tokens = int(far.targets)
+    return {name: found[key] for name, key in names.items()} | {
+        "far_tokens": tokens,
+        "far_nats": float(far.student_nll - far.teacher_nll) / tokens if tokens else None,
+    }
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """One line per student, the teacher's perplexity in the title."""
     teacher = results["calibrated"]["teacher_perplexity"]
     lines = [
         f"held-out text; teacher's perplexity {teacher:,.3f}",
-        "projections  perplexity  above the teacher      KL  agreement",
+        "projections  perplexity  above the teacher      KL  agreement  far tokens, nats lost",
     ]
     for name, row in results.items():
         above = row["perplexity"] / teacher - 1
         lines.append(
             f"{name:<11}  {row['perplexity']:10,.3f}  {above:+17.2%}  {row['kl']:6.4f}  "
-            f"{row['agreement']:9.1%}"
+            f"{row['agreement']:9.1%}  "
+            + ("none" if row["far_nats"] is None else f"{row['far_nats']:+.3f}").rjust(21)
         )
+    far = results["calibrated"]["far_tokens"]
+    lines.append(
+        f"far tokens: the {far:,} on which the teacher loses more than {FAR_NATS:g} nat without "
+        f"the far part of the row"
+    )
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from ..transformer import Batch
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, first_batches
 from .distill import Sums
@@ -32,15 +33,7 @@ def evaluate(
     recipe's `loss_average` and `loss_mask` are: those are about the loss that is trained on.
     `own_tail` as in `PackedRow.fields`.
     """
-    batches = first_batches(
-        data,
-        sharder.num_rows,
-        positions=sharder.positions,
-        limit=recipe.eval_batches,
-        own_tail=own_tail,
-    )
-    parts = [eval_step(delta, llama, sharder.shard(local.batch)) for local in batches]
-    totals: Sums = jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
+    totals = sums(eval_step, delta, llama, data, recipe, sharder, own_tail=own_tail)
     means = {name: float(value) for name, value in totals.means().items()}
     return {
         EVAL_LOSS: means["logits_loss"] + recipe.hidden_loss_weight * means["hidden_loss"],
@@ -48,6 +41,30 @@ def evaluate(
         "eval_student_perplexity": math.exp(means.pop("student_loss")),
         **{f"eval_{name}": value for name, value in means.items()},
     }
+
+
+def sums(
+    eval_step: Callable[..., Sums],
+    delta,
+    llama,
+    data: DatasetMixture,
+    recipe: Recipe,
+    sharder: BatchSharder,
+    *,
+    own_tail: int | None = None,
+    select: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Sums:
+    """Sums over the rows of `evaluate`, of the predictions that the `loss_mask` of `select(batch)`
+    leaves."""
+    batches = first_batches(
+        data,
+        sharder.num_rows,
+        positions=sharder.positions,
+        limit=recipe.eval_batches,
+        own_tail=own_tail,
+    )
+    parts = [eval_step(delta, llama, select(sharder.shard(local.batch))) for local in batches]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:

@@ -138,7 +138,8 @@ def trained(start: Init, *rates_and_losses: tuple[float, float], seeds: int = 1)
 
 def test_rates_of_a_later_run_are_added():
     early = {"rows": [trained("authors", (4e-3, 2.3), (2e-3, 2.4)), *rows(HALF, cell(2.1))]}
-    later = {"rows": [trained("authors", (8e-3, 2.2), (1.6e-2, 2.5))]}
+    another = trained("leader", (2e-3, 2.0))
+    later = {"rows": [trained("authors", (8e-3, 2.2), (1.6e-2, 2.5)), another]}
     worse = {"rows": [trained("authors", (1.6e-2, 2.5))]}
     row, other = table.merged(early, later)["rows"]
     assert other is early["rows"][1] and row["learning_rate"] == 8e-3

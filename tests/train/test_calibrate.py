@@ -53,6 +53,7 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert all(0 < layer[name] <= 1.001 for layer in record["layers"] for name in ("r2_k", "r2_v"))
     held_out = record["held_out"]
     assert held_out["calibrated"]["kl"] < held_out["copied"]["kl"]
+    assert held_out["calibrated"]["far_tokens"] == held_out["copied"]["far_tokens"]
     table = capsys.readouterr().out
     assert f"teacher's perplexity {held_out['copied']['teacher_perplexity']:,.3f}" in table
     assert re.search(rf"^calibrated .* {held_out['calibrated']['kl']:.4f} ", table, re.M)

@@ -1,0 +1,62 @@
+"""Predictions that depend on the far prompt.
+
+Most tokens follow from what is near, so an average hides whether a student still reads a distant
+prompt. A prediction in the second half of a row is far-dependent if the teacher loses more than
+`FAR_NATS` on it when it sees nothing before the last `KEPT` tokens of the first half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..attention import Attention
+from ..config import Config
+from ..layers import unembed
+from ..params import Llama
+from ..sharding import constrain_activations
+from ..transformer import Batch, teacher
+
+FAR_NATS = 1.0
+KEPT = 64
+"""Tokens at the end of a row's first half that are not far; a quarter of a row at most."""
+_CHUNK = 256  # positions whose logits exist at a time
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def only_far(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Batch:
+    """The batch with a `loss_mask` that leaves the far-dependent predictions."""
+    length = batch.tokens.shape[1]
+    at, half = jnp.arange(length), length // 2
+    near = at >= half - min(KEPT, length // 4)
+    real = batch.segment_ids > 0
+    cut = dataclasses.replace(
+        batch, segment_ids=jnp.where(real, 2 * batch.segment_ids + near, 0), own=None
+    )
+    with_far, without = (_nll(config, attention, llama, each) for each in (batch, cut))
+    far = (without - with_far > FAR_NATS) & (at >= half - 1)
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask * far)
+
+
+def _nll(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Float[Array, "B T"]:
+    """The teacher's cross-entropy with the next token at each position, nats."""
+    x = constrain_activations(attention.mesh, teacher(config, llama, batch, attention=attention))
+    targets = jnp.roll(batch.tokens, -1, axis=1)
+    rows, length, _ = x.shape
+
+    def chunks(array):  # B T ... -> chunks B _CHUNK ...
+        array = jnp.pad(array, [(0, 0), (0, -length % _CHUNK)] + [(0, 0)] * (array.ndim - 2))
+        return jnp.moveaxis(array.reshape(rows, -1, _CHUNK, *array.shape[2:]), 1, 0)
+
+    def nll(part):
+        x, targets = part
+        logits = unembed(config, llama, x)
+        taken = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return jax.nn.logsumexp(logits, -1) - taken
+
+    found = jax.lax.map(nll, (chunks(x), chunks(targets)))
+    return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]
