@@ -10,11 +10,12 @@ Rotary embeddings are the default ones, and every layer of the upper half has it
 import numpy as np
 
 
-def logits(hf, tensors, tokens, own) -> np.ndarray:
-    """Logits [T, V] of one sequence; `own[t]` says what token t is."""
+def logits(hf, tensors, tokens, own, *, stored=None) -> np.ndarray:
+    """Logits [T, V] of one sequence; `own[t]` says what token t is. `stored` (`EightBits`) makes of
+    a token's keys or values what attention reads, its own attention too."""
     assert hf["key_value_group_size"] == 1
     weights = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
-    model = _Model(hf, weights)
+    model = _Model(hf, weights, stored or (lambda heads: heads))
     memory = [[] for _ in range(hf["num_hidden_layers"])]
     return np.array(
         [
@@ -36,9 +37,38 @@ def greedy(hf, tensors, prompt, *, exact_tail: int, max_tokens: int) -> tuple[li
     return chosen, likelihoods
 
 
+class EightBits:
+    """Entries of a cache in `fp8` (float8_e4m3fn) or `int8`: the largest magnitude of each head of
+    each token becomes the largest number of the format, and ties are rounded to even.
+
+    An implementation in float32 may round what is very near a tie to the other side.
+    """
+
+    def __init__(self, format: str):
+        self.largest = {"fp8": 448.0, "int8": 127.0}[format]
+        self.format = format
+        self.nearest_tie = np.inf
+        """Smallest distance of an entry so far from a tie, as a share of its head's largest."""
+
+    def __call__(self, heads):
+        scale = np.abs(heads).max(axis=1, keepdims=True) / self.largest
+        steps, step = self.steps(heads / scale)
+        distance = np.abs(steps - np.floor(steps) - 0.5) * step / self.largest
+        self.nearest_tie = min(self.nearest_tie, distance.min())
+        return np.rint(steps) * step * scale
+
+    def steps(self, x):
+        """(x in steps between neighbouring numbers of the format, the step)."""
+        if self.format == "int8":
+            return x, 1.0
+        exponent = np.maximum(np.frexp(x)[1] - 1, -6)  # below 2^-6 numbers are subnormal
+        step = 2.0 ** (exponent - 3)
+        return x / step, step
+
+
 class _Model:
-    def __init__(self, hf, weights):
-        self.hf, self.weights = hf, weights
+    def __init__(self, hf, weights, stored):
+        self.hf, self.weights, self.stored = hf, weights, stored
 
     def token(self, token: int, position: int, own: bool, memory) -> np.ndarray:
         """Logits after one token, which leaves its keys and values in `memory`."""
@@ -62,7 +92,8 @@ class _Model:
                     ("v", kv_suffix, source),
                 )
             }
-            memory[layer].append((self.turn(heads["k"], position), heads["v"]))
+            keys = self.turn(heads["k"], position)
+            memory[layer].append((self.stored(keys), self.stored(heads["v"])))
             mixed = self.attention(self.turn(heads["q"], position), memory[layer])
             hidden = hidden + self.multiply(f"model.layers.{layer}.self_attn.o_proj", mixed)
             after = self.norm(f"model.layers.{layer}.post_attention_layernorm", hidden)

@@ -67,6 +67,41 @@ def test_scores_are_the_oracles(mode):
         )
 
 
+FLOAT32 = 5e-7
+"""Above the error of float32 in an entry of the cache, as a share of its head's largest."""
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+@pytest.mark.parametrize("mode", ["tail 6", pytest.param("own", marks=LONG)])
+def test_a_cache_in_eight_bits_is_the_oracles(mode, format):
+    """Answers and scores, in chunks and in calls of three steps, cold and over cached pages, are
+    those of entries that the oracle rounds.
+
+    Rows with an entry so near a tie that float32 may round it to the other side are left out: that
+    would move log-probabilities by thousandths.
+    """
+    engine = engine_of(mode, ("kv_cache_dtype", format), ("chunks", (8,)))
+    prompts = prompts_of(23, 8)
+    requests = [greedy(prompt) for prompt in prompts]
+    requests += [ScoreRequest((*prompt, *prompt[:6]), len(prompt)) for prompt in prompts]
+    answers = [*run(engine, requests), *run(engine, requests)]
+    compared = 0
+    for request, (tokens, logprobs) in zip(requests * 2, answers, strict=True):
+        scored = isinstance(request, ScoreRequest)
+        row = request.tokens if scored else (*request.prompt, *tokens)
+        start = request.start if scored else len(request.prompt)
+        stored = own_kv_oracle.EightBits(format)
+        own = np.arange(len(row)) >= start - MODES[mode][1]
+        logits = own_kv_oracle.logits(HF, TENSORS, row, own, stored=stored)[start - 1 : -1]
+        if stored.nearest_tie > FLOAT32:
+            expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+            chosen = expected[range(len(logprobs)), row[start:]]
+            np.testing.assert_allclose(logprobs, chosen, atol=1e-5)
+            assert scored or (chosen == expected.max(axis=-1)).all()
+            compared += 1
+    assert compared > len(answers) * 0.7 and engine.prefix_stats.hits > 0
+
+
 # What must not matter ---------------------------------------------------------
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -141,19 +176,6 @@ def test_samples_share_their_prompt():
             logprobs = [entry.logprob for output in mine for entry in output.logprobs or ()]
             row = full_logprobs("tail 6", [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
             np.testing.assert_allclose(logprobs, row[range(6), tokens], atol=2e-5)
-
-
-@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=LONG)])
-def test_a_cache_in_eight_bits(format):
-    """Nearly the same log-probabilities, and the same ones cold and warm."""
-    engine = engine_of("tail 6", ("kv_cache_dtype", format), ("chunks", (16,)))
-    prompts = prompts_of(5, 6)
-    requests = [ScoreRequest((*prompt, *prompt), len(prompt)) for prompt in prompts]
-    exact, first, second = (run(e, requests) for e in (engine_of("tail 6"), engine, engine))
-    for one, two, three in zip(exact, first, second, strict=True):
-        np.testing.assert_allclose(two[1], three[1], atol=1e-5)
-        np.testing.assert_allclose(two[1], one[1], atol=0.3)
-    assert engine.prefix_stats.hits > 0
 
 
 @pytest.mark.parametrize(
