@@ -86,20 +86,60 @@ def test_a_cache_in_eight_bits_is_the_oracles(mode, format):
     requests += [ScoreRequest((*prompt, *prompt[:6]), len(prompt)) for prompt in prompts]
     answers = [*run(engine, requests), *run(engine, requests)]
     compared = 0
-    for request, (tokens, logprobs) in zip(requests * 2, answers, strict=True):
-        scored = isinstance(request, ScoreRequest)
-        row = request.tokens if scored else (*request.prompt, *tokens)
-        start = request.start if scored else len(request.prompt)
+    for request, answer in zip(requests * 2, answers, strict=True):
         stored = own_kv_oracle.EightBits(format)
-        own = np.arange(len(row)) >= start - MODES[mode][1]
-        logits = own_kv_oracle.logits(HF, TENSORS, row, own, stored=stored)[start - 1 : -1]
+        expected = oracle_logprobs(mode, request, answer[0], stored=stored)
         if stored.nearest_tie > FLOAT32:
-            expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-            chosen = expected[range(len(logprobs)), row[start:]]
-            np.testing.assert_allclose(logprobs, chosen, atol=1e-5)
-            assert scored or (chosen == expected.max(axis=-1)).all()
+            check_logprobs(request, answer, expected)
             compared += 1
     assert compared > len(answers) * 0.7 and engine.prefix_stats.hits > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [
+        ("tail 6", (2, 2)),
+        *(
+            pytest.param(mode, shape, marks=LONG)
+            for mode in ("tail 6", "own")
+            for shape in ((2, 1), (1, 2))
+        ),
+    ],
+    ids=str,
+)
+def test_a_mesh_answers_like_the_oracle(mode, shape):
+    """With rows, heads or both split; several sequences on each shard, over cached pages too."""
+    engine = Engine.from_model(
+        model(), options(mode, decode_rows=(4 // shape[0],), chunks=(16,)), mesh=make_mesh(shape)
+    )
+    prompts = prompts_of(6, 7)
+    requests = [greedy(prompt) for prompt in prompts]
+    requests += [ScoreRequest((*prompt, *prompt[:6]), len(prompt)) for prompt in prompts]
+    for request, answer in zip(requests, run(engine, requests), strict=True):
+        check_logprobs(request, answer, oracle_logprobs(mode, request, answer[0]))
+    assert engine.prefix_stats.hits > 0 and engine.pages_in_use == 0
+
+
+def oracle_logprobs(mode: str, request, answer: list[int], **fields: Any) -> np.ndarray:
+    """[M, V] where an answer of tokens, or what is scored, of M tokens is predicted."""
+    if scored := isinstance(request, ScoreRequest):
+        row, start = request.tokens, request.start
+    else:
+        row, start = (*request.prompt, *answer), len(request.prompt)
+    assert scored or len(answer) == request.params.max_tokens
+    own = np.arange(len(row)) >= start - MODES[mode][1]
+    logits = own_kv_oracle.logits(HF, TENSORS, row, own, **fields)[start - 1 : -1]
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+
+
+def check_logprobs(request, answer: tuple[list[int], list[float]], expected: np.ndarray) -> None:
+    """An answer is greedy and it, or what is scored, has the log-probabilities of `expected`."""
+    tokens, logprobs = answer
+    if isinstance(request, ScoreRequest):
+        tokens = request.tokens[request.start :]
+    else:
+        np.testing.assert_array_equal(tokens, expected.argmax(axis=-1))
+    np.testing.assert_allclose(logprobs, expected[range(len(expected)), tokens], atol=1e-5)
 
 
 # What must not matter ---------------------------------------------------------
@@ -176,21 +216,6 @@ def test_samples_share_their_prompt():
             logprobs = [entry.logprob for output in mine for entry in output.logprobs or ()]
             row = full_logprobs("tail 6", [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
             np.testing.assert_allclose(logprobs, row[range(6), tokens], atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    "shape", [pytest.param((2, 1), marks=LONG), pytest.param((1, 2), marks=LONG)], ids=str
-)
-def test_a_mesh_changes_nothing(shape):
-    engine = Engine.from_model(
-        model(), options(decode_rows=(4 // shape[0],), chunks=(16,)), mesh=make_mesh(shape)
-    )
-    prompts = prompts_of(6, 7)
-    requests = [greedy(prompt) for prompt in prompts]
-    requests += [ScoreRequest((*prompt, *prompt), len(prompt)) for prompt in prompts]
-    for one, other in zip(run(engine, requests), run(engine_of("tail 6"), requests), strict=True):
-        assert one[0] == other[0]
-        np.testing.assert_allclose(one[1], other[1], atol=2e-5)
 
 
 # Modes ------------------------------------------------------------------------
