@@ -1,6 +1,7 @@
 """One delta on every mesh, and in bfloat16 nearly that of float32."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.calibration import Fit, calibrate, moments
 from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.sharding import batch_sharding, llama_shardings
+from swiftkv_jax.sharding import batch_sharding, llama_shardings, to_host
 from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
@@ -27,9 +28,30 @@ def fit(group: int, mesh_shape: str | None) -> Fit:
     if mesh_shape is None:
         return calibrate(config, llama, batches, attention=Attention())
     mesh = make_mesh(mesh_shape)
-    llama = jax.device_put(llama, llama_shardings(config, mesh))
-    batches = jax.device_put(batches, batch_sharding(mesh))
+    llama = place(llama, llama_shardings(config, mesh))
+    batches = [place(batch, batch_sharding(mesh)) for batch in batches]
     return calibrate(config, llama, batches, attention=Attention(mesh))
+
+
+def place[Tree](tree: Tree, shardings: Any) -> Tree:
+    """`tree` on a mesh, of which other processes may hold a part."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+
+    def put(leaf, sharding):
+        leaf = np.asarray(leaf)
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def numbers(found: Fit) -> dict[str, np.ndarray]:
+    """All that was found, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(found.delta)
+    return {jax.tree_util.keystr(path): to_host(leaf) for path, leaf in leaves} | {
+        "heads": np.array(found.config.shared_kv_heads or ()),
+        "layers": np.array([dataclasses.astuple(layer) for layer in found.layers]),
+    }
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
