@@ -1,4 +1,4 @@
-"""Many requests of all modes of `generated_kv` over one cache."""
+"""Many requests of all modes of `generated_kv` over one cache, some of them preempted."""
 
 import pytest
 
@@ -8,7 +8,10 @@ from tests.infer.engine.test_mixed_generated_kv import soak
 __all__ = ["compilations"]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("decode_steps", [1, 3])
-def test_modes_in_one_cache(seed, decode_steps, compilations):
-    soak(rounds=400, seed=seed, compilations=compilations, decode_steps=decode_steps)
+@pytest.mark.parametrize(
+    ("decode_steps", "kv_cache_dtype", "seed"),
+    [(1, "auto", 1), (1, "auto", 2), (3, "auto", 3), (3, "fp8", 4), (1, "int8", 5)],
+)
+def test_modes_in_one_cache(decode_steps, kv_cache_dtype, seed, compilations):
+    fields = {"decode_steps": decode_steps, "kv_cache_dtype": kv_cache_dtype}
+    soak(rounds=400, seed=seed, compilations=compilations, **fields)

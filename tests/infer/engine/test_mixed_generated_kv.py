@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.cache import bytes_per_token, cache_dtype
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -39,8 +39,11 @@ def test_soak(compilations):
 
 
 def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> None:
+    """`rounds` requests, some of which are preempted. In a cache of 8 bits one in fifty may differ:
+    a chunk of another size, or prefill after a preemption, computes an entry that is nearly a tie
+    with another error in float32, and it is rounded to the other side."""
     engine = mixed_engine(*fields.items())
-    rng = random.Random(seed)
+    preemptions, rng = engine.stats.preemptions, random.Random(seed)
     compilations.clear()
     live: dict[int, tuple[str, Request | ScoreRequest]] = {}
     outputs: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
@@ -72,7 +75,7 @@ def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> N
             )
         else:
             params = SamplingParams(
-                max_tokens=rng.randint(1, 10), logprobs=0, n=rng.choice([1, 1, 2])
+                max_tokens=rng.randint(1, 16), logprobs=0, n=rng.choice([1, 1, 2])
             )
             request = Request(prompt, params, **chosen)
         live[engine.add_request(request)] = mode, request
@@ -85,24 +88,36 @@ def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> N
         step()
     assert compilations == [] and engine.stats.compilations == 0
     assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
+    assert engine.stats.preemptions > preemptions
     checked = [
         (live[number], outputs[number, sample]) for number, sample in finished if number in live
     ]
     assert len(checked) > rounds / 2 and {mode for (mode, _), _ in checked} == set(SOAKED)
+    differing = []
     for (mode, request), found in checked:
         alone = dataclasses.replace(request, generated_kv=None, exact_tail=None)
         if isinstance(alone, Request):
             alone = dataclasses.replace(alone, params=dataclasses.replace(alone.params, n=1))
-        ((tokens, logprobs),) = run(alone_engine(mode, *fields.items()), [alone])
-        assert found[0] == tokens, (mode, request)
-        np.testing.assert_allclose(found[1], logprobs, atol=2e-5)
+        (expected,) = run(alone_engine(mode, *fields.items()), [alone])
+        close = np.allclose(found[1], expected[1], rtol=0, atol=2e-5)
+        if found[0] != expected[0] or not close:
+            differing.append((mode, request, found, expected))
+    allowed = len(checked) / 50 if fields.get("kv_cache_dtype") in ("fp8", "int8") else 0
+    assert len(differing) <= allowed, differing
 
 
 @functools.cache
 def mixed_engine(*fields: tuple[str, Any]) -> Engine[ModelRunner]:
-    """An engine for all modes, with few pages, so that they are used again."""
-    room = 60 * 4 * bytes_per_token(model().config, jnp.float32)
-    chosen = options("boundary", mixed_generated_kv=True, kv_cache_memory=room, **dict(fields))
+    """An engine for all modes, with few pages: they are used again, and requests preempted."""
+    dtype = cache_dtype(dict(fields).get("kv_cache_dtype", "auto"), jnp.float32)
+    room = 20 * 4 * bytes_per_token(model().config, dtype)
+    chosen = options(
+        "boundary",
+        mixed_generated_kv=True,
+        kv_cache_memory=room,
+        reserve_tokens=2,
+        **dict(fields),
+    )
     return Engine.from_model(model(), chosen)
 
 
