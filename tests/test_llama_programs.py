@@ -1,17 +1,22 @@
-"""Options of other families cost a plain Llama nothing: its programs have the operations that they
-had before there were any (the commit before the first option, and this one, lower alike)."""
+"""Options of other families, and generated tokens with keys and values of their own, cost a plain
+Llama nothing: its programs have the operations that they had before there were any (the commit
+before the first option, and this one, lower alike)."""
 
 import collections
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.config import Config
 from swiftkv_jax.infer.runner.lowering import GREEDY, lower_program
-from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax.infer.runner.weights import serving_weights
+from swiftkv_jax.params import QKV, llama_shapes, swiftkv_shapes
+from tests import tiny
 
 CONFIG = Config(
     vocab_size=64,
@@ -40,29 +45,83 @@ def operations(lowered) -> tuple[int, ...]:
     return tuple(found[name] for name in KEPT)
 
 
-def whole_rows(swiftkv: bool):
+def whole_rows(swiftkv: bool, config: Config = CONFIG):
     model = skv.Model(
-        llama_shapes(CONFIG, jnp.bfloat16),
-        swiftkv_shapes(CONFIG, jnp.bfloat16) if swiftkv else None,
-        CONFIG,
+        llama_shapes(config, jnp.bfloat16),
+        swiftkv_shapes(config, jnp.bfloat16) if swiftkv else None,
+        config,
     )
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     return jax.jit(lambda model, tokens: skv.logits(model, tokens)).lower(model, tokens)
 
 
+def served(config: Config, *key):
+    return lower_program(config, key, batch=2, max_model_len=64, page_size=16, steps=2)
+
+
 PROGRAMS = {
-    "teacher": lambda: whole_rows(False),
-    "student": lambda: whole_rows(True),
-    "prefill": lambda: lower_program(
-        CONFIG, ("prefill", 32, 4, None), batch=2, max_model_len=64, page_size=16
-    ),
-    "decode": lambda: lower_program(
-        CONFIG, (GREEDY, 2), batch=2, max_model_len=64, page_size=16, steps=2
-    ),
+    "teacher": lambda config: whole_rows(False, config),
+    "student": lambda config: whole_rows(True, config),
+    "prefill": lambda config: served(config, "prefill", 32, 4, None),
+    "score": lambda config: served(config, "score", 32, 32, None),
+    "decode": lambda config: served(config, GREEDY, 2),
 }
+recorded = pytest.mark.skipif(jax.__version__ != "0.11.2", reason="counts are those of JAX 0.11.2")
 
 
-@pytest.mark.skipif(jax.__version__ != "0.11.2", reason="counts are those of JAX 0.11.2")
-@pytest.mark.parametrize("name", PROGRAMS)
+@recorded
+@pytest.mark.parametrize("name", EXPECTED)
 def test_operations_of_a_plain_llama(name):
-    assert operations(PROGRAMS[name]()) == EXPECTED[name]
+    assert operations(PROGRAMS[name](CONFIG)) == EXPECTED[name]
+
+
+# Keys and values of generated tokens ------------------------------------------
+
+BOUNDARY = {
+    "student": (468, 19, 0, 26, 1),
+    "prefill": (1042, 17, 16, 50, 9),
+    "score": (1736, 30, 16, 60, 12),
+    "decode": (1514, 30, 22, 61, 31),
+}
+"""Operations, matrix products, scatters, arrays in and arrays out of each program, as lowered by
+JAX 0.11.2 before a token could keep upper keys and values of its own."""
+
+
+def sizes(lowered) -> tuple[int, ...]:
+    found = collections.Counter(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
+    arrays = (len(jax.tree.leaves(part)) for part in (lowered.in_avals, lowered.out_info))
+    return found.total(), found["dot_general"], found["scatter"], *arrays
+
+
+@recorded
+@pytest.mark.parametrize("name", BOUNDARY)
+def test_boundary_programs_have_nothing_of_own_keys_and_values(name):
+    """No operation, product, write, argument or array of the cache more than before there were any.
+    The control: the programs of a model whose tokens keep their own have more."""
+    assert sizes(PROGRAMS[name](CONFIG)) == BOUNDARY[name]
+    own = dataclasses.replace(CONFIG, generated_kv="own")
+    assert sizes(PROGRAMS[name](own)) > BOUNDARY[name]
+
+
+def test_boundary_reads_no_upper_keys_and_values_of_the_teacher():
+    """Logits are the same bit for bit, and what an engine is given holds no NaN, where those are
+    NaN; where tokens keep their own, both have them."""
+    hf = tiny.hf_config()
+    clean = tiny.model_of(hf, tiny.tensors_for(hf))
+    upper = clean.llama.upper_qkv
+    assert isinstance(upper, QKV)
+    upper = dataclasses.replace(
+        upper, k=jnp.full_like(upper.k, jnp.nan), v=jnp.full_like(upper.v, jnp.nan)
+    )
+    model = dataclasses.replace(clean, llama=dataclasses.replace(clean.llama, upper_qkv=upper))
+    tokens = tiny.tokens_for(hf, 2, 9)
+    np.testing.assert_array_equal(skv.logits(model, tokens), skv.logits(clean, tokens))
+    config = dataclasses.replace(model.config, generated_kv="own")
+    own = skv.logits(dataclasses.replace(model, config=config), tokens, prompt_lengths=[5, 5])
+    assert np.isnan(own).any()
+
+    def finite(own_kv: bool) -> bool:
+        weights = serving_weights(model.llama, model.swiftkv, own_kv=own_kv)
+        return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
+
+    assert finite(False) and not finite(True)
