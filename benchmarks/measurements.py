@@ -42,8 +42,6 @@ RESULT_NAMES = {
     "own keys and values": "quality-own-cpu",
     "a quarter": "quality-quarter-cpu",
     "larger learning rates": "quality-authors-cpu",
-    "another teacher": "quality-t1-cpu",
-    "another teacher, own": "quality-t1-own-cpu",
     "generated functions": "quality-generation-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
@@ -299,11 +297,6 @@ def with_larger_rates(make: Callable[[dict[str, Any]], str], subject: str) -> Ca
     return lambda: make(merged(newest(subject), newest("larger learning rates")))
 
 
-def another_teacher() -> str:
-    documents = map(newest, ("another teacher", "another teacher, own"))
-    return sections.another_teacher(*documents)
-
-
 def sources() -> str:
     rows = []
     for subject in RESULT_NAMES:
@@ -347,7 +340,6 @@ SECTIONS = (
     of("longer training", sections.longer_training),
     of("own keys and values", sections.fitted_for_own),
     with_larger_rates(sections.a_quarter, "a quarter"),
-    another_teacher,
     of("generated functions", sections.generated_functions),
     shipped,
     demo,

@@ -188,6 +188,16 @@ def test_oracles_agree():
     assert np.abs(own - boundary).max() > 0.1
 
 
+def test_the_oracle_rounds_as_ml_dtypes():
+    numbers = np.random.default_rng(0)
+    x = numbers.uniform(-448, 448, 4000) * 2.0 ** -numbers.integers(0, 20, 4000)
+    x = np.concatenate([x, np.arange(-64, 64) / 2**10, [0.0, 448.0, -448.0]])
+    for format, dtype in ("fp8", jnp.float8_e4m3fn), ("int8", np.int8):
+        of_format = x if format == "fp8" else np.rint(x * 127 / 448)
+        steps, step = own_kv_oracle.EightBits(format).steps(of_format)
+        np.testing.assert_array_equal(np.rint(steps) * step, of_format.astype(dtype).astype(float))
+
+
 def test_only_the_teachers_keys_and_values_are_needed():
     hf, _, model = setup(2)
     tokens = tiny.tokens_for(hf, 2, 9)

@@ -233,6 +233,8 @@ def section(document: dict[str, Any]) -> str:
         "What each cut costs in quality",
         describe(document) + " `python -m benchmarks.quality`.",
         rows_table(document["rows"]),
+        "The authors' recipe is at the best of its learning rates, which were tried upwards until "
+        "one was worse. "
         f"A student that loses more than {MAX_FAR_LOSS:g} nats on the far tokens is refused: it no "
         "longer reads the distant prompt, however close its averages are to the teacher's.",
         "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
