@@ -1,4 +1,5 @@
-"""Engines of a tiny model in each mode of `generated_kv`, and what they answer."""
+"""Engines of a tiny model in each mode of `generated_kv`, what they answer, and what the oracle
+does."""
 
 import dataclasses
 import functools
@@ -13,16 +14,19 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.requests import Request
+from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from tests import tiny
+from tests import own_kv_oracle, tiny
 
 LENGTH, TAIL = 64, 6
 HF = tiny.hf_config(num_hidden_layers=4, num_key_value_layers=2)
 TENSORS = tiny.tensors_for(HF)
 LONG = pytest.mark.long
 MODES = {"boundary": (None, 0), "own": ("own", 0), "tail 1": ("own", 1), "tail 6": ("own", TAIL)}
+
+FLOAT32 = 5e-7
+"""Above the error of float32 in an entry of the cache, as a share of its head's largest."""
 
 
 @functools.cache
@@ -100,3 +104,15 @@ def check_answer(mode: str, prompt, answer: tuple[list[int], list[float]], atol:
     row = full_logprobs(mode, [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
     np.testing.assert_allclose(logprobs, row[range(len(tokens)), tokens], atol=atol)
     np.testing.assert_allclose(logprobs, row.max(axis=-1), atol=atol)
+
+
+def oracle_logprobs(mode: str, request, answer: list[int], **fields: Any) -> np.ndarray:
+    """The oracle's [M, V] of the M tokens of an answer, or of those that a request scores."""
+    kv, tail = MODES[mode]
+    if isinstance(request, ScoreRequest):
+        row, start = request.tokens, request.start
+    else:
+        row, start = (*request.prompt, *answer), len(request.prompt)
+    own = (np.arange(len(row)) >= start - tail) & (kv == "own")
+    logits = own_kv_oracle.logits(HF, TENSORS, row, own, **fields)[start - 1 : -1]
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))

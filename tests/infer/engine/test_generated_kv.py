@@ -16,6 +16,7 @@ from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.mesh import make_mesh
 from tests import own_kv_oracle, tiny
 from tests.infer.engine.own_kv_engines import (
+    FLOAT32,
     HF,
     LONG,
     MODES,
@@ -27,6 +28,7 @@ from tests.infer.engine.own_kv_engines import (
     greedy,
     model,
     options,
+    oracle_logprobs,
     prompts_of,
     run,
 )
@@ -65,10 +67,6 @@ def test_scores_are_the_oracles(mode):
         np.testing.assert_allclose(
             logprobs, [expected[at - 1, row[at]] for at in range(start, len(row))], atol=3e-5
         )
-
-
-FLOAT32 = 5e-7
-"""Above the error of float32 in an entry of the cache, as a share of its head's largest."""
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8"])
@@ -120,24 +118,13 @@ def test_a_mesh_answers_like_the_oracle(mode, shape):
     assert engine.prefix_stats.hits > 0 and engine.pages_in_use == 0
 
 
-def oracle_logprobs(mode: str, request, answer: list[int], **fields: Any) -> np.ndarray:
-    """[M, V] where an answer of tokens, or what is scored, of M tokens is predicted."""
-    if scored := isinstance(request, ScoreRequest):
-        row, start = request.tokens, request.start
-    else:
-        row, start = (*request.prompt, *answer), len(request.prompt)
-    assert scored or len(answer) == request.params.max_tokens
-    own = np.arange(len(row)) >= start - MODES[mode][1]
-    logits = own_kv_oracle.logits(HF, TENSORS, row, own, **fields)[start - 1 : -1]
-    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
-
-
 def check_logprobs(request, answer: tuple[list[int], list[float]], expected: np.ndarray) -> None:
     """An answer is greedy and it, or what is scored, has the log-probabilities of `expected`."""
     tokens, logprobs = answer
     if isinstance(request, ScoreRequest):
         tokens = request.tokens[request.start :]
     else:
+        assert len(tokens) == request.params.max_tokens
         np.testing.assert_array_equal(tokens, expected.argmax(axis=-1))
     np.testing.assert_allclose(logprobs, expected[range(len(expected)), tokens], atol=1e-5)
 

@@ -15,13 +15,16 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from tests import own_kv_oracle
 from tests.infer.engine.own_kv_engines import (
+    FLOAT32,
     LENGTH,
     MODES,
     engine_of,
     greedy,
     model,
     options,
+    oracle_logprobs,
     prompts_of,
     run,
 )
@@ -39,9 +42,9 @@ def test_soak(compilations):
 
 
 def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> None:
-    """`rounds` requests, some of which are preempted. In a cache of 8 bits one in fifty may differ:
-    a chunk of another size, or prefill after a preemption, computes an entry that is nearly a tie
-    with another error in float32, and it is rounded to the other side."""
+    """`rounds` requests, some of which are preempted. In a cache of 8 bits one in fifty may differ,
+    if float32 can round one of its entries, nearly a tie, to either side: a chunk of another size,
+    or prefill after a preemption, may do otherwise."""
     engine = mixed_engine(*fields.items())
     preemptions, rng = engine.stats.preemptions, random.Random(seed)
     compilations.clear()
@@ -62,8 +65,8 @@ def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> N
         mode = rng.choices(list(SOAKED), list(SOAKED.values()))[0]
         kv, tail = MODES[mode]
         chosen: dict[str, Any] = {"generated_kv": kv, "exact_tail": tail or None}
-        if outputs and rng.random() < 0.3:  # a later turn of what another request has answered
-            number, sample = rng.choice(list(outputs))
+        if outputs and rng.random() < 0.5:  # a later turn of what a recent request has answered
+            number, sample = rng.choice(list(outputs)[-6:])
             _, earlier = live.get(number, (None, None))
             if isinstance(earlier, Request):
                 prompt = (*earlier.prompt, *outputs[number, sample][0], *prompt)[:40]
@@ -102,8 +105,17 @@ def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> N
         close = np.allclose(found[1], expected[1], rtol=0, atol=2e-5)
         if found[0] != expected[0] or not close:
             differing.append((mode, request, found, expected))
-    allowed = len(checked) / 50 if fields.get("kv_cache_dtype") in ("fp8", "int8") else 0
-    assert len(differing) <= allowed, differing
+    if (format := fields.get("kv_cache_dtype", "auto")) != "auto":
+        assert len(differing) <= len(checked) / 50
+        differing = [each for each in differing if not has_tie(format, *each)]
+    assert not differing
+
+
+def has_tie(format: str, mode: str, request, found, expected) -> bool:
+    """Whether an entry is so near a tie that float32 may round it to either side."""
+    stored = own_kv_oracle.EightBits(format)
+    oracle_logprobs(mode, request, found[0], stored=stored)
+    return stored.nearest_tie < FLOAT32
 
 
 @functools.cache
