@@ -18,6 +18,7 @@ import pytest
 import swiftkv_jax as skv
 from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
+from benchmarks.quality import table
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import COMMANDS
 from tests import tiny
@@ -25,6 +26,7 @@ from tests.compile import test_bundles
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+RATES = "larger learning rates"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -280,6 +282,33 @@ def test_figures_of_the_readme_are_the_measured_ones():
         "0.535 of the teacher's" in dict((what, how) for what, how, _ in recorded.ASSERTED).values()
     )
     assert "0.535 of the teacher's" in text_of(README)
+
+
+def test_quality_in_the_readme_is_the_measured_one():
+    """Perplexity above the teacher's and nats on far tokens, of each row and group size."""
+    quality = table.merged(measurements.newest("quality"), measurements.newest(RATES))
+    longer = measurements.newest("longer training")
+    found = {table.key(row): row for document in (longer, quality) for row in document["rows"]}
+    lines = {
+        line.split("|")[1].strip(): line for line in text_of(README).splitlines() if "|" in line
+    }
+    for name, start, steps in (
+        ("calibrated, no training", "closed-form", 0),
+        ("and 64 steps (0.26M tokens)", "closed-form", 64),
+        ("and 512 steps", "closed-form", 512),
+        ("the authors' recipe at its best learning rate, 64 steps", "authors", 64),
+    ):
+        cells = []
+        for group in 1, 2, 4:
+            row = found[4, group, start, steps, "boundary", "boundary", "distillation"]
+            above, far = row["all"]["above"]["value"], row["far"]["difference"]["value"]
+            digits = 0 if above > 0.1 and start == "authors" else 1
+            cells.append(f"{100 * above:.{digits}f} %, {far:.2f}")
+        assert lines[name] == f"| {name} | {' | '.join(cells)} |"
+    own = measurements.newest("own keys and values")["rows"]
+    (row,) = (r for r in own if table.key(r)[:5] == (4, 1, "closed-form", 0, "own+64"))
+    above, far = row["answers"]["above"]["value"], row["far"]["difference"]["value"]
+    assert f"generated-tokens): {100 * above:.1f} %, {far:.2f}." in text_of(README)
 
 
 def test_figures_of_the_pages_are_the_measured_ones():
