@@ -42,6 +42,10 @@ RESULT_NAMES = {
     "own keys and values": "quality-own-cpu",
     "a quarter": "quality-quarter-cpu",
     "larger learning rates": "quality-authors-cpu",
+    "cross-entropy": "quality-cross-entropy-cpu",
+    "another teacher": "quality-t1-cpu",
+    "another teacher, trained": "quality-t1-64-cpu",
+    "another teacher, own": "quality-t1-own-cpu",
     "generated functions": "quality-generation-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
@@ -287,9 +291,9 @@ def eight_bits() -> str:
     )
 
 
-def of(subject: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """The section that `make` makes of a subject's newest result."""
-    return lambda: make(newest(subject))
+def of(make: Callable[..., str], *subjects: str) -> Callable[[], str]:
+    """The section that `make` makes of the newest results of some subjects."""
+    return lambda: make(*map(newest, subjects))
 
 
 def with_larger_rates(make: Callable[[dict[str, Any]], str], subject: str) -> Callable[[], str]:
@@ -334,13 +338,20 @@ SECTIONS = (
     loss,
     train_step,
     kv_projection,
-    of("predictions", summarised),
+    of(summarised, "predictions"),
     eight_bits,
     with_larger_rates(quality_section, "quality"),
-    of("longer training", sections.longer_training),
-    of("own keys and values", sections.fitted_for_own),
+    of(sections.longer_training, "longer training"),
+    of(sections.fitted_for_own, "own keys and values"),
     with_larger_rates(sections.a_quarter, "a quarter"),
-    of("generated functions", sections.generated_functions),
+    of(sections.without_teacher, "cross-entropy", "quality"),
+    of(
+        sections.another_teacher,
+        "another teacher",
+        "another teacher, trained",
+        "another teacher, own",
+    ),
+    of(sections.generated_functions, "generated functions"),
     shipped,
     demo,
     sources,

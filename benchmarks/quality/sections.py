@@ -34,16 +34,18 @@ def fitted_for_own(document: dict[str, Any]) -> str:
     )
 
 
-def another_teacher(document: dict[str, Any], own: dict[str, Any]) -> str:
+def another_teacher(untrained: dict[str, Any], trained: dict[str, Any], own: dict[str, Any]) -> str:
     """Students of a teacher that is not the demo model. `own` are those that are fitted to own keys
     and values."""
+    rows = [*untrained["rows"], *trained["rows"]]
     fitted = [row for row in own["rows"] if row["mode"] != "boundary"]
-    lines, _ = verdict([*document["rows"], *fitted])
+    lines, _ = verdict([*rows, *fitted])
     return section(
         "Another teacher",
-        describe(document) + " It learned from installed packages, and other packages are held out "
+        describe(untrained)
+        + " It learned from installed packages, and other packages are held out "
         "(`python -m benchmarks.teachers`); `python -m benchmarks.quality --teacher FOLDER`.",
-        rows_table(document["rows"]),
+        rows_table(rows),
         "Calibrated for generated tokens that keep their own (`--generated-kv own`):",
         rows_table(fitted),
         "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),

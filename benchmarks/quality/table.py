@@ -251,8 +251,8 @@ def describe(document: dict[str, Any]) -> str:
     first = document["rows"][0]
     whole, answers, far, recall = (first[name] for name in ("all", "answers", "far", "recall"))
     sentences = [
-        f"{_teacher(document)} ({document['layers']} layers) on {document['documents']} held-out "
-        f"files, {whole['tokens']:,} tokens, where the teacher's perplexity is "
+        f"{_teacher(document)} on {document['documents']} held-out files, "
+        f"{whole['tokens']:,} tokens, where the teacher's perplexity is "
         f"{whole['teacher_perplexity']:.3f}.",
         "K layers keep their keys and values, g upper layers share a cache; an optimiser step has "
         f"{document['tokens_per_step']:,} tokens.",
@@ -282,12 +282,13 @@ def describe(document: dict[str, Any]) -> str:
 
 def _teacher(document: dict[str, Any]) -> str:
     """The subject of a sentence."""
-    teacher = document.get("teacher", {"name": "demo"})
+    layers, teacher = document["layers"], document.get("teacher", {"name": "demo"})
     if "tokens" not in teacher:
-        return "The demo model"
+        return f"The demo model ({layers} layers)"
+    parameters, tokens = (teacher[name] / 1e6 for name in ("parameters", "tokens"))
     return (
-        f"The teacher `{teacher['name']}` ({teacher['parameters'] / 1e6:.1f}M parameters, trained "
-        f"on {teacher['tokens'] / 1e6:.1f}M tokens)"
+        f"The teacher `{teacher['name']}` ({layers} layers, {parameters:.1f}M parameters, trained "
+        f"on {tokens:.1f}M tokens)"
     )
 
 
