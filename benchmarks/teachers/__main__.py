@@ -9,7 +9,7 @@ interpreter that runs this; the shipped one saw that of Python 3.12.1. To ship a
 
     rm -r swiftkv_jax/demo/llama swiftkv_jax/demo/swiftkv
     cp -r build/demo/llama swiftkv_jax/demo/llama
-    python -m swiftkv_jax.train --mesh 4x1           # about five minutes
+    python -m swiftkv_jax.train --mesh 4x1 --max-steps 512    # some ten minutes
     cp -r runs/demo/model swiftkv_jax/demo/swiftkv
 
 The others learn from installed packages as well, and other packages are held out
