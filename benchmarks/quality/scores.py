@@ -25,15 +25,11 @@ from swiftkv_jax.model import Model
 from swiftkv_jax.params import Llama
 from swiftkv_jax.rope import rope_tables
 from swiftkv_jax.sharding import batch_sharding
+from swiftkv_jax.train.far_tokens import FAR_NATS, KEPT
 from swiftkv_jax.train.sweep import teacher_states
 from swiftkv_jax.transformer import Batch, run_lower_layers, run_upper_layers_student
 
 from .held_out import PROMPT, HeldOut
-
-KEPT = 64
-"""Tokens at the prompt's end that are left where the prompt is cut away."""
-FAR_NATS = 1.0
-"""A token depends on the far prompt if the teacher loses more than this without it."""
 
 
 @dataclasses.dataclass(frozen=True)

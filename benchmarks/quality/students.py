@@ -25,7 +25,6 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Model
 from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
 from swiftkv_jax.sharding import swiftkv_shardings
@@ -42,6 +41,8 @@ from swiftkv_jax.train.step import (
     micro_batch_sharding,
 )
 from swiftkv_jax.transformer import Batch, student
+
+from ..teachers.pretrain import text_loss
 
 STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
 AUTHORS_RATES = (5e-4, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
@@ -194,9 +195,7 @@ def make_cross_entropy_step(
 
     def cross_entropy(delta: SwiftKV, llama: Llama, batch: Batch):
         x = student(config, llama, delta, batch, attention=attention, own=batch.own)
-        targets = jnp.roll(batch.tokens, -1, axis=1)
-        losses = optax.softmax_cross_entropy_with_integer_labels(unembed(config, llama, x), targets)
-        return (losses * batch.loss_mask).sum() / jnp.maximum(batch.loss_mask.sum(), 1)
+        return text_loss(config, llama, x, batch)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, llama: Llama, micro_batches: Batch):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -162,7 +163,13 @@ def train(
 
 def cross_entropy(config: Config, llama: Llama, batch: Batch, attention: Attention = DEFAULT):
     """Mean over the predicted tokens, nats."""
-    logits = unembed(config, llama, teacher(config, llama, batch, attention=attention))
+    return text_loss(config, llama, teacher(config, llama, batch, attention=attention), batch)
+
+
+def text_loss(config: Config, llama: Llama, x: Array, batch: Batch):
+    """Mean cross-entropy with the text over the predicted tokens, nats, of hidden states before the
+    final norm."""
+    logits = unembed(config, llama, x)
     targets = jnp.roll(batch.tokens, -1, axis=1)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (losses * batch.loss_mask).sum() / jnp.maximum(batch.loss_mask.sum(), 1)

@@ -1,12 +1,6 @@
 """Two processes on this machine, one device each: what they write together is what one writes
 alone."""
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import jax
@@ -16,8 +10,8 @@ import pytest
 
 from swiftkv_jax import Config, Model, save_hf
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+from tests.two_processes import run_together
 
-ROOT = Path(__file__).parents[2]
 CONFIG = Config(
     vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
 )
@@ -33,13 +27,10 @@ def model() -> Model:
 
 
 WORK = """
-    import importlib.util, os, sys
+    import importlib.util, os
     from pathlib import Path
-    import jax, jax.experimental.multihost_utils
-    port, index, here, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+    import jax.experimental.multihost_utils
+    index, here, out = int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     from swiftkv_jax import save_hf
     from swiftkv_jax.mesh import make_mesh
     from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
@@ -83,25 +74,7 @@ WORK = """
 def together(tmp_path_factory) -> Path:
     """Where both processes have written."""
     out = tmp_path_factory.mktemp("together")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", textwrap.dedent(WORK), str(port)]
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context((out / f"log-{index}").open("w+")) for index in (0, 1)]
-        running = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*command, str(index), __file__, str(out)], env=environment, stderr=log
-                )
-            )
-            for index, log in enumerate(logs)
-        ]
-        for process in running:  # after the first failure the other would wait for it: end both
-            stack.callback(process.kill)
-        for process, log in zip(running, logs, strict=True):
-            assert process.wait(timeout=60) == 0, log.seek(0) or log.read()
+    run_together(WORK, __file__, str(out), folder=out, seconds=60)
     return out
 
 
