@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from ...errors import UsageError
 
 Mode = Literal["prefill", "decode", "offline", "latency"]
@@ -88,3 +90,11 @@ def check_lengths(cells: Sequence[Cell], positions: int) -> None:
 def num_pages(cells: Sequence[Cell], rows: int, page_size: int) -> int:
     """Pages that the largest cell fills with `rows` rows at a time."""
     return max(min(rows, cell.prompts) * math.ceil(cell.length / page_size) for cell in cells)
+
+
+def arrival_times(count: int, rate: float, seed: int, *, burstiness: float = 1.0) -> list[float]:
+    """Times of `count` requests in seconds, ascending; `rate` a second on average, infinite is all
+    at once. Their distances have a gamma distribution of shape `burstiness`; 1 is a Poisson
+    process."""
+    rng = np.random.default_rng([seed, 1])
+    return np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count)).tolist()

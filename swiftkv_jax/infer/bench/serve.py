@@ -32,6 +32,7 @@ from ...errors import DataError, UsageError
 from ...io.files import write_json
 from ...io.jsonl import parse_object, read_lines
 from ..commands.engine_options import token_count
+from .cells import arrival_times
 from .http_client import Client, Timed
 
 logger = logging.getLogger(__name__)
@@ -167,12 +168,11 @@ async def measure(args: argparse.Namespace, prompts: Sequence[Any]) -> dict[str,
         async with gate:
             return await client.complete(body | {"prompt": prompt})
 
-    begin, cpu, tasks, at = time.perf_counter(), time.thread_time(), [], 0.0
-    for prompt in prompts:
+    arrivals = arrival_times(len(prompts), args.request_rate, args.seed, burstiness=args.burstiness)
+    begin, cpu, tasks = time.perf_counter(), time.thread_time(), []
+    for prompt, at in zip(prompts, arrivals, strict=True):
         await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
         tasks.append(asyncio.ensure_future(one(prompt)))
-        if args.request_rate != float("inf"):
-            at += rng.gammavariate(args.burstiness, 1 / (args.request_rate * args.burstiness))
     timed = [await task for task in tasks]
     seconds, cpu = time.perf_counter() - begin, time.thread_time() - cpu
     client.close()

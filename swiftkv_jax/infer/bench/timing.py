@@ -23,7 +23,7 @@ from ..engine.requests import Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..engine.stats import Stats
 from ..runner.compilation import CompileCounter
-from .cells import Cell, Mode
+from .cells import Cell, Mode, arrival_times
 
 Raw = dict[str, Any]
 """Seconds, and lists of seconds, by name."""
@@ -108,7 +108,8 @@ def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     bench serve`.
     """
     requests = collections.deque(_requests(engine, cell, seed, cell.prompts))
-    arrivals = collections.deque(_arrivals(cell, seed))
+    assert cell.request_rate is not None
+    arrivals = collections.deque(arrival_times(cell.prompts, cell.request_rate, seed))
     before, inside = dataclasses.replace(engine.stats), {}
     done: list[_RequestTimes] = []
     with _stopwatch(clock) as raw:
@@ -171,13 +172,6 @@ class _RequestTimes:
     def tpot(self) -> float | None:
         """Seconds per token after the first; None for a single token."""
         return None if self.tokens < 2 else (self.e2e - self.ttft) / (self.tokens - 1)
-
-
-def _arrivals(cell: Cell, seed: int) -> list[float]:
-    """Arrival times in seconds after the start, ascending: a Poisson process."""
-    assert cell.request_rate is not None
-    gaps = np.random.default_rng([seed, 1]).exponential(1 / cell.request_rate, cell.prompts)
-    return np.cumsum(gaps).tolist()
 
 
 def _requests(engine: Engine, cell: Cell, seed: int, count: int) -> list[Request]:

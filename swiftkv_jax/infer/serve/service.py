@@ -180,6 +180,8 @@ class Service:
         """What one step gave."""
         assert self.engine is not None
         changed: dict[Generation, None] = {}
+        # First tokens first: the rest of the rows would delay them by what they take.
+        events.sort(key=self._has_begun)
         for engine_id, event in events:
             if (found := self._parts.get(engine_id)) is None:
                 continue
@@ -197,6 +199,11 @@ class Service:
             if all(part.is_ended for part in generation.parts):
                 self._end(generation)
         self._pump()
+
+    def _has_begun(self, event: Event) -> bool:
+        """Whether a token of its request has come before."""
+        found = self._parts.get(event[0])
+        return found is not None and found[0].first_token > 0
 
     def _end(self, generation: Generation) -> None:
         """Nothing of it is held any more."""

@@ -8,7 +8,7 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, RequestOutput
 from swiftkv_jax.infer.bench import timing
-from swiftkv_jax.infer.bench.cells import Cell
+from swiftkv_jax.infer.bench.cells import Cell, arrival_times
 from swiftkv_jax.infer.engine.requests import Timing
 from tests.infer.bench.conftest import CELL
 
@@ -122,8 +122,11 @@ def test_times_of_a_request_count_from_its_arrival():
 
 
 def test_arrivals_are_a_poisson_process():
-    gaps = np.diff(timing._arrivals(Cell(9, 6, prompts=4000, request_rate=5.0), seed=1))
+    gaps = np.diff(arrival_times(4000, 5.0, seed=1))
     assert gaps.mean() == pytest.approx(1 / 5, rel=0.1) and gaps.std() == pytest.approx(
         1 / 5, rel=0.1
     )
-    assert timing._arrivals(Cell(9, 6, prompts=3, request_rate=math.inf), seed=1) == [0, 0, 0]
+    even = np.diff(arrival_times(4000, 5.0, seed=1, burstiness=4.0))
+    assert even.mean() == pytest.approx(1 / 5, rel=0.1)
+    assert even.std() == pytest.approx(1 / 10, rel=0.1)
+    assert arrival_times(3, math.inf, seed=1) == [0, 0, 0]

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+from swiftkv_jax.infer.serve.generation import Generation
 from tests.infer.serve.test_ends import BODY, SLOW, connect
 
 
@@ -150,3 +151,27 @@ def test_events_of_the_loop_are_one_call_a_step(start):
     steps = service.engine.snapshot.num_steps
     running.post("/v1/completions", BODY | {"n": 8, "max_tokens": 60})
     assert len(calls) <= service.engine.snapshot.num_steps - steps and 8 <= max(calls) <= 9
+
+
+def test_first_tokens_come_before_those_of_the_rows_that_run(start, monkeypatch):
+    running = start(step_seconds=0.01)
+    steps: list[list[bool]] = []
+    on_events, push = running.app.service._on_events, Generation.push
+
+    def stepped(events):
+        steps.append([])
+        on_events(events)
+
+    def pushed(generation, part, event):
+        steps[-1].append(generation.first_token > 0)
+        return push(generation, part, event)
+
+    running.app.service._on_events = stepped
+    monkeypatch.setattr(Generation, "push", pushed)
+    busy = connect(running, BODY | {"max_tokens": 100, "stream": True})
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.post("/v1/completions", BODY | {"max_tokens": 2})
+    busy.close()
+    running.check_empty()
+    assert all(step == sorted(step) for step in steps)
+    assert [False, True, True] in steps, "the new token, one that runs, the end of the new one"
