@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .hf_serve_table import servers
+from .hf_serve.table import servers
 from .markdown import anchor, section, table
 from .predict.page import summarised
 from .quality import sections

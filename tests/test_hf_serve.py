@@ -11,8 +11,10 @@ import jax
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks import hf_serve, hf_serve_probes, hf_serve_table
-from benchmarks.hf_serve import BASELINE, TEACHER, TINY, Server
+from benchmarks.hf_baseline import BASELINE, TEACHER, TINY
+from benchmarks.hf_serve import __main__ as hf_serve
+from benchmarks.hf_serve import probes, table
+from benchmarks.hf_serve.server import Server
 from swiftkv_jax import demo
 
 EVENTS = [
@@ -71,7 +73,7 @@ def test_verdicts(status, answer, verdict):
 
     def judge(right, unheeded):
         read = lambda found: found["value"]  # noqa: E731
-        return hf_serve_probes._verdict(server, {}, read, right, unheeded)  # pyright: ignore
+        return probes._verdict(server, {}, read, right, unheeded)  # pyright: ignore
 
     assert judge(1, 0) == verdict
     assert judge(1, 1) == "makes no difference here"
@@ -88,7 +90,7 @@ def test_the_server_does_what_it_is_asked(tmp_path):
     command = hf_serve.commands(tmp_path / "python", plain, student)[TEACHER]
     with hf_serve.serving(TEACHER, command, plain) as server:
         text, rows = hf_serve.speed(server, prompts, 8, (1, 2))
-        found = hf_serve_probes.probe(server, plain, prompts[0])
+        found = probes.probe(server, plain, prompts[0])
     assert text and [row["answered"] for row in rows] == [hf_serve.SINGLE, 2]
     assert found.pop("a field that does not exist") == "refused (400)"
     yes = {name: answer for name, answer in found.items() if not answer.startswith("honoured")}
@@ -101,5 +103,5 @@ def test_the_server_does_what_it_is_asked(tmp_path):
         "input_len": 32,
         "output_len": 8,
     }
-    lines = hf_serve_table.servers(document).splitlines()
+    lines = table.servers(document).splitlines()
     assert sum(line.startswith("|") for line in lines) == 2 + 2 + 2 + len(found)

@@ -23,9 +23,9 @@ from swiftkv_jax.infer.bench.cells import Cell, Mode
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, compare, derive, variant_of
 from swiftkv_jax.infer.bench.timing import Raw, measure
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.model_runner_base import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
+from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.shapes import choose_shapes, with_contexts

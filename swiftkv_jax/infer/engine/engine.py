@@ -30,12 +30,13 @@ from ...errors import UsageError
 from .cache_events import CacheEvents
 from .checks import check_fits, check_request, iterate, own_start
 from .grammar import fill_masks, mask_words
-from .model_runner_base import AsyncOutput, ModelRunnerBase, SamplerOutput
+from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
 from .page_pool import PagePool, PrefixStats
 from .request_state import Chunk, RequestState, Sequence
 from .requests import Request, RequestOutput, ScoreRequest
+from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
 from .stats import Load, Stats
 
@@ -177,8 +178,7 @@ class Engine[R: ModelRunnerBase]:
     def abort_request(self, request_id: int, sample: int | None = None) -> None:
         """End a request, or one of its samples: it has no further outputs, and its pages and slots
         become free. Does nothing for one that has ended."""
-        state = self._requests.get(request_id)
-        if state is None:
+        if (state := self._requests.get(request_id)) is None:
             return
         if sample is not None:
             state.aborted.add(sample)

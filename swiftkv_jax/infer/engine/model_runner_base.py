@@ -1,9 +1,11 @@
-"""The interface between the engine and its model runner, and what they exchange. Imports no JAX."""
+"""The interface between the engine and its model runner. Imports no JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from .sampler_output import AsyncOutput, SamplerOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -11,31 +13,6 @@ if TYPE_CHECKING:
     from ..runner.shapes import Shapes
     from .request_state import Chunk, Sequence
     from .scheduler import Limits
-
-NON_FINITE = -2
-"""A token that marks logits that are not finite numbers: nothing follows it."""
-
-
-class SamplerOutput(NamedTuple):
-    """The next token of each row, and log-probabilities for the rows that ask for them. Like every
-    named tuple it is a JAX pytree.
-
-    The log-probabilities are the model's own: the log-softmax of the float32 logits as they come,
-    before any bias, penalty, temperature or filter (vLLM's `raw_logprobs`).
-    """
-
-    token: Any  # i32[B]; `NON_FINITE` where there is none
-    logprob: Any  # f32[B]; of `token`; 0 where the row does not ask
-    top_ids: Any  # i32[B, 20]; the likeliest tokens, best first, as many as asked for, then -1
-    top_logprobs: Any  # f32[B, 20]; theirs, then -inf
-
-
-class AsyncOutput(NamedTuple):
-    """The result of a call that may still run."""
-
-    result: Any
-    index: Any = None
-    """Index of the wanted entries of `result`; None if only the end of the call is waited for."""
 
 
 class ModelRunnerBase(Protocol):

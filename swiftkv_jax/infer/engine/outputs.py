@@ -9,7 +9,6 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from .model_runner_base import NON_FINITE, AsyncOutput, SamplerOutput
 from .request_state import Chunk, RequestState, Sequence
 from .requests import (
     NOT_FINITE,
@@ -19,6 +18,7 @@ from .requests import (
     RequestOutput,
     ScoreRequest,
 )
+from .sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
 
 MAX_SCORES = 2048
 """Scores in one output: their objects and their JSON hold up nothing else for long."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, UInt16
 
 from ...cache import KVCache
 from ...params import Leaf
-from ..engine.model_runner_base import NON_FINITE
+from ..engine.sampler_output import NON_FINITE
 from ..sampling.metadata import SamplingMetadata, empty_sampling
 
 

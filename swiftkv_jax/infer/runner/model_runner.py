@@ -22,9 +22,9 @@ from ...attention import Attention
 from ...cache import bytes_per_token
 from ...errors import OutOfMemoryError, UsageError, name_attention
 from ..engine.grammar import mask_words
-from ..engine.model_runner_base import AsyncOutput, SamplerOutput
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
+from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..sampling.metadata import SamplingMetadata, sampling_row
 from ..sampling.penalties import token_counts_of
 from .compilation import CompileCounter, compile_all

@@ -31,7 +31,7 @@ from ...layers import unembed
 from ...rope import Tables
 from ...sharding import replicated
 from ...transformer import head_major
-from ..engine.model_runner_base import SamplerOutput
+from ..engine.sampler_output import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from ..sampling.penalties import update_token_counts
 from ..sampling.sampler import apply_masks, sample, sample_greedy

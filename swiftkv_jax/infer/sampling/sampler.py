@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt16, UInt32
 
-from ..engine.model_runner_base import NON_FINITE, SamplerOutput
+from ..engine.sampler_output import NON_FINITE, SamplerOutput
 from .logprobs import empty_logprobs, gather_logprobs
 from .metadata import SamplingMetadata
 from .penalties import apply_penalties, changes_logits

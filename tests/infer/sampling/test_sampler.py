@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from swiftkv_jax.infer.engine.model_runner_base import NON_FINITE
+from swiftkv_jax.infer.engine.sampler_output import NON_FINITE
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.sampling.logprobs import gather_logprobs
 from swiftkv_jax.infer.sampling.metadata import SamplingMetadata, empty_sampling, sampling_row

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.engine.model_runner_base import NON_FINITE
+from swiftkv_jax.infer.engine.sampler_output import NON_FINITE
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .markdown import section, table
+from ..markdown import section, table
 
 
 def tables(document: dict[str, Any]) -> list[str]:

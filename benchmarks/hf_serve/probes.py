@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import swiftkv_jax as skv
 
 if TYPE_CHECKING:
-    from .hf_serve import Server
+    from .server import Server
 
 LONG = 300
 """Tokens of an answer that is still being written when its client leaves."""

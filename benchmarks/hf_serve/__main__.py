@@ -10,7 +10,7 @@ another: transformers' without and with continuous batching, this package's with
 with SwiftKV at half of the layers.
 Each answers streams of 512 prompt and 64 new tokens to 1, 4 and 16 clients; greedy text of the
 teacher must be that of transformers. Then both are asked what a server should do besides being
-fast: see `benchmarks.hf_serve_probes`. JSON goes to `benchmarks/results/`.
+fast: see `benchmarks.hf_serve.probes`. JSON goes to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,11 @@ from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.model import Model, add_swiftkv
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 
-from . import hf_serve_probes, hf_serve_table, report
-from .hf_baseline import BASELINE, CONFIG, STUDENT, TEACHER, TINY
+from .. import report
+from ..hf_baseline import BASELINE, CONFIG, STUDENT, TEACHER, TINY
+from .probes import probe
+from .server import Server
+from .table import tables
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -56,70 +59,6 @@ SINGLE = 3
 READY_SECONDS = 600
 BATCHING = "transformers, continuous batching"
 THEIRS = BASELINE, BATCHING
-
-
-class Answer(NamedTuple):
-    """A completion that was streamed; times in seconds since it was asked for."""
-
-    status: int
-    text: str
-    first: float
-    total: float
-    prompt_tokens: int
-    tokens: int
-    finish_reason: str | None
-
-
-@dataclasses.dataclass
-class Server:
-    """A server process with OpenAI's API."""
-
-    process: subprocess.Popen
-    url: str
-    model: str
-    """What requests call the model."""
-
-    def request(self, body: dict[str, Any]) -> urllib.request.Request:
-        content = json.dumps({"model": self.model} | body).encode()
-        headers = {"content-type": "application/json"}
-        return urllib.request.Request(f"{self.url}/v1/completions", content, headers)
-
-    def ask(self, body: dict[str, Any], *, timeout: float = 600) -> tuple[int, Any]:
-        """(status, JSON) of a completion that is not streamed."""
-        try:
-            with urllib.request.urlopen(self.request(body), timeout=timeout) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode(errors="replace")
-
-    def stream(self, body: dict[str, Any], *, on_text: Any = None) -> Answer:
-        """A streamed completion, read to its end; `on_text` is called at the first text."""
-        start, first, text, reason = time.perf_counter(), 0.0, "", None
-        usage = {"prompt_tokens": 0, "completion_tokens": 0}
-        asked = self.request(body | {"stream": True, "stream_options": {"include_usage": True}})
-        with urllib.request.urlopen(asked, timeout=600) as answer:
-            for line in answer:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                usage = event.get("usage") or usage
-                for choice in event.get("choices", ()):
-                    reason = choice.get("finish_reason") or reason
-                    if not choice.get("text"):
-                        continue
-                    if not first:
-                        first = time.perf_counter() - start
-                        if on_text is not None:
-                            on_text()
-                    text += choice["text"]
-            status = answer.status
-        counts = usage["prompt_tokens"], usage["completion_tokens"]
-        return Answer(status, text, first, time.perf_counter() - start, *counts, reason)
-
-    def cpu_seconds(self) -> float:
-        """Processor time that the process has used."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,11 +109,11 @@ def _main(args: argparse.Namespace) -> int:
                 texts[name], rows = speed(server, prompts, output_len, clients)
                 document["speed"] += [{"server": name} | row for row in rows]
                 if name != STUDENT:
-                    found = hf_serve_probes.probe(server, plain, prompts[0])
+                    found = probe(server, plain, prompts[0])
                     document["behaviour"][name] = found
         document["same_text"] = texts[TEACHER] == texts[BASELINE]
     report.write_json(path, document)
-    print("\n\n".join(hf_serve_table.tables(document)))
+    print("\n\n".join(tables(document)))
     return cli.OK if document["same_text"] else cli.ERROR
 
 

@@ -1,0 +1,30 @@
+"""What a model runner's calls give back. Imports no JAX."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+NON_FINITE = -2
+"""A token that marks logits that are not finite numbers: nothing follows it."""
+
+
+class SamplerOutput(NamedTuple):
+    """The next token of each row, and log-probabilities for the rows that ask for them. Like every
+    named tuple it is a JAX pytree.
+
+    The log-probabilities are the model's own: the log-softmax of the float32 logits as they come,
+    before any bias, penalty, temperature or filter (vLLM's `raw_logprobs`).
+    """
+
+    token: Any  # i32[B]; `NON_FINITE` where there is none
+    logprob: Any  # f32[B]; of `token`; 0 where the row does not ask
+    top_ids: Any  # i32[B, 20]; the likeliest tokens, best first, as many as asked for, then -1
+    top_logprobs: Any  # f32[B, 20]; theirs, then -inf
+
+
+class AsyncOutput(NamedTuple):
+    """The result of a call that may still run."""
+
+    result: Any
+    index: Any = None
+    """Index of the wanted entries of `result`; None if only the end of the call is waited for."""
