@@ -18,8 +18,8 @@ import argparse
 import dataclasses
 import functools
 import logging
+import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,9 @@ from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
 from ..model import Model
 from ..presets import PRESETS
-from ..sharding import batch_sharding
 from ..stacks import cast
-from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture
-from .distill import Sums
-from .evaluation import evaluate, sums
+from .evaluation import held_out_batches, sums
 from .far_tokens import FAR_NATS, only_far
 from .output_folder import CALIBRATION, EXPORT, prepare_folder
 from .recipe import DEMO, Recipe
@@ -54,7 +51,6 @@ from .setup import (
     load_data,
     load_model,
     open_tokenizer,
-    own_tail,
     source_dtype,
 )
 from .start import first_delta
@@ -211,12 +207,9 @@ def run(recipe: Recipe) -> int:
     results = {}
     if eval_data is not None:
         copied, _ = first_delta(dataclasses.replace(recipe, init="authors"), model, data, mesh)
-        step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
-        results = {
-            name: measure(recipe, student, eval_data, mesh, step_of(student.config))
-            for name, student in (("copied", copied), ("calibrated", calibrated))
-        }
-        del copied
+        students = {"copied": copied, "calibrated": calibrated}
+        results = measure(recipe, students, eval_data, mesh)
+        del copied, students
     if is_main_process():
         if results:
             print(table(results))
@@ -241,29 +234,29 @@ def run(recipe: Recipe) -> int:
 
 
 def measure(
-    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, step: Callable[..., Sums]
-) -> dict[str, Any]:
-    """Perplexities, divergence and agreement on held-out rows by the evaluation `step`, and the
-    nats lost on the predictions that depend on the far prompt, of which there may be none."""
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
-    tail = own_tail(model.config)
-    rows = step, model.swiftkv, model.llama, data, recipe, sharder
-    found = evaluate(*rows, own_tail=tail)
-    select = functools.partial(
-        only_far, model.config, Attention(mesh, recipe.attention), model.llama
-    )
-    far = sums(*rows, own_tail=tail, select=select)
-    names = {
-        "teacher_perplexity": "eval_teacher_perplexity",
-        "perplexity": "eval_student_perplexity",
-        "kl": "eval_logits_loss",
-        "agreement": "eval_agreement",
-    }
-    tokens = int(far.targets)
-    return {name: found[key] for name, key in names.items()} | {
-        "far_tokens": tokens,
-        "far_nats": float(far.student_nll - far.teacher_nll) / tokens if tokens else None,
-    }
+    recipe: Recipe, students: dict[str, Model], data: DatasetMixture, mesh: Mesh
+) -> dict[str, dict[str, Any]]:
+    """For each student of one teacher: perplexities, divergence and agreement on held-out rows, and
+    the nats lost on the predictions that depend on the far prompt, of which there may be none."""
+    first = next(iter(students.values()))
+    rows = list(held_out_batches(recipe, first.config, data, mesh))
+    attention = Attention(mesh, recipe.attention)
+    far_rows = [only_far(first.config, attention, first.llama, batch) for batch in rows]
+    step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
+    results = {}
+    for name, student in students.items():
+        step = functools.partial(step_of(student.config), student.swiftkv, student.llama)
+        means, far = sums(step, rows).means(), sums(step, far_rows)
+        tokens = int(far.targets)
+        results[name] = {
+            "teacher_perplexity": math.exp(means["teacher_loss"]),
+            "perplexity": math.exp(means["student_loss"]),
+            "kl": float(means["logits_loss"]),
+            "agreement": float(means["agreement"]),
+            "far_tokens": tokens,
+            "far_nats": float(far.student_nll - far.teacher_nll) / tokens if tokens else None,
+        }
+    return results
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

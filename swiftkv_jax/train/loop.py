@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
 from typing import NamedTuple
@@ -22,12 +23,11 @@ from ..errors import UsageError
 from ..kernel_check import checked_implementation, training_configs
 from ..mesh import MeshShape, make_mesh
 from ..params import Llama
-from ..sharding import batch_sharding
 from ..stacks import cast
 from .batch_sharder import BatchSharder
 from .checkpointing import RunCheckpoints, check_resume
 from .data.loader import DatasetMixture, batches
-from .evaluation import evaluate, evaluations_since_best
+from .evaluation import evaluate, evaluations_since_best, held_out_batches
 from .metrics import EVAL_LOSS, MetricsRecorder
 from .output_folder import EXPORT, prepare_folder
 from .profiling import ProfileWindow
@@ -168,7 +168,6 @@ def train(
         micro_batch_sharding(context.mesh),
         (recipe.gradient_accumulation_steps, recipe.micro_batch_size),
     )
-    eval_batches = BatchSharder(batch_sharding(context.mesh), (recipe.micro_batch_size,))
     progress = Progress(
         first_step=first,
         steps=steps,
@@ -191,15 +190,9 @@ def train(
             """The held-out loss; None without held-out data."""
             if context.eval_data is None:
                 return None
-            results = evaluate(
-                eval_step,
-                state.delta,
-                context.llama,
-                context.eval_data,
-                recipe,
-                eval_batches,
-                own_tail=own_tail(context.config),
-            )
+            rows = held_out_batches(recipe, context.config, context.eval_data, context.mesh)
+            compare = functools.partial(eval_step, state.delta, context.llama)
+            results = evaluate(compare, rows, recipe.hidden_loss_weight)
             metrics.record_evaluation(step, results)
             return results[EVAL_LOSS]
 

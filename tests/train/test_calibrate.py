@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import tracemalloc
 from pathlib import Path
@@ -16,6 +17,7 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.train import calibrate as train_calibrate
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
 from swiftkv_jax.transformer import unpacked_batch
@@ -78,6 +80,24 @@ def test_for_generated_tokens_with_keys_of_their_own(folder):
     )
     assert (own["generated_kv"], own["exact_tail"]) == ("own", 8)
     assert own["held_out"]["calibrated"]["kl"] < boundary["held_out"]["calibrated"]["kl"]
+
+
+def test_far_predictions_are_found_once(folder, monkeypatch):
+    """For both students. Where all are far, what is lost there is what is lost."""
+    found = []
+
+    def all_are_far(*arguments):
+        found.append(float(arguments[-1].loss_mask.sum()))
+        return arguments[-1]
+
+    monkeypatch.setattr(train_calibrate, "only_far", all_are_far)
+    flags = ["--num-key-value-layers", "2", "--eval-data", str(folder / "text.txt")]
+    assert calibrate(folder, *flags, "--output-dir", str(folder / "once")) == 0
+    record = json.loads((folder / "once" / "calibration.json").read_text())
+    for student in record["held_out"].values():
+        assert student["far_tokens"] == sum(found)
+        lost = math.log(student["perplexity"] / student["teacher_perplexity"])
+        assert student["far_nats"] == pytest.approx(lost, rel=1e-4)
 
 
 BAD_INPUT = {
