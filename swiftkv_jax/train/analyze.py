@@ -35,6 +35,7 @@ from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
+from .far_tokens import FAR_NATS
 from .plots import draw_analysis
 from .recipe import DEMO, Init, Recipe
 from .start import TOKENS_PER_DIMENSION
@@ -300,6 +301,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "KL",
         "agreement",
         "perplexity",
+        "far nats",
         "prefill FLOPs",
         "KV bytes/token",
         "KV cache",
@@ -314,7 +316,15 @@ def table(analysis: Analysis, num_layers: int) -> str:
     ]
     title = f"undistilled students, {_describe_init(analysis)}, on {analysis.tokens:,} predicted"
     title += f" tokens; teacher's perplexity {analysis.teacher_perplexity:,.2f}"
-    return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], _describe_far(analysis)])
+
+
+def _describe_far(analysis: Analysis) -> str:
+    """What the far tokens are."""
+    return (
+        f"far nats: lost on the {analysis.far_tokens:,} tokens on which the teacher loses more "
+        f"than {FAR_NATS:g} nat without the far part of the row"
+    )
 
 
 def _describe_init(analysis: Analysis) -> str:
@@ -332,6 +342,7 @@ def _cells(cut: CutResult, num_layers: int) -> list[str]:
         f"{cut.kl:.4f}",
         f"{cut.agreement:.1%}",
         f"{cut.student_perplexity:,.2f}",
+        "none" if cut.far_nats is None else f"{cut.far_nats:+.3f}",
         f"{cut.prefill_flops_share:.1%}",
         f"{cut.kv_bytes_per_token:,}",
         f"{cut.kv_bytes_share:.1%}",

@@ -33,6 +33,7 @@ from ..sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activat
 from ..transformer import Batch, cross_layer, packed_attention, project_kv, self_layer
 from .cut_kv import States, calibrated_kv, copied_kv, layer_of
 from .distill import linear_kl
+from .far_tokens import only_far
 from .recipe import Init
 
 
@@ -48,6 +49,8 @@ class CutResult:
     agreement: float
     """Share of positions where teacher and student rank the same token first."""
     student_perplexity: float
+    far_nats: float | None
+    """Nats lost on the predictions that depend on the far part of the row; None without any."""
     prefill_flops_share: float
     """FLOPs of a prefill as a share of the teacher's."""
     kv_bytes_per_token: int
@@ -66,6 +69,8 @@ class Analysis:
     """What the students start from."""
     tokens: int
     """Number of predicted tokens."""
+    far_tokens: int
+    """Number of those that depend on the far part of the row, see `far_tokens`."""
     calibration_tokens: int
     """Number of other tokens that a start in closed form is fitted to."""
     teacher_perplexity: float
@@ -109,8 +114,10 @@ def analyze_cuts(
 
     A start in closed form is fitted to the tokens of `calibration`, batches of the same shape. It
     needs device memory for the second moments, see `cut_kv.plan_passes`; every start for the
-    projections of one K, once for each of its g. `prompt_length` is the number of tokens of the
-    prefill whose FLOPs are counted. Raises `ValueError` if there is no token to fit to.
+    projections of one K, once for each of its g. Far tokens cost two more passes of the teacher
+    over `batches` in all, and two more products with the output matrix for each cut.
+    `prompt_length` is the number of tokens of the prefill whose FLOPs are counted. Raises
+    `ValueError` if there is no token to fit to.
     """
     states = functools.partial(_states, config, attention, llama)
     groups = {k: [g for _, g in found] for k, found in itertools.groupby(cuts, lambda cut: cut[0])}
@@ -120,23 +127,28 @@ def analyze_cuts(
     else:
         calibration = ()
         starts = copied_kv(config, llama, groups, init, attention.mesh)
-    results, teacher_nll, targets = [], 0.0, sum(float(b.loss_mask.sum()) for b in batches)
+    far = [only_far(config, attention, llama, batch).loss_mask for batch in batches]
+    targets = sum(float(batch.loss_mask.sum()) for batch in batches)
+    far_tokens = int(sum(float(mask.sum()) for mask in far))
+    counts = np.array([targets] * 4 + [max(far_tokens, 1)])
+    results, teacher_nll = [], 0.0
     for k, students in starts:
-        sums = np.zeros((len(students), 4))
-        for batch, inputs, last in states(batches, f"K={k}"):
+        sums = np.zeros((len(students), len(counts)))
+        for (batch, inputs, last), mask in zip(states(batches, f"K={k}"), far, strict=True):
             first = jnp.int32(k)
             parts = [
-                cut_sums(config, attention, llama, batch, inputs, last, first, student.kv)
+                cut_sums(config, attention, llama, batch, mask, inputs, last, first, student.kv)
                 for student in students
             ]
             sums += np.array(jax.device_get(parts))
-        for g, student, means in zip(groups[k], students, sums / targets, strict=True):
+        for g, student, means in zip(groups[k], students, sums / counts, strict=True):
             row = _cut(config, k, g, means, student.layers, prompt_length, llama.embed.dtype)
-            results.append(row)
+            results.append(row if far_tokens else dataclasses.replace(row, far_nats=None))
             teacher_nll = float(means[2])
     return Analysis(
         init=init,
         tokens=int(targets),
+        far_tokens=far_tokens,
         calibration_tokens=_real_tokens(calibration),
         teacher_perplexity=float(np.exp(teacher_nll)),
         similarity=_similarity(attention, states(batches, "similarity")),
@@ -166,7 +178,7 @@ def _real_tokens(batches: Iterable[Batch]) -> int:
 def _cut(
     config: Config, k: int, g: int, means, layers: tuple[LayerFit, ...], prompt_length: int, dtype
 ) -> CutResult:
-    kl, agreement, _, student_nll = map(float, means)
+    kl, agreement, _, student_nll, far_nats = map(float, means)
     cut = config.cut(k, g)
     kv_bytes = bytes_per_token(cut, dtype)
     return CutResult(
@@ -175,6 +187,7 @@ def _cut(
         kl=max(kl, 0.0),  # K = L-1 changes nothing: rounding may then fall below 0
         agreement=agreement,
         student_perplexity=float(np.exp(student_nll)),
+        far_nats=far_nats,
         prefill_flops_share=prefill_flops(cut, prompt_length, swiftkv=True)
         / prefill_flops(cut, prompt_length, swiftkv=False),
         kv_bytes_per_token=kv_bytes,
@@ -238,13 +251,15 @@ def cut_sums(
     attention: Attention,
     llama: Llama,
     batch: Batch,
+    far: Float[Array, "B T"],
     inputs: Float[Array, "L B T D"],
     last: Float[Array, "B T D"],
     first_upper: Int[Array, ""],
     kv: SwiftKV,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """`linear_kl` at temperature 1 between the teacher, which is `last`, and the student of one
-    cut, whose upper layers' keys and values are projected by the entries of `kv` in turn."""
+    cut, whose upper layers' keys and values are projected by the entries of `kv` in turn; and the
+    nats that the student loses on the predictions that `far` leaves."""
     config = config.at_length(batch.tokens.shape[1])
     mesh, tables = attention.mesh, rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
@@ -276,14 +291,15 @@ def cut_sums(
 
     student_x = jax.lax.fori_loop(first_upper, config.num_layers, run_layer, first_x)
     student_x, teacher_x = (norm(config, x, llama.final_norm) for x in (student_x, last))
-    next_tokens = jnp.roll(batch.tokens, -1, axis=1)
-    return linear_kl(
+    compare = functools.partial(
+        linear_kl,
         1.0,
         student_x,
         teacher_x,
         head_weights(llama),
-        next_tokens,
-        batch.loss_mask,
+        jnp.roll(batch.tokens, -1, axis=1),
         config=config,
         mesh=mesh,
     )
+    _, _, teacher_far, student_far = compare(far)
+    return *compare(batch.loss_mask), student_far - teacher_far

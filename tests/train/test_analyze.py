@@ -20,9 +20,10 @@ from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import Llama, SwiftKV
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import analyze, cut_kv, sweep
+from swiftkv_jax.train import analyze, cut_kv, far_tokens, sweep
 from swiftkv_jax.train.cut_kv import plan_passes
 from swiftkv_jax.train.distill import Objective, distill_sums
+from swiftkv_jax.train.far_tokens import only_far
 from swiftkv_jax.train.recipe import Init
 from swiftkv_jax.train.sweep import Analysis, CutResult, analyze_cuts, possible_cuts
 from swiftkv_jax.transformer import Batch, run_lower_layers, teacher
@@ -44,16 +45,17 @@ FUNCTION = "def f(x):\n    return x + 1\n\n\n"
 FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,75", "--groups", "1,2"]
 
 
-def packed_batch(seed: int) -> Batch:
-    """Rows with two documents and some padding."""
+def packed_batch(seed: int, first: int = 7) -> Batch:
+    """Rows with two documents, of which the first has `first` tokens, and some padding."""
     tokens = jax.random.randint(jax.random.key(seed), (4, 16), 0, CONFIG.vocab_size)
     at = jnp.broadcast_to(jnp.arange(16), (4, 16))
-    segments = jnp.where(at < 7, 1, jnp.where(at < 13, 2, 0))
-    mask = ((at != 6) & (at < 12)).astype(jnp.float32)
-    return Batch(tokens, jnp.where(at < 7, at, at - 7) * (segments > 0), segments, mask)
+    segments = jnp.where(at < first, 1, jnp.where(at < 13, 2, 0))
+    mask = ((at != first - 1) & (at < 12)).astype(jnp.float32)
+    positions = jnp.where(at < first, at, at - first) * (segments > 0)
+    return Batch(tokens, positions, segments, mask)
 
 
-BATCHES = [packed_batch(1), packed_batch(2)]
+BATCHES = [packed_batch(1), packed_batch(2, first=11)]
 OTHERS = [packed_batch(seed) for seed in range(3, 7)]
 
 
@@ -69,6 +71,17 @@ direct_sums: Any = jax.jit(distill_sums, static_argnums=0, static_argnames="obje
 def analyzed(init: Init = "closed-form", **changes) -> Analysis:
     arguments = {"prompt_length": 100, "attention": Attention(), "calibration": OTHERS}
     return analyze_cuts(CONFIG, LLAMA, BATCHES, CUTS, init=init, **(arguments | changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_gaps_are_far():
+    """Of a random teacher."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(far_tokens, "FAR_NATS", 0.01)
+        program: Any = only_far
+        program.clear_cache()
+        yield
+        program.clear_cache()
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +165,14 @@ def test_a_cut_equals_its_student(k, g, init, copies):
     config, llama, delta, layers = student_of(k, g, init)
     assert (delta.mix is not None) == (g > 1 and init == "closed-form")
     objective = Objective(temperature=1.0)
-    sums = [direct_sums(config, delta, llama, batch, objective=objective) for batch in BATCHES]
-    expected = jax.tree.map(lambda *parts: float(sum(parts)), *sums)
+    far = [only_far(config, Attention(), llama, batch) for batch in BATCHES]
+    expected, of_far = (
+        jax.tree.map(
+            lambda *parts: float(sum(parts)),
+            *(direct_sums(config, delta, llama, batch, objective=objective) for batch in batches),
+        )
+        for batches in (BATCHES, far)
+    )
     np.testing.assert_allclose(cut.kl, expected.kl / expected.targets, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(cut.agreement, expected.agreement / expected.targets, rtol=1e-6)
     np.testing.assert_allclose(
@@ -163,6 +182,9 @@ def test_a_cut_equals_its_student(k, g, init, copies):
         np.log(analysis.teacher_perplexity), expected.teacher_nll / expected.targets, rtol=1e-4
     )
     assert analysis.tokens == expected.targets
+    assert 3 < analysis.far_tokens == of_far.targets < expected.targets / 4
+    lost = (of_far.student_nll - of_far.teacher_nll) / of_far.targets
+    np.testing.assert_allclose(cut.far_nats, lost, rtol=1e-3, atol=1e-5)
     assert [fit.layer for fit in cut.layers] == [fit.layer for fit in layers]
     ours, theirs = ([dataclasses.astuple(fit) for fit in fits] for fits in (cut.layers, layers))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
@@ -270,6 +292,8 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "teacher's perplexity" in lines[0]
     assert f"in closed form from {result['calibration_tokens']:,} other tokens" in lines[0]
+    *lines, far = lines
+    assert far.startswith(f"far nats: lost on the {result['far_tokens']:,} tokens")
     assert [line.split()[:3] for line in lines[3:]] == [
         ["4", "50.0%", "1"],
         ["4", "50.0%", "2"],
@@ -287,6 +311,7 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
     for cut, line in zip(result["cuts"], lines[3:], strict=True):
         fits = [LayerFit(**layer) for layer in cut["layers"]]
         assert [fit.layer for fit in fits] == list(range(cut["num_key_value_layers"], 8))
+        assert line.split()[6] == f"{cut['far_nats']:+.3f}"
         means = [np.mean([getattr(fit, name) for fit in fits]) for name in ("r2_k", "r2_v")]
         assert line.split()[-2:] == [f"{mean:.3f}" for mean in means]
         assert all(fit.kept_k <= 1 and fit.kept_v <= 1 for fit in fits)
@@ -299,6 +324,8 @@ def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "undistilled students, copied (leader), on" in lines[0] and "R2" not in lines[1]
     assert result["calibration_tokens"] == 0 and result["cuts"][0]["layers"] == []
+    assert result["far_tokens"] == 0 and result["cuts"][0]["far_nats"] is None
+    assert all(line.split()[6] == "none" for line in lines[3:-1])
 
 
 def test_the_number_of_calibration_tokens(tmp_path):
