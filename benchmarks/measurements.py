@@ -19,9 +19,7 @@ from typing import Any
 from .hf_serve.table import servers
 from .markdown import anchor, section, table
 from .predict.page import summarised
-from .quality import sections
-from .quality.table import merged
-from .quality.table import section as quality_section
+from .quality.sections import sections
 from .recorded import asserted, demo, shipped
 
 ROOT = Path(__file__).parent.parent
@@ -37,16 +35,6 @@ RESULT_NAMES = {
     "decode rows": "infer-decode-rows-cpu",
     "transformers": "hf-baseline-cpu",
     "servers": "hf-serve-cpu",
-    "quality": "quality-cpu",
-    "longer training": "quality-512-cpu",
-    "own keys and values": "quality-own-cpu",
-    "a quarter": "quality-quarter-cpu",
-    "larger learning rates": "quality-authors-cpu",
-    "cross-entropy": "quality-cross-entropy-cpu",
-    "another teacher": "quality-t1-cpu",
-    "another teacher, trained": "quality-t1-64-cpu",
-    "another teacher, own": "quality-t1-own-cpu",
-    "generated functions": "quality-generation-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
@@ -54,6 +42,8 @@ RESULT_NAMES = {
     "predictions": "predicted-for-h200",
 }
 """Subject -> what the names of its result files begin with; they end in the time."""
+QUALITY = "quality-*.json"
+"""All files count: each has some of the students."""
 
 
 def newest_path(subject: str) -> Path:
@@ -296,15 +286,17 @@ def of(make: Callable[..., str], *subjects: str) -> Callable[[], str]:
     return lambda: make(*map(newest, subjects))
 
 
-def with_larger_rates(make: Callable[[dict[str, Any]], str], subject: str) -> Callable[[], str]:
-    """As `of`, with the authors' recipe at the learning rates of a later run too."""
-    return lambda: make(merged(newest(subject), newest("larger learning rates")))
+def quality_documents() -> list[dict[str, Any]]:
+    """The results of `benchmarks.quality`."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(QUALITY))]
 
 
 def sources() -> str:
     rows = []
-    for subject in RESULT_NAMES:
-        path, result = newest_path(subject), newest(subject)
+    paths = [(subject, newest_path(subject)) for subject in RESULT_NAMES]
+    paths += [("quality", path) for path in sorted(RESULTS.glob(QUALITY))]
+    for subject, path in paths:
+        result = json.loads(path.read_text(encoding="utf-8"))
         where = result["device"]["kind"]
         for verb in ("compiled", "predicted"):
             if machine := result.get(f"{verb}_for"):
@@ -340,27 +332,14 @@ SECTIONS = (
     kv_projection,
     of(summarised, "predictions"),
     eight_bits,
-    with_larger_rates(quality_section, "quality"),
-    of(sections.longer_training, "longer training"),
-    of(sections.fitted_for_own, "own keys and values"),
-    with_larger_rates(sections.a_quarter, "a quarter"),
-    of(sections.without_teacher, "cross-entropy", "quality"),
-    of(
-        sections.another_teacher,
-        "another teacher",
-        "another teacher, trained",
-        "another teacher, own",
-    ),
-    of(sections.generated_functions, "generated functions"),
-    shipped,
-    demo,
-    sources,
 )
+LAST_SECTIONS = (shipped, demo, sources)
 
 
 def page() -> str:
     """The whole page."""
     parts = [make() for make in SECTIONS]
+    parts += [*sections(quality_documents()), *(make() for make in LAST_SECTIONS)]
     titles = [part.splitlines()[0].removeprefix("## ") for part in parts]
     contents = " · ".join(f"[{title}](#{anchor(title)})" for title in titles)
     return (

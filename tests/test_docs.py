@@ -19,6 +19,7 @@ import swiftkv_jax as skv
 from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
 from benchmarks.quality import table
+from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import COMMANDS
 from tests import tiny
@@ -26,7 +27,6 @@ from tests.compile import test_bundles
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-RATES = "larger learning rates"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -286,9 +286,8 @@ def test_figures_of_the_readme_are_the_measured_ones():
 
 def test_quality_in_the_readme_is_the_measured_one():
     """Perplexity above the teacher's and nats on far tokens, of each row and group size."""
-    quality = table.merged(measurements.newest("quality"), measurements.newest(RATES))
-    longer = measurements.newest("longer training")
-    found = {table.key(row): row for document in (longer, quality) for row in document["rows"]}
+    demo = by_teacher(measurements.quality_documents())["demo"]
+    found = {table.key(row): row for row in demo["rows"]}
     lines = {
         line.split("|")[1].strip(): line for line in text_of(README).splitlines() if "|" in line
     }
@@ -305,8 +304,7 @@ def test_quality_in_the_readme_is_the_measured_one():
             digits = 0 if above > 0.1 and start == "authors" else 1
             cells.append(f"{100 * above:.{digits}f} %, {far:.2f}")
         assert lines[name] == f"| {name} | {' | '.join(cells)} |"
-    own = measurements.newest("own keys and values")["rows"]
-    (row,) = (r for r in own if table.key(r)[:5] == (4, 1, "closed-form", 0, "own+64"))
+    row = found[4, 1, "closed-form", 0, "own+64", "own", "distillation"]
     above, far = row["answers"]["above"]["value"], row["far"]["difference"]["value"]
     assert f"generated-tokens): {100 * above:.1f} %, {far:.2f}." in text_of(README)
 

@@ -1,114 +1,88 @@
-"""Sections of `docs/measurements.md` besides the large table of `table`."""
+"""Sections of `docs/measurements.md`: a table of all measured students of each teacher."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..markdown import section, table
-from .table import describe, key, rows_table, verdict
+from .. import markdown
+from .students import STARTS
+from .table import LEGEND, Row, describe, key, rows_table, verdict
+
+TITLE = "What each cut costs in quality"
 
 
-def longer_training(document: dict[str, Any]) -> str:
-    """Rows after 512 steps."""
-    rows = [row for row in document["rows"] if row["steps"] == 512]
-    tokens = rows[0]["steps"] * document["tokens_per_step"]
-    return section(
-        "After 512 steps",
-        f"The same at half the prefill after 512 steps ({tokens / 1e6:.1f}M tokens) from the "
-        "closed form, one seed; the authors' recipe was not trained for as long.",
-        rows_table(rows),
-    )
+def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """A section for each teacher, the demo model first."""
+    for teacher, document in by_teacher(documents).items():
+        about = [
+            f"{describe(document)} `python -m benchmarks.quality`, all runs together: where a "
+            "student was measured more than once, the row at the best learning rate, then that of "
+            "more seeds, then the newest.",
+            LEGEND,
+        ]
+        if teacher != "demo":
+            about = [
+                f"{describe(document)} It learned from installed packages, and other packages are "
+                "held out (`python -m benchmarks.teachers`); `python -m benchmarks.quality "
+                f"--teacher FOLDER`. Columns as [above](#{markdown.anchor(TITLE)})."
+            ]
+        bars = [f"- {line}" for line in verdict(document["rows"])[0] if " (bar " in line]
+        title = TITLE if teacher == "demo" else f"{TITLE}: the teacher {teacher}"
+        yield markdown.section(title, *about, rows_table(document["rows"]), "\n".join(bars))
 
 
-def fitted_for_own(document: dict[str, Any]) -> str:
-    """Students that are fitted to and trained for own keys and values."""
-    lines, _ = verdict(document["rows"])
-    return section(
-        "Calibrated for generated tokens that keep their own",
-        "The same files and columns. These students are "
-        "[calibrated](calibration.md#generated-tokens), and where they have steps trained, for "
-        "own keys and values of the tokens after the prompt; the rows above are served so "
-        "without. `python -m benchmarks.quality --generated-kv own`.",
-        rows_table([row for row in document["rows"] if row["mode"] != "boundary"]),
-        "\n".join(f"- {line}" for line in lines if line.startswith(("met", "not met"))),
-    )
+def by_teacher(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Name of each teacher, the demo model's first -> its results, merged."""
+    groups = itertools.groupby(sorted(documents, key=_order), key=_teacher)
+    return {teacher: merged(list(of_teacher)) for teacher, of_teacher in groups}
 
 
-def another_teacher(untrained: dict[str, Any], trained: dict[str, Any], own: dict[str, Any]) -> str:
-    """Students of a teacher that is not the demo model. `own` are those that are fitted to own keys
-    and values."""
-    rows = [*untrained["rows"], *trained["rows"]]
-    fitted = [row for row in own["rows"] if row["mode"] != "boundary"]
-    lines, _ = verdict([*rows, *fitted])
-    return section(
-        "Another teacher",
-        describe(untrained)
-        + " It learned from installed packages, and other packages are held out "
-        "(`python -m benchmarks.teachers`); `python -m benchmarks.quality --teacher FOLDER`.",
-        rows_table(rows),
-        "Calibrated for generated tokens that keep their own (`--generated-kv own`):",
-        rows_table(fitted),
-        "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
-    )
+def _teacher(document: dict[str, Any]) -> str:
+    return document.get("teacher", {"name": "demo"})["name"]
 
 
-def without_teacher(document: dict[str, Any], with_teacher: dict[str, Any]) -> str:
-    """Students that are trained with the text alone, beside those that are distilled."""
-    rows = document["rows"]
-    distilled = {key(row)[:-1]: row for row in with_teacher["rows"]}
-    return section(
-        "Trained with the text alone",
-        "A control: the same students, steps and learning rate, but cross-entropy with the text in "
-        "place of the teacher's distribution and hidden states (`--loss cross-entropy`), one seed.",
-        table(
-            ("K of layers", "g", "steps", "serving", "text alone", "distilled"),
-            [
-                (
-                    f"{row['num_key_value_layers']} ({row['share']:.1%})",
-                    str(row["key_value_group_size"]),
-                    str(row["steps"]),
-                    row["mode"],
-                    *(
-                        f"{each['answers']['above']['value']:+.2%}"
-                        for each in (row, distilled[key(row)[:-1]])
-                    ),
-                )
-                for row in rows
-            ],
-        ),
-        "Perplexity above the teacher's, on the tokens after the prompt.",
-    )
+def _order(document: dict[str, Any]) -> tuple[bool, str, str]:
+    teacher = _teacher(document)
+    return teacher != "demo", teacher, document["date"]
 
 
-def a_quarter(document: dict[str, Any]) -> str:
-    """Rows of the smallest share of layers."""
-    return section(
-        "A quarter of the layers",
-        "Prefill of two of eight layers, on the same files. No variant is fit for use: all lose "
-        "more than a nat on the tokens that depend on the far prompt.",
-        rows_table(document["rows"]),
-    )
+def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The results of one teacher, oldest first, as one. Of a student that was measured more than
+    once the best learning rate counts, at the same rate the row of more seeds, then the newest.
+
+    What is fitted to own keys and values but served without is left out. Raises `ValueError` if
+    they were not measured on the same text.
+    """
+    first, found = documents[0], dict[tuple, Row]()
+    for document in documents:
+        if _text(document) != _text(first):
+            raise ValueError(f"{document['command']}: not the text of {first['command']}")
+        for row in document["rows"]:
+            if row["mode"] != "boundary" or row.get("generated_kv") != "own":
+                before = found.get(key(row))
+                found[key(row)] = row if before is None else _better(before, row)
+    return first | {"rows": sorted(found.values(), key=_row_order)}
 
 
-def generated_functions(document: dict[str, Any]) -> str:
-    """How many of the generated blocks parse."""
-    rows = [row for row in document["rows"] if row["blocks"]]
-    blocks = rows[0]["blocks"]
-    return section(
-        "Generated functions that parse",
-        f"Of {blocks['prompts']} functions of the held-out files, written greedily from their "
-        f"header at half the prefill, without training; of the teacher's {blocks['teacher']} "
-        "parse.",
-        table(
-            ("g", "start", "serving", "parse"),
-            [
-                (
-                    str(row["key_value_group_size"]),
-                    row["start"],
-                    row["mode"],
-                    str(row["blocks"]["student"]),
-                )
-                for row in rows
-            ],
-        ),
-    )
+def _text(document: dict[str, Any]) -> tuple[int, ...]:
+    tokens = document["rows"][0]["answers"]["tokens"]
+    return document["documents"], document["prompt"], document["tokens_per_step"], tokens
+
+
+def _better(before: Row, later: Row) -> Row:
+    """The row that counts, with the learning rates of both; generated blocks of either."""
+    rates = (before["perplexity_of_rates"] or {}) | (later["perplexity_of_rates"] or {})
+    if before["learning_rate"] == later["learning_rate"]:
+        row = max(later, before, key=lambda each: len(each["seeds"]))
+    else:
+        row = min(before, later, key=lambda each: rates[f"{each['learning_rate']:g}"])
+    blocks = later["blocks"] or before["blocks"]
+    return row | {"perplexity_of_rates": rates or None, "blocks": blocks}
+
+
+def _row_order(row: Row) -> tuple:
+    lower, group, start, steps, mode, generated_kv, loss = key(row)
+    alone = loss == "cross-entropy"
+    return -lower, group, STARTS.index(start), generated_kv, steps, alone, mode

@@ -1,4 +1,4 @@
-"""The table of a result, its verdict, and its section of the page of measurements."""
+"""The table of a result, and its verdict."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from swiftkv_jax.train.far_tokens import FAR_NATS
 
 from .. import markdown
 
@@ -75,22 +77,6 @@ def name(row: Row) -> str:
     )
 
 
-def merged(document: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """`document` after a later run on the same text: its rows of the same students count instead.
-    Of one at other learning rates the better row counts, with the rates of both."""
-    found = {key(row): row for row in document["rows"]}
-    for row in later["rows"]:
-        before = found.get(key(row))
-        if before is None:
-            continue
-        if row["learning_rate"] != before["learning_rate"]:
-            rates = before["perplexity_of_rates"] | row["perplexity_of_rates"]
-            best = min(before, row, key=lambda each: rates[f"{each['learning_rate']:g}"])
-            row = best | {"perplexity_of_rates": rates}
-        found[key(row)] = row
-    return document | {"rows": list(found.values())}
-
-
 # Verdict ----------------------------------------------------------------------
 
 
@@ -140,23 +126,37 @@ def _figure(row: Row, figure: str) -> float | None:
 
 def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """At equal tokens the closed form must end below the authors' recipe at its best rate, in every
-    mode. Undecided where the difference is less than two standard errors over seeds, or the best
-    rate is the smallest or largest that was tried."""
+    mode."""
+    for ours, authors in of_authors(rows):
+        own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
+        outcome = against(ours, authors)
+        yield (
+            f"{outcome}: {name(ours)}: perplexity {own['perplexity']:.3f}, authors' recipe at "
+            f"its best rate ({_rate(authors)}) {theirs['perplexity']:.3f}"
+            + "; far tokens {}, theirs {}".format(*map(_far_loss, (ours, authors))),
+            outcome != "not met",
+        )
+
+
+def of_authors(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each student that is distilled from the closed form, and the authors' of the same cut, steps
+    and mode, where it has been measured."""
     trained = {key(row): row for row in rows if row["steps"]}
     for (lower, group, start, steps, mode, _, loss), ours in trained.items():
         authors = trained.get((lower, group, "authors", steps, mode, "boundary", "distillation"))
         if (start, loss) == ("closed-form", "distillation") and authors is not None:
-            own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
-            gap = theirs["perplexity"] - own["perplexity"]
-            outcome = "met" if gap > 0 else "not met"
-            if abs(gap) < 2 * _standard_error(ours, authors) or (gap > 0 and _at_edge(authors)):
-                outcome = "undecided"
-            yield (
-                f"{outcome}: {name(ours)}: perplexity {own['perplexity']:.3f}, authors' recipe at "
-                f"its best rate ({_rate(authors)}) {theirs['perplexity']:.3f}"
-                + "; far tokens {}, theirs {}".format(*map(_far_loss, (ours, authors))),
-                outcome != "not met",
-            )
+            yield ours, authors
+
+
+def against(ours: Row, authors: Row) -> str:
+    """Whether the student's perplexity is below the authors': undecided where the difference is
+    less than two standard errors over seeds, or theirs may be better at a rate not tried yet, their
+    best one being the smallest or largest."""
+    own, theirs = ((row["all"] or row["answers"])["perplexity"] for row in (ours, authors))
+    gap = theirs - own
+    if abs(gap) < 2 * _standard_error(ours, authors) or (gap > 0 and _at_edge(authors)):
+        return "undecided"
+    return "met" if gap > 0 else "not met"
 
 
 def _standard_error(*rows: Row) -> float:
@@ -189,15 +189,17 @@ def _far_loss(row: Row) -> str:
 
 
 def _refused(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        far = row["far"]
-        if far and far["difference"]["value"] > MAX_FAR_LOSS:
-            loss = far["difference"]
-            yield (
-                f"refused: {name(row)}: loses {loss['value']:.2f} nats "
-                f"[{loss['low']:.2f}, {loss['high']:.2f}] on the {far['tokens']:,} tokens that "
-                f"depend on the far prompt, whatever its averages"
-            )
+    for row in filter(is_refused, rows):
+        loss = row["far"]["difference"]
+        yield (
+            f"refused: {name(row)}: loses {loss['value']:.2f} nats [{loss['low']:.2f}, "
+            f"{loss['high']:.2f}] on the {row['far']['tokens']:,} tokens that depend on the far "
+            f"prompt, whatever its averages"
+        )
+
+
+def is_refused(row: Row) -> bool:
+    return bool(row["far"]) and row["far"]["difference"]["value"] > MAX_FAR_LOSS
 
 
 # Table ------------------------------------------------------------------------
@@ -210,69 +212,67 @@ HEADER = (
     "serving",
     "perplexity",
     "above the teacher",
-    "KL",
-    "agreement",
     "after the prompt",
     "KL",
-    "far tokens, nats",
-    "others, nats",
+    "agreement",
+    "far tokens, nats lost",
     "recall",
     "blocks",
+    "verdict",
 )
+_VERDICTS = {"met": "better", "not met": "worse", "undecided": "undecided"}
 
 
 def table(document: dict[str, Any]) -> str:
     """Markdown, with what the columns are above it."""
-    return f"{describe(document)}\n\n{markdown.table(HEADER, map(_line, document['rows']))}"
+    return "\n\n".join([describe(document), LEGEND, rows_table(document["rows"])])
 
 
-def section(document: dict[str, Any]) -> str:
-    """The section of the page of measurements."""
-    lines, _ = verdict(document["rows"])
-    return markdown.section(
-        "What each cut costs in quality",
-        describe(document) + " `python -m benchmarks.quality`.",
-        rows_table(document["rows"]),
-        "The authors' recipe is at the best of its learning rates, which were tried upwards until "
-        "one was worse. "
-        f"A student that loses more than {MAX_FAR_LOSS:g} nats on the far tokens is refused: it no "
-        "longer reads the distant prompt, however close its averages are to the teacher's.",
-        "\n".join(f"- {line}" for line in lines if not line.startswith("not measured")),
-    )
-
-
-def rows_table(rows: Sequence[dict[str, Any]]) -> str:
+def rows_table(rows: Sequence[Row]) -> str:
     """A line for each student."""
-    return markdown.table(HEADER, map(_line, rows))
+    beside = {key(ours): _VERDICTS[against(ours, authors)] for ours, authors in of_authors(rows)}
+    return markdown.table(HEADER, (_line(row, beside.get(key(row), "")) for row in rows))
+
+
+LEGEND = (
+    "K layers keep their keys and values, g upper layers share a cache. Starts are the teacher's "
+    "projections (`authors`: their mean in a group; `leader`: those of its first layer) or least "
+    "squares (`closed-form`; with `own`, fitted to and trained for own keys and values). The first "
+    "is trained by the authors' recipe at the best of its learning rates, the others by this "
+    "package's, or with the text alone, as a control. From `after the prompt` on, figures are of "
+    "the tokens after a prompt: serving `own` keeps their own keys and values, `own+64` also those "
+    "of the prompt's last 64. Brackets are 95 % intervals over the files, ± is the standard "
+    "deviation over seeds; without it there is one. On far tokens the teacher loses more than "
+    f"{FAR_NATS:g} nat without the prompt but its last 64 tokens. A student that loses more than "
+    f"{MAX_FAR_LOSS:g} there is refused: it no longer reads the distant prompt, however close its "
+    "averages are to the teacher's. The verdict also says whether perplexity is better than with "
+    "the authors' recipe after as many steps: undecided within two standard errors over seeds, or "
+    "where its best rate is the last one tried."
+)
 
 
 def describe(document: dict[str, Any]) -> str:
     """What was measured, in a paragraph."""
-    first = document["rows"][0]
+    rows = document["rows"]
+    first = next(row for row in rows if row["all"])
     whole, answers, far, recall = (first[name] for name in ("all", "answers", "far", "recall"))
     sentences = [
         f"{_teacher(document)} on {document['documents']} held-out files, "
         f"{whole['tokens']:,} tokens, where the teacher's perplexity is "
-        f"{whole['teacher_perplexity']:.3f}.",
-        "K layers keep their keys and values, g upper layers share a cache; an optimiser step has "
-        f"{document['tokens_per_step']:,} tokens.",
-        "Brackets are 95 % intervals over the files, ± is the standard deviation over seeds.",
-        f"From `after the prompt` on, figures are of the {answers['tokens']:,} tokens after a "
-        f"prompt of {document['prompt']}: serving `own` keeps their own keys and values, `own+64` "
-        "also those of the last 64 prompt tokens.",
+        f"{whole['teacher_perplexity']:.3f}; {answers['tokens']:,} come after a prompt of "
+        f"{document['prompt']}. An optimiser step has {document['tokens_per_step']:,} tokens.",
     ]
     if far:
         sentences.append(
-            f"Far tokens are the {far['tokens']:,} on which the teacher loses more than 1 nat "
-            f"without the prompt but its last 64 tokens; with it, it is at {far['teacher']:.3f} "
-            f"nats there and at {first['others']['teacher']:.3f} on the others."
+            f"{far['tokens']:,} tokens are far, on which the teacher is at {far['teacher']:.3f} "
+            f"nats; on the others it is at {first['others']['teacher']:.3f}."
         )
     if recall:
         sentences.append(
             f"Recall: {recall['tokens']:,} tokens of identifiers used once before, 256 tokens back "
-            f"or more, that are ranked first (teacher {recall['teacher']:.1%})."
+            f"or more, that are ranked first, beside the teacher's {recall['teacher']:.1%}."
         )
-    if blocks := first["blocks"]:
+    if blocks := next((row["blocks"] for row in rows if row["blocks"]), None):
         sentences.append(
             f"Blocks: of {blocks['prompts']} functions written greedily from their header, those "
             f"that parse (teacher {blocks['teacher']})."
@@ -292,31 +292,25 @@ def _teacher(document: dict[str, Any]) -> str:
     )
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: Row, verdict: str) -> tuple[str, ...]:
     whole, answers, blocks = row["all"], row["answers"], row["blocks"]
-    rate = f" at {row['learning_rate']:g}" if row["start"] == "authors" and row["steps"] else ""
+    _, _, start, _, _, generated_kv, loss = key(row)
+    rate = f" at {row['learning_rate']:g}" if start == "authors" and row["steps"] else ""
     return (
         f"{row['num_key_value_layers']} ({row['share']:.1%})",
         str(row["key_value_group_size"]),
-        row["start"],
-        f"{row['steps']}{rate}",
+        start + (", own" if generated_kv == "own" else ""),
+        f"{row['steps']}{rate}" + (", text alone" if loss == "cross-entropy" else ""),
         row["mode"],
-        *(
-            (
-                f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"]),
-                _interval(whole["above"], "+.2%"),
-                f"{whole['kl']['value']:.4f}",
-                f"{whole['agreement']['value']:.1%}",
-            )
-            if whole
-            else ("", "", "", "")
-        ),
+        f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"]) if whole else "",
+        _interval(whole["above"], "+.2%") if whole else "",
         _interval(answers["above"], "+.2%"),
         f"{answers['kl']['value']:.4f}",
-        _beside_teacher(row, "far", ".3f"),
-        _beside_teacher(row, "others", ".3f"),
-        _beside_teacher(row, "recall", ".1%"),
+        f"{answers['agreement']['value']:.1%}",
+        _beside_teacher(row, "far", "+.3f"),
+        _beside_teacher(row, "recall", "+.1%"),
         "" if blocks is None else str(blocks["student"]),
+        ", ".join(filter(None, [verdict, "refused" if is_refused(row) else ""])),
     )
 
 
@@ -330,7 +324,5 @@ def _interval(figure: dict[str, float], form: str) -> str:
 
 
 def _beside_teacher(row: Row, part: str, form: str) -> str:
-    """The student's figure, and its difference from the teacher's."""
-    if row[part] is None:
-        return ""
-    return f"{row[part]['student']:{form}} ({_interval(row[part]['difference'], f'+{form}')})"
+    """The difference of the student's figure from the teacher's."""
+    return _interval(row[part]["difference"], form) if row[part] else ""

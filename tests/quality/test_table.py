@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.quality import students, summary, table
 from benchmarks.quality.held_out import PROMPT
+from benchmarks.quality.sections import merged, sections
 from swiftkv_jax.train.recipe import DEMO, Init
 
 
@@ -136,16 +137,71 @@ def trained(start: Init, *rates_and_losses: tuple[float, float], seeds: int = 1)
     return row
 
 
-def test_rates_of_a_later_run_are_added():
-    early = {"rows": [trained("authors", (4e-3, 2.3), (2e-3, 2.4)), *rows(HALF, cell(2.1))]}
-    another = trained("leader", (2e-3, 2.0))
-    later = {"rows": [trained("authors", (8e-3, 2.2), (1.6e-2, 2.5)), another]}
-    worse = {"rows": [trained("authors", (1.6e-2, 2.5))]}
-    row, other = table.merged(early, later)["rows"]
-    assert other is early["rows"][1] and row["learning_rate"] == 8e-3
-    assert sorted(row["perplexity_of_rates"]) == ["0.002", "0.004", "0.008", "0.016"]
-    kept = table.merged(early, worse)["rows"][0]
+def document(*found: table.Row, **facts) -> dict[str, Any]:
+    return {
+        "command": "quality",
+        "date": "2026-01-01",
+        "layers": 8,
+        "documents": 2,
+        "prompt": PROMPT,
+        "tokens_per_step": 4096,
+        "rows": list(found),
+    } | facts
+
+
+def test_the_better_learning_rate_counts():
+    untrained, early = rows(HALF, cell(2.1))[0], trained("authors", (4e-3, 2.3), (2e-3, 2.4))
+    later = trained("authors", (8e-3, 2.2), (1.6e-2, 2.5))
+    found, other = merged([document(early, untrained), document(later)])["rows"][::-1]
+    assert other == untrained and found["learning_rate"] == 8e-3
+    assert sorted(found["perplexity_of_rates"]) == ["0.002", "0.004", "0.008", "0.016"]
+    worse = trained("authors", (1.6e-2, 2.5))
+    (kept,) = merged([document(early), document(worse)])["rows"]
     assert kept["learning_rate"] == 4e-3 and len(kept["perplexity_of_rates"]) == 3
+
+
+def test_more_seeds_count_then_the_newest():
+    one, other, three = (
+        trained("closed-form", (2e-3, loss), seeds=seeds)
+        for loss, seeds in ((2.1, 1), (2.2, 1), (2.3, 3))
+    )
+    for found, expected in (([one, other], other), ([one, three], three), ([three, one], three)):
+        (row,) = merged([document(each) for each in found])["rows"]
+        assert row["all"] == expected["all"] and row["seeds"] == expected["seeds"]
+
+
+def test_merged_rows():
+    """In order, with what any run has generated, and not what is fitted to own keys and values but
+    served without; on one text."""
+    generated, newer = (rows(HALF, cell(2.1))[0] for _ in range(2))
+    own = students.Arm(4, 1, "closed-form", 0, "own")
+    fitted = rows(own, cell(2.1, modes=("boundary", "own")))
+    lower = rows(students.Arm(6, 1, "authors", 0), cell(2.1))
+    found = merged([document(generated), document(newer | {"blocks": None}, *fitted, *lower)])
+    shown = [(row["share"], row["start"], row["mode"]) for row in found["rows"]]
+    assert shown == [
+        (0.75, "authors", "boundary"),
+        (0.5, "closed-form", "boundary"),
+        (0.5, "closed-form", "own"),
+    ]
+    assert found["rows"][1]["blocks"] == generated["blocks"]
+    with pytest.raises(ValueError, match="other: not the text of quality"):
+        merged([document(generated), document(newer, documents=3, command="other")])
+
+
+def test_a_section_for_each_teacher():
+    mine, t1 = document(*rows(HALF, cell(2.1))), {"name": "t1"}
+    other = document(*rows(HALF, cell(2.2)), teacher=t1, date="2025-01-01")
+    pair = [
+        trained("closed-form", (2e-3, 2.1)),
+        trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)),
+    ]
+    demo, of_t1 = sections([other, mine, document(*pair)])
+    assert demo.startswith("## What each cut costs in quality\n") and table.LEGEND in demo
+    assert of_t1.startswith("## What each cut costs in quality: the teacher t1\n")
+    assert table.LEGEND not in of_t1 and "- not met: 50.0%, g = 1" in of_t1
+    verdicts = [line.split("|")[-2].strip() for line in demo.splitlines() if "| 32 " in line]
+    assert verdicts == ["", "better"] and "met: 50.0%, g = 2" not in demo
 
 
 @pytest.mark.parametrize(
@@ -168,17 +224,12 @@ def test_against_the_authors_recipe(ours, rates, seeds, outcome):
 
 
 def test_tables_have_every_column():
-    document = {
-        "layers": 8,
-        "documents": 2,
-        "prompt": PROMPT,
-        "tokens_per_step": 4096,
-        "rows": rows(students.Arm(4, 1, "authors", 64), cell(2.1, modes=("boundary", "own"))),
-    }
-    for text in (table.table(document), table.section(document)):
-        lines = [line for line in text.splitlines() if line.startswith("|")]
-        assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-        assert "64 at 0.002" in lines[2] and "+10.52% [+10.52%, +10.52%]" in lines[2]
+    arm = students.Arm(4, 1, "authors", 64)
+    found = document(*rows(arm, cell(2.1, far=2.2, modes=("boundary", "own"))))
+    lines = [line for line in table.table(found).splitlines() if line.startswith("|")]
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert "64 at 0.002" in lines[2] and "+10.52% [+10.52%, +10.52%]" in lines[2]
+    assert "+0.200 [+0.200, +0.200]" in lines[2] and lines[2].endswith("| refused |")
 
 
 def test_the_plan():
