@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 START = "start.json"
 """The record of a run's first delta, in its output folder."""
 TOKENS_PER_DIMENSION = 256
-"""Calibration tokens per entry of the hidden state, by default: the fit is as good as with many
-more (see docs/measurements.md)."""
+"""Calibration tokens per entry of the hidden state, by default."""
 
 
 class Start(NamedTuple):
