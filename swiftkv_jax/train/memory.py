@@ -42,7 +42,7 @@ def memory_per_device(
     layer = {
         "layer": inputs,
         "mlp": inputs + 2 * queries,
-        "none": inputs + 2 * width + 2 * queries + 2 * mlp,
+        "none": inputs + 4 * width + 2 * queries + 2 * mlp,
     }
     if config.generated_kv == "own":  # of each layer the keys and values that its tokens attend to
         layer["none"] += 2 * kv_heads * config.head_dim
@@ -61,7 +61,9 @@ def memory_per_device(
         f"delta in {dtype}, and its gradient": delta * size / 4 + delta,
         f"kept by the forward pass, remat {recipe.remat}": kept,
         "the student's shared keys and values": shared,
-        "one layer's backward pass": token * (6 * mlp + 5 * width),
+        # Of the MLP's six arrays two are kept where nothing is recomputed.
+        "one layer's backward pass": token
+        * ((4 if recipe.remat == "none" else 6) * mlp + 5 * width),
     }
     if recipe.mesh.fsdp > 1:
         memory["weights put together (two layers, keys and values, output matrix)"] = (

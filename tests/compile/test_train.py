@@ -1,6 +1,7 @@
 """The whole train step at true size, for machines that are not here: it fits, and the plan says so
 beforehand."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.transformer import Remat
 from tests.compile.compiled import with_kernels
 
+OWN_8B = dataclasses.replace(LLAMA_8B, generated_kv="own")
+
 RUNS: dict[
     str, tuple[Config, str, str, int, Remat]
 ] = {  # model, topology, mesh, rows of 8,192 tokens, remat
     "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 4, "mlp"),
     "8B on an H200 without recomputing": (LLAMA_8B, "h200:1", "1x1", 2, "none"),
+    "8B on an H200, own keys and values": (OWN_8B, "h200:1", "1x1", 4, "mlp"),
+    "8B on an H200, own, without recomputing": (OWN_8B, "h200:1", "1x1", 2, "none"),
     "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=8", 8, "mlp"),
     "70B on v5p-8": (LLAMA_70B, "v5p:2x2x1", "fsdp=4", 4, "layer"),
     "405B on 16 H200": (LLAMA_405B, "h200:16", "fsdp=2,model=8", 2, "layer"),
@@ -57,7 +62,7 @@ def test_it_fits_as_planned(name):
     )
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert fits(peak, hardware) and fits(planned, hardware)
-    assert planned == pytest.approx(peak, rel=0.1)
+    assert planned == pytest.approx(peak, rel=0.05 if remat == "none" else 0.1)
     # Packed rows of several keep two registers elsewhere during the loop of a tile (`test_sass`).
     assert all(kernel.spilled <= 32 for kernel in kernels)
     text = str(compiled.as_text())
