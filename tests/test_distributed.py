@@ -4,7 +4,6 @@ leave a process out, and what processes ask each other."""
 import importlib.util
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from swiftkv_jax.distributed import (
 )
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.mesh import make_mesh
+from tests.free_port import free_port
 
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
 """What a batch script sees, and everything it starts without srun."""
@@ -265,9 +265,7 @@ print("fine")
 
 
 def test_two_processes_answer_alike():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     pair = [
         subprocess.Popen(
             [sys.executable, "-c", PAIR, address, str(number)],

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+from tests.free_port import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,9 +23,7 @@ JOIN = """
 def run_together(work: str, *arguments: str, folder: Path, seconds: float) -> None:
     """Run `JOIN` and `work` in two processes with `sys.argv` of port, number and `arguments`; their
     errors go to logs in `folder`. Both have to end well within `seconds`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     code = textwrap.dedent(JOIN) + textwrap.dedent(work)
     with contextlib.ExitStack() as stack:

@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
+from tests.free_port import free_port
 
 PYTHON = os.environ.get("RAY_PYTHON", "")
 """Python of an environment with this package and `ray[serve]`."""
@@ -28,9 +28,7 @@ START_SECONDS = 400
 @pytest.fixture(scope="module")
 def port():
     """Of Ray's proxy, with both replicas ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "JAX_PLATFORMS": "cpu",

@@ -6,13 +6,13 @@ import contextlib
 import http.client
 import os
 import random
-import socket
 import subprocess
 import time
 
 import openai
 import pytest
 
+from tests.free_port import free_port
 from tests.infer.serve.conftest import Running
 
 pytest_plugins = ["tests.infer.serve.conftest"]
@@ -29,12 +29,7 @@ OPTIONS = {"unknown_fields": "ignore", "max_num_queued_tokens": 100_000}
 @contextlib.contextmanager
 def router(servers: list[Running], policy: str):
     """The address of a router before them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        metrics = free.getsockname()[1]
+    port, metrics = free_port(), free_port()
     command = [PYTHON, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(metrics), "--policy", policy]
     command += ["--worker-urls", *(server.url for server in servers)]

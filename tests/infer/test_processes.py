@@ -2,12 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.free_port import free_port
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "fixtures" / "llama-trained-4of8-group2-tied"
@@ -22,12 +23,6 @@ SECONDS = 300
 def command(folder: Path, output: str, *flags: str) -> list[str]:
     files = ["-m", str(FIXTURE), "-i", str(folder / "in.jsonl"), "-o", str(folder / output)]
     return [sys.executable, "-m", "swiftkv_jax.infer", *files, *FLAGS.split(), *flags]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def rows(path: Path) -> list[dict]:
@@ -54,7 +49,7 @@ def test_two_processes_answer_like_one(mesh, tmp_path):
         "--mesh",
         mesh,
         "--coordinator-address",
-        f"localhost:{free_port()}",
+        f"127.0.0.1:{free_port()}",
         "--num-processes",
         "2",
         "--process-id",

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from swiftkv_jax.train.__main__ import main
+from tests.free_port import free_port
 
 pytestmark = pytest.mark.long
 
@@ -94,9 +94,7 @@ class Pair(NamedTuple):
 @contextlib.contextmanager
 def two_processes(folder: Path, run: str, mesh: str) -> Iterator[Pair]:
     """The same command twice, joined; both are killed on leaving."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "swiftkv_jax.train", *arguments(folder, run, mesh)]
     command += [
         "--coordinator-address",

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_port import free_port
 from tests.infer.serve.process import ROOT, SMALL, Server, serving
 
 
@@ -23,10 +23,7 @@ def two_processes(
     """(process 0, which is ready; process 1)"""
     monkeypatch.setenv("PJRT_NPROC", "4")
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    common = [*SMALL, *flags, "--mesh", "1x2", "--coordinator-address", f"localhost:{port}"]
+    common = [*SMALL, *flags, "--mesh", "1x2", "--coordinator-address", f"127.0.0.1:{free_port()}"]
     common += ["--num-processes", "2", "--process-id"]
     module = [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--model", str(checkpoint)]
     follower = subprocess.Popen(

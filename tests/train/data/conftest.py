@@ -1,7 +1,5 @@
 """A tokenizer whose tokens can be counted by eye."""
 
-import socket
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -24,10 +22,3 @@ def tokenizer():
     result = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
     result.chat_template = TEMPLATE
     return result
-
-
-@pytest.fixture
-def unused_tcp_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

@@ -15,6 +15,7 @@ from swiftkv_jax.train.data import prepare as prepare_module
 from swiftkv_jax.train.data.dataset import UNREADABLE, is_packed_dataset
 from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
+from tests.free_port import free_port
 
 LENGTH = 16
 
@@ -170,7 +171,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_a_dataset(tmp_path, tok
     assert is_packed_dataset(prepare(source, tokenizer, LENGTH, cache).path)
 
 
-def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):
+def test_two_processes_share_one_build(tmp_path, source):
     """Process 0 builds and both open; when it cannot, both say so and neither waits."""
     code = PREAMBLE + (
         "jax.config.update('jax_cpu_collectives_implementation', 'gloo')\n"
@@ -182,14 +183,14 @@ def test_two_processes_share_one_build(tmp_path, source, unused_tcp_port):
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    bad = write_rows(tmp_path / "bad.jsonl", 0, bad=1)
+    bad, port = write_rows(tmp_path / "bad.jsonl", 0, bad=1), free_port()
     processes = [
         run(
             code,
             source.path,
             tmp_path / "cache",
             index,
-            unused_tcp_port,
+            port,
             bad.path,
             env=environment,
             stdout=subprocess.PIPE,
