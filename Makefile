@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-ray test-kv-events test-gpu test-tpu lock clean
+.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -63,10 +63,12 @@ test-all: lint
 test-kernels: $(VENV)/installed
 	$(QUICKLY) $(RUN) $(PYTEST) $(EVERY_SHAPE) tests/pallas_kernels
 
-# Training runs killed twenty times at random moments, which must end like one that never was; and bugs planted in the kernels,
-# which the interpreters must notice. Some minutes.
+# Training runs killed twenty times at random moments, which must end like one that never was; bugs planted in the kernels,
+# which the interpreters must notice; and the server under 12,000 wrong requests, clients that leave, overload and slow
+# connections. Some minutes; SOAK=tests/soak/server runs a part.
+SOAK := tests/soak
 test-soak: $(VENV)/installed
-	$(RUN) -m pytest -q -s tests/soak
+	$(RUN) -m pytest -q -s $(SOAK)
 
 # Two servers behind sglang-router, in an environment of its own.
 test-router: $(VENV)/installed
@@ -80,13 +82,6 @@ test-ray: $(VENV)/installed
 	echo $(CURDIR)/$(VENV)/lib/python3.12/site-packages > .venv-ray/lib/python3.12/site-packages/packages.pth
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]>=2.60'
 	RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python $(RUN) -m pytest -q -n 0 tests/deploy/test_ray_serve.py
-
-# A subscriber of the server's events of the prefix cache. Its environment sees the packages of $(VENV).
-test-kv-events: $(VENV)/installed
-	test -x .venv-kv-events/bin/python || $(VENV)/bin/python -m venv .venv-kv-events
-	echo $(CURDIR)/$(VENV)/lib/python3.12/site-packages > .venv-kv-events/lib/python3.12/site-packages/packages.pth
-	.venv-kv-events/bin/python -m pip install --quiet --disable-pip-version-check 'pyzmq>=26'
-	.venv-kv-events/bin/python -m pytest -q -n 0 tests/infer/serve/test_kv_event_publisher.py
 
 # Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
 # from $(VENV): a JAX that finds them looks for their hardware.
@@ -123,4 +118,4 @@ lock:
 		--no-header --output-file requirements-compile.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-eval .venv-router .venv-ray .venv-kv-events build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-eval .venv-router .venv-ray build runs *.egg-info

@@ -1,6 +1,5 @@
-"""A subscriber of a server's events of the prefix cache (`make test-kv-events`)."""
+"""A subscriber of a server's events of the prefix cache."""
 
-import importlib.util
 import socket
 import time
 
@@ -18,9 +17,6 @@ from swiftkv_jax.infer.serve.kv_events import (
 )
 from swiftkv_jax.infer.serve.options import KVEventsConfig
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("zmq") is None, reason="needs pyzmq: make test-kv-events"
-)
 TOPIC = "kv@127.0.0.1@tiny"
 
 
