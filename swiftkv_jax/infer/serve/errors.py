@@ -10,6 +10,8 @@ from ...errors import UsageError
 
 MAX_MESSAGE = 500
 """Characters of a message: what a client sent wrong must not come back multiplied."""
+MAX_PARAM = 100
+"""Characters of the path of a field, which may be any name that a client sent."""
 
 _TYPES = {
     400: "invalid_request_error",
@@ -43,8 +45,9 @@ class APIError(Exception):
     ):
         """`param` is the path of the field in the body, `headers` are added to the answer's."""
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-        self.message, self.headers = printable(message, MAX_MESSAGE), dict(headers or {})
+        self.status, self.code, self.headers = status, code, dict(headers or {})
+        self.message = _shortened(message, MAX_MESSAGE)
+        self.param = None if param is None else _shortened(param, MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -76,6 +79,11 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
     if found is not None and param != found[1]:
         text = text.replace(f"`{found[1]}`", f"`{param}`")
     return invalid(param, text, code)
+
+
+def _shortened(text: str, limit: int) -> str:
+    """`printable`, in at most 2.4 bytes of UTF-8 for each character: an error has at most 2 KiB."""
+    return printable(text, limit).encode()[: limit * 12 // 5].decode(errors="ignore")
 
 
 def printable(text: str, limit: int) -> str:
