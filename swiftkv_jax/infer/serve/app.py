@@ -17,7 +17,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from ... import __version__
-from ...errors import UsageError
 from ..engine.engine import Engine
 from ..engine.grammar import Matcher
 from ..structured_outputs import GrammarCompiler
@@ -27,6 +26,7 @@ from .errors import APIError, invalid, printable, unsupported
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .followers import Followers
 from .forms import Form
+from .grammars import GrammarQueue
 from .options import ServerOptions
 from .page import page
 from .prompts import Prompt, PromptEncoder
@@ -90,7 +90,10 @@ class App:
             page_size=engine.model_runner.shapes.page_size,
             caching=options.enable_prefix_caching,
         )
-        self.compiler = compiler
+        self.grammars: GrammarQueue | None = None
+        """None refuses grammars."""
+        if compiler is not None:
+            self.grammars = GrammarQueue(compiler, queue_timeout=self.options.queue_timeout)
         template = str(getattr(tokenizer, "chat_template", None) or "")
         self.template_variables = variables_of(template)
         self.reasoning = reasoning_of(
@@ -157,14 +160,15 @@ class App:
         """What keeps an answer in its form; None for free text. Raises `APIError`."""
         if (grammar := form.grammar) is None:
             return None
-        if (compiler := self.compiler) is None:
+        if self.grammars is None:
             raise unsupported(form.param, f"`{form.param}`: this server follows no grammars")
-        try:
-            return await self.encoder.in_thread(
-                lambda: compiler.compile_grammar(grammar), len(grammar)
-            )
-        except UsageError as error:
-            raise invalid(form.param, str(error), "invalid_grammar") from None
+        return await self.grammars.compile(grammar, form.param)
+
+    def close(self) -> None:
+        """End the threads that make prompts and grammars."""
+        self.encoder.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def asgi(self) -> Starlette:
         """The application that a web server runs."""

@@ -187,7 +187,7 @@ async def _parts(
         matcher,
         app.tokenizer,
         app.encoder.vocab_size,
-        possible=app.compiler is not None,
+        possible=app.grammars is not None,
     )
     omit = isinstance(body, ChatBody) and body.include_reasoning is False
     for number, prompt in enumerate(prompts):

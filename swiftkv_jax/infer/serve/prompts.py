@@ -18,6 +18,7 @@ from ..engine.page_pool import page_keys
 from ..text import brings_first_token, check_unicode
 from .errors import APIError, invalid
 from .protocol import Message
+from .workers import Workers
 
 WORKERS = 4
 LONG = 8192
@@ -64,7 +65,7 @@ class PromptEncoder:
             (len(token) for token in tokenizer.get_vocab()), default=1
         )
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "tokenizer")
-        self._long = asyncio.Semaphore(WORKERS - 1)
+        self._long = Workers(self._pool, WORKERS - 1)
 
     async def encode(
         self, texts: Sequence[str | list[int]], *, add_special_tokens: bool, salt: str, param: str
@@ -153,11 +154,9 @@ class PromptEncoder:
 
     async def in_thread[T](self, work: Callable[[], T], length: int) -> T:
         """What `work` returns, in a thread; `length` are the characters that it works on."""
-        loop = asyncio.get_running_loop()
         if length <= LONG:
-            return await loop.run_in_executor(self._pool, work)
-        async with self._long:
-            return await loop.run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await (await self._long.start(work))
 
     # In a thread -----------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -36,9 +37,9 @@ async def run[B: Body, A](
             body = body_of(app, exchange, kind, content)
             timeout = exchange.timeout()
             exchange.watch()
-            generation, more = await prepare(app, exchange, body, reservation)
-            if exchange.is_gone:
-                raise ClientGone
+            generation, more = await _unless_gone(
+                exchange, prepare(app, exchange, body, reservation)
+            )
             service.check_ready()
         except BaseException:
             reservation.release()
@@ -63,6 +64,38 @@ async def run[B: Body, A](
             if not generation.is_done:
                 service.abort(generation, "client")
             _log(exchange, generation)
+
+
+@contextlib.asynccontextmanager
+async def counted_body[B: Body](app: App, exchange: Exchange, kind: type[B]) -> AsyncIterator[B]:
+    """The body of a request that needs no engine; its bytes count until the end. Raises
+    `APIError` and `ClientGone`."""
+    service = app.service
+    service.check_ready()
+    assert service.admission is not None
+    reservation = Reservation(exchange.key, service.admission)
+    try:
+        content = await exchange.body(app.max_body_size, reservation.add_bytes)
+        yield body_of(app, exchange, kind, content)
+    finally:
+        reservation.release()
+
+
+async def _unless_gone[T](exchange: Exchange, work: Awaitable[T]) -> T:
+    """What `work` gives. Raises `ClientGone` as soon as the client has left: what it waits for is
+    not begun any more."""
+    task = asyncio.current_task()
+    assert task is not None
+    exchange.on_gone = task.cancel
+    try:
+        found = await work
+    except asyncio.CancelledError:
+        if not exchange.is_gone or task.uncancel():
+            raise
+        raise ClientGone from None
+    if exchange.is_gone:
+        raise ClientGone
+    return found
 
 
 def body_of[B: Body](app: App, exchange: Exchange, kind: type[B], content: bytes) -> B:

@@ -148,7 +148,7 @@ async def serve(
             if not isinstance(app.service.failure, ConnectionError):
                 faulthandler.dump_traceback(all_threads=True)
             _end(code or ERROR, followers)  # the step that hangs will not end
-        app.encoder.close()
+        app.close()
         if followers is not None and code:
             _end(code, followers)  # JAX would wait for processes that have ended
         return code

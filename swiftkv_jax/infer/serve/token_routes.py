@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import invalid, unsupported
 from .exchange import Exchange
 from .protocol import DetokenizeBody, TokenizeBody
-from .run import body_of
+from .run import counted_body
 
 if TYPE_CHECKING:
     from .app import App
@@ -15,20 +15,8 @@ if TYPE_CHECKING:
 
 async def tokenize(app: App, exchange: Exchange) -> None:
     """POST /tokenize"""
-    app.service.check_ready()
-    body = body_of(app, exchange, TokenizeBody, await exchange.body(app.max_body_size))
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
-    if body.tools is not None and app.tool_format is None:
-        raise unsupported("tools", "this model's chat template takes no tools")
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        (prompt,) = await app.encoder.encode(
-            [body.prompt], add_special_tokens=special, salt="", param="prompt"
-        )
-    else:
-        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
-    ids = prompt.token_ids.tolist()
+    async with counted_body(app, exchange, TokenizeBody) as body:
+        ids = await _token_ids(app, exchange, body)
     found: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": app.service.max_model_len,
@@ -40,8 +28,23 @@ async def tokenize(app: App, exchange: Exchange) -> None:
     await exchange.send_json(200, found)
 
 
+async def _token_ids(app: App, exchange: Exchange, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
+    if body.tools is not None and app.tool_format is None:
+        raise unsupported("tools", "this model's chat template takes no tools")
+    if body.prompt is None:
+        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
+    else:
+        special = body.add_special_tokens is not False
+        (prompt,) = await app.encoder.encode(
+            [body.prompt], add_special_tokens=special, salt="", param="prompt"
+        )
+    return prompt.token_ids.tolist()
+
+
 async def detokenize(app: App, exchange: Exchange) -> None:
     """POST /detokenize"""
-    app.service.check_ready()
-    body = body_of(app, exchange, DetokenizeBody, await exchange.body(app.max_body_size))
-    await exchange.send_json(200, {"prompt": await app.encoder.detokenize(body.tokens)})
+    async with counted_body(app, exchange, DetokenizeBody) as body:
+        text = await app.encoder.detokenize(body.tokens)
+    await exchange.send_json(200, {"prompt": text})

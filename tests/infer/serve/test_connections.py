@@ -4,6 +4,8 @@ import json
 import socket
 import time
 
+import pytest
+
 from tests.infer.serve.conftest import Running
 from tests.infer.serve.test_ends import BODY, SLOW, connect, left, metric
 
@@ -53,9 +55,10 @@ def test_announced_bodies_hold_no_room(start):
     running.check_empty()
 
 
-def test_bytes_of_bodies_are_counted_as_they_come(start):
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize", b"/detokenize"])
+def test_bytes_of_bodies_are_counted_as_they_come(start, path):
     running = start(max_queued_bytes=5000, max_body_size=4000)
-    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    head = HEAD.replace(b"/v1/completions", path) + b"Transfer-Encoding: chunked\r\n\r\n"
     held = send(running, head + b"bb8\r\n" + b" " * 3000 + b"\r\n")
     running.until(lambda: running.app.service.admission.bytes == 3000)
     with send(running, head + b"bb8\r\n" + b" " * 3000 + b"\r\n") as connection:

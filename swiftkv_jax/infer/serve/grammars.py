@@ -1,0 +1,64 @@
+"""Grammars compiled in threads of their own: few at once, so that they hold up no prompt, and each
+within a time. What nobody waits for any more is not begun."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+
+from ...errors import UsageError
+from ..engine.grammar import Matcher
+from ..structured_outputs import GrammarCompiler
+from .errors import APIError, invalid
+from .workers import Workers
+
+WORKERS = 2
+"""Grammars compiled at once."""
+COMPILE_SECONDS = 2.0
+"""Time that one may take."""
+MAX_CACHED = 64
+MAX_CACHED_CHARACTERS = 2**20
+"""Of all grammars that are kept."""
+
+
+class GrammarQueue:
+    """Compiles one after the other, and keeps the last ones. On the thread of the connections."""
+
+    def __init__(self, compiler: GrammarCompiler, *, queue_timeout: float):
+        """`queue_timeout` in seconds is how long one may wait for its turn."""
+        self._compiler, self._queue_timeout = compiler, queue_timeout
+        self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "grammar")
+        self._workers = Workers(self._pool, WORKERS)
+        self._cached: collections.OrderedDict[str, Matcher] = collections.OrderedDict()
+
+    async def compile(self, grammar: str, param: str) -> Matcher:
+        """A matcher at the beginning of a grammar in llguidance's form, shared by those who ask for
+        the same. Raises `APIError` that names `param`."""
+        if (found := self._cached.get(grammar)) is not None:
+            self._cached.move_to_end(grammar)
+            return found
+        try:
+            async with asyncio.timeout(self._queue_timeout):
+                work = await self._workers.start(lambda: self._compiler.compile_grammar(grammar))
+        except TimeoutError:
+            message = f"waited {self._queue_timeout:g} s for the compiler of grammars"
+            raise APIError(408, "queue_timeout", message, headers={"retry-after": "5"}) from None
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                made = await work
+        except TimeoutError:
+            message = f"the grammar takes more than {COMPILE_SECONDS:g} s to compile"
+            raise invalid(param, message, "invalid_grammar") from None
+        except UsageError as error:
+            raise invalid(param, str(error), "invalid_grammar") from None
+        self._keep(grammar, made)
+        return made
+
+    def _keep(self, grammar: str, made: Matcher) -> None:
+        self._cached[grammar] = made
+        while len(self._cached) > MAX_CACHED or sum(map(len, self._cached)) > MAX_CACHED_CHARACTERS:
+            self._cached.popitem(last=False)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,29 @@
+"""Work in threads for clients that may leave before it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+
+
+class Workers:
+    """At most so many pieces of work of a kind at once, those included for which nobody waits any
+    more: a thread cannot be stopped. On the thread of the connections."""
+
+    def __init__(self, pool: concurrent.futures.Executor, limit: int):
+        self._pool, self._turns = pool, asyncio.Semaphore(limit)
+
+    async def start[T](self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Wait for a turn, and begin. If the result is cancelled before a thread has begun, none
+        will."""
+        await self._turns.acquire()
+        loop, begun = asyncio.get_running_loop(), self._pool.submit(work)
+
+        def release(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._turns.release)
+
+        begun.add_done_callback(release)
+        return asyncio.wrap_future(begun)

@@ -1,0 +1,123 @@
+"""Compiling of grammars: who leaves, who takes long, who asks for the same again."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+
+import pytest
+
+from swiftkv_jax.infer.serve import grammars
+from swiftkv_jax.infer.serve.grammars import MAX_CACHED, WORKERS, GrammarQueue
+from swiftkv_jax.infer.serve.workers import Workers
+from tests.infer.serve.test_ends import connect
+
+BODY = {"prompt": "hello", "max_tokens": 5}
+COMPLETIONS = "/v1/completions"
+
+
+class Slow:
+    """A compiler that waits for `go`, and notes what it has begun."""
+
+    def __init__(self, compile_grammar):
+        self._compile, self.go, self.begun = compile_grammar, threading.Event(), []
+
+    def compile_grammar(self, grammar: str):
+        self.begun.append(grammar)
+        assert self.go.wait(20)
+        return self._compile(grammar)
+
+
+@pytest.fixture
+def slow(running, compiler):
+    """The compiler of `running`."""
+    made = Slow(compiler.compile_grammar)
+    kept = running.app.grammars
+    running.app.grammars = GrammarQueue(made, queue_timeout=20.0)
+    yield made
+    made.go.set()
+    running.app.grammars = kept
+
+
+def test_grammars_of_clients_that_have_left_are_not_compiled(running, slow, monkeypatch):
+    """They fill no queue, nor what is admitted; and prompts are not held up meanwhile."""
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 20.0)
+    forms = [{"structured_outputs": {"regex": "a" * (number + 1)}} for number in range(20)]
+    held = [connect(running, BODY | form) for form in forms]
+    admission = running.app.service.admission
+    running.until(lambda: admission.sequences == len(forms))
+    running.until(lambda: len(slow.begun) == WORKERS)
+    for one in held[:-1]:
+        one.close()
+    running.until(lambda: admission.sequences == 1)
+    assert running.post(COMPLETIONS, BODY)[0] == 200
+    assert running.post("/tokenize", {"prompt": "hello"})[0] == 200
+    assert len(slow.begun) == WORKERS
+    slow.go.set()
+    assert b" 200 " in held[-1].recv(4096)
+    held[-1].close()
+    assert len(slow.begun) <= WORKERS + 1
+
+
+def test_a_grammar_that_takes_long_is_refused(running, slow, monkeypatch):
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.2)
+    status, answer = running.post(COMPLETIONS, BODY | {"structured_outputs": {"regex": "a+"}})
+    assert (status, answer["error"]["code"]) == (400, "invalid_grammar")
+    assert answer["error"]["param"] == "structured_outputs", answer
+    assert "0.2 s" in answer["error"]["message"]
+
+
+def test_waiting_for_a_turn_has_an_end(compiler):
+    slow = Slow(compiler.compile_grammar)
+
+    async def run() -> None:
+        queue = GrammarQueue(slow, queue_timeout=0.2)  # type: ignore[arg-type]
+        busy = [asyncio.ensure_future(queue.compile(str(n), "p")) for n in range(WORKERS)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(grammars.APIError) as caught:
+            await queue.compile("another", "p")
+        assert (caught.value.status, caught.value.code) == (408, "queue_timeout")
+        for one in busy:
+            one.cancel()
+
+    try:
+        asyncio.run(run())
+    finally:
+        slow.go.set()
+    assert len(slow.begun) == WORKERS
+
+
+def test_equal_grammars_are_compiled_once_and_few_are_kept(running, slow):
+    slow.go.set()
+    form = {"structured_outputs": {"regex": "[a-d]{3}"}, "seed": 1}
+    texts = {running.post(COMPLETIONS, BODY | form)[1]["choices"][0]["text"] for _ in range(5)}
+    assert len(texts) == 1 and len(slow.begun) == 1, "no answer has moved the one that is kept"
+    for number in range(MAX_CACHED):
+        other = {"structured_outputs": {"regex": f"x{number}"}}
+        assert running.post(COMPLETIONS, BODY | other)[0] == 200
+    assert len(running.app.grammars._cached) == MAX_CACHED
+    running.post(COMPLETIONS, BODY | form)
+    assert len(slow.begun) == MAX_CACHED + 2
+
+
+def test_a_thread_that_is_busy_for_nobody_counts():
+    """So that the others stay free."""
+
+    async def run() -> tuple[float, list[str]]:
+        done: list[str] = []
+
+        def work(name: str) -> None:
+            time.sleep(0.3)
+            done.append(name)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            workers = Workers(pool, 1)
+            left = await workers.start(lambda: work("left"))
+            await asyncio.sleep(0.05)
+            left.cancel()
+            begun = time.monotonic()
+            await (await workers.start(lambda: work("next")))
+            return time.monotonic() - begun, done
+
+    seconds, done = asyncio.run(run())
+    assert done == ["left", "next"] and seconds > 0.5
