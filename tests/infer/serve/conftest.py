@@ -19,7 +19,7 @@ from swiftkv_jax.infer.serve.app import App
 from swiftkv_jax.infer.serve.options import ServerOptions
 from swiftkv_jax.infer.structured_outputs import GrammarCompiler
 from tests.infer import mock_model_runner
-from tests.infer.mock_model_runner import END, VOCAB, mock_engine
+from tests.infer.mock_model_runner import END, VOCAB, MockModelRunner, mock_engine
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
@@ -48,6 +48,25 @@ def make_tokenizer() -> Any:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def mock_loaded(
+    engine: dict[str, Any] | None = None, step_seconds: float = 0.0, tokenizer: Any = None
+) -> tuple[server.Loaded, MockModelRunner]:
+    """An engine without a model, with options of `mock_engine`, whose decode calls take
+    `step_seconds`; and its model runner."""
+    usual = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
+    made, runner = mock_engine(**usual | {"chunk": 64, "slots": 8} | (engine or {}))
+    decode = runner.run_decode
+
+    def slow(sequences, steps):
+        time.sleep(step_seconds)
+        return decode(sequences, steps)
+
+    runner.run_decode = slow
+    tokenizer = tokenizer or make_tokenizer()
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
+    return server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler), runner
 
 
 @pytest.fixture(scope="module")
@@ -140,26 +159,7 @@ def start() -> Iterator[Start]:
         tokenizer: Any = None,
         **options: Any,
     ) -> Running:
-        made, runner = mock_engine(
-            **{
-                "structured_outputs": True,
-                "max_model_len": 256,
-                "num_pages": 512,
-                "chunk": 64,
-                "slots": 8,
-            }
-            | (engine or {})
-        )
-        decode = runner.run_decode
-
-        def slow(sequences, steps):
-            time.sleep(step_seconds)
-            return decode(sequences, steps)
-
-        runner.run_decode = slow
-        tokenizer = tokenizer or make_tokenizer()
-        compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
-        loaded = server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler)
+        loaded, runner = mock_loaded(engine, step_seconds, tokenizer)
         listener = server.listen("127.0.0.1", 0)
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -1,0 +1,118 @@
+"""10,000 mutated requests and 2,000 drawn from the document that the server gives of itself: every
+answer is one, none is an error of the server, and clients that ask properly notice nothing."""
+
+import asyncio
+import collections
+import json
+import random
+import statistics
+import time
+
+from tests.soak.server.client import ask, events, latency, quantile, request, responses, talk
+from tests.soak.server.generated import Generator
+from tests.soak.server.mutated import Mutator, Raw
+
+MUTATED, DRAWN, WARMUP, CLIENTS = 10_000, 2_000, 500, 8
+MAX_ERROR, MAX_GROWTH_MB = 2048, 20
+GOOD = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
+
+
+def test_nothing_that_clients_send_is_an_error_of_the_server(start_mock):
+    running = start_mock(options={"header_timeout": 2.0, "body_timeout": 2.0})
+    rng = random.Random(0)
+    generator = Generator(json.loads(running.get("/openapi.json")), rng)
+    mutator = Mutator(generator, rng)
+    requests = [mutator.next() for _ in range(MUTATED)]
+    paths = sorted(generator.bodies)
+    requests += [
+        Raw("drawn", request(path, generator.body(path)))
+        for path in (rng.choice(paths) for _ in range(DRAWN))
+    ]
+    rng.shuffle(requests)
+    statuses: collections.Counter[int] = collections.Counter()
+    kinds: collections.defaultdict[str, collections.Counter[int]]
+    kinds = collections.defaultdict(collections.Counter)
+    times: list[float] = []
+    memory: list[float] = []
+    wrong: list[str] = []
+
+    async def run(queue: list[Raw]) -> None:
+        while queue:
+            if len(queue) == MUTATED + DRAWN - WARMUP:
+                memory.append(running.memory())
+            one = queue.pop()
+            begun = time.monotonic()
+            content = await talk(running.port, one.content, seconds=20.0 if one.is_whole else 0.3)
+            times.append(time.monotonic() - begun)
+            for status, message in judged(one, content):
+                statuses[status] += 1
+                kinds[one.kind][status] += 1
+                if message:
+                    wrong.append(f"{one.kind}: {message}: {one.content[:500]!r}")
+
+    async def all_of_them() -> tuple[list[float], list[float]]:
+        idle = await latency(running.port, GOOD, 3.0, pause=0.1)
+        expected = (await ask(running.port, "/v1/completions", GOOD)).body
+        queue = list(requests)
+        clients = [asyncio.ensure_future(run(queue)) for _ in range(CLIENTS)]
+        busy = []
+        while not all(one.done() for one in clients):
+            busy += await latency(running.port, GOOD, 0.5, pause=1.0)
+            answer = (await ask(running.port, "/v1/completions", GOOD)).body
+            assert json.loads(answer)["choices"] == json.loads(expected)["choices"]
+        await asyncio.gather(*clients)
+        return idle, busy
+
+    idle, busy = asyncio.run(all_of_them())
+    growth = running.memory() - memory[0]
+    print(f"\n{len(requests)} requests, answers by status: {dict(sorted(statuses.items()))}")
+    for kind, found in sorted(kinds.items()):
+        print(f"  {kind}: {dict(sorted(found.items()))}")
+    print(
+        f"time of an exchange: p50 {1e3 * statistics.median(times):.1f} ms, "
+        f"p99 {1e3 * quantile(times, 0.99):.0f} ms; a good request: idle "
+        f"{1e3 * statistics.median(idle):.1f} ms, meanwhile {1e3 * statistics.median(busy):.1f} ms "
+        f"(p99 {1e3 * quantile(busy, 0.99):.0f} ms, {len(busy)} of them); "
+        f"memory +{growth:.1f} MB"
+    )
+    assert not wrong, "\n".join([f"{len(wrong)} answers are wrong", *wrong[:20]])
+    assert statuses[200] > 1_000 and statuses[400] > 3_000
+    assert growth <= MAX_GROWTH_MB
+    running.check_empty()
+
+
+def judged(one: Raw, content: bytes) -> list[tuple[int, str]]:
+    """(status, what is wrong with it or "") of each answer."""
+    try:
+        answers = list(responses(content, head=one.head))
+    except ValueError as error:
+        return [(0, str(error))]
+    if not answers and one.is_whole:
+        return [(0, "no answer")]
+    return [(answer.status, _complaint(one, answer)) for answer in answers]
+
+
+def _complaint(one: Raw, answer) -> str:
+    if answer.status >= 500:
+        return f"status {answer.status} {answer.body[:500]!r}"
+    if not answer.is_whole:
+        return f"cut: {answer.body[-200:]!r}" if one.is_whole else ""
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        found = events(answer.body)
+        last = found[-1]
+        if last != "[DONE]" and not str(last).startswith("event: response."):
+            return f"a stream ends with {last!r}"
+        return "an error of the server" if "server_error" in answer.body.decode() else ""
+    if answer.status < 400 or one.head:
+        return ""
+    if len(answer.body) > MAX_ERROR:
+        return f"{len(answer.body)} bytes"
+    try:
+        error = json.loads(answer.body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"not of the shape of errors: {answer.body[:200]!r}"
+    if error.keys() != {"message", "type", "param", "code"}:
+        return f"not of the shape of errors: {error}"
+    if not error["param"] and not error["code"]:
+        return f"names neither a field nor a code: {error}"
+    return ""
