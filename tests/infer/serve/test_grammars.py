@@ -75,7 +75,8 @@ def test_waiting_for_a_turn_has_an_end(compiler):
         busy = [asyncio.ensure_future(queue.compile(str(n), "p")) for n in range(WORKERS)]
         await asyncio.sleep(0.05)
         with pytest.raises(grammars.APIError) as caught:
-            await queue.compile("another", "p")
+            async with asyncio.timeout(3):
+                await queue.compile("another", "p")
         assert (caught.value.status, caught.value.code) == (408, "queue_timeout")
         for one in busy:
             one.cancel()
