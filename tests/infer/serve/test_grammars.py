@@ -33,7 +33,7 @@ def slow(running, compiler):
     """The compiler of `running`."""
     made = Slow(compiler.compile_grammar)
     kept = running.app.grammars
-    running.app.grammars = GrammarQueue(made, queue_timeout=20.0)
+    running.app.grammars = GrammarQueue(made, queue_timeout=20.0)  # type: ignore[arg-type]
     yield made
     made.go.set()
     running.app.grammars = kept
