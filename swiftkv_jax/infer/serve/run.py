@@ -86,7 +86,11 @@ async def _unless_gone[T](exchange: Exchange, work: Awaitable[T]) -> T:
     not begun any more."""
     task = asyncio.current_task()
     assert task is not None
-    exchange.on_gone = lambda: task.cancel() and None
+
+    def leave() -> None:
+        task.cancel()
+
+    exchange.on_gone = leave
     try:
         found = await work
     except asyncio.CancelledError:
