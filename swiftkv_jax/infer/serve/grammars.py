@@ -1,5 +1,5 @@
 """Grammars compiled in threads of their own: few at once, so that they hold up no prompt, and each
-within a time. What nobody waits for any more is not begun."""
+within a time. One that no client waits for any more is not begun."""
 
 from __future__ import annotations
 
