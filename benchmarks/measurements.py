@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .hf_serve.table import servers
+from .http.summary import cost_of_http
 from .markdown import anchor, section, table
 from .predict.page import summarised
 from .quality.sections import sections
@@ -35,6 +36,8 @@ RESULT_NAMES = {
     "decode rows": "infer-decode-rows-cpu",
     "transformers": "hf-baseline-cpu",
     "servers": "hf-serve-cpu",
+    "HTTP": "http-timed-device-cpu",
+    "HTTP, a model": "http-medium-cpu",
     "8 bits": "kv-quantization-cpu",
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
@@ -325,6 +328,7 @@ SECTIONS = (
     lengths,
     decode_rows,
     transformers,
+    of(cost_of_http, "HTTP", "HTTP, a model"),
     http_servers,
     asserted,
     loss,

@@ -54,7 +54,7 @@ from .summary import summary
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
-ALONE = 24
+ALONE = 16
 """Requests that find nothing running."""
 
 
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.rows, args.steps, args.output_len, args.requests, args.repetitions = "8", "8", 32, 1, 1
     args.output_len = args.output_len or (64 if args.medium else 250)
     args.requests = args.requests or (2 if args.medium else 4)
-    args.half_load, args.pause = not args.medium, 2.0 if args.medium else 0.1
+    args.half_load, args.pause = not args.medium, 1.5 if args.medium else 0.1
     return cli.run(lambda: measure(args), parser)
 
 
@@ -243,12 +243,13 @@ def measure(args: argparse.Namespace) -> int:
     facts, found = report.environment(seed=0), []
     for rows in map(int, args.rows.split(",")):
         for steps in map(int, args.steps.split(",")):
+            engine: Engine[Any] = (
+                medium_engine(rows, steps, args.input_len + args.output_len)
+                if args.medium
+                else timed_engine(rows, steps)
+            )
             # More clients than slots: else all wait for the slowest to send its next request.
-            if args.medium:
-                engine = medium_engine(rows, steps, args.input_len + args.output_len)
-                cell = Cell(engine, args, clients=rows)
-            else:
-                cell = Cell(timed_engine(rows, steps), args, clients=rows + rows // 2)
+            cell = Cell(engine, args, clients=rows + rows // 2)
             found.append({"steps": steps} | cell.measure())
             logger.info(summary(found[-1:]).splitlines()[-1])
     device = "medium" if args.medium else "timed-device"

@@ -150,11 +150,17 @@ def of_authors(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 def against(ours: Row, authors: Row) -> str:
     """Whether the student's perplexity is below the authors': undecided where the difference is
-    less than two standard errors over seeds, or theirs may be better at a rate not tried yet, their
-    best one being the smallest or largest."""
-    own, theirs = ((row["all"] or row["answers"])["perplexity"] for row in (ours, authors))
-    gap = theirs - own
-    if abs(gap) < 2 * _standard_error(ours, authors) or (gap > 0 and _at_edge(authors)):
+    less than two standard errors over seeds, or, with one seed each, the intervals over the files
+    overlap, or theirs may be better at a rate not tried yet, their best one being the smallest or
+    largest."""
+    own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
+    gap = theirs["perplexity"] - own["perplexity"]
+    if len(ours["seeds"]) == len(authors["seeds"]) == 1:
+        lower, upper = (own, theirs) if gap > 0 else (theirs, own)
+        is_close = lower["above"]["high"] > upper["above"]["low"]
+    else:
+        is_close = abs(gap) < 2 * _standard_error(ours, authors)
+    if is_close or (gap > 0 and _at_edge(authors)):
         return "undecided"
     return "met" if gap > 0 else "not met"
 
@@ -246,8 +252,8 @@ LEGEND = (
     f"{FAR_NATS:g} nat without the prompt but its last 64 tokens. A student that loses more than "
     f"{MAX_FAR_LOSS:g} there is refused: it no longer reads the distant prompt, however close its "
     "averages are to the teacher's. The verdict also says whether perplexity is better than with "
-    "the authors' recipe after as many steps: undecided within two standard errors over seeds, or "
-    "where its best rate is the last one tried."
+    "the authors' recipe after as many steps: undecided within two standard errors over seeds, "
+    "with one seed each where the intervals overlap, or where its best rate is the last one tried."
 )
 
 

@@ -223,6 +223,18 @@ def test_against_the_authors_recipe(ours, rates, seeds, outcome):
     assert line.endswith("far tokens +0.000 nats, theirs +0.000 nats")
 
 
+def test_with_one_seed_each_the_intervals_must_not_overlap():
+    ours = trained("closed-form", (2e-3, 2.19))
+    authors = trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3))
+    assert table.against(ours, authors) == "met"
+    ours["all"]["above"]["high"] = authors["all"]["above"]["low"] + 1e-3
+    assert table.against(ours, authors) == "undecided"
+    worse = trained("closed-form", (2e-3, 2.25))
+    assert table.against(worse, authors) == "not met"
+    worse["all"]["above"]["low"] = authors["all"]["above"]["high"] - 1e-3
+    assert table.against(worse, authors) == "undecided"
+
+
 def test_tables_have_every_column():
     arm = students.Arm(4, 1, "authors", 64)
     found = document(*rows(arm, cell(2.1, far=2.2, modes=("boundary", "own"))))

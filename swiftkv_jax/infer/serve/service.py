@@ -177,11 +177,19 @@ class Service:
                 self._num_submitted += 1
 
     def _on_events(self, events: list[Event]) -> None:
-        """What one step gave."""
+        """What one step gave. First tokens are sent before the rest is looked at, which takes its
+        time for each row."""
+        begun = [self._has_begun(event) for event in events]
+        if all(begun) or not any(begun):
+            self._apply(events)
+            return
+        self._apply([event for event, late in zip(events, begun, strict=True) if not late])
+        rest = [event for event, late in zip(events, begun, strict=True) if late]
+        self._loop.call_soon(self._apply, rest)
+
+    def _apply(self, events: list[Event]) -> None:
         assert self.engine is not None
         changed: dict[Generation, None] = {}
-        # First tokens first: the rest of the rows would delay them by what they take.
-        events.sort(key=self._has_begun)
         for engine_id, event in events:
             if (found := self._parts.get(engine_id)) is None:
                 continue
