@@ -221,20 +221,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--medium", action="store_true", help="a real model on the CPU, with 8 slots")
     add("--rows", default="64,256", help="slots of the timed device (default: %(default)s)")
-    add("--steps", default="4,8", help="of a decode call (default: %(default)s; medium: 8)")
+    add("--steps", default="4,8", help="of a decode call (default: %(default)s; medium: 1)")
     add("--input-len", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--output-len", type=int, metavar="N", help="(default: 250; medium: 64)")
-    add("--requests", type=int, metavar="N", help="of a client (default: 4; medium: 2)")
+    add("--requests", type=int, metavar="N", default=4, help="of a client (default: %(default)s)")
     add("--repetitions", "-r", type=int, default=5, metavar="N", help="(default: %(default)s)")
     add("--quick", action="store_true", help="one short cell")
     add("--output", type=Path, metavar="FILE", help="JSON (default: in benchmarks/results)")
     args = parser.parse_args(argv)
     if args.medium:
-        args.rows, args.steps = "8", "8"
+        args.rows, args.steps = "8", "1"
     if args.quick:
         args.rows, args.steps, args.output_len, args.requests, args.repetitions = "8", "8", 32, 1, 1
     args.output_len = args.output_len or (64 if args.medium else 250)
-    args.requests = args.requests or (2 if args.medium else 4)
     args.half_load, args.pause = not args.medium, 1.5 if args.medium else 0.1
     return cli.run(lambda: measure(args), parser)
 

@@ -31,21 +31,25 @@ def _row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def cost_of_http(timed: dict[str, Any], medium: dict[str, Any]) -> str:
-    """The section of the page of measurements."""
+def cost_of_http(timed: dict[str, Any], *models: dict[str, Any]) -> str:
+    """The section of the page of measurements: of the timed device, and of real models."""
     shares = [cell["served"]["client_cpu_share"] for cell in timed["cells"]]
+    of_models = [
+        f"The last row is the model of `benchmarks/medium` on both cores, {model['input_len']} and "
+        f"{model['output_len']} tokens; `--medium`."
+        for model in models
+    ]
     return section(
         "What HTTP costs",
         f"The same requests through the engine alone and through the server, by turns, medians of "
-        f"{timed['repetitions']}. The device of the first rows only keeps time: "
+        f"{timed['repetitions']}; `python -m benchmarks.http`. The device only keeps time: "
         f"{1e3 * timed['step_seconds']:g} ms for a decode step, "
         f"{1e3 * timed['chunk_seconds']:g} ms for a chunk of 2,048 tokens, as an H200 with "
-        f"Llama-3.1-8B may take; prompts of {timed['input_len']} tokens, {timed['output_len']} new "
-        f"ones, one and a half clients for each slot, in a process of their own on the same two "
-        f"cores ({min(shares):.0%} to {max(shares):.0%} of one). The last row is the model of "
-        f"`benchmarks/medium` on both cores, {medium['input_len']} and {medium['output_len']} "
-        "tokens. What is added to the time to the first token is measured for requests that run "
-        "alone, and at half of the bare throughput. `python -m benchmarks.http` and "
-        "`--medium`.",
-        summary([*timed["cells"], *medium["cells"]]),
+        f"Llama-3.1-8B may take. Prompts have {timed['input_len']} tokens, answers "
+        f"{timed['output_len']}; there are one and a half clients for each slot, in a process of "
+        f"their own on the same two cores ({min(shares):.0%} to {max(shares):.0%} of one).",
+        *of_models,
+        "The last columns are what HTTP adds to the time to the first token: for requests that "
+        "find nothing running, and with arrivals at half of the bare throughput.",
+        summary([cell for document in (timed, *models) for cell in document["cells"]]),
     )
