@@ -8,8 +8,8 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ...errors import UsageError
 from ..engine.cache_events import CacheEvent
@@ -17,10 +17,9 @@ from ..engine.engine import Engine
 from ..engine.page_pool import PrefixStats
 from ..engine.requests import Request, RequestOutput, ScoreRequest
 from ..engine.stats import Load, Stats
+from .engine_commands import apply_commands
+from .followers import Followers
 from .histogram import ITERATION_BUCKETS, Histogram
-
-if TYPE_CHECKING:
-    from .followers import Followers
 
 
 class Ended(NamedTuple):
@@ -46,26 +45,6 @@ class Snapshot(NamedTuple):
     """`time.monotonic()` of the step."""
     idle_seconds: float
     """Seconds in which the engine had nothing to do."""
-
-
-Abort = tuple[int, int | None]
-"""The engine's id of a request, and a sample of it or None for all."""
-
-
-def apply_commands(
-    engine: Engine, aborts: Iterable[Abort], requests: Iterable[Request | ScoreRequest]
-) -> list[int | UsageError]:
-    """Abort and add requests, with the same calls in every process. Returns the engine's id of each
-    request, or why it can never run."""
-    for request_id, sample in aborts:
-        engine.abort_request(request_id, sample)
-    added: list[int | UsageError] = []
-    for request in requests:
-        try:
-            added.append(engine.add_request(request))
-        except UsageError as error:
-            added.append(error)
-    return added
 
 
 class EngineThread:

@@ -20,7 +20,7 @@ from ..engine.engine import Engine
 from ..engine.grammar import Matcher
 from ..engine.requests import Request, ScoreRequest
 from .channel import Channel
-from .engine_thread import Abort, apply_commands
+from .engine_commands import Abort, apply_commands
 from .followers import CONNECT_SECONDS
 from .frames import (
     FROM_PROCESS_0,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...errors import UsageError
 from ..engine.requests import Request, ScoreRequest
 from .channel import Channel
-from .engine_thread import Abort
+from .engine_commands import Abort
 from .frames import (
     FROM_FOLLOWER,
     HELLO,

@@ -6,11 +6,11 @@ import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from ..engine.sampling_params import SamplingParams
 from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
+from .app import App
 from .errors import unsupported
 from .exchange import DONE, Exchange
 from .forms import Form, form_of
@@ -21,9 +21,6 @@ from .protocol import ChatBody, CompletionBody, Sampling
 from .reasoning import ReasoningParser, Start
 from .run import changes, run, until_done
 from .token_filters import filtered
-
-if TYPE_CHECKING:
-    from .app import App
 
 
 async def completions(app: App, exchange: Exchange) -> None:

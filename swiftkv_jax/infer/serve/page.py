@@ -8,12 +8,9 @@ import functools
 import hashlib
 import re
 from importlib import resources
-from typing import TYPE_CHECKING
 
+from .app import App
 from .exchange import Exchange
-
-if TYPE_CHECKING:
-    from .app import App
 
 
 async def page(app: App, exchange: Exchange) -> None:

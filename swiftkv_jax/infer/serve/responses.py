@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from .admission import Reservation
+from .app import App
 from .errors import APIError, invalid, unsupported
 from .exchange import Exchange
 from .generate import chat_generation, server_timing
@@ -36,9 +37,6 @@ from .protocol import (
 )
 from .response_events import ResponseWriter
 from .run import changes, run
-
-if TYPE_CHECKING:
-    from .app import App
 
 _OF_ITEMS = {
     "message": ("role", "content"),

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from .admission import Reservation
+from .app import App
 from .decoding import decode
 from .exchange import KEEP_ALIVE, ClientGone, Exchange
 from .generation import Generation
 from .protocol import Body
-
-if TYPE_CHECKING:
-    from .app import App
 
 
 async def run[B: Body, A](

@@ -4,7 +4,7 @@ layers run for the tokens that are scored alone."""
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ..engine.requests import ScoreRequest
 from ..engine.sampling_params import MAX_LOGPROBS
 from ..text import encode_pair
 from .admission import Reservation
+from .app import App
 from .errors import invalid, unsupported
 from .exchange import Exchange
 from .generate import salt_of
@@ -22,9 +23,6 @@ from .options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
 from .prompts import Prompt
 from .protocol import Pair, ScoreBody
 from .run import run, until_done
-
-if TYPE_CHECKING:
-    from .app import App
 
 
 async def score(app: App, exchange: Exchange) -> None:

@@ -28,6 +28,7 @@ from .auth import Keys
 from .connection import MAX_HEADER_BYTES, with_options
 from .followers import Followers
 from .options import ServerOptions
+from .routes import asgi
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ async def serve(
     """
     app, loop = App(options, model_name), asyncio.get_running_loop()
     config = uvicorn.Config(
-        app.asgi(),
+        asgi(app),
         http=with_options(options),
         ws="none",
         lifespan="off",

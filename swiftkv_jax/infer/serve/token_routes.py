@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .app import App
 from .errors import invalid, unsupported
 from .exchange import Exchange
 from .protocol import DetokenizeBody, TokenizeBody
 from .run import counted_body
-
-if TYPE_CHECKING:
-    from .app import App
 
 
 async def tokenize(app: App, exchange: Exchange) -> None:
