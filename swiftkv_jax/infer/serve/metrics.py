@@ -1,21 +1,16 @@
-"""What /metrics says: vLLM's names, labels and buckets, and under `swiftkv:` what only this server
-has. Counted on the thread of the connections, in plain integers."""
+"""What a server counts of its requests, in vLLM's buckets: on the thread of the connections, in
+plain integers."""
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from ..engine.requests import RequestOutput
 from .generation import Generation, Part
 from .histogram import Histogram, token_buckets
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-    from .service import Service
 
 # Buckets of vLLM 0.33, `v1/metrics/loggers.py`, in seconds or tokens.
 TTFT_BUCKETS = (
@@ -34,10 +29,9 @@ N_BUCKETS = (1, 2, 5, 10, 20)
 
 
 class Metrics:
-    """Counters and histograms of a server, a collector of prometheus_client."""
+    """Counters and histograms of a server."""
 
-    def __init__(self, service: Service, model_name: str):
-        self._service, self._model_name = service, model_name
+    def __init__(self):
         self.finished: collections.Counter[str] = collections.Counter()
         """`finish_reason` of sequences, with `abort` and `error`."""
         self.disconnects: collections.Counter[str] = collections.Counter()
@@ -110,176 +104,6 @@ class Metrics:
             longest = max((choice.num_tokens for choice in generation.choices), default=0)
             if longest > 1:
                 self.tpot.observe((last - first) / (longest - 1))
-
-    # Exposition -----------------------------------------------------------------------
-
-    def collect(self) -> Iterator[Metric]:
-        """For prometheus_client."""
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
-
-        labels, values = ["model_name", "engine"], [self._model_name, "0"]
-
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=labels)
-            family.add_metric(values, value)
-            return family
-
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, text, labels=labels)
-            family.add_metric(values, value)
-            return family
-
-        def counters(
-            name: str, text: str, label: str, found: dict[str, int], known: Sequence[str]
-        ) -> Metric:
-            family = CounterMetricFamily(name, text, labels=[*labels, label])
-            for one in dict.fromkeys([*known, *sorted(found)]):
-                family.add_metric([*values, one], found.get(one, 0))
-            return family
-
-        def histogram(name: str, text: str, found: Histogram) -> Metric:
-            family = HistogramMetricFamily(name, text, labels=labels)
-            family.add_metric(values, found.cumulated(), found.sum)
-            return family
-
-        service, engine = self._service, self._service.engine
-        if engine is not None and service.admission is not None:
-            snapshot = engine.snapshot
-            load, stats, prefix = snapshot.load, snapshot.stats, snapshot.prefix
-            yield gauge("vllm:num_requests_running", "Sequences that decode.", load.num_running)
-            yield gauge("vllm:num_requests_waiting", "Requests that wait.", service.num_waiting)
-            reasons = GaugeMetricFamily(
-                "vllm:num_requests_waiting_by_reason",
-                "Requests that wait: for capacity; none is put off for another reason.",
-                labels=[*labels, "reason"],
-            )
-            reasons.add_metric([*values, "capacity"], service.num_waiting)
-            reasons.add_metric([*values, "deferred"], 0)
-            yield reasons
-            yield gauge(
-                "vllm:kv_cache_usage_perc",
-                "Share of the pages that requests hold; 1 is all.",
-                load.pages_in_use / max(load.num_pages, 1),
-            )
-            yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix.queries)
-            yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", prefix.hits)
-            yield counter("vllm:prompt_tokens", "Prompt tokens cached.", stats.prompt_tokens)
-            yield counter("vllm:prompt_tokens_cached", "Prompt tokens found.", prefix.hits)
-            facts = service.cache_facts
-            info = GaugeMetricFamily(
-                "vllm:cache_config_info", "The KV cache.", labels=[*labels, *facts]
-            )
-            info.add_metric([*values, *facts.values()], 1)
-            yield info
-            yield histogram(
-                "vllm:iteration_tokens_total",
-                "Of an engine step, cached and new.",
-                engine.iteration_tokens,
-            )
-            yield counter(
-                "vllm:num_preemptions",
-                "Requests that made room for earlier ones.",
-                stats.preemptions,
-            )
-            yield counter(
-                "swiftkv:compilations", "Programs compiled while serving.", stats.compilations
-            )
-            yield counter("swiftkv:step_host_seconds", "Host time of steps.", stats.host_seconds)
-            yield counter(
-                "swiftkv:device_wait_seconds",
-                "Steps' time of waiting for the device.",
-                stats.wait_seconds,
-            )
-            yield counter(
-                "swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds
-            )
-            yield counter(
-                "swiftkv:prefilled_tokens",
-                "Tokens that ran through prefill.",
-                stats.prefilled_tokens,
-            )
-            yield gauge(
-                "swiftkv:queued_tokens", "Prompt tokens not cached yet.", service.admission.tokens
-            )
-            if service.kv_events is not None and (batches := service.kv_events.batches) is not None:
-                yield counter(
-                    "swiftkv:kv_event_batches",
-                    "Steps with events of the prefix cache.",
-                    batches.num_batches,
-                )
-                yield counter(
-                    "swiftkv:kv_event_batches_dropped",
-                    "Those for which the publisher's queue had no room.",
-                    batches.num_dropped,
-                )
-            yield counters(
-                "vllm:admission_rejections",
-                "Requests refused.",
-                "reason",
-                service.admission.rejected,
-                ("max_num_queued_reqs", "max_num_queued_tokens"),
-            )
-        yield counter("vllm:generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield counters(
-            "vllm:request_success",
-            "Sequences ended.",
-            "finished_reason",
-            self.finished,
-            ("stop", "length", "abort", "error"),
-        )
-        for name, text, found in (
-            ("vllm:time_to_first_token_seconds", "From the last byte of the body.", self.ttft),
-            ("vllm:inter_token_latency_seconds", "Between tokens.", self.itl),
-            ("vllm:request_time_per_output_token_seconds", "Of a request.", self.tpot),
-            ("vllm:e2e_request_latency_seconds", "From the last byte of the body.", self.e2e),
-            ("vllm:request_prompt_tokens", "Of a prompt.", self.prompt_lengths),
-            ("vllm:request_generation_tokens", "Of a sequence.", self.answer_lengths),
-            ("vllm:request_params_max_tokens", "Of a request.", self.max_tokens),
-            ("vllm:request_params_n", "Of a request.", self.samples),
-            ("swiftkv:tokenize_seconds", "Of a request.", self.tokenize),
-            *(
-                (f"vllm:request_{name}_time_seconds", "Of a request.", found)
-                for name, found in self.phases.items()
-            ),
-        ):
-            yield histogram(name, text, found)
-        yield counter("swiftkv:wasted_tokens", "Tokens of aborted requests.", self.wasted_tokens)
-        yield counter("swiftkv:slow_clients", "Streams aborted unread.", self.slow_clients)
-        yield counters(
-            "swiftkv:client_disconnects", "Clients that left.", "state", self.disconnects, STATES
-        )
-        yield gauge("swiftkv:loop_lag_seconds", "Delay of the connections' thread.", self.loop_lag)
-        yield gauge("swiftkv:connections", "Open connections.", self.num_connections())
-        answers = CounterMetricFamily(
-            "swiftkv:http_requests", "Answers.", labels=["route", "status"]
-        )
-        for (route, status), count in sorted(self.http.items()):
-            answers.add_metric([route, str(status)], count)
-        yield answers
-
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """(text, content type): Prometheus' format, or OpenMetrics where that is accepted."""
-        from prometheus_client import CollectorRegistry
-        from prometheus_client.exposition import choose_encoder
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Once(self))  # type: ignore[arg-type]
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
-
-
-class _Once:
-    """Describes nothing, so that registering does not collect."""
-
-    def __init__(self, metrics: Metrics):
-        self.collect = metrics.collect
-
-    def describe(self) -> list[Any]:
-        return []
 
 
 STATES = ("queued", "prefilling", "decoding")

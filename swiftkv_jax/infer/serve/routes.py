@@ -18,6 +18,7 @@ from ... import __version__
 from .app import App
 from .errors import APIError, printable
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .exposition import exposition
 from .generate import chat_completions, completions
 from .page import page
 from .responses import responses
@@ -198,7 +199,7 @@ async def load(app: App, exchange: Exchange) -> None:
 async def metrics(app: App, exchange: Exchange) -> None:
     """GET /metrics"""
     accept = exchange.headers.get(b"accept", b"").decode("latin-1")
-    await exchange.send_bytes(200, *app.service.metrics.exposition(accept))
+    await exchange.send_bytes(200, *exposition(app.service, accept))
 
 
 async def schema(app: App, exchange: Exchange) -> None:

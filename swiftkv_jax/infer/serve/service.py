@@ -39,12 +39,12 @@ class Service:
     """Requests of all connections, on one engine."""
 
     def __init__(self, options: ServerOptions, model_name: str):
-        self.options = options
+        self.options, self.model_name = options, model_name
         self.state: State = "starting"
         self.phase = "weights"
         """What a start is at."""
         self.failure: BaseException | None = None
-        self.metrics = Metrics(self, model_name)
+        self.metrics = Metrics()
         self.idle = asyncio.Event()
         """Nothing is admitted, and all answers are sent."""
         self.idle.set()
