@@ -240,8 +240,11 @@ def measure(
     the nats lost on the predictions that depend on the far prompt, of which there may be none."""
     first = next(iter(students.values()))
     rows = list(held_out_batches(recipe, first.config, data, mesh))
+    # Of the same rows all predictions: far ones are cut in half, whatever the roles of tokens are
+    boundary = dataclasses.replace(first.config, generated_kv="boundary", exact_tail=0)
+    whole = held_out_batches(recipe, boundary, data, mesh)
     attention = Attention(mesh, recipe.attention)
-    far_rows = [only_far(first.config, attention, first.llama, batch) for batch in rows]
+    far_rows = [only_far(first.config, attention, first.llama, batch) for batch in whole]
     step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
     results = {}
     for name, student in students.items():

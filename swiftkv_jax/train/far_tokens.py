@@ -2,7 +2,8 @@
 
 Most tokens follow from what is near, so an average hides whether a student still reads a distant
 prompt. A prediction in the second half of a row is far-dependent if the teacher loses more than
-`FAR_NATS` on it when it sees nothing before the last `KEPT` tokens of the first half.
+`FAR_NATS` on it when it sees nothing before the last `KEPT` tokens of the first half. Where
+generated tokens keep upper keys and values of their own, the first half is the prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _CHUNK = 256  # positions whose logits exist at a time
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def only_far(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Batch:
-    """The batch with a `loss_mask` that leaves the far-dependent predictions."""
+    """The batch with a `loss_mask` that leaves the far-dependent predictions; with `own` tokens, if
+    `config` has any, from `exact_tail` before the second half on, whichever the batch has: were the
+    far prompt own too, nothing there could be lost."""
     length = batch.tokens.shape[1]
     at, half = jnp.arange(length), length // 2
     near = at >= half - min(KEPT, length // 4)
@@ -39,7 +42,10 @@ def only_far(config: Config, attention: Attention, llama: Llama, batch: Batch) -
     )
     with_far, without = (_nll(config, attention, llama, each) for each in (batch, cut))
     far = (without - with_far > FAR_NATS) & (at >= half - 1)
-    return dataclasses.replace(batch, loss_mask=batch.loss_mask * far)
+    own = None
+    if config.generated_kv == "own":
+        own = real & (at >= half - config.exact_tail)
+    return dataclasses.replace(batch, loss_mask=batch.loss_mask * far, own=own)
 
 
 def _nll(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Float[Array, "B T"]:

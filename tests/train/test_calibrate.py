@@ -18,6 +18,7 @@ from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.train import calibrate as train_calibrate
+from swiftkv_jax.train import far_tokens
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
 from swiftkv_jax.transformer import unpacked_batch
@@ -67,8 +68,11 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert "it holds a model already" in capsys.readouterr().err
 
 
-def test_for_generated_tokens_with_keys_of_their_own(folder):
-    """The model says so, and it is measured so: nearer to the teacher than without."""
+def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
+    """The model says so, and it is measured so: nearer to the teacher than without. Far tokens are
+    those of the same rows, wherever text was cut into prompt and answer."""
+    monkeypatch.setattr(far_tokens, "FAR_NATS", 0.01)
+    jax.clear_caches()
     flags = ["--num-key-value-layers", "2", "--eval-data", str(folder / "text.txt")]
     assert calibrate(folder, *flags, "--output-dir", str(folder / "boundary")) == 0
     flags += ["--generated-kv", "own", "--exact-tail", "8"]
@@ -79,7 +83,9 @@ def test_for_generated_tokens_with_keys_of_their_own(folder):
         json.loads((folder / name / "calibration.json").read_text()) for name in ("boundary", "own")
     )
     assert (own["generated_kv"], own["exact_tail"]) == ("own", 8)
-    assert own["held_out"]["calibrated"]["kl"] < boundary["held_out"]["calibrated"]["kl"]
+    boundary, own = (record["held_out"]["calibrated"] for record in (boundary, own))
+    assert own["kl"] < boundary["kl"]
+    assert own["far_tokens"] == boundary["far_tokens"] > 0
 
 
 def test_far_predictions_are_found_once(folder, monkeypatch):

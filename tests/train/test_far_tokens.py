@@ -64,3 +64,16 @@ def test_far_predictions(chunk, mesh, monkeypatch):
     found = only_far(model.config, attention, model.llama, batch)
     np.testing.assert_array_equal(found.loss_mask, expected)
     np.testing.assert_array_equal(found.tokens, batch.tokens)
+    assert found.own is None
+
+
+@pytest.mark.parametrize("tail", [0, 3])
+def test_the_first_half_is_the_prompt_of_own_tokens(tail):
+    """Whichever tokens the batch has as its own: far prompts that were own would cost nothing."""
+    hf = tiny.hf_config(generated_kv="own", exact_tail=tail)
+    model = tiny.model_of(hf, tiny.tensors_for(hf))
+    batch = dataclasses.replace(packed(), own=np.ones((2, LENGTH), bool))
+    found = only_far(model.config, Attention(None), model.llama, batch)
+    expected = np.tile(np.arange(LENGTH) >= LENGTH // 2 - tail, (2, 1))
+    expected[1, -2:] = False
+    np.testing.assert_array_equal(found.own, expected)
