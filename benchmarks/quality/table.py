@@ -72,9 +72,14 @@ def key(row: Row) -> tuple[int, int, str, int, str, str, str]:
 def name(row: Row) -> str:
     steps = f"{row['steps']} steps" if row["steps"] else "untrained"
     return (
-        f"{row['share']:.1%}, g = {row['key_value_group_size']}, {row['start']}, {steps}, "
+        f"{row['share']:.1%}, g = {row['key_value_group_size']}, {_start(row)}, {steps}, "
         f"{row['mode']}"
     )
+
+
+def _start(row: Row) -> str:
+    """As the table has it."""
+    return row["start"] + (", own" if row.get("generated_kv") == "own" else "")
 
 
 # Verdict ----------------------------------------------------------------------
@@ -107,8 +112,9 @@ def _bars(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
 
 def _bar_name(bar: Bar) -> str:
     steps = f"{bar.steps} steps" if bar.steps else "untrained"
+    start = "closed-form" if bar.mode == "boundary" else "closed-form, own"
     return (
-        f"{bar.share:.1%}, g = {bar.key_value_group_size}, closed-form, {steps}, "
+        f"{bar.share:.1%}, g = {bar.key_value_group_size}, {start}, {steps}, "
         f"{bar.mode}: {bar.figure}"
     )
 
@@ -300,12 +306,12 @@ def _teacher(document: dict[str, Any]) -> str:
 
 def _line(row: Row, verdict: str) -> tuple[str, ...]:
     whole, answers, blocks = row["all"], row["answers"], row["blocks"]
-    _, _, start, _, _, generated_kv, loss = key(row)
-    rate = f" at {row['learning_rate']:g}" if start == "authors" and row["steps"] else ""
+    *_, loss = key(row)
+    rate = f" at {row['learning_rate']:g}" if row["start"] == "authors" and row["steps"] else ""
     return (
         f"{row['num_key_value_layers']} ({row['share']:.1%})",
         str(row["key_value_group_size"]),
-        start + (", own" if generated_kv == "own" else ""),
+        _start(row),
         f"{row['steps']}{rate}" + (", text alone" if loss == "cross-entropy" else ""),
         row["mode"],
         f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"]) if whole else "",
