@@ -41,6 +41,18 @@ def test_what_was_admitted_ends_before_the_server(start):
         assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
 
 
+def test_before_it_drains_it_may_tell_balancers(start):
+    """`/ready` fails, and what they still send is answered."""
+    running = start(shutdown_delay=1.0)
+    assert running.request("GET", "/ready")[0] == 200
+    running.stop()
+    running.until(lambda: running.request("GET", "/ready")[0] == 503)
+    assert running.app.service.state == "ready"
+    assert running.post("/v1/completions", BODY | {"max_tokens": 2})[0] == 200
+    running.thread.join(10)
+    assert running.code == [0]
+
+
 def test_the_time_for_a_shutdown_is_limited(start):
     running = start(shutdown_timeout=0.3, step_seconds=0.1)
     found = []
@@ -175,3 +187,25 @@ def test_first_tokens_come_before_those_of_the_rows_that_run(start, monkeypatch)
     running.check_empty()
     assert all(step == sorted(step) for step in steps)
     assert [False, True, True] in steps, "the new token, one that runs, the end of the new one"
+
+
+def test_tokens_stay_in_order_while_the_loop_is_busy(start):
+    """Several steps wait for it then, some with first tokens among those of rows that run."""
+    running = start(step_seconds=0.001)
+    bodies = [BODY | {"prompt": "x" * length} for length in range(1, 5)]
+    alone = [running.post("/v1/completions", body)[1]["choices"] for body in bodies]
+    found: list[object] = []
+
+    def ask(number: int) -> None:
+        for body, choices in zip(bodies[number:], alone[number:], strict=True):
+            _, answer = running.post("/v1/completions", body)
+            found.append(answer["choices"] == choices)
+
+    threads = [threading.Thread(target=ask, args=(number % 4,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    loop = running.app.service._loop
+    while any(thread.is_alive() for thread in threads):
+        loop.call_soon_threadsafe(time.sleep, 0.02)
+        time.sleep(0.03)
+    assert len(found) == 20 and all(found)
