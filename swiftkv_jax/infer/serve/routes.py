@@ -183,7 +183,10 @@ async def ready(app: App, exchange: Exchange) -> None:
     found: dict[str, Any] = {"status": service.state}
     if service.state == "starting":
         found["phase"] = service.phase
-    await exchange.send_json(200 if service.state == "ready" else 503, found)
+    is_ready = service.state == "ready" and not service.is_leaving
+    if service.state == "ready" and service.is_leaving:
+        found["status"] = "draining"
+    await exchange.send_json(200 if is_ready else 503, found)
 
 
 async def version(app: App, exchange: Exchange) -> None:

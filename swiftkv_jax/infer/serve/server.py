@@ -186,6 +186,7 @@ class _Stopping:
         if service.engine is None:
             service.state = "draining"
             return
+        service.is_leaving = True
         await self._until(options.shutdown_delay, None)
         logger.info("shutting down: %d requests are unfinished", service.num_admitted)
         service.state = "draining"
