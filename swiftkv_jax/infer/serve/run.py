@@ -94,6 +94,8 @@ async def _unless_gone[T](exchange: Exchange, work: Awaitable[T]) -> T:
         if not exchange.is_gone or task.uncancel():
             raise
         raise ClientGone from None
+    finally:
+        exchange.on_gone = lambda: None
     if exchange.is_gone:
         raise ClientGone
     return found
