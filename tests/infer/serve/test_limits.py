@@ -16,6 +16,7 @@ BODY = {"prompt": "hello", "max_tokens": 2}
 ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/v1/score"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),

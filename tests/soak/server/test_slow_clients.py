@@ -75,6 +75,7 @@ def test_slow_connections_end_on_time(start_mock):
         print(f"  {kind}: closed after {min(seconds):.1f} to {max(seconds):.1f} s")
     assert not answered and sum(map(len, ends.values())) == SLOW
     assert all(min(seconds) > TIMEOUT - 3 for seconds in ends.values())
+    assert all(max(seconds) < TIMEOUT + 5 for seconds in ends.values())
     running.check_empty()
     deadline = time.monotonic() + 10
     while running.metric("swiftkv:connections") > 1:
