@@ -135,6 +135,12 @@ class Engine[R: ModelRunnerBase]:
         each = [dataclasses.astuple(pool.stats) for pool in self._pools]
         return PrefixStats(*(sum(column) for column in zip(*each, strict=True)))
 
+    def reset_stats(self) -> None:
+        """Count from now on."""
+        self.stats = Stats()
+        for pool in self._pools:
+            pool.stats = PrefixStats()
+
     def record_cache_events(self) -> CacheEvents:
         """Record from now on what enters and leaves the prefix cache, for who takes it then."""
         events = CacheEvents(self.model_runner.shapes.page_size)

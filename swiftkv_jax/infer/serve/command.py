@@ -240,8 +240,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def warm(engine: Engine) -> float:
-    """Run a chunk and a decode call, twice: the first time is slower. Returns the tokens/s of the
-    second, a lower bound of prefill's."""
+    """Run a chunk and a decode call, twice: the first time is slower. Nothing of it is counted.
+    Returns the tokens/s of the second, a lower bound of prefill's."""
     length = min(engine.model_runner.limits.chunk_tokens, engine.max_model_len - 1)
     seconds = 1.0
     for salt in ("first", "second"):
@@ -250,6 +250,7 @@ def warm(engine: Engine) -> float:
         for _ in engine.run([Request([0] * length, params, cache_salt=salt)]):
             pass
         seconds = time.perf_counter() - start
+    engine.reset_stats()
     return length / seconds
 
 

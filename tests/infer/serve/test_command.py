@@ -23,6 +23,13 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     names = "--served-model-name", "tiny", "--api-key-file", str(keys)
     try:
         with serving(checkpoint, *SMALL, *names) as server:
+            key = {"authorization": "Bearer first-key"}
+            request = urllib.request.Request(f"{server.url}/metrics", headers=key)
+            with urllib.request.urlopen(request) as answer:
+                found = re.findall(
+                    r"^vllm:prompt_tokens_total{.*} (.*)$", answer.read().decode(), re.M
+                )
+            assert found == ["0.0"], "what warms up is not counted"
             prompt = tokenizer("the quick")["input_ids"]
             body = {"prompt": "the quick", "max_tokens": 7, "temperature": 0}
             answer = server.ask("/v1/completions", body | {"return_token_ids": True})
