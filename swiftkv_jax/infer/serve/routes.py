@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import time
@@ -142,6 +143,7 @@ class Endpoint:
     def _log(self, exchange: Exchange) -> None:
         total = 1e3 * (time.monotonic() - exchange.arrival)
         found = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "id": exchange.request_id,
             "key": exchange.key,
             "route": self._route,

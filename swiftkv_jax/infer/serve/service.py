@@ -53,8 +53,6 @@ class Service:
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[Generation] = FairQueue()
         self._parts: dict[int, tuple[Generation, Part]] = {}
-        self._late: list[Event] = []
-        """Events of the last step that wait until its first tokens are sent."""
         self._num_ids = self._num_submitted = self._num_answering = 0
         self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
         """Each second: time, tokens that ran through prefill, whether some were waiting."""
@@ -181,24 +179,8 @@ class Service:
                 self._num_submitted += 1
 
     def _on_events(self, events: list[Event]) -> None:
-        """What one step gave. First tokens are sent before the rest is looked at, which takes its
-        time for each row."""
-        self._apply_late()  # of the step before, whose tokens come first
-        begun = [self._has_begun(event) for event in events]
-        if all(begun) or not any(begun):
-            self._apply(events)
-            return
-        self._late = [event for event, late in zip(events, begun, strict=True) if late]
-        self._apply([event for event, late in zip(events, begun, strict=True) if not late])
-        self._loop.call_soon(self._apply_late)
-
-    def _apply_late(self) -> None:
-        """What `_on_events` has put off, if anything."""
-        if self._late:
-            late, self._late = self._late, []
-            self._apply(late)
-
-    def _apply(self, events: list[Event]) -> None:
+        """What one step gave. First tokens go first: those of the other rows would delay them."""
+        events.sort(key=self._has_begun)
         assert self.engine is not None
         changed: dict[Generation, None] = {}
         for engine_id, event in events:
@@ -315,7 +297,6 @@ class Service:
         """The engine has failed: so does all that is admitted, and the process ends."""
         if self.state == "failed":
             return
-        self._apply_late()  # it came before
         self.state, self.failure = "failed", error
         out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
         logger.error(

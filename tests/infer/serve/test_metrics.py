@@ -1,5 +1,6 @@
 """What /metrics says, against what clients saw; headers and the log."""
 
+import datetime
 import json
 import logging
 import re
@@ -147,6 +148,8 @@ def test_the_log_has_a_line_for_each_request_and_no_text_of_clients(start, caplo
     lines = [record.message for record in caplog.records if record.message.startswith("{")]
     assert len(lines) == 2
     first, second = map(json.loads, lines)
+    written = datetime.datetime.fromisoformat(first["time"])
+    assert abs((datetime.datetime.now(datetime.UTC) - written).total_seconds()) < 60
     assert first["status"] == 200 and first["prompt_tokens"] == len("secret words")
     assert first["completion_tokens"] == 20 and first["finish_reasons"] == ["length"]
     assert second["status"] == 400 and second["error"] == "unknown_field"
