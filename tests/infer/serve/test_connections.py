@@ -1,5 +1,6 @@
 """Connections that behave badly, on raw sockets: what they hold ends in time."""
 
+import contextlib
 import json
 import socket
 import time
@@ -93,6 +94,24 @@ def test_who_leaves_is_noticed_behind_bytes_that_nothing_reads(start):
     begun = time.monotonic()
     running.check_empty()
     assert time.monotonic() - begun < 1 and left(running, "prefilling", "decoding") == 1
+
+
+def test_who_leaves_before_a_refusal_is_sent_is_no_error(start, caplog):
+    """The refusals before it, which nobody reads, are in its way."""
+    running = start(send_buffer=4096)
+    content = json.dumps(BODY | {"temperature": 9}).encode()
+    one = HEAD + f"Content-Length: {len(content)}\r\n\r\n".encode() + content
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(0.5)
+        connection.connect(("127.0.0.1", running.port))
+        with contextlib.suppress(OSError):
+            for _ in range(400):
+                connection.sendall(one)
+        time.sleep(0.3)  # until nothing more can be written
+    running.until(lambda: running.app.service.metrics.num_connections() == 0)
+    running.check_empty()
+    assert "Traceback" not in caplog.text
 
 
 def test_what_is_not_read_is_not_kept(start):
