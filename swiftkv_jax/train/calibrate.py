@@ -2,7 +2,7 @@
 
 One pass of the teacher over some text, then least squares: the upper layers' keys and values from
 the hidden state that enters the first of them, and for layers that share a cache the best basis for
-both. Seconds for small models, about a minute for one of 8B parameters on one GPU. Prints how well
+both. Seconds for small models; `--dry-run` counts the operations of larger ones. Prints how well
 each layer follows and the distance from the teacher on held-out text, beside that of a copy of the
 teacher's projections. With no --model it calibrates the demo model. Example:
 

@@ -292,7 +292,7 @@ class Engine[R: ModelRunnerBase]:
                 break
             sent.chunks.append((chunk, runner.run_chunk(chunk)))
             runner.add_sequences(chunk.finished_prefill)
-            self._count(chunk)
+            self.stats.add_chunk(chunk)
         if not decode:
             return sent if sent.chunks else None
         if constrained := scheduler.schedule_constrained():
@@ -327,20 +327,6 @@ class Engine[R: ModelRunnerBase]:
                 self._scheduler.finish(sequence, aborted=True)
                 self._forget(sequence.request_state)
         return list(itertools.compress(sequences, good)), masks[good]
-
-    def _count(self, chunk: Chunk) -> None:
-        scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
-        tokens = sum(scheduled.num_tokens for scheduled in scheduled_tokens)
-        self.stats.chunks += tokens > 0
-        self.stats.prefilled_tokens += tokens
-        ended = {
-            scheduled.request_state
-            for scheduled in scheduled_tokens
-            if scheduled.stop == scheduled.request_state.prefill_target
-        } | {sequence.request_state for sequence in chunk.finished_prefill}
-        self.stats.prompt_tokens += sum(
-            len(state.prefill_token_ids) for state in ended if not state.num_preemptions
-        )
 
     def _receive_constrained(self, sent: Sent) -> list[RequestOutput]:
         """Read what sequences that follow a grammar have emitted, once."""

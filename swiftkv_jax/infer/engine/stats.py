@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from .request_state import Chunk
 from .scheduler import Scheduler
 
 
@@ -28,6 +29,21 @@ class Stats:
     """Requests that went back to the queue, to make room for earlier ones."""
     compilations: int = 0
     """Programs compiled during steps; 0, since all are compiled before the first."""
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        """Count the tokens of a chunk, and the prompts that it ends."""
+        scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
+        tokens = sum(scheduled.num_tokens for scheduled in scheduled_tokens)
+        self.chunks += tokens > 0
+        self.prefilled_tokens += tokens
+        ended = {
+            scheduled.request_state
+            for scheduled in scheduled_tokens
+            if scheduled.stop == scheduled.request_state.prefill_target
+        } | {sequence.request_state for sequence in chunk.finished_prefill}
+        self.prompt_tokens += sum(
+            len(state.prefill_token_ids) for state in ended if not state.num_preemptions
+        )
 
 
 class Load(NamedTuple):
