@@ -185,8 +185,8 @@ async def ready(app: App, exchange: Exchange) -> None:
     found: dict[str, Any] = {"status": service.state}
     if service.state == "starting":
         found["phase"] = service.phase
-    is_ready = service.state == "ready" and not service.is_leaving
-    if service.state == "ready" and service.is_leaving:
+    is_ready = service.state == "ready" and not service.is_shutting_down
+    if service.state == "ready" and service.is_shutting_down:
         found["status"] = "draining"
     await exchange.send_json(200 if is_ready else 503, found)
 

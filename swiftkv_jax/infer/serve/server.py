@@ -186,7 +186,7 @@ class _Stopping:
         if service.engine is None:
             service.state = "draining"
             return
-        service.is_leaving = True
+        service.is_shutting_down = True
         await self._until(options.shutdown_delay, None)
         logger.info("shutting down: %d requests are unfinished", service.num_admitted)
         service.state = "draining"

@@ -41,7 +41,7 @@ class Service:
     def __init__(self, options: ServerOptions, model_name: str):
         self.options, self.model_name = options, model_name
         self.state: State = "starting"
-        self.is_leaving = False
+        self.is_shutting_down = False
         """It will end soon, and still takes requests."""
         self.phase = "weights"
         """What a start is at."""
