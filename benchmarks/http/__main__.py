@@ -186,14 +186,15 @@ class Cell:
             command += f"--base-url {url} --seed {seed} --num-warmups 1 -o {file.name}".split()
             command += f"--vocab-size {self.engine.config.vocab_size - 1}".split()
             command += f"--input-len {self.args.input_len} --output-len {output_len}".split()
-            subprocess.run(
+            ran = subprocess.run(
                 [*command, *arguments.split()],
                 capture_output=True,
+                text=True,
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )
+            if ran.returncode:  # a request failed, or the client itself was the limit
+                raise RuntimeError(f"`bench serve`: {(ran.stderr or ran.stdout).strip()}")
             found = json.loads(Path(file.name).read_text(encoding="utf-8"))
-        if found["failed"]:
-            raise RuntimeError(f"requests failed: {found['errors']}")
         return found
 
     def _begin(self) -> None:
