@@ -88,6 +88,8 @@ def _reason(error: Exception) -> str:
     import jinja2
 
     message = " ".join(str(error).split())
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"has a mistake in line {error.lineno}: {error.message}"
     if isinstance(error, jinja2.TemplateError | ValueError):  # also what templates raise on purpose
         return f"refuses the messages: {message}"
     return f"fails on the messages: {type(error).__name__}{': ' if message else ''}{message}"

@@ -39,8 +39,8 @@ def test_text_is_that_of_the_tokenizer(tokenizer):
     [
         ("{{ 1 / 0 }}", "fails on the messages: ZeroDivisionError: division by zero"),
         ("{{ raise_exception('one\ntwo') }}", "refuses the messages: one two"),
-        ("{{ messages | nonsense }}", "refuses the messages: No filter named 'nonsense'."),
-        ("{% if", "refuses the messages: "),
+        ("{{ messages | nonsense }}", "has a mistake in line 1: No filter named 'nonsense'."),
+        ("{% if", "has a mistake in line 1: "),
         ("{{ messages.no.thing }}", "refuses the messages: "),
         ("{{ messages + 1 }}", "fails on the messages: TypeError: "),
         ("{{ 'a' * 10**15 }}", "fails on the messages: MemoryError"),

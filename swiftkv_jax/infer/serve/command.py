@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
+from ...chat_template import render_chat
 from ...cli import OK
 from ...cli.model_options import (
     ModelOptions,
@@ -31,7 +32,7 @@ from ...cli.model_options import (
     setup_model_devices,
 )
 from ...distributed import announces_several
-from ...errors import UsageError
+from ...errors import DataError, UsageError
 from ..commands.engine_options import (
     add_engine_arguments,
     given_engine_options,
@@ -90,6 +91,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser",
         choices=("auto", *REASONING_FORMATS, "none"),
         help="how the model marks its reasoning (default: by its chat template)",
+    )
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja, in place of the checkpoint's chat template",
     )
     _add_listed(
         parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
@@ -197,6 +204,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
+    template = None if args.chat_template is None else _text(args.chat_template)
     from . import processes, server  # after the look for their packages
 
     def load(mesh: Mesh | None, say: Callable[[str], None]) -> server.Loaded:
@@ -205,6 +213,8 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
+        if template is not None:
+            set_chat_template(tokenizer, template, str(args.chat_template))
         say("compiling")
         compiler, chosen = None, engine_options
         if chosen.structured_outputs:
@@ -237,6 +247,24 @@ def main(args: argparse.Namespace) -> int:
     if announces_several(model_options.coordinator_address):
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
     return serve(lambda say: load(setup_model_devices(model_options), say))
+
+
+def _text(file: Path) -> str:
+    """Of a chat template. Raises `UsageError`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"`chat_template`={file}: {error}") from None
+
+
+def set_chat_template(tokenizer: Any, template: str, name: str) -> None:
+    """Let `tokenizer` use `template`, which errors call `name`. Raises `UsageError` for one that
+    cannot render a message of a user."""
+    tokenizer.chat_template = template
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=True)
+    except DataError as error:
+        raise UsageError(f"`chat_template`={name}: {error}") from None
 
 
 def warm(engine: Engine) -> float:

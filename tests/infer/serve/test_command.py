@@ -1,6 +1,7 @@
 """`infer serve` as a user starts it: a process, a checkpoint, a signal."""
 
 import argparse
+import copy
 import re
 import signal
 import urllib.error
@@ -9,6 +10,7 @@ import urllib.request
 import pytest
 import yaml
 
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.serve import command
 from tests.infer.conftest import CHAT_TEMPLATE
@@ -19,37 +21,33 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text("someone: first-key\n")
-    (checkpoint / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    template = tmp_path / "template.jinja"
+    template.write_text(CHAT_TEMPLATE)
     names = "--served-model-name", "tiny", "--api-key-file", str(keys)
-    try:
-        with serving(checkpoint, *SMALL, *names) as server:
-            key = {"authorization": "Bearer first-key"}
-            request = urllib.request.Request(f"{server.url}/metrics", headers=key)
-            with urllib.request.urlopen(request) as answer:
-                found = re.findall(
-                    r"^vllm:prompt_tokens_total{.*} (.*)$", answer.read().decode(), re.M
-                )
-            assert found == ["0.0"], "what warms up is not counted"
-            prompt = tokenizer("the quick")["input_ids"]
-            body = {"prompt": "the quick", "max_tokens": 7, "temperature": 0}
-            answer = server.ask("/v1/completions", body | {"return_token_ids": True})
-            assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
-            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-            one, two = (server.ask("/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
-            assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4
-            form = {"structured_outputs": {"regex": "[a-d]{3}"}}
-            (bound,) = server.ask("/v1/completions", {"prompt": "the", "seed": 1} | form)["choices"]
-            assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
-            keys.write_text("someone: other-key\n")
-            server.process.send_signal(signal.SIGHUP)
-            assert next(line for line in server.lines if "keys read again" in line)
-            assert server.ask("/v1/models", key="other-key")["data"][0]["id"] == "tiny"
-            with pytest.raises(urllib.error.HTTPError, match="401"):
-                server.ask("/v1/models")
-            server.process.send_signal(signal.SIGTERM)
-            _, rest = server.process.communicate(timeout=30)
-    finally:
-        (checkpoint / "chat_template.jinja").unlink()
+    with serving(checkpoint, *SMALL, *names, "--chat-template", str(template)) as server:
+        key = {"authorization": "Bearer first-key"}
+        request = urllib.request.Request(f"{server.url}/metrics", headers=key)
+        with urllib.request.urlopen(request) as answer:
+            found = re.findall(r"^vllm:prompt_tokens_total{.*} (.*)$", answer.read().decode(), re.M)
+        assert found == ["0.0"], "what warms up is not counted"
+        prompt = tokenizer("the quick")["input_ids"]
+        body = {"prompt": "the quick", "max_tokens": 7, "temperature": 0}
+        answer = server.ask("/v1/completions", body | {"return_token_ids": True})
+        assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        one, two = (server.ask("/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
+        assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4
+        form = {"structured_outputs": {"regex": "[a-d]{3}"}}
+        (bound,) = server.ask("/v1/completions", {"prompt": "the", "seed": 1} | form)["choices"]
+        assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
+        keys.write_text("someone: other-key\n")
+        server.process.send_signal(signal.SIGHUP)
+        assert next(line for line in server.lines if "keys read again" in line)
+        assert server.ask("/v1/models", key="other-key")["data"][0]["id"] == "tiny"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            server.ask("/v1/models")
+        server.process.send_signal(signal.SIGTERM)
+        _, rest = server.process.communicate(timeout=30)
     assert server.process.returncode == 0, rest
     assert "shutting down" in rest and "Traceback" not in rest
 
@@ -72,6 +70,18 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
 def test_mistakes_end_before_anything_is_loaded(arguments, message, capsys):
     assert main(["serve", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_chat_template_is_tried_before_anything_is_compiled(tokenizer, tmp_path, capsys):
+    mine = copy.deepcopy(tokenizer)
+    with pytest.raises(
+        UsageError, match="`chat_template`=mine: the chat template has a mistake in line 1"
+    ):
+        command.set_chat_template(mine, "{% for %}", "mine")
+    command.set_chat_template(mine, CHAT_TEMPLATE, "mine")
+    missing = tmp_path / "missing.jinja"
+    assert main(["serve", "--chat-template", str(missing)]) == 2
+    assert "error: --chat-template" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_one_line(capsys):
