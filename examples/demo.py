@@ -108,13 +108,14 @@ def calibrate_and_distil(
     return skv.load(calibrated / EXPORT), skv.load(distilled / EXPORT), quality
 
 
-def calibrate_for_own(folder: Path, data: list[str]) -> skv.Model:
-    """Half the layers in closed form, fitted for generated tokens, and the last `TAIL` of a prompt,
-    that keep their own upper keys and values."""
+def calibrate_for_own(folder: Path, data: list[str]) -> tuple[skv.Model, float]:
+    """(half the layers in closed form, fitted for generated tokens, and the last `TAIL` of a
+    prompt, that keep their own upper keys and values; the nats that it loses on far tokens)"""
     output = folder / "calibrated-own"
     flags = ["--mesh", "x".join(map(str, MESH)), "--generated-kv", "own", "--exact-tail", str(TAIL)]
     run("train", train, "calibrate", *flags, "--output-dir", str(output), *data)
-    return skv.load(output / EXPORT)
+    found = json.loads((output / CALIBRATION).read_text())["held_out"]
+    return skv.load(output / EXPORT), found["calibrated"]["far_nats"]
 
 
 def after_prompt(
@@ -195,6 +196,7 @@ def table(
     columns: list[Column],
     measured: list[tuple[float, float, str]],
     split: dict[str, list[float]],
+    own_far: float,
 ) -> str:
     teacher = columns[0].model
     rows: list[tuple[str, ...]] = [("", *(column.title for column in columns))]
@@ -234,6 +236,7 @@ def table(
             *(f"{q['far']:+.3f} nats" for q in quality[1:]),
         ),
         *((name, *against_teacher(values[0], values[1:])) for name, values in split.items()),
+        ("then lost on far tokens", "", f"{own_far:+.3f} nats"),
     ]
     rows = [row + ("",) * (len(rows[0]) - len(row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -268,12 +271,13 @@ def main() -> int:
     for group, title in GROUPS.items():
         closed_form[group], distilled, quality = calibrate_and_distil(folder, group, data)
         columns.append(Column(title, distilled, True, quality))
-    split = after_prompt(closed_form, calibrate_for_own(folder, data), held_out)
+    own, own_far = calibrate_for_own(folder, data)
+    split = after_prompt(closed_form, own, held_out)
     measured = [measure(column) for column in columns]
     for column, (_, _, text) in zip(columns, measured, strict=True):
         print(f"\n--- {column.title}, greedy " + "-" * (90 - len(column.title)))
         print(PROMPT + text)
-    print(f"\n{table(columns, measured, split)}")
+    print(f"\n{table(columns, measured, split, own_far)}")
     print(f"\n{time.time() - started:.0f} s in all; everything is in {folder}")
     return cli.OK
 

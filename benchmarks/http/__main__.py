@@ -193,7 +193,7 @@ class Cell:
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )
             if ran.returncode:  # a request failed, or the client itself was the limit
-                raise RuntimeError(f"`bench serve`: {(ran.stderr or ran.stdout).strip()}")
+                raise RuntimeError(f"`bench serve`: {ran.stdout.strip()} {ran.stderr.strip()}")
             found = json.loads(Path(file.name).read_text(encoding="utf-8"))
         return found
 
