@@ -55,7 +55,7 @@ class Service:
         self._parts: dict[int, tuple[Generation, Part]] = {}
         self._num_ids = self._num_submitted = self._num_answering = 0
         self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
-        """Each second: time, tokens that ran through prefill, whether some were waiting."""
+        """Each second: time, tokens that ran through prefill, whether some were waiting for it."""
         self.prefill_rate = 0.0
         """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
@@ -276,10 +276,12 @@ class Service:
         self.abort(generation, "timeout")
 
     def _measure_rate(self, now: float) -> None:
-        """Over the seconds in which prompts were waiting from beginning to end."""
+        """Over the seconds in which prompts were waiting from beginning to end, for nothing but
+        prefill: where all slots are taken they wait for those."""
         assert self.engine is not None and self.admission is not None
-        recent, prefilled = self._prefilled, self.engine.snapshot.stats.prefilled_tokens
-        recent.append((now, prefilled, self.admission.tokens > 0))
+        recent, snapshot = self._prefilled, self.engine.snapshot
+        waits = self.admission.tokens > 0 and snapshot.load.num_running < self.max_num_seqs
+        recent.append((now, snapshot.stats.prefilled_tokens, waits))
         while now - recent[0][0] > RATE_SECONDS:
             recent.popleft()
         busy = [
