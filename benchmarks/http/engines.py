@@ -3,6 +3,7 @@ a model that two CPU cores can bear."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax.config import Config
 from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
@@ -21,6 +21,7 @@ from swiftkv_jax.infer.engine.scheduler import Limits
 from swiftkv_jax.infer.runner.shapes import Shapes
 
 from ..hf_baseline import CONFIG as MEDIUM
+from ..hf_baseline import TINY
 
 STEP_SECONDS, CHUNK_SECONDS, CHUNK = 0.004, 0.025, 2048
 VOCAB, MAX_MODEL_LEN, PAGE = 1024, 4096, 128
@@ -102,17 +103,8 @@ class TimedModelRunner:
         self._busy_until = self.idle_seconds = 0.0
 
 
-TIMED = Config(
-    vocab_size=VOCAB,
-    embed_dim=8,
-    mlp_dim=8,
-    num_layers=2,
-    num_key_value_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    max_position_embeddings=MAX_MODEL_LEN,
-)
+TIMED = dataclasses.replace(TINY, vocab_size=VOCAB, max_position_embeddings=MAX_MODEL_LEN)
+"""Of the timed engine, which runs no layer."""
 
 
 def make_tokenizer(vocab_size: int) -> Any:

@@ -182,13 +182,11 @@ async def health(app: App, exchange: Exchange) -> None:
 async def ready(app: App, exchange: Exchange) -> None:
     """GET /ready, /ping: requests are taken."""
     service = app.service
-    found: dict[str, Any] = {"status": service.state}
+    is_ending = service.state == "ready" and service.is_shutting_down
+    found: dict[str, Any] = {"status": "draining" if is_ending else service.state}
     if service.state == "starting":
         found["phase"] = service.phase
-    is_ready = service.state == "ready" and not service.is_shutting_down
-    if service.state == "ready" and service.is_shutting_down:
-        found["status"] = "draining"
-    await exchange.send_json(200 if is_ready else 503, found)
+    await exchange.send_json(200 if found["status"] == "ready" else 503, found)
 
 
 async def version(app: App, exchange: Exchange) -> None:
