@@ -88,6 +88,8 @@ def test_choice_replaces_the_models():
     ]
     with pytest.raises(skv.UsageError, match="`exact_tail`=4 needs `generated_kv`=own"):
         choose_generated_kv(config, "boundary", 4)
+    with pytest.raises(skv.UsageError, match="^`exact_tail`=-3: must be at least 0"):
+        choose_generated_kv(config, "boundary", -3)
     with pytest.raises(skv.UsageError, match="`generated_kv`=own: .* needs key_value"):
         choose_generated_kv(config_from_hf(tiny.hf_config(key_value_group_size=2)), "own")
 

@@ -9,9 +9,10 @@ A student has a cut (share of the layers that keep their own keys and values), a
 layers that share a cache), a start (`authors`: the mean of a group's projections; `leader`: those
 of its first layer; `closed-form`: least squares) and a number of optimiser steps of 8 rows of 512
 tokens. The authors' start is trained by the authors' recipe at the best of several learning rates,
-the others by this package's. Without groups every student is also served with own keys and values
-for the tokens after the prompt (`own`), and for the last 64 of the prompt (`own+64`); with
-`--generated-kv own` students are fitted to and trained for that.
+the others by this package's. Every student is also served with own keys and values for the tokens
+after the prompt (`own`), and for the last 64 of the prompt (`own+64`); with groups that is computed
+here and in no engine (`shared_prompt`). With `--generated-kv own` students are fitted to and
+trained for that.
 
 Untrained students come first, then by steps. Each is kept in the folder when it is done, the same
 command continues, and the JSON in `benchmarks/results` is rewritten every time. The exit code is 0
@@ -86,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
         "--generated-kv",
         choices=GENERATED_KV,
         default="boundary",
-        help="what students are fitted to and trained for; own: those from the closed form without "
-        "groups (default: %(default)s)",
+        help="what students are fitted to and trained for; own: those from the closed form "
+        "(default: %(default)s)",
     )
     flag(
         "--loss",
@@ -211,7 +212,7 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
         raise UsageError(
             f"`groups`={args.groups}: with `cuts`={args.cuts} and `starts`={args.starts} there is "
             f"no student: sizes must divide the upper layers, `leader` needs more than 1, and "
-            f"`generated_kv`=own the closed form without groups, `loss`=cross-entropy steps and "
+            f"`generated_kv`=own the closed form, `loss`=cross-entropy steps and "
             f"another start than the authors'"
         )
     return arms

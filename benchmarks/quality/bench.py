@@ -132,7 +132,7 @@ class Bench:
     def _measure(self, cell: Cell, model: Model, prompts: list[Prompt]) -> None:
         """Add the sums of every mode, and the blocks that parse."""
         teacher = self._teacher
-        for mode in modes_of(model):
+        for mode in MODES:
             found = scores.score_student(model, teacher, self._mesh, mode)
             masks = dict(teacher.masks)
             if mode.exact_tail is not None:
@@ -141,7 +141,7 @@ class Bench:
         if prompts:
             served = students.on_one_device(model)
             cell["blocks"] = {
-                mode.name: parsed_blocks(served, prompts, mode) for mode in modes_of(model)
+                mode.name: parsed_blocks(served, prompts, mode) for mode in served_modes(model)
             }
 
     def teacher_cell(self) -> Cell:
@@ -185,8 +185,8 @@ class Bench:
         return self._measured_on | {"prompts": _digest(json.dumps(prompts).encode())}
 
 
-def modes_of(model: Model) -> tuple[Mode, ...]:
-    """Tokens keep keys and values of their own only where no layers share a cache."""
+def served_modes(model: Model) -> tuple[Mode, ...]:
+    """Those that the engine has: `own` only where no layers share a cache."""
     return MODES if model.config.key_value_group_size == 1 else MODES[:1]
 
 

@@ -84,7 +84,7 @@ def rows_of(
             "mode": mode,
             "all": _text("all", mode, cells, teacher, drawn),
             "answers": _text("answers", mode, cells, teacher, drawn),
-            "far": _paired("far", "nll", mode, cells, teacher, drawn),
+            "far": _far(mode, cells, teacher, drawn),
             "others": _paired("others", "nll", mode, cells, teacher, drawn),
             "recall": _paired("recall", "first", mode, cells, teacher, drawn),
             "blocks": _blocks(mode, cells, teacher),
@@ -130,6 +130,18 @@ def _paired(
         "student_std": _spread(means),
         "difference": interval(student - reference, counts, drawn),
     }
+
+
+def _far(
+    mode: str, cells: Sequence[Cell], teacher: Cell, drawn: np.ndarray
+) -> dict[str, Any] | None:
+    """Nats, and the divergence: a student may lose none and still answer otherwise."""
+    found = _paired("far", "nll", mode, cells, teacher, drawn)
+    if found is not None:
+        found["kl"] = interval(
+            _sums("far", "kl", mode, cells), teacher["sums"]["far"]["count"], drawn
+        )
+    return found
 
 
 def _blocks(mode: str, cells: Sequence[Cell], teacher: Cell) -> dict[str, Any] | None:

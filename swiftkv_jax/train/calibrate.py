@@ -242,7 +242,8 @@ def measure(
     rows = list(held_out_batches(recipe, first.config, data, mesh))
     # Of the same rows all predictions: far ones are cut in half, whatever the roles of tokens are
     boundary = dataclasses.replace(first.config, generated_kv="boundary", exact_tail=0)
-    whole = held_out_batches(recipe, boundary, data, mesh)
+    same = boundary == first.config
+    whole = rows if same else held_out_batches(recipe, boundary, data, mesh)
     attention = Attention(mesh, recipe.attention)
     far_rows = [only_far(first.config, attention, first.llama, batch) for batch in whole]
     step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))

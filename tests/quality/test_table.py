@@ -105,6 +105,7 @@ def test_a_row_compares_with_the_teacher():
         "student": 2.0,
         "student_std": 0.0,
         "difference": {"value": 0.0, "low": 0.0, "high": 0.0},
+        "kl": {"value": 0.1, "low": 0.1, "high": 0.1},
     }
     assert found["blocks"] == {"prompts": 2, "teacher": 2, "student": 1} and own["blocks"] is None
 
@@ -265,15 +266,18 @@ def test_the_plan():
 
 
 def test_the_plan_for_own_keys_and_values():
-    """The closed form without groups, under names of its own."""
+    """The closed form, under names of its own."""
     arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own")
     assert [dataclasses.astuple(arm) for arm in arms] == [
-        (4, 1, "closed-form", steps, "own", "distillation") for steps in (0, 64)
+        (4, group, "closed-form", steps, "own", "distillation")
+        for steps in (0, 64)
+        for group in (1, 2)
     ]
-    assert [arm.name(0.002, 0) for arm in arms] == [
+    assert [arm.name(0.002, 0) for arm in arms if arm.key_value_group_size == 1] == [
         "4-1-closed-form-own-0",
         "4-1-closed-form-own-64-0.002-seed0",
     ]
+    assert [arm.is_unattenuated for arm in arms] == [False, True] * 2
     assert all(arm.recipe(DEMO, 0.002, 0).generated_kv == "own" for arm in arms)
 
 
