@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import NoReturn
 
 from . import __version__, interrupts
 
 COMMANDS = {  # the first argument -> module with `main`, and what it is for
     "infer": ("infer.__main__", "run a model: completions, chat, scores, speed"),
+    "serve": ("infer.__main__", "an OpenAI-compatible server, the same as `infer serve`"),
     "train": ("train.__main__", "distil a SwiftKV delta from a Llama model"),
     "convert": ("convert", "convert checkpoints, and say what is in them"),
     "eval": ("eval.__main__", "accuracy on benchmark tasks"),
@@ -28,11 +30,8 @@ def overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code. Without `argv` this is the whole program, and handles
-    SIGINT."""
-    if argv is None:
-        interrupts.install()  # before the imports that take a second
-        argv = sys.argv[1:]
+    """Run one command; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     from . import cli
 
     if argv and argv[0] in ("--help", "-h", "--version"):
@@ -42,8 +41,18 @@ def main(argv: list[str] | None = None) -> int:
         what = f"{argv[0]!r} is no command" if argv else "a command is missing"
         return cli.fail(f"{what}: choose from {', '.join(COMMANDS)}", cli.USAGE)
     module, _ = COMMANDS[argv[0]]
-    return importlib.import_module(f".{module}", __package__).main(argv[1:])
+    rest = argv if argv[0] == "serve" else argv[1:]
+    return importlib.import_module(f".{module}", __package__).main(rest)
+
+
+def program() -> NoReturn:
+    """The whole program `swiftkv`: handles SIGINT, and ends with the command's exit code."""
+    interrupts.install()  # before the imports that take a second
+    code = main()
+    from . import cli
+
+    cli.end(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,4 +128,4 @@ def _document(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.end(main())

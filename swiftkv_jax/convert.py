@@ -307,4 +307,4 @@ def _yes(value: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.end(main())

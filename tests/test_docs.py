@@ -8,7 +8,6 @@ import io
 import re
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from benchmarks.markdown import anchor
 from benchmarks.quality import table
 from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import demo
-from swiftkv_jax.__main__ import COMMANDS
+from swiftkv_jax.__main__ import main
 from tests import tiny
 from tests.compile import test_bundles
 
@@ -56,13 +55,6 @@ def commands(path: Path) -> list[list[str]]:
             if re.match(r"swiftkv |python -m ", line):
                 found.append(shlex.split(line, comments=True))
     return found
-
-
-def entry_point() -> tuple[str, str]:
-    """(module, function) of the console script."""
-    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
-    module, function = project["scripts"]["swiftkv"].split(":")
-    return module, function
 
 
 def run(code: str) -> str:
@@ -123,9 +115,7 @@ def test_the_first_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = next(words for words in commands(README) if words[:2] == ["swiftkv", "infer"])
     assert line[2:] == ["-p", "def read_lines(path):"]
-    module, function = entry_point()
-    monkeypatch.setattr(sys, "argv", [*line, "--compile-cache", "none"])
-    assert getattr(importlib.import_module(module), function)() == 0
+    assert main([*line[1:], "--compile-cache", "none"]) == 0
     assert capsys.readouterr().out.strip()
 
 
@@ -206,8 +196,8 @@ def help_of(command: tuple[str, ...]) -> str:
     if command[0] == "python":
         module, arguments = command[2], command[3:]
     else:
-        module, arguments = f"swiftkv_jax.{COMMANDS[command[1]][0]}", command[2:]
-    if module in ("swiftkv_jax.train", "swiftkv_jax.infer", "swiftkv_jax.eval"):
+        module, arguments = "swiftkv_jax", command[1:]
+    if module in ("swiftkv_jax", "swiftkv_jax.train", "swiftkv_jax.infer", "swiftkv_jax.eval"):
         module += ".__main__"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):

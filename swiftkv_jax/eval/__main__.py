@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import gc
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -309,4 +308,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.end(main())

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -364,4 +363,4 @@ def write(folder: Path, analysis: Analysis, settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.end(main())

@@ -14,6 +14,18 @@ import sys
 from swiftkv_jax import cli
 sys.exit(cli.run(lambda: print("naïve", ascii(sys.stdin.read())) or 0))
 """
+ENDS = """
+import atexit, threading, time
+from swiftkv_jax import cli
+class TornDown:
+    def __del__(self):
+        print("torn down")
+kept = TornDown()
+atexit.register(lambda: print("exit function"))
+threading.Thread(target=lambda: time.sleep(0.1) or print("thread")).start()
+print("main")
+cli.end(3)
+"""
 USES_A_DEVICE = """
 import sys
 from swiftkv_jax import cli
@@ -33,6 +45,13 @@ parser.add_argument("--num-processes")
 sys.exit(cli.run(main, parser))
 """
 LAUNCHERS = ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_")
+
+
+def test_a_program_ends_without_a_teardown():
+    """Threads and exit functions come first, and what they print is written."""
+    ran = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (3, "")
+    assert ran.stdout.split("\n") == ["main", "thread", "exit function", ""]
 
 
 def shell(program: str, *arguments: str, redirected: str = "", **environment: str):

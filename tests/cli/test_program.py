@@ -10,7 +10,7 @@ import pytest
 
 import swiftkv_jax
 from swiftkv_jax import cli, infer
-from swiftkv_jax.__main__ import COMMANDS, main
+from swiftkv_jax.__main__ import COMMANDS, main, program
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,9 +32,9 @@ def test_the_version(capsys):
     [
         (
             ["serfe"],
-            "'serfe' is no command: choose from infer, train, convert, eval, check-kernels",
+            "'serfe' is no command: choose from infer, serve, train, convert, eval, check-kernels",
         ),
-        ([], "a command is missing: choose from infer, train, convert, eval, check-kernels"),
+        ([], "a command is missing: choose from infer, serve, train, convert, eval, check-kernels"),
     ],
 )
 def test_without_a_command_they_are_listed(argv, line, capsys):
@@ -45,6 +45,8 @@ def test_without_a_command_they_are_listed(argv, line, capsys):
 def test_a_command_gets_its_arguments(capsys):
     assert main(["infer", "--max-num-seqs", "0"]) == cli.USAGE
     assert "max-num-seqs" in capsys.readouterr().err
+    assert main(["serve", "--port", "99999"]) == cli.USAGE
+    assert "--port 99999" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit:
         main(["convert", "inspect"])
     assert exit.value.code == 2
@@ -65,7 +67,7 @@ def test_the_console_script_is_this(monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (name, value), *others = project["project"]["scripts"].items()
     assert name == "swiftkv" and not others
-    assert EntryPoint(name, value, "console_scripts").load() is main
+    assert EntryPoint(name, value, "console_scripts").load() is program
     assert project["tool"]["setuptools"]["package-data"]["swiftkv_jax"] == ["py.typed"]
     assert (ROOT / "swiftkv_jax" / "py.typed").is_file()
 

@@ -80,7 +80,9 @@ def test_in_the_middle_of_imports(module, imported):
 
 
 def test_the_console_script_in_the_middle_of_imports():
-    script = "from swiftkv_jax.__main__ import main; import sys; sys.argv[1:] = ['train']; main()"
+    script = (
+        "from swiftkv_jax.__main__ import program; import sys; sys.argv[1:] = ['train']; program()"
+    )
     with Process("-X", "importtime", "-c", script) as process:
         process.wait_for(" numpy\n")
         process.interrupt(times=3)

@@ -65,6 +65,7 @@ PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("directory", nargs="?", type=Path, metavar="DIR", help="the checkpoint, as --model")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
     add(
@@ -197,6 +198,10 @@ def _add_listed(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
 def main(args: argparse.Namespace) -> int:
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
+    if args.directory is not None:
+        if args.model is not None:
+            raise UsageError(f"{args.directory} and `model`={args.model}: give one of them")
+        args.model = args.directory
     model_options, options = ModelOptions.from_args(args), server_options(args)
     defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
     engine_options = EngineOptions(**defaults | given_engine_options(args))

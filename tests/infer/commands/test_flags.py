@@ -42,7 +42,7 @@ def test_flags_are_these():
     own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
     assert _flags("generate") == {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
     assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt"}
-    assert _flags("serve") == {*MODEL, *ENGINE, *SERVE, *DISTRIBUTION}
+    assert _flags("serve") == {*MODEL, *ENGINE, *SERVE, *DISTRIBUTION, "directory"}
     assert _flags("score") == {*MODEL, *ENGINE, "--input", "--output", "--resume"}
 
 

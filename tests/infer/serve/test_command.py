@@ -65,6 +65,7 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
         (["--max-temperature", "101"], "--max-temperature 101.0 must be from 0 to 100"),
         (["--api-key-file", "nothing-here"], "nothing-here"),
         (["--temperature", "-1"], "--temperature -1.0"),
+        (["one", "--model", "two"], "one and --model two: give one of them"),
     ],
 )
 def test_mistakes_end_before_anything_is_loaded(arguments, message, capsys):
