@@ -1,11 +1,12 @@
-"""Grammars compiled in threads of their own: few at once, so that they hold up no prompt, and each
-within a time. One that no client waits for any more is not begun."""
+"""Grammars compiled in threads of their own: few at once, so that they hold up no prompt, each once
+for all who ask for it, and within a time. One that no client waits for any more is not begun."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 
 from ...errors import UsageError
 from ..engine.grammar import Matcher
@@ -22,6 +23,15 @@ MAX_CACHED_CHARACTERS = 2**20
 """Of all grammars that are kept."""
 
 
+@dataclasses.dataclass
+class _Compilation:
+    """One that has not ended."""
+
+    task: asyncio.Task[Matcher]
+    waiting: int = 0
+    """Requests that wait for it."""
+
+
 class GrammarQueue:
     """Compiles one after the other, and keeps the last ones. On the thread of the connections."""
 
@@ -31,6 +41,7 @@ class GrammarQueue:
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "grammar")
         self._workers = Workers(self._pool, WORKERS)
         self._cached: collections.OrderedDict[str, Matcher] = collections.OrderedDict()
+        self._compiling: dict[str, _Compilation] = {}
 
     async def compile(self, grammar: str, param: str) -> Matcher:
         """A matcher at the beginning of a grammar in llguidance's form, shared by those who ask for
@@ -38,6 +49,23 @@ class GrammarQueue:
         if (found := self._cached.get(grammar)) is not None:
             self._cached.move_to_end(grammar)
             return found
+        if (one := self._compiling.get(grammar)) is None:
+            one = _Compilation(asyncio.create_task(self._compile(grammar)))
+            self._compiling[grammar] = one
+        one.waiting += 1
+        try:
+            return await asyncio.shield(one.task)
+        except UsageError as error:
+            raise invalid(param, str(error), "invalid_grammar") from None
+        finally:
+            one.waiting -= 1
+            if not one.waiting:
+                one.task.cancel()  # nothing, if it has ended
+                if self._compiling.get(grammar) is one:
+                    del self._compiling[grammar]
+
+    async def _compile(self, grammar: str) -> Matcher:
+        """Raises `APIError` if there is no turn for it, `UsageError` if it cannot be compiled."""
         try:
             async with asyncio.timeout(self._queue_timeout):
                 work = await self._workers.start(lambda: self._compiler.compile_grammar(grammar))
@@ -49,9 +77,7 @@ class GrammarQueue:
                 made = await work
         except TimeoutError:
             message = f"the grammar takes more than {COMPILE_SECONDS:g} s to compile"
-            raise invalid(param, message, "invalid_grammar") from None
-        except UsageError as error:
-            raise invalid(param, str(error), "invalid_grammar") from None
+            raise UsageError(message) from None
         self._keep(grammar, made)
         return made
 

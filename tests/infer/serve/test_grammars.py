@@ -10,6 +10,7 @@ import pytest
 from swiftkv_jax.infer.serve import grammars
 from swiftkv_jax.infer.serve.grammars import MAX_CACHED, WORKERS, GrammarQueue
 from swiftkv_jax.infer.serve.workers import Workers
+from swiftkv_jax.infer.structured_outputs import json_grammar
 from tests.infer.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 5}
@@ -99,6 +100,38 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(running, slow):
     assert len(running.app.grammars._cached) == MAX_CACHED
     running.post(COMPLETIONS, BODY | form)
     assert len(slow.begun) == MAX_CACHED + 2
+
+
+def test_those_who_ask_at_once_wait_for_one_compilation(compiler):
+    """It goes on for those that stay, and ends with the last that leaves."""
+    slow = Slow(compiler.compile_grammar)
+
+    async def run() -> None:
+        queue = GrammarQueue(slow, queue_timeout=20.0)  # type: ignore[arg-type]
+        good = json_grammar(True)
+        asking = [asyncio.ensure_future(queue.compile(good, "p")) for _ in range(3)]
+        busy = asyncio.ensure_future(queue.compile("busy", "p"))  # the threads have no room now
+        left = [asyncio.ensure_future(queue.compile("left", "p")) for _ in range(2)]
+        bad = [asyncio.ensure_future(queue.compile("bad", name)) for name in "qr"]
+        await asyncio.sleep(0.1)
+        for one in (asking[0], busy, *left):
+            one.cancel()
+        await asyncio.sleep(0.1)
+        slow.go.set()
+        first, second = await asyncio.gather(*asking[1:])
+        assert first is second is await queue.compile(good, "p")
+        errors = await asyncio.gather(*bad, return_exceptions=True)
+        assert [error.param for error in errors] == ["q", "r"]  # type: ignore[union-attr]
+        assert slow.begun.count(good) == slow.begun.count("bad") == 1 and "left" not in slow.begun
+        assert not queue._compiling
+        with pytest.raises(grammars.APIError):  # a failure is not kept
+            await queue.compile("bad", "s")
+        assert slow.begun.count("bad") == 2
+
+    try:
+        asyncio.run(run())
+    finally:
+        slow.go.set()
 
 
 def test_a_thread_that_is_busy_for_nobody_counts():
