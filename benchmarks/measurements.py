@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .closed_form import limits
 from .hf_serve.table import servers
 from .http.summary import cost_of_http
 from .markdown import anchor, section, table
@@ -39,6 +40,7 @@ RESULT_NAMES = {
     "HTTP": "http-timed-device-cpu",
     "HTTP, a model": "http-medium-cpu",
     "8 bits": "kv-quantization-cpu",
+    "closed form": "closed-form-cpu",
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
     "kv projection": "kv-projection-compiled-for-h200",
@@ -337,7 +339,7 @@ SECTIONS = (
     of(summarised, "predictions"),
     eight_bits,
 )
-LAST_SECTIONS = (shipped, demo, sources)
+LAST_SECTIONS = (of(limits, "closed form"), shipped, demo, sources)
 
 
 def page() -> str:

@@ -48,17 +48,20 @@ def run_upper_layers(
     batch: Batch,
     x: Float[Array, "B T D"],
     own: Bool[Array, "B T"],
+    own_values: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The output of the last layer from `x`, which enters layer K."""
+    """The output of the last layer from `x`, which enters layer K. `own_values` are the tokens that
+    keep values of their own, if they are others than those that keep keys."""
     shared = project_kv(config, delta, x, _rope(config, batch))
     keep = own[:, None, :, None]
+    keep_values = keep if own_values is None else own_values[:, None, :, None]
     for layer in range(config.num_upper_layers):
         (own_q, own_k, own_v), q = _projected(config, llama, delta, batch, x, layer)
         k, v = _read_by(config, delta, layer, *shared)
         # Queries and keys of both kinds side by side: where a key is zero the other one counts.
         both_q = math.sqrt(2) * jnp.concatenate([q, own_q], -1)
         both_k = jnp.concatenate([jnp.where(keep, 0, k), jnp.where(keep, own_k, 0)], -1)
-        values = jnp.where(keep, own_v, v)
+        values = jnp.where(keep_values, own_v, v)
         padded = jnp.concatenate([values, jnp.zeros_like(values)], -1)
         attended = attention.prefill(both_q, both_k, padded, segment_ids=batch.segment_ids)
         x = _output(config, llama, layer, x, attended[..., : config.head_dim], attention)

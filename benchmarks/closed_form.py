@@ -1,0 +1,186 @@
+"""What limits a student in closed form: the number of calibration tokens, or the linear fit.
+
+    python -m benchmarks.closed_form        five minutes on two cores
+
+The demo model with half of its layers cut and no groups, without training, on the held-out text of
+`python -m benchmarks.quality`: fitted to more and more tokens; and with the teacher's keys, or
+values, of every token in place of the fitted ones, which no engine could serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from swiftkv_jax import cli
+from swiftkv_jax.attention import Attention
+from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.mesh import emulate_cpu_devices, make_mesh, parse_mesh
+from swiftkv_jax.model import Model
+from swiftkv_jax.train.data.loader import DatasetMixture
+from swiftkv_jax.train.data.prepare import prepare
+from swiftkv_jax.train.recipe import DEMO, Recipe
+from swiftkv_jax.train.setup import cut_model, load_model, open_tokenizer
+from swiftkv_jax.train.start import first_delta
+
+from . import report
+from .markdown import section, table
+from .quality import shared_prompt
+from .quality.held_out import held_out_rows
+from .quality.scores import MODES, Scores, Teacher, compare, run_teacher, score_student
+from .teachers.files import TeacherFiles
+
+logger = logging.getLogger("swiftkv_jax.benchmarks")
+
+TOKENS = (2**13, 2**15, 2**17, 2**20)
+"""Calibration tokens; the second is the default of so narrow a model."""
+EXACT = ("nothing", "keys", "values")
+MESH = "4x1"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = cli.ArgumentParser(
+        prog="python -m benchmarks.closed_form",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flag = arguments.add_argument
+    flag("--rows", type=int, help="held-out rows (default: all of `benchmarks.quality`)")
+    flag("--tokens", type=_counts, default=TOKENS, metavar="N,...", help="of calibration")
+    flag("--folder", type=Path, default=Path("runs/closed-form"), help="packed training rows")
+    flag("--output", type=Path, metavar="FILE", help="(default: new, in benchmarks/results)")
+    args = arguments.parse_args(argv)
+    return cli.run(lambda: measure(args), arguments)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers, got {text!r}") from None
+
+
+def measure(args: argparse.Namespace) -> int:
+    emulate_cpu_devices(math.prod(parse_mesh(MESH)))
+    facts, mesh = report.environment(seed=0), make_mesh(parse_mesh(MESH))
+    kind, date = facts["device"]["kind"], facts["date"]
+    output = args.output or report.default_path("closed-form", kind, date)
+    report.check_writable(output)
+    files = TeacherFiles.demo()
+    recipe = dataclasses.replace(DEMO, model=str(files.model), dtype="float32")
+    tokenizer = open_tokenizer(recipe)
+    training = prepare(files.train, tokenizer, recipe.max_length, args.folder / "data")
+    data = DatasetMixture((training,), (1.0,))
+    texts = list(files.held_out_texts())
+    teacher = _teacher(recipe, texts, tokenizer, mesh, args.rows)
+    document: dict[str, Any] = facts | {"cells": []}
+    cells = document["cells"]
+    for tokens in args.tokens:
+        student, r2 = _fitted(recipe, data, mesh, tokens)
+        own = score_student(student, teacher, mesh, MODES[1])
+        cells.append(
+            {"tokens": tokens, "exact": "nothing", "r2_k": r2[0], "r2_v": r2[1]}
+            | _above(teacher, score_student(student, teacher, mesh, MODES[0]), "all")
+            | {"own": _above(teacher, own, "answers")["above"]}
+        )
+        logger.info("%s", cells[-1])
+        if tokens != args.tokens[min(1, len(args.tokens) - 1)]:
+            continue
+        for exact in EXACT[1:]:
+            found = _with_exact(student, teacher, mesh, exact)
+            cells.append({"tokens": tokens, "exact": exact} | _above(teacher, found, "all"))
+            logger.info("%s", cells[-1])
+    report.write_json(output, document)
+    print(limits(document))
+    logger.info("written to %s", output)
+    return cli.OK
+
+
+def _teacher(recipe: Recipe, texts: list, tokenizer: Any, mesh: Mesh, rows: int | None) -> Teacher:
+    rows_of = held_out_rows(texts, tokenizer, batch_size=recipe.batch_size, limit=rows)
+    config = open_any(recipe.model).config
+    whole, half = config.cut(config.num_layers), config.num_layers // 2
+    model = load_model(recipe, whole, mesh)
+    size = recipe.batch_size
+    return run_teacher(whole, model.llama, rows_of, mesh, batch_size=size, layers=[half])
+
+
+def _fitted(
+    recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int
+) -> tuple[Model, tuple[list[float], list[float]]]:
+    """The student, and the R² of each layer's keys and values."""
+    recipe = dataclasses.replace(recipe, calibration_tokens=tokens)
+    config = cut_model(recipe, open_any(recipe.model).config)
+    model, layers = first_delta(recipe, load_model(recipe, config, mesh), data, mesh)
+    return model, ([one.r2_k for one in layers], [one.r2_v for one in layers])
+
+
+def _with_exact(student: Model, teacher: Teacher, mesh: Mesh, exact: str) -> Scores:
+    """Scores with the teacher's keys, or values, of all tokens in every upper layer."""
+    config, attention = student.config, Attention(mesh)
+    masks = (jnp.asarray(exact == kind) for kind in EXACT[1:])
+    own = tuple(jnp.broadcast_to(mask, teacher.batches[0].tokens.shape) for mask in masks)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def scores(config, llama, delta, batch, x, last):
+        run: Callable = shared_prompt.run_upper_layers
+        x = run(config, attention, llama, delta, batch, x, *own)
+        return compare(config, llama, x, last, batch.tokens)
+
+    states = teacher.states[config.num_key_value_layers]
+    found = [
+        jax.tree.map(np.asarray, scores(config, student.llama, student.swiftkv, batch, x, last))
+        for batch, x, last in zip(teacher.batches, states, teacher.last, strict=True)
+    ]
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+
+def _above(teacher: Teacher, found: Scores, mask: str) -> dict[str, float]:
+    chosen = teacher.masks[mask]
+    nats = [float(scores.nll[chosen].mean(dtype=np.float64)) for scores in (found, teacher.scores)]
+    return {"above": math.expm1(nats[0] - nats[1]), "teacher_perplexity": math.exp(nats[1])}
+
+
+def limits(document: dict[str, Any]) -> str:
+    """The section of the page of measurements."""
+    return section(
+        "What limits the closed form",
+        "The demo model at 50 % without groups and training, on the files of the table above; "
+        "`python -m benchmarks.closed_form`. R² is of the keys and values of the upper layers, the "
+        "first of which are exact. With the teacher's keys or values of all tokens in place of the "
+        "fitted ones, which nothing could serve, each half of the loss is seen alone.",
+        table(
+            "calibration tokens, exact, R² of keys, R² of values, above the teacher, "
+            "after the prompt with own".split(", "),
+            list(_lines(document["cells"])),
+        ),
+    )
+
+
+def _lines(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for cell in cells:
+        r2 = ("r2_k", "r2_v") if "r2_k" in cell else ()
+        yield (
+            f"{cell['tokens']:,}",
+            cell["exact"],
+            *(", ".join(f"{value:.2f}" for value in cell[name]) for name in r2),
+            *[""] * (2 - len(r2)),
+            f"{cell['above']:+.2%}",
+            f"{cell['own']:+.2%}" if "own" in cell else "",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
