@@ -51,7 +51,7 @@ newest: $(VENV)/installed  # after it: both write the package's metadata
 test-eval:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
-	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval,serve]'
+	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval,serve]' 'lm-eval[api]'
 	.venv-eval/bin/python -m pytest -q tests/test_eval.py tests/harness
 
 # Everything that runs on a CPU: `make test` leaves out what takes long and has most of it in a shorter test.
