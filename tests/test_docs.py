@@ -300,36 +300,6 @@ def test_quality_in_the_readme_is_the_measured_one():
     assert f"generated-tokens): {100 * above:.1f} %, {far:.2f}." in text_of(README)
 
 
-def test_quality_in_calibration_is_the_measured_one():
-    """The table of own keys and values, and what students lose on far tokens, of both teachers."""
-    text = " ".join(text_of(ROOT / "docs" / "calibration.md").split())
-    teachers = by_teacher(measurements.quality_documents())
-    demo, t1 = ({table.key(row): row for row in teachers[name]["rows"]} for name in ("demo", "t1"))
-
-    def far(row: table.Row) -> float:
-        return row["far"]["difference"]["value"]
-
-    for lower in 4, 3:
-        for fitted in "boundary", "own":
-            row = demo[lower, 1, "closed-form", 0, "own+64", fitted, "distillation"]
-            assert f"| {100 * row['answers']['above']['value']:+.2f} % | {far(row):.3f} |" in text
-
-    def losses(rows, lower: int, steps: int, start: str = "closed-form") -> list[float]:
-        mode = "boundary", "boundary", "distillation"
-        return [far(rows[lower, group, start, steps, *mode]) for group in (2, 4)]
-
-    for steps, start, sentence in (
-        (0, "closed-form", "students lose {:.2f} and {:.2f} nats"),
-        (64, "closed-form", "after 64 steps (0.26M tokens) it is {:.2f} and {:.2f}"),
-        (512, "closed-form", "after 512 {:.2f} and {:.2f},"),
-        (64, "authors", "and {:.2f} and {:.2f} after 64 with the authors' start"),
-    ):
-        assert sentence.format(*losses(demo, 4, steps, start)) in text
-    (two, four), (later, four_later) = (losses(t1, 8, steps) for steps in (0, 64))
-    sentence = f"leave it at {later:.2f} nats, {two:.2f} before; the 4-way one goes from "
-    assert f"{sentence}{four:.2f} to {four_later:.2f}." in text
-
-
 def test_figures_of_the_pages_are_the_measured_ones():
     loss, training = measurements.loss_figures(), text_of(ROOT / "docs" / "training.md")
     assert f"{loss['forward, fused']:.2f} GiB\ninstead of {loss['forward, naive']:.1f}" in training
