@@ -16,11 +16,11 @@ from ..structured_outputs import GrammarCompiler
 from .auth import Keys
 from .errors import APIError, invalid, unsupported
 from .followers import Followers
-from .forms import Form
+from .forms import Form, form_of
 from .grammars import GrammarQueue
 from .options import ServerOptions
-from .prompts import Prompt, PromptEncoder
-from .protocol import MAX_MESSAGES, ChatBody, TokenizeBody
+from .prompts import LONG, Prompt, PromptEncoder
+from .protocol import MAX_MESSAGES, ChatBody, Sampling, TokenizeBody
 from .reasoning import Reasoning, reasoning_of
 from .service import Service
 from .template_options import template_options, variables_of
@@ -133,6 +133,13 @@ class App:
             add_special_tokens=bool(body.add_special_tokens),
             tools=None if body.tools is None else msgspec.to_builtins(body.tools),
         )
+
+    async def form_of(self, body: Sampling, tool_format: str | None, num_bytes: int) -> Form:
+        """The form that a body of some `num_bytes` asks for: schemas of a megabyte take a tenth of
+        a second to read. Raises `APIError`."""
+        if num_bytes <= LONG:
+            return form_of(body, tool_format)
+        return await self.encoder.in_thread(lambda: form_of(body, tool_format), num_bytes)
 
     async def compile_grammar(self, form: Form) -> Matcher | None:
         """What keeps an answer in its form; None for free text. Raises `APIError`."""

@@ -13,7 +13,7 @@ from .answers import ChatWriter, CompletionWriter, Writer
 from .app import App
 from .errors import unsupported
 from .exchange import DONE, Exchange
-from .forms import Form, form_of
+from .forms import Form
 from .generation import Choice, Generation, Part, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
@@ -77,7 +77,7 @@ async def _completion(
         texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
     )
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
-    form = form_of(body, None)
+    form = await app.form_of(body, None, exchange.num_bytes_in)
     params = _params(app, body, prompts)
     total = sum(len(prompt.token_ids) for prompt in prompts)
     check_logprob_entries(params, total if scores else 0, len(prompts))
@@ -122,7 +122,7 @@ async def chat_generation(
     app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, SamplingParams]:
     """What the engine runs for a chat. Raises `APIError`."""
-    form = form_of(body, app.tool_format)
+    form = await app.form_of(body, app.tool_format, exchange.num_bytes_in)
     salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
     prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
     app.service.metrics.tokenize.observe(time.perf_counter() - start)

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.serve import grammars
+from swiftkv_jax.infer.serve import app, grammars
 from swiftkv_jax.infer.serve.grammars import MAX_CACHED, WORKERS, GrammarQueue
+from swiftkv_jax.infer.serve.prompts import LONG
 from swiftkv_jax.infer.serve.workers import Workers
 from swiftkv_jax.infer.structured_outputs import json_grammar
 from tests.infer.serve.test_ends import connect
@@ -66,6 +67,23 @@ def test_a_grammar_that_takes_long_is_refused(running, slow, monkeypatch):
     assert (status, answer["error"]["code"]) == (400, "invalid_grammar")
     assert answer["error"]["param"] == "structured_outputs", answer
     assert "0.2 s" in answer["error"]["message"]
+
+
+def test_long_schemas_are_read_in_a_thread(running, monkeypatch):
+    """So that no other request waits."""
+    threads, read = [], app.form_of
+
+    def noting(*arguments):
+        threads.append(threading.current_thread().name)
+        return read(*arguments)
+
+    monkeypatch.setattr(app, "form_of", noting)
+    for length in (10, LONG):
+        schema = {"type": "object", "description": "x" * length}
+        form = {"structured_outputs": {"json": schema}}
+        assert running.post(COMPLETIONS, BODY | form)[0] == 200
+    short, long = threads
+    assert not short.startswith("tokenizer") and long.startswith("tokenizer")
 
 
 def test_waiting_for_a_turn_has_an_end(compiler):
