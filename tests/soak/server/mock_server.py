@@ -13,6 +13,7 @@ import socket
 import sys
 from typing import Any
 
+from swiftkv_jax import cli
 from swiftkv_jax.infer.engine.requests import RequestOutput
 from swiftkv_jax.infer.serve import server
 from swiftkv_jax.infer.serve.app import App
@@ -82,4 +83,4 @@ def main(given: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    cli.end(main(json.loads(sys.argv[1])))
