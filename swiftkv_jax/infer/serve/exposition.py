@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 
+from ... import __version__
 from .histogram import Histogram
 from .metrics import STATES
 from .service import Service
@@ -40,6 +42,10 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Metric]:
+        versions = {"version": __version__, "jax": importlib.metadata.version("jax")}
+        build = GaugeMetricFamily("swiftkv:build_info", "Versions.", labels=[*LABELS, *versions])
+        build.add_metric([*self._values, *versions.values()], 1)
+        yield build
         yield from self._of_engine()
         yield from self._of_requests()
 
@@ -142,7 +148,17 @@ class _Collector:
             ("vllm:request_time_per_output_token_seconds", "Of a request.", metrics.tpot),
             ("vllm:e2e_request_latency_seconds", "From the last byte of the body.", metrics.e2e),
             ("vllm:request_prompt_tokens", "Of a prompt.", metrics.prompt_lengths),
+            (
+                "vllm:request_prefill_kv_computed_tokens",
+                "Of a prompt, those that were not cached.",
+                metrics.computed_lengths,
+            ),
             ("vllm:request_generation_tokens", "Of a sequence.", metrics.answer_lengths),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "Of the longest sequence of a prompt.",
+                metrics.longest_answers,
+            ),
             ("vllm:request_params_max_tokens", "Of a request.", metrics.max_tokens),
             ("vllm:request_params_n", "Of a request.", metrics.samples),
             ("swiftkv:tokenize_seconds", "Of a request.", metrics.tokenize),

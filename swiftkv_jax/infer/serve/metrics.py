@@ -46,16 +46,18 @@ class Metrics:
         self.phases = {
             name: Histogram(LATENCY_BUCKETS) for name in ("queue", "inference", "prefill", "decode")
         }
-        self.prompt_lengths = self.answer_lengths = self.max_tokens = Histogram(())
+        self.prompt_lengths = self.computed_lengths = self.max_tokens = Histogram(())
+        self.answer_lengths = self.longest_answers = Histogram(())
         self.samples = Histogram(N_BUCKETS)
         self.tokenize = Histogram(TTFT_BUCKETS)
 
     def set_longest(self, max_model_len: int) -> None:
         """Now that the model is known."""
         buckets = token_buckets(max_model_len)
-        self.prompt_lengths, self.answer_lengths, self.max_tokens = (
+        self.prompt_lengths, self.computed_lengths, self.max_tokens = (
             Histogram(buckets) for _ in range(3)
         )
+        self.answer_lengths, self.longest_answers = Histogram(buckets), Histogram(buckets)
 
     # Events ---------------------------------------------------------------------------
 
@@ -91,8 +93,12 @@ class Metrics:
         self.e2e.observe(now - generation.arrival)
         for part in generation.parts:
             self.prompt_lengths.observe(len(part.prompt.token_ids))
+            if part.is_prefilled:
+                computed = len(part.prompt.token_ids) - part.num_cached_tokens
+                self.computed_lengths.observe(computed)
             if part.choices:
                 self.samples.observe(len(part.choices))
+                self.longest_answers.observe(max(choice.num_tokens for choice in part.choices))
                 self.max_tokens.observe(part.request.params.max_tokens)  # type: ignore[union-attr]
         started = generation.started or now
         self.phases["queue"].observe(started - generation.arrival)

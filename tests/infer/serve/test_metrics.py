@@ -21,8 +21,31 @@ admission_rejections time_to_first_token_seconds inter_token_latency_seconds
 request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
 request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n
-num_requests_waiting_by_reason iteration_tokens_total
+num_requests_waiting_by_reason iteration_tokens_total request_max_num_generation_tokens
+request_prefill_kv_computed_tokens prompt_tokens_cached cache_config_info
 """.split()
+# Upper bounds of their buckets in vLLM 0.33, `v1/metrics/loggers.py`.
+FIRST = ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+BETWEEN = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
+WHOLE = ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+LENGTHS = "1 2 5 10 20 50 100 200"
+BUCKETS = {
+    "time_to_first_token_seconds": FIRST,
+    "inter_token_latency_seconds": BETWEEN,
+    "request_time_per_output_token_seconds": BETWEEN,
+    "e2e_request_latency_seconds": WHOLE,
+    "request_queue_time_seconds": WHOLE,
+    "request_inference_time_seconds": WHOLE,
+    "request_prefill_time_seconds": WHOLE,
+    "request_decode_time_seconds": WHOLE,
+    "request_prompt_tokens": LENGTHS,
+    "request_prefill_kv_computed_tokens": LENGTHS,
+    "request_generation_tokens": LENGTHS,
+    "request_max_num_generation_tokens": LENGTHS,
+    "request_params_max_tokens": LENGTHS,
+    "request_params_n": "1 2 5 10 20",
+    "iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
+}
 
 
 def families(running) -> dict:
@@ -58,15 +81,29 @@ def test_the_names_are_those_of_vllm(answered):
             assert sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
 
 
+def test_the_buckets_are_those_of_vllm(answered):
+    found = families(answered)
+    histograms = {name for name, one in found.items() if one.type == "histogram"}
+    assert histograms == {f"vllm:{name}" for name in BUCKETS} | {"swiftkv:tokenize_seconds"}
+    for name, bounds in BUCKETS.items():
+        samples = found[f"vllm:{name}"].samples
+        shown = [float(one.labels["le"]) for one in samples if one.name.endswith("_bucket")]
+        assert shown == [*map(float, bounds.split()), float("inf")], name
+
+
 def test_sums_are_what_clients_got(answered):
     found = families(answered)
     assert value(found, "vllm:generation_tokens", "_total") == 5 * 20
     assert value(found, "vllm:prompt_tokens", "_total") == 5 + 5 + 40
     assert value(found, "vllm:request_success", "_total", finished_reason="length") == 5
     assert value(found, "vllm:request_success", "_total") == 5
+    hits = value(found, "vllm:prefix_cache_hits", "_total")
+    assert 0 < hits < 5, "pages of the second prompt"
     for name, count, total in (
         ("vllm:request_prompt_tokens", 3, 50),
+        ("vllm:request_prefill_kv_computed_tokens", 3, 50 - hits),
         ("vllm:request_generation_tokens", 5, 100),
+        ("vllm:request_max_num_generation_tokens", 3, 60),
         ("vllm:request_params_max_tokens", 3, 60),
         ("vllm:request_params_n", 3, 5),
     ):
