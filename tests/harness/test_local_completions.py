@@ -26,12 +26,17 @@ def pairs(count: int) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def url():
+def url(tmp_path_factory):
+    """A server of the demo model, which takes messages by a template of ours."""
+    template = tmp_path_factory.mktemp("template") / "plain.jinja"
+    template.write_text(
+        "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
     flags = "--enable-scoring --served-model-name demo --api-key first-key --max-num-seqs 8".split()
     flags += (
         "--port 0 --max-model-len 512 --max-num-batched-tokens 256 --compile-cache none".split()
     )
-    with serving(demo.SWIFTKV, *flags) as server:
+    with serving(demo.SWIFTKV, *flags, "--chat-template", str(template)) as server:
         yield server.url
 
 
@@ -63,22 +68,34 @@ def test_sums_are_those_of_the_command(url, tmp_path, monkeypatch):
     assert 0 < sum(row["is_greedy"] for row in wanted) < ROWS
 
 
+PROMPTS = ["def read_lines(path):\n", "class Stack:\n    def", "import os\nimport"]
+
+
 @pytest.mark.filterwarnings("default")
-def test_generation_is_that_of_the_command(url, tmp_path, monkeypatch):
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+def test_generation_is_that_of_the_command(chat, url, tmp_path, monkeypatch):
     """Greedy, up to a stop string."""
     monkeypatch.setenv("OPENAI_API_KEY", "first-key")
     clients = importlib.import_module("lm_eval.models.openai_completions")
     instance = importlib.import_module("lm_eval.api.instance").Instance
-    model = clients.LocalCompletionsAPI(
-        model="demo",
-        base_url=f"{url}/v1/completions",
-        tokenizer=str(demo.SWIFTKV),
-        tokenizer_backend="huggingface",
-        batch_size=1,
-        add_bos_token=True,
-        max_length=512,
-    )
-    prompts = ["def read_lines(path):\n", "class Stack:\n    def", "import os\nimport"]
+    as_messages = importlib.import_module("lm_eval.models.api_models").JsonChatStr
+    prompts: list = PROMPTS
+    if chat:
+        model = clients.LocalChatCompletion(
+            model="demo", base_url=f"{url}/v1/chat/completions", tokenizer_backend=None
+        )
+        messages = ([{"role": "user", "content": prompt}] for prompt in PROMPTS)
+        prompts = [as_messages(json.dumps(message)) for message in messages]
+    else:
+        model = clients.LocalCompletionsAPI(
+            model="demo",
+            base_url=f"{url}/v1/completions",
+            tokenizer=str(demo.SWIFTKV),
+            tokenizer_backend="huggingface",
+            batch_size=1,
+            add_bos_token=True,
+            max_length=512,
+        )
     settings = {"until": ["\n\n"], "max_gen_toks": 24, "temperature": 0}
     requests = [
         instance("generate_until", {}, (prompt, dict(settings)), number)
@@ -86,7 +103,7 @@ def test_generation_is_that_of_the_command(url, tmp_path, monkeypatch):
     ]
     found = model.generate_until(requests, disable_tqdm=True)
     rows, output = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
-    lines = (json.dumps({"prompt": prompt}) for prompt in prompts)
+    lines = (json.dumps({"prompt": prompt}) for prompt in PROMPTS)
     rows.write_text("\n".join(lines))
     flags = ["-i", str(rows), "-o", str(output), "--max-tokens", "24", "--temperature", "0"]
     flags += ["--stop", "\n\n", "--max-model-len", "512", "--compile-cache", "none"]
