@@ -8,7 +8,9 @@ limited, and what goes over a limit is refused or ends the sequence that follows
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -31,8 +33,12 @@ MAX_DEPTH = 64
 """Depth to which a schema may be nested."""
 MAX_COMPILED_LENGTH = 4 * MAX_GRAMMAR_LENGTH
 """Characters of all grammars of one request."""
-_LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/((?:\\[\s\S]|[^/\\])+)/')
-"""Texts, comments, and regular expressions (the group) of a grammar in Lark's syntax."""
+_LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/((?:\\[\s\S]|[^/\\])++)/?')
+"""Texts, comments, and regular expressions (the group) of a grammar in Lark's syntax, also those
+that do not end: each character is looked at once."""
+MAX_MULTIPLE = 200_000
+"""Of what `multipleOf` says in a schema, as whole numbers of its last decimal place: their sum, and
+their least common multiple. A compiled one has as many states."""
 _JSON: Mapping[str, Any] = {
     "whitespace_pattern": r"[\x20\x0A]{0,16}",
     "json_allowed_escapes": '"\\bfnrt',
@@ -81,6 +87,8 @@ class StructuredOutputs:
                 raise UsageError(
                     f"a regular expression in `grammar` has more than {MAX_REGEX_LENGTH} characters"
                 )
+        if "%json" in (self.grammar or "") and re.search(r"multipleOf|\\u", self.grammar or ""):
+            raise UsageError("`multipleOf` and `\\u` in the %json of a `grammar` are not supported")
 
     def _given(self, name: str) -> bool:
         return getattr(self, name) is not None
@@ -124,12 +132,15 @@ def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, A
     if len(text) > MAX_GRAMMAR_LENGTH:
         raise UsageError(f"`json` has more than {MAX_GRAMMAR_LENGTH} characters")
     level: list[Any] = [found]
+    multiples: list[Any] = []
     for _ in range(MAX_DEPTH):
         for one in level:
             if isinstance(one, Mapping):
                 _check_keywords(one)
+                multiples.append(one.get("multipleOf"))
         level = [each for one in level for each in _inside(one)]
         if not level:
+            _check_multiples(multiples)
             return dict(found)
     raise UsageError(f"`json` is nested more than {MAX_DEPTH} deep")
 
@@ -140,6 +151,19 @@ def _check_keywords(schema: Mapping[str, Any]) -> None:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and len(pattern) > MAX_REGEX_LENGTH:
         raise UsageError(f"`pattern` in a schema has more than {MAX_REGEX_LENGTH} characters")
+
+
+def _check_multiples(values: list[Any]) -> None:
+    """Of one schema; what is no number above 0 is refused when it is compiled."""
+    numbers = [decimal.Decimal(str(one)) for one in values if type(one) in (int, float) and one > 0]
+    if not numbers or not all(number.is_finite() for number in numbers):
+        return
+    places = max(max(0, -int(number.normalize().as_tuple().exponent)) for number in numbers)
+    if places <= 12 and max(numbers) <= MAX_MULTIPLE:
+        scaled = [int(number.scaleb(places)) for number in numbers]
+        if max(sum(scaled), math.lcm(*scaled)) <= MAX_MULTIPLE:
+            return
+    raise UsageError("`multipleOf` in a schema: too large, or too many together")
 
 
 def _inside(value: Any) -> list[Any]:

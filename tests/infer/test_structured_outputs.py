@@ -1,6 +1,7 @@
 """Grammars of JSON schemas, regular expressions and the rest, walked at random over a tokenizer of
 single characters."""
 
+import contextlib
 import json
 import re
 
@@ -119,6 +120,13 @@ def test_what_they_accept(outputs, right, wrong):
         ({"json": {"$ref": "http://somewhere/x"}}, "refused"),
         ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance"),
         ({"json": {"properties": {"a": {"pattern": "a" * 5000}}}}, "pattern"),
+        ({"json": {"multipleOf": 1_000_003}}, "multipleOf"),
+        ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]}}, "multipleOf"),
+        ({"json": {"prefixItems": [{"multipleOf": 9973}] * 100}}, "multipleOf"),
+        ({"json": {"multipleOf": 1e-300}}, "multipleOf"),
+        ({"json": {"multipleOf": 10**400}}, "multipleOf"),
+        ({"grammar": 'start: %json {"multipleOf": 1000003}'}, "multipleOf"),
+        ({"grammar": r'start: %json {"multiple\u004ff": 1000003}'}, "multipleOf"),
         ({"regex": "(a"}, "refused"),
         ({"regex": r"[^\s\S]"}, "no first token"),
         ({"grammar": "start: x"}, "refused"),
@@ -149,3 +157,16 @@ def test_regular_expressions_of_a_grammar_are_limited():
     for text in (f'start: "{long}"', f'start: "/{long}/"', f"// /{long}/\nstart: /a/"):
         StructuredOutputs(grammar=text)
     StructuredOutputs(grammar=f"start: A B\nA: /{long[1:]}/\nB: /{long[1:]}/")
+
+
+@pytest.mark.parametrize("mark", ['"', "/"])
+def test_what_does_not_end_is_looked_at_once(mark):
+    """Quadratic, this takes half a minute, in which no other thread runs."""
+    grammar = f"start: {mark}" + f"\\{mark}" * 32_000
+    with contextlib.suppress(UsageError):
+        StructuredOutputs(grammar=grammar)
+
+
+def test_multiples_that_schemas_ask_for():
+    for schema in ({"multipleOf": 0.01}, {"items": [{"multipleOf": 0.01}, {"multipleOf": 1000}]}):
+        COMPILER.compile(StructuredOutputs(json={"type": "number", **schema}))

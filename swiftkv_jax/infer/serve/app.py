@@ -149,11 +149,10 @@ class App:
             raise unsupported(form.param, f"`{form.param}`: this server follows no grammars")
         return await self.grammars.compile(grammar, form.param)
 
-    def close(self) -> None:
-        """End the threads that make prompts and grammars."""
+    def close(self) -> bool:
+        """End the threads that make prompts and grammars; False if a grammar is still compiled."""
         self.encoder.close()
-        if self.grammars is not None:
-            self.grammars.close()
+        return self.grammars is None or self.grammars.close()
 
 
 def _fingerprint(engine: Engine) -> str:

@@ -11,10 +11,9 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import APIError, invalid
-from .exchange import CONNECTION
+from .exchange import CONNECTION, MAX_HEADER_BYTES
 from .options import ServerOptions
 
-MAX_HEADER_BYTES = 65536
 BYTES_PER_SECOND = 65536
 """A body may take a second longer for each of so many bytes."""
 

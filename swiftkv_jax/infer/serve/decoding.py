@@ -39,7 +39,7 @@ def _decode[B: Body](kind: type[B], body: bytes) -> B:
         if b"null" not in body or "unknown field" not in str(error):
             raise
         fields = msgspec.json.decode(body)
-        if len(_drop_unknown(fields, _type_info(kind), nulls_alone=True)) > MAX_NULLS:
+        if len(_drop_unknown(fields, _type_info(kind), most_nulls=MAX_NULLS)) > MAX_NULLS:
             raise
     return msgspec.convert(fields, type=kind)
 
@@ -48,31 +48,34 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def _drop_unknown(
-    value: Any, kind: inspect.Type, at: str = "", *, nulls_alone: bool = False
+    value: Any, kind: inspect.Type, at: str = "", *, most_nulls: int | None = None
 ) -> list[str]:
-    """Remove the fields that the types of `kind` refuse, or of them `nulls_alone`. Returns their
-    paths; `at` is that of `value`."""
+    """Remove the fields that the types of `kind` refuse; with `most_nulls` of them the nulls alone,
+    and no more after so many. Returns their paths; `at` is that of `value`."""
     if isinstance(kind, inspect.UnionType):
-        found = (_drop_unknown(value, one, at, nulls_alone=nulls_alone) for one in kind.types)
+        found = (_drop_unknown(value, one, at, most_nulls=most_nulls) for one in kind.types)
         return [path for paths in found for path in paths]
     if isinstance(kind, inspect.ListType) and isinstance(value, list):
-        inside = [(one, kind.item_type, f"{at}[{number}]") for number, one in enumerate(value)]
+        inside = ((one, kind.item_type, f"{at}[{number}]") for number, one in enumerate(value))
         dropped = []
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
         prefix, known = f"{at}." if at else "", {one.encode_name: one.type for one in kind.fields}
         dropped = [
             name
             for name, one in value.items()
-            if name not in known and (one is None if nulls_alone else kind.forbid_unknown_fields)
+            if name not in known
+            and (kind.forbid_unknown_fields if most_nulls is None else one is None)
         ]
         for name in dropped:
             del value[name]
         dropped = [prefix + name for name in dropped]
-        inside = [(value[name], known[name], prefix + name) for name in value.keys() & known.keys()]
+        inside = ((value[name], known[name], prefix + name) for name in value.keys() & known.keys())
     else:
         return []
     for one, one_kind, path in inside:
-        dropped += _drop_unknown(one, one_kind, path, nulls_alone=nulls_alone)
+        dropped += _drop_unknown(one, one_kind, path, most_nulls=most_nulls)
+        if most_nulls is not None and len(dropped) > most_nulls:
+            break
     return dropped
 
 

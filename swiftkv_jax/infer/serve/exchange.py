@@ -26,6 +26,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 MAX_PATH = 8192
 MAX_HEADERS = 100
+MAX_HEADER_BYTES = 65536
 CONNECTION = "swiftkv.connection"
 """Extension of the scope: the `Connection` of the request."""
 
@@ -80,6 +81,9 @@ class Exchange:
             raise APIError(414, "path_too_long", f"the path has more than {MAX_PATH} bytes")
         if len(self.scope["headers"]) > MAX_HEADERS:
             raise APIError(431, "headers_too_large", f"there are more than {MAX_HEADERS} headers")
+        if sum(len(name) + len(value) for name, value in self.scope["headers"]) > MAX_HEADER_BYTES:
+            message = f"the headers have more than {MAX_HEADER_BYTES} bytes"
+            raise APIError(431, "headers_too_large", message)
         trace = self.headers.get(b"traceparent", b"").decode("latin-1")
         if re.fullmatch("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", trace):
             self.log["traceparent"] = trace

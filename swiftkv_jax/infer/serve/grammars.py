@@ -42,6 +42,8 @@ class GrammarQueue:
         self._workers = Workers(self._pool, WORKERS)
         self._cached: collections.OrderedDict[str, Matcher] = collections.OrderedDict()
         self._compiling: dict[str, _Compilation] = {}
+        self._late: set[str] = set()
+        """Those that have had their time, and still run."""
 
     async def compile(self, grammar: str, param: str) -> Matcher:
         """A matcher at the beginning of a grammar in llguidance's form, shared by those who ask for
@@ -49,6 +51,8 @@ class GrammarQueue:
         if (found := self._cached.get(grammar)) is not None:
             self._cached.move_to_end(grammar)
             return found
+        if grammar in self._late:
+            raise invalid(param, _too_long(), "invalid_grammar")
         if (one := self._compiling.get(grammar)) is None:
             one = _Compilation(asyncio.create_task(self._compile(grammar)))
             self._compiling[grammar] = one
@@ -73,18 +77,32 @@ class GrammarQueue:
             message = f"waited {self._queue_timeout:g} s for the compiler of grammars"
             raise APIError(408, "queue_timeout", message, headers={"retry-after": "5"}) from None
         try:
-            async with asyncio.timeout(COMPILE_SECONDS):
-                made = await work
-        except TimeoutError:
-            message = f"the grammar takes more than {COMPILE_SECONDS:g} s to compile"
-            raise UsageError(message) from None
-        self._keep(grammar, made)
-        return made
+            await asyncio.wait([work], timeout=COMPILE_SECONDS)
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        if not work.done():
+            self._late.add(grammar)
+            work.add_done_callback(lambda ended: self._end_late(grammar, ended))
+            raise UsageError(_too_long())
+        self._keep(grammar, work.result())
+        return work.result()
+
+    def _end_late(self, grammar: str, ended: asyncio.Future[Matcher]) -> None:
+        self._late.discard(grammar)
+        if not ended.cancelled() and ended.exception() is None:
+            self._keep(grammar, ended.result())
 
     def _keep(self, grammar: str, made: Matcher) -> None:
         self._cached[grammar] = made
         while len(self._cached) > MAX_CACHED or sum(map(len, self._cached)) > MAX_CACHED_CHARACTERS:
             self._cached.popitem(last=False)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """False if a thread still runs, which would hold up the end of the process."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        return not self._workers.num_running
+
+
+def _too_long() -> str:
+    return f"the grammar takes more than {COMPILE_SECONDS:g} s to compile"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,8 +125,8 @@ class PromptEncoder:
                 raise invalid("messages", str(error)[:200], "template_error") from None
             self._check_length(text, "messages")
             self._check_unicode(text, "messages")
-            segments = text.split(sentinel) if sentinel else [text]
             # Each odd segment is the number of a special token that a message spells.
+            segments = _split(text, sentinel) if sentinel else [text]
             ids: list[int] = []
             for number, segment in enumerate(segments):
                 if number % 2:
@@ -242,3 +243,13 @@ class PromptEncoder:
             f"{tokens} tokens are above the limit of {self._max_model_len}",
             "context_length_exceeded",
         )
+
+
+def _split(text: str, sentinel: str) -> list[str]:
+    """What `PromptEncoder._guard` has marked is every second part; a mark that the template has cut
+    is left out."""
+    parts = re.split(f"{sentinel}([0-9]+){sentinel}", text)
+    return [
+        part if number % 2 else re.sub(f"{sentinel}[0-9]*", "", part)
+        for number, part in enumerate(parts)
+    ]

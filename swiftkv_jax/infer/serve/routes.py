@@ -137,7 +137,7 @@ class Endpoint:
             return
         host = exchange.headers.get(b"host", b"").decode("latin-1")
         name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-        if name not in allowed:
+        if name.lower().rstrip(".") not in allowed:
             raise APIError(403, "host_not_allowed", f"the host {name!r} is not served here")
 
     def _log(self, exchange: Exchange) -> None:

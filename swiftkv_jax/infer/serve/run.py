@@ -29,7 +29,8 @@ async def run[B: Body, A](
         assert service.admission is not None
         reservation = service.admission.reserve(exchange.key)
         try:
-            content = await exchange.body(app.max_body_size, reservation.add_bytes)
+            with service.reading():
+                content = await exchange.body(app.max_body_size, reservation.add_bytes)
             reservation.count(min(len(content) // 4, service.max_model_len), 1)
             body = body_of(app, exchange, kind, content)
             timeout = exchange.timeout()
@@ -72,7 +73,8 @@ async def counted_body[B: Body](app: App, exchange: Exchange, kind: type[B]) -> 
     assert service.admission is not None
     reservation = Reservation(exchange.key, service.admission)
     try:
-        content = await exchange.body(app.max_body_size, reservation.add_bytes)
+        with service.reading():
+            content = await exchange.body(app.max_body_size, reservation.add_bytes)
         yield body_of(app, exchange, kind, content)
     finally:
         reservation.release()

@@ -25,7 +25,8 @@ from ..engine.engine import Engine
 from ..structured_outputs import GrammarCompiler
 from .app import App
 from .auth import Keys
-from .connection import MAX_HEADER_BYTES, with_options
+from .connection import with_options
+from .exchange import MAX_HEADER_BYTES
 from .followers import Followers
 from .options import ServerOptions
 from .routes import asgi
@@ -100,6 +101,8 @@ async def serve(
     function that does what a signal does.
     """
     app, loop = App(options, model_name), asyncio.get_running_loop()
+    # Any client can cause its warnings, with advice for other servers.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         asgi(app),
         http=with_options(options),
@@ -149,9 +152,8 @@ async def serve(
             if not isinstance(app.service.failure, ConnectionError):
                 faulthandler.dump_traceback(all_threads=True)
             _end(code or ERROR, followers)  # the step that hangs will not end
-        app.close()
-        if followers is not None and code:
-            _end(code, followers)  # JAX would wait for processes that have ended
+        if not app.close() or (followers is not None and code):
+            _end(code, followers)  # else threads, or processes that have ended, were waited for
         return code
     finally:
         server.should_exit = True
@@ -190,6 +192,7 @@ class _Stopping:
         await self._until(options.shutdown_delay, None)
         logger.info("shutting down: %d requests are unfinished", service.num_admitted)
         service.state = "draining"
+        service.stop_reading()
         await self._until(options.shutdown_timeout, service.idle)
         if not service.idle.is_set():
             service.abort_all()

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from ...errors import OutOfMemoryError
 from ..engine.engine import Engine
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining", "stalled", "failed"]
 MAX_WAITING_IN_ENGINE = MAX_SKIPS
 """Requests that the engine has not begun, at most: it looks no farther down its queue."""
+MOST_PAGES = 0.9
+"""Share of the pages in use above which prompts may wait for pages."""
 RATE_SECONDS = 30
 """Seconds over which the rate of prefill is measured."""
 
@@ -54,6 +56,9 @@ class Service:
         self._queue: FairQueue[Generation] = FairQueue()
         self._parts: dict[int, tuple[Generation, Part]] = {}
         self._num_ids = self._num_submitted = self._num_answering = 0
+        self._reading: set[asyncio.Task[Any]] = set()
+        """Those that read a body."""
+        self._stopped: set[asyncio.Task[Any]] = set()
         self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
         """Each second: time, tokens that ran through prefill, whether some were waiting for it."""
         self.prefill_rate = 0.0
@@ -124,6 +129,30 @@ class Service:
         finally:
             self._num_answering -= 1
             self._check_idle()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around the reading of a body. Raises `APIError` after `stop_reading`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._stopped:
+                raise
+            task.uncancel()
+            self.check_ready()
+            raise
+        finally:
+            self._reading.discard(task)
+            self._stopped.discard(task)
+
+    def stop_reading(self) -> None:
+        """No request is taken any more: bodies that have not come whole are not waited for."""
+        self._stopped |= self._reading
+        for task in self._reading:
+            task.cancel()
 
     def submit(self, generation: Generation) -> None:
         """Let a request wait for its turn."""
@@ -277,10 +306,15 @@ class Service:
 
     def _measure_rate(self, now: float) -> None:
         """Over the seconds in which prompts were waiting from beginning to end, for nothing but
-        prefill: where all slots are taken they wait for those."""
+        prefill: not for slots, of which a request needs one for each sample, and not for pages."""
         assert self.engine is not None and self.admission is not None
-        recent, snapshot = self._prefilled, self.engine.snapshot
-        waits = self.admission.tokens > 0 and snapshot.load.num_running < self.max_num_seqs
+        recent, snapshot, load = self._prefilled, self.engine.snapshot, self.engine.snapshot.load
+        slots = max((len(part.choices) for one in self._admitted for part in one.parts), default=1)
+        waits = (
+            self.admission.tokens > 0
+            and load.num_running + slots <= self.max_num_seqs
+            and load.pages_in_use <= MOST_PAGES * load.num_pages
+        )
         recent.append((now, snapshot.stats.prefilled_tokens, waits))
         while now - recent[0][0] > RATE_SECONDS:
             recent.popleft()
@@ -304,6 +338,7 @@ class Service:
         logger.error(
             "the engine has failed: %s: %s", type(error).__name__, str(error).partition("\n")[0]
         )
+        self.stop_reading()
         message = "out of memory" if out_of_memory else "the engine has failed"
         self._fail_all(APIError(500, "engine_failed", message))
 

@@ -7,7 +7,7 @@ import msgspec
 import openai
 import pytest
 
-from swiftkv_jax.infer.serve import params
+from swiftkv_jax.infer.serve import decoding, errors, params
 from swiftkv_jax.infer.serve.protocol import ChatBody, CompletionBody
 
 USER = [{"role": "user", "content": "hi"}]
@@ -324,3 +324,16 @@ def test_nothing_that_clients_send_is_an_error_of_the_server(running):
         if headers["content-type"] == "application/json" and status != 200:
             assert json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
     assert statuses[200] > 20 and statuses[400] > 150
+
+
+def test_few_nulls_of_unknown_fields_are_looked_for():
+    """So that no body takes the time of a walk through all of it."""
+    messages = [{"a": None} for _ in range(10 * decoding.MAX_NULLS)]
+    with pytest.raises(errors.APIError) as caught:
+        decoding.decode(ChatBody, json.dumps({"messages": messages}).encode(), ignore_unknown=False)
+    assert caught.value.code == "unknown_field"
+    body = {"messages": messages}
+    found = decoding._drop_unknown(
+        body, decoding._type_info(ChatBody), most_nulls=decoding.MAX_NULLS
+    )
+    assert len(found) == decoding.MAX_NULLS + 1 and "a" in messages[len(found)]

@@ -69,6 +69,28 @@ def test_a_grammar_that_takes_long_is_refused(running, slow, monkeypatch):
     assert "0.2 s" in answer["error"]["message"]
 
 
+def test_what_takes_long_is_not_begun_again_and_kept_when_it_is_done(compiler, monkeypatch):
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.1)
+    slow = Slow(compiler.compile_grammar)
+
+    async def run() -> None:
+        queue, grammar = GrammarQueue(slow, queue_timeout=20.0), json_grammar(True)  # type: ignore[arg-type]
+        for param in ("p", "q"):
+            with pytest.raises(grammars.APIError, match="more than 0.1 s") as caught:
+                await queue.compile(grammar, param)
+            assert caught.value.param == param
+        assert slow.begun == [grammar] and not queue.close()
+        slow.go.set()
+        while queue._late:
+            await asyncio.sleep(0.01)
+        assert await queue.compile(grammar, "p") and slow.begun == [grammar] and queue.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        slow.go.set()
+
+
 def test_long_schemas_are_read_in_a_thread(running, monkeypatch):
     """So that no other request waits."""
     threads, read = [], app.form_of

@@ -99,6 +99,7 @@ def test_a_page_of_another_host_is_refused(start):
     for host, status in (
         ("127.0.0.1:80", 200),
         ("localhost", 200),
+        ("LocalHost.:80", 200),
         ("[::1]:8000", 200),
         ("evil.example", 403),
         ("", 403),
@@ -158,6 +159,9 @@ def test_headers_have_a_limit(running):
         except OSError:
             pass  # it is closed while there is more to send
         assert content == b"" or b" 400 " in content
+    long = {"x-a": "a" * 66_000}
+    status, _, answer = running.request("GET", "/health", headers=long)
+    assert status == 431 and b"headers_too_large" in answer
     for garbage in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
         with connect(running, garbage + b"\r\n\r\n") as connection:
             content = answer_of(connection)

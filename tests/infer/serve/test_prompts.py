@@ -140,3 +140,18 @@ def test_spellings_are_bytes():
     assert any("\ufffd" in spellings[token].text for token in ids), "half a character stays half"
     assert spellings[0].text == "<|begin_of_text|>"
     assert TokenSpellings(tokenizer, as_ids=True)[5].text == "token_id:5"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a|3|b", ["a", "3", "b"]),
+        ("|12||0|", ["", "12", "", "0", ""]),
+        ("a|3", ["a"]),  # a template may cut what it is given
+        ("3|b|7|", ["3b", "7", ""]),
+        ("|x", ["x"]),
+    ],
+)
+def test_marks_that_a_template_has_cut_are_left_out(text, parts):
+    sentinel = prompts._SENTINELS[0]
+    assert prompts._split(text.replace("|", sentinel), sentinel) == parts

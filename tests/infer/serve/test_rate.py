@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import types
 
 from swiftkv_jax.infer.serve.options import ServerOptions
 from swiftkv_jax.infer.serve.service import Service
@@ -30,11 +31,45 @@ def test_only_seconds_with_prompts_that_wait_count():
             admission.tokens, stats.prefilled_tokens = 90, stats.prefilled_tokens + 1
             service.tick(float(second))
         assert service.prefill_rate == 400
+        # So do they where the pages are taken.
+        held = snapshot.load._replace(pages_in_use=snapshot.load.num_pages)
+        service.engine.snapshot = snapshot._replace(load=held)
+        for second in range(8, 11):
+            admission.tokens, stats.prefilled_tokens = 90, stats.prefilled_tokens + 1
+            service.tick(float(second))
+        assert service.prefill_rate == 400
         admission.tokens = 2000
         assert admission.retry_after() == math.ceil(2000 / 400)
         admission.tokens = 10**6
         assert admission.retry_after() == 60
         service.prefill_rate = 0.0
         assert admission.retry_after() == 1 and admission.max_tokens == 4 * 64
+
+    asyncio.run(run())
+
+
+def test_requests_of_several_samples_wait_for_as_many_slots():
+    async def run() -> None:
+        engine, _ = mock_engine(slots=4, max_model_len=64)
+        service = Service(ServerOptions(), "tiny")
+        service.open(engine, 1000.0)
+        assert service.engine is not None and service.admission is not None
+        service.engine.stop()
+        snapshot = service.engine.snapshot
+        load = snapshot.load._replace(num_running=2)
+        service.engine.snapshot = snapshot._replace(load=load)
+        service.admission.tokens = 90
+        for samples, rate in ((3, 1000.0), (2, 10.0)):
+            parts = [types.SimpleNamespace(choices=[None] * samples)]
+            service._prefilled.clear()
+            for second in range(3):
+                snapshot.stats.prefilled_tokens += 10
+                one = types.SimpleNamespace(
+                    parts=parts, arrival=0.0, timeout=None, is_submitted=True
+                )
+                service._admitted = [one]  # type: ignore[assignment]
+                service._measure_rate(float(second))
+            assert service.prefill_rate == rate
+        service._admitted = set()
 
     asyncio.run(run())

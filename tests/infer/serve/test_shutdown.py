@@ -2,9 +2,13 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 
+import pytest
+
+from swiftkv_jax.infer.serve import server
 from swiftkv_jax.infer.serve.generation import Generation
 from tests.infer.serve.test_ends import BODY, SLOW, connect
 
@@ -51,6 +55,34 @@ def test_before_it_drains_it_may_tell_balancers(start):
     assert running.post("/v1/completions", BODY | {"max_tokens": 2})[0] == 200
     running.thread.join(10)
     assert running.code == [0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_half_a_body_holds_nothing_up(path, start):
+    running = start(shutdown_timeout=60.0)
+    half = f"POST {path} HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(half.encode() + b"content-length: 1000000\r\n\r\n{")
+        running.until(lambda: len(running.app.service._reading) == 1)
+        running.stop()
+        connection.settimeout(20)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"draining"' in answer
+    running.thread.join(10)
+    assert running.code == [0] and not running.app.service._reading
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_grammar_that_is_still_compiled_holds_nothing_up(busy, start, monkeypatch):
+    """Its thread cannot be stopped, and Python would wait for it."""
+    ended = []
+    monkeypatch.setattr(server, "_end", lambda code, followers: ended.append(code))
+    running = start()
+    close = running.app.grammars.close
+    monkeypatch.setattr(running.app.grammars, "close", lambda: close() and not busy)
+    running.stop()
+    running.thread.join(10)
+    assert running.code == [0] and ended == [0] * busy
 
 
 def test_the_time_for_a_shutdown_is_limited(start):
