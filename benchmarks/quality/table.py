@@ -249,8 +249,8 @@ def rows_table(rows: Sequence[Row]) -> str:
 LEGEND = (
     "K layers keep their keys and values, g upper layers share a cache. Starts are the teacher's "
     "projections (`authors`: their mean in a group; `leader`: those of its first layer) or least "
-    "squares (`closed-form`; with `own`, fitted to and trained for own keys and values, with groups "
-    "scaled for them). The first "
+    "squares (`closed-form`; with `own`, fitted to and trained for own keys and values, with "
+    "groups scaled for them). The first "
     "is trained by the authors' recipe at the best of its learning rates, the others by this "
     "package's, or with the text alone, as a control. From `after the prompt` on, figures are of "
     "the tokens after a prompt: serving `own` keeps their own keys and values, `own+64` also those "
