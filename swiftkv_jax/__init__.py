@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import calibrate, distill_loss, load, logits, save, save_hf
-    from .config import Config, LayerKind, Rope, RopeScaling
+    from .config import Config, LayerKind
     from .errors import CheckpointError, ConfigError, DataError, UsageError
     from .infer.generate import chat, generate
     from .mesh import make_mesh
 
     __version__: str
     from .model import Model, add_swiftkv
+    from .rope_config import Rope, RopeScaling
 
 _MODULES = {
     "CheckpointError": "errors",
@@ -29,8 +30,8 @@ _MODULES = {
     "DataError": "errors",
     "LayerKind": "config",
     "Model": "model",
-    "Rope": "config",
-    "RopeScaling": "config",
+    "Rope": "rope_config",
+    "RopeScaling": "rope_config",
     "UsageError": "errors",
     "add_swiftkv": "model",
     "calibrate": "api",

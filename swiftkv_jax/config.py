@@ -11,6 +11,7 @@ import math
 from typing import Literal
 
 from .errors import ConfigError
+from .rope_config import Rope
 
 GeneratedKV = Literal["boundary", "own"]
 """Where generated tokens take their upper keys and values from: see `Config.generated_kv`."""
@@ -22,7 +23,6 @@ NO_OWN = 2**30
 QKNorm = Literal["head", "all"]
 NormOrder = Literal["pre", "post", "both"]
 Activation = Literal["silu", "gelu_tanh"]
-RopeType = Literal["linear", "llama3", "yarn", "longrope"]
 _POSITIVE = (
     "norm_eps embed_scale residual_scale query_scale score_cap logit_divisor logit_cap".split()
 )
@@ -30,93 +30,6 @@ _POSITIVE = (
 MAX_LAYERS = 1_000
 """Far more than any model has. Names, programs and lists grow with the layers, so that a slip in a
 `config.json` would fill the memory."""
-
-
-def _check_positive(what: str, field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{what}: {field}={value!r} must be a positive number")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the pretraining length; `rope` has the formulas.
-
-    `linear` divides every frequency by `factor`; `llama3` divides the low ones, keeps the high ones
-    and blends between (Llama 3.1, "The Llama 3 Herd of Models", 2024). `yarn` does so by the turns
-    that a pair makes within the pretraining length (arXiv:2309.00071), `longrope` divides each
-    frequency by a number of its own (arXiv:2402.13753). The names are Hugging Face's `rope_type`.
-    """
-
-    rope_type: RopeType
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    attention_factor: float = 1.0
-    """yarn and longrope: what cosines and sines are multiplied by."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    """yarn: whether the bounds of the blended pairs are rounded to whole ones."""
-    short_factor: tuple[float, ...] = ()
-    """longrope: the divisor of each pair's frequency in texts of at most
-    `original_max_position_embeddings` tokens; `long_factor` that in longer ones."""
-    long_factor: tuple[float, ...] = ()
-    long: bool = False
-    """longrope: whether `long_factor` holds: see `Config.at_length`."""
-
-    def __post_init__(self):
-        for field in (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-        ):
-            _check_positive("rope scaling", field, getattr(self, field))
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                f"rope scaling: high_freq_factor={self.high_freq_factor} must exceed "
-                f"low_freq_factor={self.low_freq_factor}"
-            )
-        for value in (*self.short_factor, *self.long_factor):
-            _check_positive("rope scaling", "a factor of a frequency", value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """The rotary embedding of a layer's queries and keys (arXiv:2104.09864)."""
-
-    theta: float = 10_000.0
-    scaling: RopeScaling | None = None
-    fraction: float = 1.0
-    """The share of `head_dim`, its first dimensions, that rotates."""
-
-    def __post_init__(self):
-        _check_positive("rope", "theta", self.theta)
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"rope: fraction={self.fraction!r} must be above 0 and at most 1")
-        yarn = self.scaling is not None and self.scaling.rope_type == "yarn"
-        if yarn and self.theta <= 1:
-            raise ConfigError(f"rope: theta={self.theta!r} must be above 1 with yarn")
-
-    def rotated(self, head_dim: int) -> int:
-        """The number of a head's dimensions that rotate."""
-        return int(head_dim * self.fraction)
-
-    def check_factors(self, head_dim: int) -> None:
-        """Raise `ConfigError` unless longrope has a factor for each pair."""
-        pairs, scaling = self.rotated(head_dim) // 2, self.scaling
-        if scaling is None or scaling.rope_type != "longrope":
-            return
-        for name in ("short_factor", "long_factor"):
-            if len(getattr(scaling, name)) != pairs:
-                raise ConfigError(
-                    f"rope scaling: {name} has {len(getattr(scaling, name))} entries, not one for "
-                    f"each of the {pairs} pairs that rotate"
-                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +111,8 @@ class Config:
     generated_kv: GeneratedKV = "boundary"
     """`boundary`: every token's upper keys and values come from the hidden state that enters layer
     `num_key_value_layers`. `own`: those of a generated token come from its own hidden state before
-    each upper layer, by the teacher's projections; queries are the student's in both."""
+    each upper layer, by the teacher's projections. Queries are the student's in both; only where
+    layers share caches, the teacher's queries look for those that tokens keep of their own."""
     exact_tail: int = 0
     """Number of tokens at a prompt's end that also keep their own upper keys and values, and so run
     through all layers; needs `own`."""
@@ -302,14 +216,21 @@ class Config:
             raise ConfigError(f"exact_tail={tail!r} must be a whole number from 0 to 2^30 - 1")
         if tail and self.generated_kv != "own":
             raise ConfigError(f"exact_tail={tail} needs generated_kv=own")
-        if self.generated_kv == "own" and self.key_value_group_size > 1:
+        upper = range(self.num_lower_layers, self.num_layers)
+        if self.two_queries and any(self.kind(layer).window is not None for layer in upper):
             raise ConfigError(
-                f"generated_kv=own needs key_value_group_size=1, not {self.key_value_group_size}: "
-                f"layers that share one cache have no room for keys and values of their own"
+                f"generated_kv=own with key_value_group_size={self.key_value_group_size} needs "
+                f"upper layers without windows"
             )
         if self.num_upper_layers == 0:  # every token keeps its own: there is nothing to choose
             object.__setattr__(self, "generated_kv", "boundary")
             object.__setattr__(self, "exact_tail", 0)
+
+    @property
+    def two_queries(self) -> bool:
+        """Whether upper layers attend to two caches, each with queries of its own: their group's,
+        and the keys and values that tokens keep of their own."""
+        return self.generated_kv == "own" and self.key_value_group_size > 1
 
     def own_start(self, prompt_length: int) -> int:
         """Position of the first token that keeps its own upper keys and values; `NO_OWN` if none

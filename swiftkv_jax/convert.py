@@ -34,7 +34,7 @@ from .checkpoints.quantization_config import read_quantization_config
 from .checkpoints.source import Source
 from .checkpoints.tensor_map import MappedLeaf
 from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
-from .config import Config, Rope
+from .config import Config
 from .errors import CheckpointError, UsageError
 from .io.files import check_free
 from .mesh import emulate_cpu_devices, make_mesh, parse_mesh

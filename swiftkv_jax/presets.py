@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from .config import Config, LayerKind, Rope, RopeScaling
+from .config import Config, LayerKind
+from .rope_config import Rope, RopeScaling
 
 LLAMA_8B = Config(
     vocab_size=128256,

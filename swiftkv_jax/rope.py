@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import Config, LayerKind, Rope, RopeScaling
+from .config import Config, LayerKind
+from .rope_config import Rope, RopeScaling
 
 Tables = tuple[Float[Array, "2 B T F"], ...]
 """One table of cosines and sines for each of `Config.ropes`."""

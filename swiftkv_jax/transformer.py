@@ -6,7 +6,8 @@
                                           +-> upper layers with the delta's q on them = student
 
 There are two layer kinds: `self_layer` has keys and values of its own, `cross_layer` only queries.
-Both take an `attend` callable, so training, prefill and decode run the same layer on keys and
+(`two_cache_layer` has both, where tokens keep their own beside caches that layers share.) All take
+an `attend` callable, so training, prefill and decode run the same layer on keys and
 values that are stored differently. Here whole sequences run through stacks of layers (`lax.scan`);
 `infer.runner.programs` runs the same layers one by one over a cache.
 """
@@ -25,7 +26,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
 from .config import Config
-from .layers import embed, mix_values, norm, norm_heads, output_and_mlp, project_heads
+from .layers import embed, norm, norm_heads, output_and_mlp, project_heads
+from .packed_attention import (
+    Attend,
+    Heads,
+    mixed,
+    own_attention,
+    packed_attention,
+    packed_reader,
+    two_cache_attention,
+)
 from .params import (
     QKV,
     Block,
@@ -40,8 +50,6 @@ from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, rope_tables, scanned_kinds
 from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
 
-Heads = Float[Array, "B T N H"]
-Attend = Callable[..., Any]
 LayerHook = Callable[[Array, Array], Any]
 
 Remat = Literal["none", "mlp", "layer"]
@@ -97,10 +105,7 @@ def self_layer(
     (attended, state). `rope` is the table of its kind, or None; experts run on the mesh of
     `attention`."""
     with jax.named_scope("qkv"):
-        h = norm(config, x, block.attn_norm)
-        q = project_q(config, qkv, h, rope)
-        k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
-        k, v = apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
+        q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
         attended, state = attend(q, k, v)
     return output_and_mlp(config, block, x, attended, attention), state
@@ -122,6 +127,35 @@ def cross_layer(
     with jax.named_scope("attention"):
         attended = attend(q)
     return output_and_mlp(config, block, x, attended, attention)
+
+
+def two_cache_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    qkv: QKV,
+    queries: QKV,
+    x,
+    rope,
+    attend: Attend,
+    attention: Attention = DEFAULT,
+):
+    """An upper layer of the student whose tokens attend to their group's keys and values, with the
+    student's `queries`, and to what tokens keep of their own, with the teacher's `qkv`: (x, state),
+    where `attend(shared_q, q, k, v)` returns (attended, state)."""
+    with jax.named_scope("qkv"):
+        h = norm(config, x, block.attn_norm)
+        shared_q = project_q(config, queries, h, rope)
+        q, k, v = _project_qkv(config, qkv, h, rope)
+    with jax.named_scope("attention"):
+        attended, state = attend(shared_q, q, k, v)
+    return output_and_mlp(config, block, x, attended, attention), state
+
+
+def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):
+    """Rotated queries and keys, and values, of a layer with its own."""
+    q = project_q(config, qkv, h, rope)
+    k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
+    return q, apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
 
 
 def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
@@ -181,41 +215,6 @@ def project_fused_kv(
 
 
 # Whole sequences --------------------------------------------------------------
-
-
-def packed_attention(
-    config: Config, attention: Attention, segment_ids: Int[Array, "B T"], window
-) -> Attend:
-    """Causal attention within each packed document; keys and values come as the projections leave
-    them."""
-    read = _reader(config, attention, segment_ids, window)
-    return lambda q, k, v: (read(q, head_major(k), head_major(v)), None)
-
-
-def _reader(config: Config, attention: Attention, segment_ids, window):
-    return functools.partial(
-        attention.prefill, segment_ids=segment_ids, window=window, score_cap=config.score_cap
-    )
-
-
-def _own_attention(read, own: Bool[Array, "B T"], k, v) -> Attend:
-    """`packed_attention` in which tokens that are not `own` have the keys and values `k` and `v`
-    (B K T H)."""
-
-    def attend(q, own_k, own_v):
-        keep = own[:, None, :, None]
-        merged = (
-            jnp.where(keep, head_major(mine), boundary)
-            for mine, boundary in ((own_k, k), (own_v, v))
-        )
-        return read(q, *merged), None
-
-    return attend
-
-
-def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
-    """The layout of the cache and of the attention ops."""
-    return x.transpose(0, 2, 1, 3)
 
 
 def run_lower_layers(
@@ -289,8 +288,8 @@ def run_upper_layers_student(
     `layer_hook(index, input)`).
 
     Tokens that are `own` have keys and values by the teacher's projections of their hidden state
-    before each layer (`Config.generated_kv`); None is none. Raises `ValueError` if those
-    projections were dropped.
+    before each layer (`Config.generated_kv`), and with groups the teacher's queries look for them;
+    None is none. Raises `ValueError` if those projections were dropped.
     """
     config, mesh, queries = config.at_length(x.shape[1]), attention.mesh, delta_queries(delta)
     kinds, kind_of = scanned_kinds(
@@ -306,31 +305,32 @@ def run_upper_layers_student(
     )
     k, v = (_repeat_groups(config, a) for a in (k, v))
     mixes = SwiftKV(None, None, None, None, mix=delta.mix)
-    if own is not None:
+    teachers = None
+    if own is not None and config.key_value_group_size > 1:
+        teachers = require_teacher(llama, "keep the own keys and values of tokens")
+    elif own is not None:
         upper_kv = require_upper_kv(llama, "keep the own keys and values of tokens")
         queries = with_queries(upper_kv, queries)
 
     def layer_step(x, layer):
         weights, k, v, kind = layer
-        block, qkv, mixes = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        block, qkv, mixes, teachers = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         rope, window = kind_of(kind)
-        read = _reader(config, attention, segment_ids, window)
-        if own is not None:
-            x, _ = self_layer(
-                config, block, qkv, x, rope, _own_attention(read, own, k, v), attention
+        read = packed_reader(config, attention, segment_ids, window)
+        if own is None:
+            x = cross_layer(
+                config, block, qkv, x, rope, lambda q: mixed(read(q, k, v), mixes.mix), attention
             )
-            return constrain_activations(mesh, x, sequence=attention.shard_sequence)
-
-        def attend(q):
-            attended = read(q, k, v)
-            return attended if mixes.mix is None else mix_values(attended, mixes.mix)
-
-        x = cross_layer(config, block, qkv, x, rope, attend, attention)
+        elif teachers is None:
+            attend = own_attention(read, own, k, v)
+            x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
+        else:
+            attend = two_cache_attention(read, own, k, v, mixes.mix)
+            x, _ = two_cache_layer(config, block, teachers, qkv, x, rope, attend, attention)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    return _scan_upper(
-        config, layer_step, ((llama.upper, queries, mixes), k, v, kinds), x, layer_hook, remat
-    )
+    weights = llama.upper, queries, mixes, teachers
+    return _scan_upper(config, layer_step, (weights, k, v, kinds), x, layer_hook, remat)
 
 
 def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:

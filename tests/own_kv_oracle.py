@@ -4,7 +4,11 @@ Shares no code with the package or with `oracle`. One token after the other runs
 `memory[j]` lists the (key, value) that each earlier token left for layer j. In an upper layer a
 boundary token leaves the delta's projections of the normed hidden state that enters the first upper
 layer, an own token the teacher's projections of its normed hidden state that enters that layer.
-Rotary embeddings are the default ones, and every layer of the upper half has its own projections.
+Rotary embeddings are the default ones.
+
+With groups the first layer of each has the delta's projections, and a boundary token leaves the
+same in all of them. Of it head h of a layer reads head `shared_kv_heads[layer][h]`, and makes values
+of its own with `mix_swiftkv`. Queries for what own tokens leave are then the teacher's.
 """
 
 import numpy as np
@@ -13,7 +17,6 @@ import numpy as np
 def logits(hf, tensors, tokens, own, *, stored=None) -> np.ndarray:
     """Logits [T, V] of one sequence; `own[t]` says what token t is. `stored` (`EightBits`) makes of
     a token's keys or values what attention reads, its own attention too."""
-    assert hf["key_value_group_size"] == 1
     weights = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
     model = _Model(hf, weights, stored or (lambda heads: heads))
     memory = [[] for _ in range(hf["num_hidden_layers"])]
@@ -76,25 +79,27 @@ class _Model:
         hidden = self.weights["model.embed_tokens.weight"][token]
         for layer in range(hf["num_hidden_layers"]):
             before = self.norm(f"model.layers.{layer}.input_layernorm", hidden)
-            suffix = ""
-            source = before
-            if layer >= hf["num_key_value_layers"]:
-                if boundary is None:
-                    boundary = self.norm("model.norm_swiftkv", hidden)
-                suffix = "_swiftkv"
-                source = before if own else boundary
-            kv_suffix = "" if own else suffix
-            heads = {
-                name: self.project(f"model.layers.{layer}.self_attn.{name}_proj{which}", x)
-                for name, which, x in (
-                    ("q", suffix, before),
-                    ("k", kv_suffix, source),
-                    ("v", kv_suffix, source),
-                )
-            }
-            keys = self.turn(heads["k"], position)
-            memory[layer].append((self.stored(keys), self.stored(heads["v"])))
-            mixed = self.attention(self.turn(heads["q"], position), memory[layer])
+            attn = f"model.layers.{layer}.self_attn."
+            upper = layer >= hf["num_key_value_layers"]
+            if upper and boundary is None:
+                boundary = self.norm("model.norm_swiftkv", hidden)
+            if upper and not own:
+                first = layer - (layer - hf["num_key_value_layers"]) % hf["key_value_group_size"]
+                left = f"model.layers.{first}.self_attn.", "_swiftkv", boundary
+            else:
+                left = attn, "", before
+            keys, values = (
+                self.project(f"{left[0]}{name}_proj{left[1]}", left[2]) for name in "kv"
+            )
+            keys, values = self.stored(self.turn(keys, position)), self.stored(values)
+            if upper and not own:
+                keys, values = self.of_layer(layer, keys, values)
+            memory[layer].append((keys, values, own))
+            queries = self.turn(self.project(f"{attn}q_proj{'_swiftkv' * upper}", before), position)
+            own_queries = queries
+            if upper and hf["key_value_group_size"] > 1:
+                own_queries = self.turn(self.project(f"{attn}q_proj", before), position)
+            mixed = self.attention(queries, own_queries, memory[layer])
             hidden = hidden + self.multiply(f"model.layers.{layer}.self_attn.o_proj", mixed)
             after = self.norm(f"model.layers.{layer}.post_attention_layernorm", hidden)
             gate = self.multiply(f"model.layers.{layer}.mlp.gate_proj", after)
@@ -122,12 +127,22 @@ class _Model:
         turned = (heads[:, :half] + 1j * heads[:, half:]) * np.exp(1j * angle)
         return np.concatenate([turned.real, turned.imag], axis=1)
 
-    def attention(self, queries, memory):
+    def of_layer(self, layer: int, keys, values):
+        """A layer's heads, of those that its group shares."""
+        if self.hf.get("shared_kv_heads") is None:
+            return keys, values
+        order = self.hf["shared_kv_heads"][layer - self.hf["num_key_value_layers"]]
+        mix = self.weights[f"model.layers.{layer}.self_attn.mix_swiftkv.weight"]
+        return keys[order], np.array([m @ values[head] for m, head in zip(mix, order, strict=True)])
+
+    def attention(self, queries, own_queries, memory):
         per_key, out = len(queries) // len(memory[0][0]), []
-        for number, query in enumerate(queries):
-            keys = np.array([key[number // per_key] for key, _ in memory])
-            values = np.array([value[number // per_key] for _, value in memory])
-            scores = keys @ query / np.sqrt(len(query))
+        own = np.array([kind for _, _, kind in memory])
+        for number, pair in enumerate(zip(queries, own_queries, strict=True)):
+            keys = np.array([key[number // per_key] for key, _, _ in memory])
+            values = np.array([value[number // per_key] for _, value, _ in memory])
+            of_shared, of_own = (keys @ query / np.sqrt(len(query)) for query in pair)
+            scores = np.where(own, of_own, of_shared)
             weights = np.exp(scores - scores.max())
             out.append(weights @ values / weights.sum())
         return np.concatenate(out)

@@ -13,7 +13,7 @@ import swiftkv_jax as skv
 from swiftkv_jax import ConfigError, transformer
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
-from swiftkv_jax.config import NO_OWN
+from swiftkv_jax.config import NO_OWN, LayerKind
 from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.params import QKV
@@ -25,6 +25,12 @@ SHAPES = {
     "K=L-1": {"num_key_value_layers": 5},
     "biases": {"attention_bias": True},
     "one kv head, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "2-way": {"key_value_group_size": 2},
+    "4-way, values mixed, heads paired, biases": {
+        "key_value_group_size": 4,
+        "shared_kv_heads": [[0, 1], [1, 0], [0, 1], [1, 0]],
+        "attention_bias": True,
+    },
 }
 assert_close = functools.partial(
     np.testing.assert_allclose, atol=3e-5, rtol=1e-5
@@ -64,7 +70,11 @@ def test_config_round_trip(tail):
         ({"generated_kv": "own", "exact_tail": -1}, "exact_tail=-1 must be"),
         ({"generated_kv": "own", "exact_tail": 1.5}, "exact_tail=1.5 must be an integer"),
         ({"generated_kv": "own", "exact_tail": True}, "exact_tail=True must be an integer"),
-        ({"generated_kv": "own", "key_value_group_size": 2}, "needs key_value_group_size=1, not 2"),
+        (
+            {"generated_kv": "own", "key_value_group_size": 2, "sliding_window": 8}
+            | {"model_type": "mistral"},
+            "key_value_group_size=2 needs upper layers without windows",
+        ),
     ],
 )
 def test_bad_configs_are_refused(fields, message):
@@ -90,8 +100,11 @@ def test_choice_replaces_the_models():
         choose_generated_kv(config, "boundary", 4)
     with pytest.raises(skv.UsageError, match="^`exact_tail`=-3: must be at least 0"):
         choose_generated_kv(config, "boundary", -3)
-    with pytest.raises(skv.UsageError, match="`generated_kv`=own: .* needs key_value"):
-        choose_generated_kv(config_from_hf(tiny.hf_config(key_value_group_size=2)), "own")
+    windows = dataclasses.replace(
+        config_from_hf(tiny.hf_config(key_value_group_size=2)), layer_kinds=(LayerKind(window=8),)
+    )
+    with pytest.raises(skv.UsageError, match="`generated_kv`=own: .* without windows"):
+        choose_generated_kv(windows, "own")
 
 
 def test_own_start():
@@ -152,9 +165,10 @@ def test_without_lengths_a_row_is_a_prompt():
     assert np.abs(found - skv.logits(model, tokens, prompt_lengths=[5, 5])).max() > 1e-3
 
 
-def test_own_tokens_anywhere():
+@pytest.mark.parametrize("group", [1, 2])
+def test_own_tokens_anywhere(group):
     """Any mask, not only suffixes: training has such rows."""
-    hf, tensors, model = setup()
+    hf, tensors, model = setup(key_value_group_size=group)
     tokens = tiny.tokens_for(hf, 2, 9)
     own = np.random.default_rng(0).random((2, 9)) < 0.5
     assert model.swiftkv is not None
@@ -170,9 +184,10 @@ def test_own_tokens_anywhere():
         assert_close(found[row], own_kv_oracle.logits(hf, tensors, tokens[row], own[row]))
 
 
-def test_oracles_agree():
+@pytest.mark.parametrize("group", [1, 2])
+def test_oracles_agree(group):
     """No own token is the student of `oracle`; all own with the teacher's queries, the teacher."""
-    hf, tensors, _ = setup()
+    hf, tensors, _ = setup(key_value_group_size=group)
     tokens = tiny.tokens_for(hf, 1, 9)[0]
     boundary = own_kv_oracle.logits(hf, tensors, tokens, [False] * 9)
     np.testing.assert_allclose(

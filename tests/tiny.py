@@ -79,6 +79,10 @@ def tensors_for(hf: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         norm("model.norm_swiftkv")
     if not hf["tie_word_embeddings"]:
         matrix("lm_head", V, D)
+    if hf.get("shared_kv_heads") is not None:
+        for j in range(lower, L):
+            mix = np.eye(H) + rng.normal(size=(K, H, H)) / np.sqrt(H)
+            tensors[f"model.layers.{j}.self_attn.mix_swiftkv.weight"] = mix.astype(np.float32)
     return tensors
 
 
@@ -134,7 +138,11 @@ def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp
     if upper:
         leaders = upper[:: config.key_value_group_size]
         swiftkv = SwiftKV(
-            norm=array("model.norm_swiftkv.weight"), **projections(upper, leaders, "_swiftkv")
+            norm=array("model.norm_swiftkv.weight"),
+            **projections(upper, leaders, "_swiftkv"),
+            mix=None
+            if config.shared_kv_heads is None
+            else stack(upper, "self_attn.mix_swiftkv.weight", K, H, H),
         )
     return Model(llama=llama, swiftkv=swiftkv, config=config)
 

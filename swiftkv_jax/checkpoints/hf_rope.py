@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..config import Rope, RopeScaling, RopeType
 from ..errors import ConfigError
+from ..rope_config import Rope, RopeScaling, RopeType
 from .hf_values import agreed, check_integer, check_number, shown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -17,11 +17,11 @@ from ...attention import Attention
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
 from ...layers import embed
+from ...packed_attention import head_major
 from ...rope import Tables, group_table, rope_tables, table_of
 from ...transformer import (
     Attend,
     cross_layer,
-    head_major,
     project_fused_kv,
     self_layer,
     with_queries,

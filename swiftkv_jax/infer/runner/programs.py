@@ -28,9 +28,9 @@ from ...cache import (
 )
 from ...config import Config
 from ...layers import unembed
+from ...packed_attention import head_major
 from ...rope import Tables
 from ...sharding import replicated
-from ...transformer import head_major
 from ..engine.sampler_output import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from ..sampling.penalties import update_token_counts
