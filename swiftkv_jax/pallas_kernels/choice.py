@@ -119,7 +119,7 @@ def _unsupported_reason(
         return "has no window"
     if kv_lengths is not None and name != "xla":
         return "has no kv_lengths"
-    if return_lse and name != "xla":
+    if return_lse and (name == "cudnn" or op == "prefill" and name != "xla"):
         return "has no return_lse"
     if window is not None and not isinstance(window, int) and name != "xla":
         return f"takes a window that is an int, got an array: {window!r}"

@@ -241,8 +241,9 @@ def decode_attention(
     operands = q, k, v, length, k_scale, v_scale, page_table
     if name == "hopper":
         operands += (plan,)
-    static: dict[str, Any] = {"window": window}
-    return _jitted(kernel.attention, tuning, **static)(*operands)
+    static: dict[str, Any] = {"window": window, "return_lse": return_lse}
+    out, lse = _jitted(kernel.attention, tuning, **static)(*operands)
+    return (out, lse) if return_lse else out
 
 
 def plan_decode(

@@ -94,8 +94,9 @@ def prefill(
     blocks = even(queries, most.queries), even(keys.length, most.keys, page=k.shape[2])
 
     def row(q, table, last, first):
-        of_row = keys._replace(page_table=table[None], first=None if first is None else first[None])
-        found = _in_blocks(q[None], of_row, last[None], *blocks, score_cap, return_lse)
+        q, table, first = jax.tree.map(lambda x: x[None], (q, table, first))
+        of_row = keys._replace(page_table=table, first=first)
+        found = _in_blocks(q, of_row, last[None], *blocks, score_cap, return_lse)
         return jax.tree.map(lambda x: jnp.squeeze(x, 0), found)
 
     # Rows one after the other: they are chunks of prompts, some long, some idle, and each walks its

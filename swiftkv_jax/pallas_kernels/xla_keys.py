@@ -69,8 +69,11 @@ def visible_blocks(q, keys: Keys, last, block_q: int, block_kv: int):
         first, segment_end = segments.visible_kv_blocks(keys.segment_ids, block_q, block_kv)
         first, end = first.min(axis=0), jnp.minimum(end, segment_end.max(axis=0))
     if keys.window is not None or keys.first is not None:
-        oldest = visible[2] if keys.window is None else visible[0] - keys.window + 1
-        oldest = jnp.where(visible[0] < 0, keys.length, oldest)
+        oldest = jnp.where(
+            visible[0] < 0,
+            keys.length,
+            visible[2] if keys.window is None else visible[0] - keys.window + 1,
+        )
         first = jnp.maximum(first, oldest.min(axis=(1, 2)) // block_kv)
     return visible, first, end
 

@@ -175,11 +175,8 @@ def test_a_gradient_of_a_part():
         )
 
     for queries in (300, 40):
-        part = q[:, :queries] / 4
-        seen = mask[:, :queries]
-        expected = gradient(lambda *operands, seen=seen: reference.attention(*operands, seen))(
-            part, k, v
-        )
+        part, seen = q[:, :queries] / 4, mask[:, :queries]
+        expected = gradient(functools.partial(reference.attention, mask=seen))(part, k, v)
         for got, wanted in zip(gradient(attend)(part, k, v), expected, strict=True):
             np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
@@ -244,7 +241,12 @@ DECODED = {
 
 @parametrize(
     ("implementation", "cache_format", "name"),
-    cases(DECODED) + eight_bits("*page table, several tokens"),
+    cases(DECODED, runs=[("xla", "float32"), ("hopper", "bfloat16"), ("tpu", "bfloat16")])
+    + eight_bits("*page table, several tokens")
+    + [
+        ("hopper", "int8", "*page table, several tokens"),
+        ("tpu", "int8", "*page table, several tokens"),
+    ],
 )
 def test_decode(implementation, cache_format, name):
     shape, window = DECODED[name]
@@ -333,32 +335,57 @@ def rest_of(x, starts):
     return jnp.stack([jnp.roll(row, -start, axis=1) for row, start in zip(x, starts, strict=True)])
 
 
-@parametrize(("implementation", "dtype"), RUNS)
-@parametrize("op", ["prefill", "decode"])
-def test_parts_join_to_the_whole(implementation, dtype, op):
-    """The first keys of a row in one call, the rest in another, as if they lay in two caches."""
-    starts = (130, 64, 0, 0)
-    if op == "decode":
-        lengths = np.asarray([290, 65, 40, 0])
-        shape = Decode(4, 1, 4, 2, 300, 64, tuple(lengths.tolist()))
-        (q, k, v, _), _, expected = decode_inputs(shape, dtype, dtype)
-        offset = jnp.asarray(np.maximum(lengths - 1, 0))
-    else:
-        rows = Prefill(4, 40, 4, 2, 300, 64, (200, 64, 0, 250), (40, 33, 40, 0))
-        q, k, v = inputs(rows, dtype)
-        expected, offset = (q, k, v, prefill_mask(rows)), jnp.asarray(rows.offset)
-        k, v = hide(k, v, expected[3])
-    common: dict[str, Any] = {"return_lse": True, "implementation": implementation}
+STARTS = (130, 64, 0, 0)
+
+
+def joined(implementation, q, k, v, offset, attend_rest, **options):
+    """Attention to the first `STARTS` keys of each row in one call, and to the rest in another,
+    `attend_rest(q, k, v, starts)`, as if they lay in two caches."""
 
     def attend(q, k, v, rest_k, rest_v, starts):
-        first = prefill_attention(q, k, v, q_offset=offset, kv_lengths=starts, **common)
-        if op == "decode":
-            rest = decode_attention(q, rest_k, rest_v, jnp.asarray(lengths) - starts, **common)
-            return join(first, rest)
-        options: dict[str, Any] = common | {"lengths": jnp.asarray(rows.lengths)}
-        first = prefill_attention(q, k, v, q_offset=offset, kv_lengths=starts, **options)
-        rest = prefill_attention(q, rest_k, rest_v, q_offset=offset - starts, **options)
-        return join(first, rest)
+        first = prefill_attention(
+            *(q, k, v),
+            q_offset=offset,
+            kv_lengths=starts,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+        )
+        return join(first, attend_rest(q, rest_k, rest_v, starts))
 
-    rest = (rest_of(x, starts) for x in (k, v))
-    check_with_lse(run(implementation, attend, q, k, v, *rest, jnp.asarray(starts)), *expected)
+    rest = (rest_of(x, STARTS) for x in (k, v))
+    return run(implementation, attend, q, k, v, *rest, jnp.asarray(STARTS))
+
+
+@parametrize(("implementation", "dtype"), RUNS)
+def test_parts_of_prefill_join_to_the_whole(implementation, dtype):
+    shape = Prefill(4, 40, 4, 2, 300, 64, (200, 64, 0, 250), (40, 33, 40, 0))
+    q, k, v = inputs(shape, dtype)
+    mask, offset = prefill_mask(shape), jnp.asarray(shape.offset)
+    options: dict[str, Any] = {"lengths": jnp.asarray(shape.lengths)}
+
+    def rest(q, k, v, starts):
+        return prefill_attention(
+            *(q, k, v),
+            q_offset=offset - starts,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+        )
+
+    k, v = hide(k, v, mask)
+    found = joined(implementation, q, k, v, offset, rest, **options)
+    check_with_lse(found, q, k, v, mask)
+
+
+@parametrize(("implementation", "dtype"), RUNS)
+def test_parts_of_decode_join_to_the_whole(implementation, dtype):
+    shape = Decode(4, 1, 4, 2, 300, 64, (290, 65, 40, 0))
+    (q, k, v, length), _, expected = decode_inputs(shape, dtype, dtype)
+
+    def rest(q, k, v, starts):
+        options: dict[str, Any] = {"return_lse": True, "implementation": implementation}
+        return decode_attention(q, k, v, length - starts, **options)
+
+    found = joined(implementation, q, k, v, jnp.maximum(length - 1, 0), rest)
+    check_with_lse(found, *expected)
