@@ -117,9 +117,9 @@ def _unsupported_reason(
         return "has no score_cap"
     if window is not None and name == "cudnn":
         return "has no window"
-    if kv_lengths is not None and name != "xla":
+    if kv_lengths is not None and name == "cudnn":
         return "has no kv_lengths"
-    if return_lse and (name == "cudnn" or op == "prefill" and name != "xla"):
+    if return_lse and name == "cudnn":
         return "has no return_lse"
     if window is not None and not isinstance(window, int) and name != "xla":
         return f"takes a window that is an int, got an array: {window!r}"

@@ -153,15 +153,22 @@ def prefill_attention(
     k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
-    if starts_at_zero and keys == queries and lengths is None and page_table is None:
+    plain = page_table is None and kv_lengths is None and not return_lse
+    if starts_at_zero and keys == queries and lengths is None and plain:
         return _whole_rows(name, tuning, backward_tuning, window, q, k, v, segment_ids)
     q, k, v = without_gradient(
-        f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
+        f"implementation={name!r} has no gradient with q_offset, lengths, kv_lengths or S != T; "
+        f"'xla' has",
         (q, k, v),
     )
     # The device kernels read no offsets that are known.
     offset = None if starts_at_zero else offset
-    return _forward(name, tuning, window, q, k, v, offset, lengths, segment_ids, page_table)[0]
+    operands = q, k, v, offset, lengths, segment_ids, page_table, kv_lengths
+    out, lse = _forward(name, tuning, window, *operands, save_lse=return_lse)
+    if not return_lse:
+        return out
+    # For the gradient they are +inf where a query sees nothing.
+    return out, jnp.where(lse == jnp.inf, -jnp.inf, lse).swapaxes(1, 2)
 
 
 def decode_attention(
@@ -304,6 +311,7 @@ def _forward(
     lengths,
     segment_ids,
     page_table=None,
+    kv_lengths=None,
     *,
     save_lse=False,
 ):
@@ -311,7 +319,7 @@ def _forward(
         tuning = find_tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, k)
     attention = kernels_of(name).prefill.attention
     return _jitted(attention, tuning, window=window, save_lse=save_lse)(
-        q, k, v, offset, lengths, segment_ids, page_table
+        q, k, v, offset, lengths, segment_ids, page_table, kv_lengths
     )
 
 

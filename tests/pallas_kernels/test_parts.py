@@ -28,17 +28,17 @@ from tests.pallas_kernels.shapes import CHUNKS, DECODE, PREFILL, SEGMENTS, Conte
 from tests.pallas_kernels.small_operands import decode_operands, prefill_operands
 from tests.pallas_kernels.test_windows import TUNING, spare
 
-DEVICES: tuple[str, ...] = ()
+DEVICES = ("hopper", "tpu")
 RUNS = [("xla", "float32"), *((name, "bfloat16") for name in DEVICES)]
 parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
 
 
-def cases(shapes, *, runs=RUNS) -> list:
+def cases(shapes) -> list:
     """(implementation, format, name) of each combination; `long` where kernels are interpreted, but
     for the shapes whose name begins with a star."""
     return [
         pytest.param(*each, name, marks=[] if each[0] == "xla" or name[0] == "*" else LONG)
-        for each in runs
+        for each in RUNS
         for name in shapes
     ]
 
@@ -241,12 +241,7 @@ DECODED = {
 
 @parametrize(
     ("implementation", "cache_format", "name"),
-    cases(DECODED, runs=[("xla", "float32"), ("hopper", "bfloat16"), ("tpu", "bfloat16")])
-    + eight_bits("*page table, several tokens")
-    + [
-        ("hopper", "int8", "*page table, several tokens"),
-        ("tpu", "int8", "*page table, several tokens"),
-    ],
+    cases(DECODED) + eight_bits("*page table, several tokens"),
 )
 def test_decode(implementation, cache_format, name):
     shape, window = DECODED[name]
