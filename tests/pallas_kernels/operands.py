@@ -290,7 +290,9 @@ def context_inputs(
     options["kv_lengths"] = jnp.asarray(shape.kv_lengths)
     if shape.lengths is not None:
         options["lengths"] = jnp.asarray(shape.lengths)
-    scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
+    scales: dict[str, Any] = {}
+    if k_scale is not None:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
     if shape.page is not None:
         table = shuffled_table(shape.batch, shape.keys // shape.page)
         k, v = pool(k, table), pool(v, table)

@@ -293,11 +293,32 @@ def test_no_gradient_of_log_sums(device, op):
         jax.eval_shape(jax.grad(total), operands["q"])
 
 
+def test_a_device_kernel_has_no_gradient_of_a_part():
+    operands = prefill_operands()
+
+    def total(q):
+        operands["q"] = q
+        out = prefill_attention(**operands, kv_lengths=jnp.asarray([1, 8]))
+        return out.astype(jnp.float32).sum()
+
+    with under("H100"), pytest.raises(NotImplementedError, match="'hopper' has no .*kv_lengths"):
+        jax.eval_shape(jax.grad(total), operands["q"])
+
+
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "return_lse": ("prefill", {"return_lse": True}),
     "return_lse of decode": ("decode", {"return_lse": True}),
     "kv_lengths": ("prefill", {"kv_lengths": jnp.asarray([1, 2])}),
 }
+
+
+@parametrize("name", OPTIONS)
+@parametrize(("device", "chosen"), [("H100", "hopper"), ("v5e", "tpu"), ("B200", "xla")])
+def test_none_chooses_the_kernel_of_the_device(name, device, chosen):
+    op, options = OPTIONS[name]
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 4, 64), (2, 2, 8, 64)))
+    with under(device):
+        assert choice.choose_implementation(op, None, q, k, **options) == chosen
 
 
 @parametrize("name", OPTIONS)

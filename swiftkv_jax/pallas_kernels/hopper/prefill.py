@@ -266,10 +266,7 @@ def _kernel(
             zeros = full((block_q, block_kv), 0.0, _TILE)
             # Neither the diagonal nor the edge of a document or of the window cuts the blocks of
             # the steps between these two.
-            full_end = tile.offset + start + 1
-            if kv_lengths_gmem is not None:
-                full_end = lax.min(full_end, kv_lengths_gmem[batch])
-            diagonal_end = end - lax.div(full_end, jnp.int32(block_kv))
+            diagonal_end = end - lax.div(tile.offset + start + 1, jnp.int32(block_kv))
             edge = steps
             if ids_gmem is not None:
                 edge = end - first_full_gmem[batch, tile.number * CONSUMERS + warpgroup]
@@ -283,7 +280,7 @@ def _kernel(
                 visible = key <= spread(position, block_kv)
                 if window is not None:
                     visible &= key > spread(position - window, block_kv)
-                if kv_lengths_gmem is not None:
+                if kv_lengths_gmem is not None:  # they cut the last block only
                     visible &= key < kv_lengths_gmem[batch]
                 if ids_gmem is not None:  # read for each masked block: registers are short
                     q_ids = plgpu.load(ids_gmem.at[batch, rows], layout=_ROWS, optimized=False)

@@ -324,7 +324,7 @@ def _kernel(
                 visible &= key < kv_length - (key0 + c * chunk)
                 if len(k_refs) > 1:  # so may pages past the keys
                     v = [
-                        jnp.where(key0 + c * chunk + p * size < kv_length, page, 0)
+                        jnp.where(key0 + c * chunk + p * size < key_end, page, 0)
                         for p, page in enumerate(v)
                     ]
             if q_ids_ref is not None:
