@@ -64,7 +64,7 @@ def two_multiprocessors(request, monkeypatch):
         monkeypatch.setattr(prefill_tiles, "num_multiprocessors", lambda: 2)
 
 
-def attend(tuning: str, *operands, window: int | None = None, return_lse=False, **options):
+def attend(tuning: str, *operands, window: Any = None, return_lse: Any = False, **options):
     op = functools.partial(
         prefill_attention,
         window=window,
@@ -205,7 +205,7 @@ def test_a_part_of_the_keys(tuning, name):
     """With log-sum-exps."""
     shape, window = KEYS[name]
     operands, options, expected = context_inputs(shape, "bfloat16", window=window, spare=jnp.nan)
-    found = attend(tuning, *operands, **dict[str, Any](options, window=window, return_lse=True))
+    found = attend(tuning, *operands, **options, window=window, return_lse=True)
     check_with_lse(found, *expected)
 
 
