@@ -68,10 +68,7 @@ KEYS = {
         Context(4, 130, 2, 1, 384, 128, (0, 100, 300, 254), None, (384, 150, 65, 384), 128),
         None,
     ),
-    "pages of 256": (
-        Context(2, 20, 2, 2, 768, 96, (700, 800), (20, 20), (520, 255), 256),
-        None,
-    ),
+    "pages of 256": (Context(2, 20, 2, 2, 768, 96, (700, 800), (20, 20), (520, 255), 256), None),
     "*row by row": (
         Context(4, 70, 4, 2, 290, 64, (250, 0, 1000, 129), (70, 66, 70, 70), (290, 65, 64, 0)),
         None,
@@ -109,11 +106,7 @@ def test_a_part_of_the_keys(implementation, cache_format, name):
         k, v = k.astype(q.dtype), v.astype(q.dtype)
     settings = {} if "page_table" in options else TUNING[implementation]
     op = functools.partial(
-        prefill_attention,
-        window=window,
-        return_lse=True,
-        implementation=implementation,
-        **settings,
+        prefill_attention, window=window, return_lse=True, implementation=implementation, **settings
     )
     check_with_lse(run(implementation, op, *operands, **options), q, k, v, mask)
 
@@ -150,11 +143,7 @@ def test_a_long_window_still_counts_from_the_query():
     shape = Context(1, 4, 2, 1, 16, 8, (20,), None, (16,))
     q, k, v = inputs(shape, "float32")
     found = prefill_attention(
-        *(q, k, v),
-        q_offset=20,
-        kv_lengths=jnp.asarray([16]),
-        window=16,
-        implementation="xla",
+        *(q, k, v), q_offset=20, kv_lengths=jnp.asarray([16]), window=16, implementation="xla"
     )
     check(found, q, k, v, prefill_mask(shape, 16))
 
