@@ -48,15 +48,18 @@ class Attention:
         k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
         page_table: Int[Array, "B P"] | None = None,
+        kv_lengths: Int[Array, " B"] | None = None,
         window: Int[Array, ""] | int | None = None,
         score_cap: float | None = None,
-    ) -> Float[Array, "B T N H"]:
+        return_lse: bool = False,
+    ) -> Float[Array, "B T N H"] | Any:
         """`pallas_kernels.prefill_attention` on this mesh. With a `page_table` the pool is split
         over the data-parallel shards: see `decode`."""
         op = functools.partial(
             pallas_kernels.prefill_attention,
             implementation=self.implementation,
             score_cap=score_cap,
+            return_lse=return_lse,
         )
         options: dict[str, Any] = {
             "lengths": lengths,
@@ -64,10 +67,11 @@ class Attention:
             "k_scale": k_scale,
             "v_scale": v_scale,
             "page_table": page_table,
+            "kv_lengths": kv_lengths,
         }
         if self.mesh is None:
             return op(q, k, v, q_offset=q_offset, window=window, **options)
-        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = (
+        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table, kv_lengths = (
             pallas_kernels.check_prefill(q, k, v, q_offset=q_offset, **options)
         )
         kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
@@ -75,6 +79,7 @@ class Attention:
             "lengths": lengths,
             "segment_ids": segment_ids,
             "page_table": page_table,
+            "kv_lengths": kv_lengths,
         }
         # Only a static offset tells the kernels that rows start where their keys start.
         if isinstance(q_offset, int):
@@ -85,7 +90,7 @@ class Attention:
             rows["window"] = window
         else:
             op = functools.partial(op, window=window)
-        return self._per_device(self.mesh, op, q, kv, rows)
+        return self._per_device(self.mesh, op, q, kv, rows, return_lse=return_lse)
 
     def decode(
         self,
@@ -100,7 +105,8 @@ class Attention:
         plan: DecodePlan | None = None,
         window: int | None = None,
         score_cap: float | None = None,
-    ) -> Float[Array, "B T N H"]:
+        return_lse: bool = False,
+    ) -> Float[Array, "B T N H"] | Any:
         """`pallas_kernels.decode_attention` on this mesh; `plan` is the result of `plan_decode`.
 
         With a `page_table` the pool is split like the rows, over the D data-parallel shards: rows
@@ -112,6 +118,7 @@ class Attention:
             implementation=self.implementation,
             window=window,
             score_cap=score_cap,
+            return_lse=return_lse,
         )
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         if self.mesh is None:
@@ -121,7 +128,7 @@ class Attention:
         )
         kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
         rows = {"length": length, "page_table": page_table, "plan": plan}
-        return self._per_device(self.mesh, op, q, kv, rows)
+        return self._per_device(self.mesh, op, q, kv, rows, return_lse=return_lse)
 
     def plan_decode(
         self,
@@ -174,9 +181,10 @@ class Attention:
             return op(local_q, local_k, jax.ShapeDtypeStruct(local_table, page_table.dtype))
 
     @staticmethod
-    def _per_device(mesh, op, q, kv, per_row):
+    def _per_device(mesh, op, q, kv, per_row, *, return_lse: bool):
         """`op` on each device's shard. Arrays of `kv` are B K ..., or X K ... for a pool; those of
-        `per_row` are trees of B ... or scalars."""
+        `per_row` are trees of B ... or scalars. `op` returns B T N H, with `return_lse` and B T
+        N."""
         kv, per_row = (
             {name: value for name, value in arrays.items() if value is not None}
             for arrays in (kv, per_row)
@@ -198,7 +206,7 @@ class Attention:
             local,
             mesh=mesh,
             in_specs=(q_spec, kv_spec, row_specs),
-            out_specs=q_spec,
+            out_specs=(q_spec, q_spec) if return_lse else q_spec,
             check_vma=False,
         )(q, kv, per_row)
 

@@ -51,12 +51,19 @@ def test_every_mesh_agrees(shape, kv_heads):
                 q, k[:, :, :T], v[:, :, :T], segment_ids=ids
             ),
             "decode": lambda q, k, v: attention.decode(q[:, :2], k, v, length),
+            "part": lambda q, k, v: attention.prefill(
+                *(q, k, v), q_offset=offset, kv_lengths=length - 6, return_lse=True
+            ),
+            "decode with log-sum-exps": lambda q, k, v: attention.decode(
+                q[:, :2], k, v, length, return_lse=True
+            ),
         }
 
     alone, spread = calls(Attention()), calls(Attention(make_mesh(shape)))
     for name in alone:
-        np.testing.assert_allclose(
-            jax.jit(spread[name])(q, k, v), jax.jit(alone[name])(q, k, v), atol=2e-6, err_msg=name
+        found, expected = (jax.jit(call[name])(q, k, v) for call in (spread, alone))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=2e-6, err_msg=name), found, expected
         )
 
 
@@ -159,13 +166,19 @@ def test_a_pool_is_split_like_the_rows(shape, kv_heads):
             "prefill": prefill(pool(k), pool(v), q_offset=offset),
             "prefill from 7": prefill(pool(k), pool(v), q_offset=7),
             "prefill with scales": prefill(pool(k8), pool(v8), q_offset=offset, **scales),
+            "part": prefill(
+                *(pool(k), pool(v)), q_offset=30, kv_lengths=length, window=20, return_lse=True
+            ),
         }
 
     alone, spread = jax.jit(
         lambda: (calls(Attention(), first + table), calls(Attention(make_mesh(shape)), table))
     )()
     for name in alone:
-        np.testing.assert_allclose(spread[name], alone[name], atol=2e-6, err_msg=name)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=2e-6, err_msg=name),
+            *(spread[name], alone[name]),
+        )
 
 
 def test_each_device_has_its_part_of_the_pool(monkeypatch):

@@ -14,6 +14,7 @@ from jax.core import Tracer
 FLOATS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 CACHE_FORMATS = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 """Dtypes of keys and values that need scales."""
+LARGEST = int(np.iinfo(np.int32).max)
 
 
 def check_prefill(
@@ -27,6 +28,7 @@ def check_prefill(
     k_scale=None,
     v_scale=None,
     page_table=None,
+    kv_lengths=None,
 ) -> tuple[Any, ...]:
     """The arguments of `prefill_attention` in this order, as JAX arrays (integers int32); a static
     `q_offset` as an int."""
@@ -41,7 +43,15 @@ def check_prefill(
     lengths = (
         None if lengths is None else _one_a_row("lengths", lengths, batch, queries, "the queries")
     )
-    if page_table is None or lengths is None:
+    if kv_lengths is not None:  # the queries may stand past the keys
+        kv_lengths = _one_a_row("kv_lengths", kv_lengths, batch, keys, "the positions of a row")
+        _check_range("q_offset", q_offset, LARGEST - queries, f"what int32 holds less {queries}")
+        if segment_ids is not None:
+            raise ValueError(
+                f"segment_ids do not go with kv_lengths, got {np.shape(segment_ids)=} and "
+                f"{kv_lengths.shape=}"
+            )
+    elif page_table is None or lengths is None:
         _check_room(q, keys)
         _check_range(
             "q_offset", q_offset, keys - queries, f"the {keys} keys less {queries} queries"
@@ -76,6 +86,7 @@ def check_prefill(
         k_scale,
         v_scale,
         _int32(page_table),
+        _int32(kv_lengths),
     )
 
 
@@ -106,9 +117,11 @@ def check_restrictions(window, score_cap) -> tuple[Any, float | None]:
     return window, score_cap
 
 
-def hiding(window, k, page_table):
-    """`window`, or None for an int that hides none of the positions of a row."""
+def hiding(window, k, page_table, kv_lengths=None):
+    """`window`, or None for an int that hides none of the positions of a row. With `kv_lengths`
+    queries may stand anywhere past these."""
     positions = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    positions = positions if kv_lengths is None else LARGEST
     return None if isinstance(window, int) and window >= positions else window
 
 

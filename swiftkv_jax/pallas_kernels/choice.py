@@ -48,8 +48,10 @@ def choose_implementation(
     *,
     segment_ids=None,
     page_table=None,
+    kv_lengths=None,
     window: Any = None,
     score_cap: float | None = None,
+    return_lse: bool = False,
     tuning: Any = None,
     backward_tuning: Any = None,
 ) -> str:
@@ -57,11 +59,11 @@ def choose_implementation(
     run these operands, else 'xla'. cuDNN decodes by name only: it takes no pages, and transposes
     a cache before it reads it.
 
-    Only the shapes and dtypes of the arrays count, whether `window` is an int or an array, and
-    whether there is a `score_cap`. Raises `NotImplementedError` if the named implementation cannot
-    run them, `ValueError` for a tuning of another kernel.
+    Only the shapes and dtypes of the arrays count, whether `window` is an int or an array, whether
+    there are `kv_lengths` and a `score_cap`, and `return_lse`. Raises `NotImplementedError` if the
+    named implementation cannot run them, `ValueError` for a tuning of another kernel.
     """
-    operands = op, q, k, segment_ids, page_table, window, score_cap
+    operands = op, q, k, segment_ids, page_table, kv_lengths, window, score_cap, return_lse
     if implementation not in ("hopper", "tpu"):
         for name, value in (("tuning", tuning), ("backward_tuning", backward_tuning)):
             if value is not None:
@@ -98,13 +100,27 @@ def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
 
 
 def _unsupported_reason(
-    name: str, op: str, q, k, segment_ids, page_table, window, score_cap, tuning: Any = None
+    name: str,
+    op: str,
+    q,
+    k,
+    segment_ids,
+    page_table,
+    kv_lengths,
+    window,
+    score_cap,
+    return_lse: bool,
+    tuning: Any = None,
 ) -> str | None:
     """Why `name` cannot run `op` on these operands on the current device; None if it can."""
     if score_cap is not None and name != "xla":
         return "has no score_cap"
     if window is not None and name == "cudnn":
         return "has no window"
+    if kv_lengths is not None and name == "cudnn":
+        return "has no kv_lengths"
+    if return_lse and name == "cudnn":
+        return "has no return_lse"
     if window is not None and not isinstance(window, int) and name != "xla":
         return f"takes a window that is an int, got an array: {window!r}"
     platform, kind = current_device()

@@ -12,6 +12,9 @@ SCALED_OR_PAGED = (
 """Why no implementation has a gradient of them."""
 
 
+LOG_SUMS = "attention with return_lse has no gradient"
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def without_gradient(message: str, operands):
     """`operands`; differentiating them raises `NotImplementedError(message)`."""

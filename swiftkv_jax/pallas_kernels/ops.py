@@ -19,7 +19,7 @@ from . import cudnn, xla
 from .checks import check_decode, check_prefill, check_restrictions, hiding
 from .choice import Implementation, choose_implementation, find_tuning, kernels_of, widens_pool
 from .decode_plan import DecodePlan
-from .no_gradient import SCALED_OR_PAGED, without_gradient
+from .no_gradient import LOG_SUMS, SCALED_OR_PAGED, without_gradient
 from .remat import checkpoint_names
 
 __all__ = [
@@ -44,12 +44,14 @@ def prefill_attention(
     k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
     window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
+    return_lse: bool = False,
     implementation: Implementation | None = None,
     tuning: Any = None,
     backward_tuning: Any = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | Any:
     """Causal grouped-query attention of many queries.
 
     Query t of row b stands at key position `q_offset[b] + t` and sees the positions up to and
@@ -71,6 +73,17 @@ def prefill_attention(
     c tanh(s / c) (Gemma 2, arXiv:2408.00118). Only XLA has the cap, and takes a window that is an
     array; cuDNN has no window.
 
+    With `kv_lengths` only the first `kv_lengths[b]` positions of row b are visible, at most S or P
+    page of them, besides all other restrictions. The queries may then stand anywhere: neither
+    `q_offset` nor `q_offset + T` has to lie within S. `page_table` entries for pages past
+    `kv_lengths[b]` may be anything. `segment_ids` are refused.
+
+    With `return_lse` the result is a tuple of the above and f32[B, T, N]: the natural logarithm of
+    the sum of the exponentials of the scores that a query sees, scaled and capped; -inf where it
+    sees nothing. It joins attention to two parts of the keys: with `lse = logaddexp(lse1, lse2)`
+    that to both is `exp(lse1 - lse) out1 + exp(lse2 - lse) out2`, or 0 where `lse` is -inf. cuDNN
+    has neither option.
+
     Keys and values have the dtype of `q`, or are float8_e4m3fn or int8 with a float32 scale per
     position and head: the value is what is stored times its scale. The device kernels read them
     widened to the dtype of `q`, one copy of this layer's cache, which costs about 3 % of an 8k
@@ -81,27 +94,30 @@ def prefill_attention(
     `tuning` and `backward_tuning` are the kernel's `Tuning` and that of its gradient, instead of
     the entries of the table (`tuning.tuning_for`); they need a named device kernel.
 
-    Differentiable in q, k, v, but for scaled or paged keys and values; on the device kernels only
-    for whole rows (no offset, no `lengths`, S = T), with cuDNN only without an offset. Raises
-    `ValueError` for operands that do not fit together, `NotImplementedError` for what a named
-    implementation cannot do and for gradients that it does not have. Offsets that are ints, of
-    Python or NumPy, are static. Values of other offsets and of lengths are checked where they are
-    known, that is outside of `jax.jit`.
+    Differentiable in q, k, v, but not with `return_lse`, nor for scaled or paged keys and values.
+    The device kernels are so only for whole rows (no offset, neither `lengths` nor `kv_lengths`, S
+    = T), cuDNN only without an offset. Raises `ValueError` for operands that do not fit together,
+    `NotImplementedError` for what a named implementation cannot do and for gradients that it does
+    not have. Offsets that are ints, of Python or NumPy, are static. Values of other offsets and of
+    both lengths are checked where they are known, that is outside of `jax.jit`.
     """
     window, score_cap = check_restrictions(window, score_cap)
-    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table = check_prefill(
-        q,
-        k,
-        v,
-        q_offset=q_offset,
-        lengths=lengths,
-        segment_ids=segment_ids,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        page_table=page_table,
+    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table, kv_lengths = (
+        check_prefill(
+            q,
+            k,
+            v,
+            q_offset=q_offset,
+            lengths=lengths,
+            segment_ids=segment_ids,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            page_table=page_table,
+            kv_lengths=kv_lengths,
+        )
     )
     batch, queries, keys = *q.shape[:2], k.shape[2]
-    window = hiding(window, k, page_table)
+    window = hiding(window, k, page_table, kv_lengths)
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0
     name = choose_implementation(
         "prefill",
@@ -110,17 +126,24 @@ def prefill_attention(
         k,
         segment_ids=segment_ids,
         page_table=page_table,
+        kv_lengths=kv_lengths,
         window=window,
         score_cap=score_cap,
+        return_lse=return_lse,
         tuning=tuning,
         backward_tuning=backward_tuning,
     )
     offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
+    if return_lse:
+        q, k, v = without_gradient(LOG_SUMS, (q, k, v))
     if name == "xla":
         return xla.prefill(
-            q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table, window, score_cap
+            *(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table, kv_lengths),
+            window=window,
+            score_cap=score_cap,
+            return_lse=return_lse,
         )
     if name == "cudnn" and (page_table is not None or not starts_at_zero):
         q, k, v = without_gradient(
@@ -130,15 +153,22 @@ def prefill_attention(
     k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
     if name == "cudnn":
         return cudnn.prefill(q, k, v, lengths)
-    if starts_at_zero and keys == queries and lengths is None and page_table is None:
+    plain = page_table is None and kv_lengths is None and not return_lse
+    if starts_at_zero and keys == queries and lengths is None and plain:
         return _whole_rows(name, tuning, backward_tuning, window, q, k, v, segment_ids)
     q, k, v = without_gradient(
-        f"implementation={name!r} has no gradient with q_offset, lengths or S != T; 'xla' has",
+        f"implementation={name!r} has no gradient with q_offset, lengths, kv_lengths or S != T; "
+        f"'xla' has",
         (q, k, v),
     )
     # The device kernels read no offsets that are known.
     offset = None if starts_at_zero else offset
-    return _forward(name, tuning, window, q, k, v, offset, lengths, segment_ids, page_table)[0]
+    operands = q, k, v, offset, lengths, segment_ids, page_table, kv_lengths
+    out, lse = _forward(name, tuning, window, *operands, save_lse=return_lse)
+    if not return_lse:
+        return out
+    # For the gradient they are +inf where a query sees nothing.
+    return out, jnp.where(lse == jnp.inf, -jnp.inf, lse).swapaxes(1, 2)
 
 
 def decode_attention(
@@ -153,17 +183,18 @@ def decode_attention(
     plan: DecodePlan | None = None,
     window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
+    return_lse: bool = False,
     implementation: Implementation | None = None,
     tuning: Any = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | Any:
     """Attention of the last T tokens of each row against a static cache.
 
     `length[b]` counts the valid positions of row b, the T new ones included; query t sees the first
     `length[b] - T + t + 1`, and where these are none, as for the early queries of a row with fewer
     than T positions, it yields zeros. A row of length 0 is idle. Cache formats are those of
     `prefill_attention`, widened on the way to the product: the kernels read them as they are
-    stored. What no query sees must be finite here too. `window` and `score_cap` are those of
-    `prefill_attention`.
+    stored. What no query sees must be finite here too. `window`, `score_cap` and `return_lse` are
+    those of `prefill_attention`.
 
     With `page_table`, `k` and `v` are a pool of X pages: position s of row b is position `s % page`
     of page `page_table[b, s // page]`. Entries for the pages that `length` reaches must lie in the
@@ -177,8 +208,8 @@ def decode_attention(
 
     `tuning` is the kernel's `Tuning`, instead of the table's entry; it needs a named device kernel.
 
-    Differentiable in q, k, v, but for scaled or paged keys and values, and not on the device
-    kernels. Raises as `prefill_attention` does.
+    Differentiable in q, k, v, but not with `return_lse`, nor for scaled or paged keys and values,
+    nor on the device kernels. Raises as `prefill_attention` does.
     """
     window, score_cap = check_restrictions(window, score_cap)
     q, k, v, length, k_scale, v_scale, page_table = check_decode(
@@ -193,13 +224,19 @@ def decode_attention(
         page_table=page_table,
         window=window,
         score_cap=score_cap,
+        return_lse=return_lse,
         tuning=tuning,
     )
     if k_scale is not None or page_table is not None:
         q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
+    if return_lse:
+        q, k, v = without_gradient(LOG_SUMS, (q, k, v))
     if name == "xla":
         return xla.decode(
-            q, k, v, length, k_scale, v_scale, page_table, window=window, score_cap=score_cap
+            *(q, k, v, length, k_scale, v_scale, page_table),
+            window=window,
+            score_cap=score_cap,
+            return_lse=return_lse,
         )
     if name == "cudnn":
         return cudnn.decode(q, k, v, length)
@@ -211,8 +248,9 @@ def decode_attention(
     operands = q, k, v, length, k_scale, v_scale, page_table
     if name == "hopper":
         operands += (plan,)
-    static: dict[str, Any] = {"window": window}
-    return _jitted(kernel.attention, tuning, **static)(*operands)
+    static: dict[str, Any] = {"window": window, "return_lse": return_lse}
+    out, lse = _jitted(kernel.attention, tuning, **static)(*operands)
+    return (out, lse) if return_lse else out
 
 
 def plan_decode(
@@ -273,6 +311,7 @@ def _forward(
     lengths,
     segment_ids,
     page_table=None,
+    kv_lengths=None,
     *,
     save_lse=False,
 ):
@@ -280,7 +319,7 @@ def _forward(
         tuning = find_tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, k)
     attention = kernels_of(name).prefill.attention
     return _jitted(attention, tuning, window=window, save_lse=save_lse)(
-        q, k, v, offset, lengths, segment_ids, page_table
+        q, k, v, offset, lengths, segment_ids, page_table, kv_lengths
     )
 
 

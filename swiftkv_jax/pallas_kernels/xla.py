@@ -22,38 +22,33 @@ operand; and one that contracts the major axis of an operand first makes a trans
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from . import segments
 from .device import current_device
 from .no_gradient import SCALED_OR_PAGED
 from .remat import checkpoint_names
 from .xla_blocks import decode_keys, prefill_blocks
+from .xla_keys import (
+    Keys,
+    add_block,
+    even,
+    join,
+    load,
+    restrict,
+    scalar,
+    split,
+    visible_blocks,
+    visible_rows,
+)
 
 FULL_SHARE = 4
 """One product over the whole cache takes a third of the time of all its blocks, which are copied
 first: blocks are walked only if at most a quarter of the positions is valid."""
-
-
-class _Keys(NamedTuple):
-    """Keys and values, and their optional scales, segment ids, page table and window."""
-
-    k: Array  # B K S H; with a page table X K page H
-    v: Array
-    k_scale: Array | None = None  # k and v without H
-    v_scale: Array | None = None
-    segment_ids: Array | None = None  # B S
-    page_table: Array | None = None  # B P
-    window: Array | None = None  # i32[]
-
-    @property
-    def length(self) -> int:  # S
-        return self.k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
 
 def prefill(
@@ -66,43 +61,47 @@ def prefill(
     k_scale: Float[Array, "_ K _"] | None = None,
     v_scale: Float[Array, "_ K _"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
     window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with
-    its own segment id, and the last `window` of them.
+    its own segment id, the last `window` of them, and the first `kv_lengths[b]`.
 
     k and v are `B K S H`, or with a page table a pool of pages `X K page H`: position s of row b is
     position `s % page` of page `page_table[b, s // page]`. Queries from `lengths[b]` on see nothing
     and yield zeros. With scales, k without H, a value is what is stored times its scale. Pages and
-    scales are read one block at a time; only without them is this differentiable.
+    scales are read one block at a time; only without them is this differentiable. With `return_lse`
+    also the logarithm of each query's sum of exponentials, not differentiable.
     """
     start, index = offset[:, None], jnp.arange(q.shape[1], dtype=jnp.int32)
-    last = start + index  # the last position each query sees; -1 for none
+    last = position = start + index  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
-    keys = _Keys(k, v, k_scale, v_scale, segment_ids, page_table, _scalar(window))
+    window, first = scalar(window), None
+    if kv_lengths is not None:
+        last, window, first = restrict(last, position, window, kv_lengths)
+    keys = Keys(k, v, k_scale, v_scale, segment_ids, page_table, window, first)
     platform, (batch, queries, heads, _) = current_device()[0], q.shape
     most = prefill_blocks(platform, batch, queries, heads)
     if queries <= most.queries and keys.length <= most.keys:
-        return _direct(q, keys, last, score_cap)
+        return _direct(q, keys, last, score_cap, return_lse)
     if page_table is None:
-        blocks = _even(queries, most.queries), _even(keys.length, most.keys)
-        return _blocked(q, keys, last, *blocks, score_cap)
+        blocks = even(queries, most.queries), even(keys.length, most.keys)
+        return _in_blocks(q, keys, last, *blocks, score_cap, return_lse)
     most = prefill_blocks(platform, 1, queries, heads)
-    blocks = _even(queries, most.queries), _even(keys.length, most.keys, page=k.shape[2])
+    blocks = even(queries, most.queries), even(keys.length, most.keys, page=k.shape[2])
 
-    def row(q, table, last):
-        return jnp.squeeze(
-            _blocked(
-                q[None], keys._replace(page_table=table[None]), last[None], *blocks, score_cap
-            ),
-            0,
-        )
+    def row(q, table, last, first):
+        q, table, first = jax.tree.map(lambda x: x[None], (q, table, first))
+        of_row = keys._replace(page_table=table, first=first)
+        found = _in_blocks(q, of_row, last[None], *blocks, score_cap, return_lse)
+        return jax.tree.map(lambda x: jnp.squeeze(x, 0), found)
 
     # Rows one after the other: they are chunks of prompts, some long, some idle, and each walks its
     # own blocks only.
-    return lax.map(lambda operands: row(*operands), (q, page_table, last))
+    return lax.map(lambda operands: row(*operands), (q, page_table, last, first))
 
 
 def decode(
@@ -116,60 +115,72 @@ def decode(
     *,
     window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attention of the last T tokens of each row: query t sees the first `length[b] - T + t + 1`
     positions, and the last `window` of them.
 
-    Keys and values are as in `prefill`. A row of length 0 yields zeros. What lies beyond the
-    longest row's block is not read, unless reading it all is faster.
+    Keys, values and `return_lse` are as in `prefill`. A row of length 0 yields zeros. What
+    lies beyond the longest row's block is not read, unless reading it all is faster.
     """
     batch, queries, _, head_dim = q.shape
     most = decode_keys(current_device()[0], batch * k.shape[1] * head_dim * q.dtype.itemsize)
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
-    keys = _Keys(k, v, k_scale, v_scale, page_table=page_table, window=_scalar(window))
+    keys = Keys(k, v, k_scale, v_scale, page_table=page_table, window=scalar(window))
     in_place = page_table is None and k_scale is None
     if keys.length <= most * (FULL_SHARE if in_place else 1):
-        return _direct(q, keys, last, score_cap)
-    block = _even(keys.length, most, page=1 if page_table is None else k.shape[2])
+        return _direct(q, keys, last, score_cap, return_lse)
+    block = even(keys.length, most, page=1 if page_table is None else k.shape[2])
     if not in_place:
-        return _blocked(q, keys, last, queries, block, score_cap)
+        return _in_blocks(q, keys, last, queries, block, score_cap, return_lse)
     short = length.max() <= keys.length // FULL_SHARE
     return lax.cond(
         short,
-        lambda: _blocked(q, keys, last, queries, block, score_cap),
-        lambda: _direct(q, keys, last, score_cap),
+        lambda: _in_blocks(q, keys, last, queries, block, score_cap, return_lse),
+        lambda: _direct(q, keys, last, score_cap, return_lse),
     )
-
-
-def _scalar(window) -> Array | None:
-    return None if window is None else jnp.asarray(window, jnp.int32)
 
 
 # One block --------------------------------------------------------------------
 
 
-def _direct(q, keys: _Keys, last, cap: float | None):
+def _direct(q, keys: Keys, last, cap: float | None, return_lse: bool) -> Any:
     rows = _rows(q, keys)
-    k, v, k_scale, v_scale, mask = _load(keys, 0, keys.length, rows.dtype, _visible(q, keys, last))
+    visible = visible_rows(q, keys, last)
+    k, v, k_scale, v_scale, mask = load(keys, 0, keys.length, rows.dtype, visible)
     # The smallest finite number, not -inf: a query that sees nothing must not be NaN before it is
     # zero, nor its gradient.
-    weights = jax.nn.softmax(
-        jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), jnp.finfo(jnp.float32).min),
-        axis=-1,
-    )
+    scores = jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1)
     out = _heads(_attend(weights, v, v_scale), q).astype(q.dtype)
-    return jnp.where((last >= 0)[:, :, None, None], out, 0)
+    out = jnp.where((last >= 0)[:, :, None, None], out, 0)
+    if not return_lse:
+        return out
+    lse = _heads(jax.nn.logsumexp(scores, axis=-1)[..., None], q[..., :1])[..., 0]
+    return out, jnp.where((last >= 0)[:, :, None], lse, -jnp.inf)
 
 
 # Many blocks ------------------------------------------------------------------
 
 
+def _in_blocks(
+    q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None, return_lse: bool
+) -> Any:
+    if not return_lse:
+        return _blocked(q, keys, last, block_q, block_kv, cap)
+    out, lse = _forward(q, keys, last, block_q, block_kv, cap)
+    # I B K R -> I B K T N/K -> B T N
+    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
+    lse = lse.reshape(*lse.shape[:3], block_q, -1).transpose(1, 0, 3, 2, 4)
+    return out, lse.reshape(q.shape[0], -1, q.shape[2])[:, : q.shape[1]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _blocked(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | None):
+def _blocked(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None):
     return _forward(q, keys, last, block_q, block_kv, cap)[0]
 
 
-def _forward(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | None):
+def _forward(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None):
     """The output, and the logarithm of each row's sum of exponentials (I B K R), +inf for rows that
     see nothing."""
 
@@ -179,7 +190,7 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | Non
 
         def key_block(j, carry):
             out, largest, total = carry
-            k, v, k_scale, v_scale, mask = _load(keys, j, block_kv, rows.dtype, visible)
+            k, v, k_scale, v_scale, mask = load(keys, j, block_kv, rows.dtype, visible)
             scores = jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(axis=-1))
             weights = jnp.exp(scores - new_largest[..., None])
@@ -196,12 +207,12 @@ def _forward(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | Non
         return _heads(out / jnp.where(total > 0, total, 1)[..., None], q).astype(q.dtype), lse
 
     out, lse = lax.map(
-        query_block, (_split(q, block_q), *_visible_blocks(q, keys, last, block_q, block_kv))
+        query_block, (split(q, block_q), *visible_blocks(q, keys, last, block_q, block_kv))
     )
-    return _join(out, q.shape[1]), lse
+    return join(out, q.shape[1]), lse
 
 
-def _forward_rule(q, keys: _Keys, last, block_q: int, block_kv: int, cap: float | None):
+def _forward_rule(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None):
     if keys.k_scale is not None or keys.page_table is not None:
         raise NotImplementedError(SCALED_OR_PAGED)
     q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv, cap))
@@ -222,7 +233,7 @@ def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_
             # Keys first, S x R: of the operands only the two narrow ones, k and the rows, are ever
             # transposed.
             dq, dk, dv = carry
-            k, v, _, _, mask = _load(keys, j, block_kv, rows.dtype, visible)
+            k, v, _, _, mask = load(keys, j, block_kv, rows.dtype, visible)
             mask = mask.swapaxes(2, 3)
             scores = _capped(_scores(k, rows), cap)
             weights = jnp.where(mask, jnp.exp(scores - lse[:, :, None]), 0)
@@ -234,8 +245,8 @@ def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_
                 d_scores *= 1 - jnp.square(scores / cap)
             d_scores = d_scores.astype(rows.dtype)
             dq += _product("BKSH,BKSR->BKHR", k, d_scores)
-            dk = _add_block(dk, j, _product("BKSR,BKRH->BKSH", d_scores, rows))
-            dv = _add_block(dv, j, _product("BKSR,BKRH->BKSH", weights.astype(rows.dtype), d_rows))
+            dk = add_block(dk, j, _product("BKSR,BKRH->BKSH", d_scores, rows))
+            dv = add_block(dv, j, _product("BKSR,BKRH->BKSH", weights.astype(rows.dtype), d_rows))
             return dq, dk, dv
 
         dq, dk, dv = lax.fori_loop(
@@ -245,14 +256,14 @@ def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_
 
     zeros = jnp.zeros_like(keys.k, dtype=jnp.float32), jnp.zeros_like(keys.v, dtype=jnp.float32)
     blocks = (
-        *(_split(x, block_q) for x in (q, out, d_out)),
+        *(split(x, block_q) for x in (q, out, d_out)),
         lse,
-        *_visible_blocks(q, keys, last, block_q, block_kv),
+        *visible_blocks(q, keys, last, block_q, block_kv),
     )
     (dk, dv), dq = lax.scan(query_block, zeros, blocks)
     return (
-        _join(dq, q.shape[1]),
-        _Keys((dk * scale).astype(keys.k.dtype), dv.astype(keys.v.dtype)),
+        join(dq, q.shape[1]),
+        Keys((dk * scale).astype(keys.k.dtype), dv.astype(keys.v.dtype)),
         None,
     )
 
@@ -260,95 +271,10 @@ def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_
 _blocked.defvjp(_forward_rule, _backward_rule)
 
 
-# Blocks -----------------------------------------------------------------------
-
-
-def _visible(q, keys: _Keys, last):
-    """The last position that each row sees, -1 for none, and its segment id or None: two arrays
-    B R."""
-    return jax.tree.map(
-        lambda x: jnp.repeat(x, q.shape[2] // keys.k.shape[1], axis=1), (last, keys.segment_ids)
-    )
-
-
-def _visible_blocks(q, keys: _Keys, last, block_q: int, block_kv: int):
-    """`_visible` of the rows of each query block; the first key block that any of them sees, over
-    all b; one past the last."""
-    rows = block_q * (q.shape[2] // keys.k.shape[1])
-    visible = jax.tree.map(lambda x: _split(x, rows, padding=-1), _visible(q, keys, last))
-    end = (visible[0].max(axis=(1, 2)) + block_kv) // block_kv
-    first = jnp.zeros_like(end)
-    if keys.segment_ids is not None:
-        first, segment_end = segments.visible_kv_blocks(keys.segment_ids, block_q, block_kv)
-        first, end = first.min(axis=0), jnp.minimum(end, segment_end.max(axis=0))
-    if keys.window is not None:
-        oldest = jnp.where(visible[0] < 0, keys.length, visible[0] - keys.window + 1)
-        first = jnp.maximum(first, oldest.min(axis=(1, 2)) // block_kv)
-    return visible, first, end
-
-
-def _load(keys: _Keys, j, size: int, dtype, visible):
-    """Key block j: keys and values in `dtype`, their scales, and the mask `B 1 R S` of the visible
-    ones.
-
-    Where `size` does not divide S the last block begins earlier, and what it shares with the block
-    before is masked: padding would copy the cache.
-    """
-    last, segment_ids = visible
-    start = jnp.minimum(j * size, keys.length - size)
-
-    def read(x, axis=2):
-        if keys.page_table is None:
-            return x if size == keys.length else lax.dynamic_slice_in_dim(x, start, size, axis)
-        page = x.shape[2]
-        pages = lax.dynamic_slice_in_dim(keys.page_table, start // page, size // page, axis=1)
-        # B K pages page; entries of unused pages may be anything.
-        gathered = jnp.moveaxis(x.at[pages].get(mode="clip"), 1, 2)
-        return gathered.reshape(*gathered.shape[:2], size, *x.shape[3:])
-
-    position = start + jnp.arange(size, dtype=jnp.int32)
-    mask = (position <= last[:, :, None]) & (position >= j * size)
-    if keys.window is not None:
-        mask &= position > last[:, :, None] - keys.window
-    if keys.segment_ids is not None:
-        mask &= segment_ids[:, :, None] == read(keys.segment_ids, axis=1)[:, None]
-    k_scale, v_scale = (None if x is None else read(x) for x in (keys.k_scale, keys.v_scale))
-    return read(keys.k).astype(dtype), read(keys.v).astype(dtype), k_scale, v_scale, mask[:, None]
-
-
-def _add_block(total, j, block):
-    """`total` with `block` added at key block j."""
-    size = block.shape[2]
-    start = jnp.minimum(j * size, total.shape[2] - size)
-    return lax.dynamic_update_slice_in_dim(
-        total, lax.dynamic_slice_in_dim(total, start, size, 2) + block, start, 2
-    )
-
-
-def _even(count: int, block: int, page: int = 1) -> int:
-    """Size of equal blocks of whole pages, as many as there would be of `block`, of which the last
-    could be almost empty."""
-    pages, most = count // page, max(block // page, 1)
-    return -(-pages // -(-pages // most)) * page
-
-
-def _split(x, block: int, padding: int = 0):
-    """B T ... -> I B block ..."""
-    x = jnp.pad(
-        x, [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)], constant_values=padding
-    )
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
-
-
-def _join(x, length: int):
-    """I B block ... -> B T ..."""
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
-
-
 # Products ---------------------------------------------------------------------
 
 
-def _rows(x, keys: _Keys):
+def _rows(x, keys: Keys):
     """B T N H -> B K R H, the group's heads of a query next to each other."""
     batch, queries, _, head_dim = x.shape
     x = x.reshape(batch, queries, keys.k.shape[1], -1, head_dim).transpose(0, 2, 1, 3, 4)

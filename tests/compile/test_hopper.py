@@ -82,6 +82,18 @@ def test_prefill_of_chunks_in_a_pool(head_dim, page):
     assert memory is not None and memory.temp_size_in_bytes < operands[1].size * 2 / 8
 
 
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_of_a_part_of_the_keys(head_dim, window):
+    """With log-sum-exps."""
+    op = functools.partial(
+        prefill_attention, window=window, return_lse=True, implementation="hopper"
+    )
+    q, k, v, options = chunk_operands(head_dim, 128)
+    options["kv_lengths"] = options["lengths"]
+    check(lambda q, k, v, options: op(q, k, v, **options), q, k, v, options, kernels=1)
+
+
 def training(head_dim, packed, implementation, window=None):
     """(gradient, shapes of its operands) of the attention of one row of `TRAINED` tokens."""
 
@@ -187,6 +199,14 @@ def test_decode_in_long_tables(cache_format):
         kernels=2,
     ).memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 8 * 2**20
+
+
+@pytest.mark.parametrize("cache_format", CACHE)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decode_with_log_sum_exps(head_dim, cache_format):
+    op = functools.partial(decode_attention, return_lse=True, implementation="hopper")
+    operands = decode_operands(head_dim, cache_format, 64, 2048, True)
+    check(lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=2)
 
 
 WINDOW = 1000  # not whole blocks, nor whole pages

@@ -71,6 +71,33 @@ def test_prefill_of_chunks_in_a_pool(head_dim, page, topology):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_of_a_part_of_the_keys(head_dim, window, topology):
+    """With log-sum-exps."""
+    op = functools.partial(prefill_attention, window=window, return_lse=True, implementation="tpu")
+    q, _, _, options = chunk_operands(head_dim, 128)
+    options["kv_lengths"] = options["lengths"]
+    kv = shape(4096, K, 128, head_dim)
+    check(topology, lambda q, k, v, options: op(q, k, v, **options), q, kv, kv, options, kernels=1)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("cache_format", CACHE)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decode_with_log_sum_exps(head_dim, paged, cache_format, topology):
+    op = functools.partial(decode_attention, return_lse=True, implementation="tpu")
+    operands = decode_operands(head_dim, cache_format, 64, 2048, paged)
+    check(
+        topology,
+        lambda q, k, v, length, options: op(q, k, v, length, **options),
+        *operands,
+        kernels=1,
+    )
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_training(head_dim, packed, topology):

@@ -3,6 +3,7 @@ formula."""
 
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 
 from swiftkv_jax.pallas_kernels import reference
 from tests.pallas_kernels.interpreted import device_of
-from tests.pallas_kernels.shapes import Chunks, Decode, Prefill
+from tests.pallas_kernels.shapes import Chunks, Context, Decode, Prefill
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
 UNSEEN_KEY, UNSEEN_VALUE = jnp.nan, 1e3
@@ -20,7 +21,7 @@ ALIGNMENT = 3.0
 """Length of what is added to a key, along a query, so that it weighs much."""
 
 
-def inputs(shape: Prefill | Chunks | Decode, dtype: str, keys: int | None = None):
+def inputs(shape: Prefill | Chunks | Context | Decode, dtype: str, keys: int | None = None):
     """Random q[B, T, N, H] and k, v[B, K, S, H]; queries are large, so that scores rounded to
     bfloat16 would show."""
     rng = np.random.default_rng(0)
@@ -32,7 +33,7 @@ def inputs(shape: Prefill | Chunks | Decode, dtype: str, keys: int | None = None
     return [jnp.asarray(x, dtype) for x in (4 * q, k, v)]
 
 
-def prefill_mask(shape: Prefill | Chunks, window: int | None = None) -> np.ndarray:
+def prefill_mask(shape: Prefill | Chunks | Context, window: int | None = None) -> np.ndarray:
     """bool[B, T, S], one entry at a time."""
     mask = np.zeros((shape.batch, shape.queries, shape.keys), bool)
     offsets = np.broadcast_to(shape.offset, shape.batch)
@@ -40,6 +41,8 @@ def prefill_mask(shape: Prefill | Chunks, window: int | None = None) -> np.ndarr
         for query in range(shape.queries if shape.lengths is None else shape.lengths[row]):
             end = offsets[row] + query + 1
             mask[row, query, _first(end, window) : end] = True
+        if isinstance(shape, Context):
+            mask[row, :, shape.kv_lengths[row] :] = False
     return mask
 
 
@@ -98,6 +101,18 @@ def check(actual, q, k, v, mask):
     np.testing.assert_allclose(np.float32(actual), expected, atol=tolerance, rtol=tolerance / 2)
 
 
+def check_with_lse(actual, q, k, v, mask, score_cap: float | None = None):
+    """Output and log-sum-exps are those of the reference under `mask`[B, T, S]."""
+    out, lse = actual
+    expected, log_sums = reference.attention(q, k, v, jnp.asarray(mask), score_cap, return_lse=True)
+    assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    tolerance = TOLERANCE[q.dtype.name]
+    np.testing.assert_allclose(np.float32(out), expected, atol=tolerance, rtol=tolerance / 2)
+    # Scores are summed in float32 whatever the dtype. Equal infinities are close.
+    np.testing.assert_allclose(lse, log_sums, atol=tolerance / 10, rtol=1e-4)
+
+
 def as_format(x, dtype: str):
     """(x stored as `dtype`, its scales or None, the values it then stands for): one scale per
     position and head."""
@@ -131,7 +146,7 @@ def with_aligned_keys(q, k, shape: Decode, window: int | None = None):
     return jnp.asarray(aligned, k.dtype)
 
 
-def with_aligned_windows(q, k, shape: Prefill | Chunks, window: int):
+def with_aligned_windows(q, k, shape: Prefill | Chunks | Context, window: int):
     """k[B, K, S, H] with the first key of each query's window, and the one before, moved along the
     query, so that both weigh much."""
     along, aligned = directions(q, shape.kv_heads), np.array(k, np.float32)
@@ -249,3 +264,40 @@ def chunk_inputs(
         "page_table": table,
     }
     return (q, k, v), options, (q, k_values, v_values, mask)
+
+
+def context_inputs(
+    shape: Context,
+    cache_format: str,
+    dtype="bfloat16",
+    window: int | None = None,
+    spare=UNSEEN_VALUE,
+):
+    """(operands of the op, options of the op, q, the values of k and v row by row and the mask).
+    The last visible key of a row weighs much for a query. Pages that no query sees are filled, and
+    their entries changed, as in `decode_inputs`."""
+    q, k, v = inputs(shape, dtype)
+    k = k if window is None else with_aligned_windows(q, k, shape, window)
+    along, aligned = directions(q, shape.kv_heads), np.array(k, np.float32)
+    mask = prefill_mask(shape, window)
+    for row, length in enumerate(shape.kv_lengths):
+        last = max(length - 1, 0)
+        aligned[row, :, last] = along[row, mask[row, :, last].argmax()]
+    (k, k_scale, k_values), (v, v_scale, v_values) = (
+        as_format(x, cache_format) for x in hide(jnp.asarray(aligned, k.dtype), v, mask)
+    )
+    options: dict[str, Any] = {"q_offset": jnp.asarray(shape.offset)}
+    options["kv_lengths"] = jnp.asarray(shape.kv_lengths)
+    if shape.lengths is not None:
+        options["lengths"] = jnp.asarray(shape.lengths)
+    scales: dict[str, Any] = {}
+    if k_scale is not None:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if shape.page is not None:
+        table = shuffled_table(shape.batch, shape.keys // shape.page)
+        k, v = pool(k, table), pool(v, table)
+        scales = {name: pool(scale, table) for name, scale in scales.items()}
+        unseen = ~pages_of(mask, table)
+        k, v, scales, table = without_pages(k, v, scales, table, unseen, spare)
+        options["page_table"] = jnp.asarray(table, jnp.int32)
+    return (q, k, v), options | scales, (q, k_values, v_values, mask)

@@ -5,6 +5,7 @@ work list or order of tiles: what the race detector and the oracle are worth.
     python -m tests.pallas_kernels.planted hopper.prefill.persistent 'a tile is left out'
     python -m tests.pallas_kernels.planted hopper.decode 'an entry starts a tile late'
     python -m tests.pallas_kernels.planted tpu.decode 'a query sees one position too many'
+    python -m tests.pallas_kernels.planted tpu.prefill.part 'a query that sees nothing counts'
 
 Exits with 0 if nothing was noticed. A process of its own for each: a broken kernel can hang, and
 leaves the interpreter unusable.
@@ -25,8 +26,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from swiftkv_jax.pallas_kernels import prefill_attention
 from tests.pallas_kernels.interpreted import device_of
-from tests.pallas_kernels.operands import check, decode_inputs, inputs, prefill_mask
-from tests.pallas_kernels.shapes import Decode, Prefill
+from tests.pallas_kernels.operands import (
+    check,
+    check_with_lse,
+    context_inputs,
+    decode_inputs,
+    inputs,
+    prefill_mask,
+)
+from tests.pallas_kernels.shapes import Context, Decode, Prefill
 
 STATEMENTS = (
     "plgpu.barrier_wait(",
@@ -74,6 +82,13 @@ VARIANTS = {
 """Tunings of hopper.prefill that a third part of a kernel's name stands for. They run on two
 multiprocessors."""
 
+PARTS = {
+    None: Context(2, 200, 2, 1, 640, 64, (1100, 90), None, (600, 450), page=128),
+    200: Context(2, 200, 2, 1, 640, 64, (420, 0), (200, 130), (300, 120), page=128),
+}
+"""Shapes that the third part "part" stands for, by their windows: in the second some queries of a
+block see nothing."""
+
 EDITS = {
     "a query sees one position too few": (
         "tpu.decode",
@@ -100,6 +115,41 @@ EDITS = {
         "tpu.decode",
         "functools.partial(wait_for, slot, part * CHUNK)",
         "lambda: None",
+    ),
+    "a log-sum-exp is a maximum": (
+        "tpu.decode",
+        "(running_max + jnp.log2(total))",
+        "running_max",
+    ),
+    "a log-sum-exp is that of a split": (
+        "hopper.decode_combine",
+        "m + jnp.log(total), -jnp.inf",
+        "m, -jnp.inf",
+    ),
+    "a query sees one key too many of a part": (
+        "hopper.prefill.part",
+        "key < kv_lengths_gmem[batch]",
+        "key <= kv_lengths_gmem[batch]",
+    ),
+    "a query that sees none of a part counts": (
+        "hopper.prefill.part",
+        "if kv_lengths_gmem is not None and window is not None:",
+        "if False:",
+    ),
+    "a block that the part cuts is not masked": (
+        "tpu.prefill.part",
+        "full &= key0 + bkv <= kv_length",
+        "pass",
+    ),
+    "a query that sees nothing counts": (
+        "tpu.prefill.part",
+        "exists &= max_ref[...] > MASKED",
+        "pass",
+    ),
+    "pages past the part are multiplied": (
+        "tpu.prefill.part",
+        "+ p * size < key_end, page, 0)",
+        "+ p * size < 2**30, page, 0)",
     ),
 }
 """Mistakes in a kernel: its name, what stands in its source once, and what stands there then."""
@@ -167,7 +217,7 @@ def leave_out(kernel: str, statement: str):
 def edited(mistake: str) -> str:
     """The source of a kernel with one of `EDITS`. Raises `ValueError` if it does not fit."""
     kernel, old, new = EDITS[mistake]
-    source = inspect.getsource(kernel_module(*kernel.split(".")))
+    source = inspect.getsource(kernel_module(*kernel.split(".")[:2]))
     if source.count(old) != 1:
         raise ValueError(f"{old!r} stands {source.count(old)} times in {kernel}")
     return source.replace(old, new)
@@ -191,14 +241,23 @@ def run(kernel: str, mistake: str = ""):
                 plan = module.plan(q, k, length, tuning=tuning)
                 wrong = getattr(plan, name).at[index].add(added)
                 options["work"] = dataclasses.replace(plan, **{name: wrong})
-            check(
-                jax.jit(functools.partial(module.attention, **options, tuning=tuning))(*operands),
-                *expected,
+            attend: Any = functools.partial(
+                module.attention, **options, tuning=tuning, return_lse=True
             )
+            check_with_lse(jax.jit(attend)(*operands), *expected)
+            return
+        if variant == ["part"]:
+            for window, shape in PARTS.items():
+                options = {"return_lse": True, "window": window, "implementation": implementation}
+                operands, changing, expected = context_inputs(
+                    shape, "bfloat16", window=window, spare=jnp.nan
+                )
+                attend = functools.partial(prefill_attention, **options)
+                check_with_lse(jax.jit(attend)(*operands, **changing), *expected)
             return
         shape = Prefill(1, 512, 2, 1, 512, 64)
         q, k, v = inputs(shape, "bfloat16")
-        attend: Any = functools.partial(prefill_attention, implementation=implementation)
+        attend = functools.partial(prefill_attention, implementation=implementation)
         if variant:
             kernel_module("hopper", "prefill_tiles").num_multiprocessors = lambda: 2
             tuning = kernel_module("hopper", "prefill").Tuning(**VARIANTS[variant[0]])
@@ -219,7 +278,7 @@ def run(kernel: str, mistake: str = ""):
 if __name__ == "__main__":
     kernel, mistake = sys.argv[1:]
     if mistake in EDITS:
-        module = kernel_module(*kernel.split("."))
+        module = kernel_module(*kernel.split(".")[:2])
         exec(compile(edited(mistake), str(module.__file__), "exec"), module.__dict__)
     elif mistake in TILES:
         wrong_tiles(mistake)

@@ -32,6 +32,21 @@ class Chunks(NamedTuple):
     tables: tuple[int, ...]  # the row whose pages each row uses
 
 
+class Context(NamedTuple):
+    """Queries that see the first positions of a row only, and may stand past all of them."""
+
+    batch: int
+    queries: int
+    heads: int
+    kv_heads: int
+    keys: int  # positions of a row, or of its pages
+    head_dim: int
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    kv_lengths: tuple[int, ...]  # visible positions of each row
+    page: int | None = None  # positions of a page of the pool; None is a cache row by row
+
+
 class Decode(NamedTuple):
     batch: int
     queries: int

@@ -146,6 +146,30 @@ WRONG = {  # name -> (call, arguments that are wrong, what the message names)
         "q must be bfloat16, float16 or float32, got q.dtype=dtype.'float64'",
     ),
     "q of no type": (both(q=None), "q must be an array, got None"),
+    "visible keys beyond the keys": (
+        {"prefill": (prefill, {"kv_lengths": jnp.asarray([9, 1])})},
+        "kv_lengths must be from 0 to 8",
+    ),
+    "visible keys not one a row": (
+        {"prefill": (prefill, {"kv_lengths": 3})},
+        "kv_lengths must be one integer a row",
+    ),
+    "fractional visible keys": (
+        {"prefill": (prefill, {"kv_lengths": jnp.ones(B)})},
+        "kv_lengths must be integers",
+    ),
+    "visible keys and segments": (
+        {"prefill": (prefill, {"kv_lengths": [1, 1], "segment_ids": jnp.ones((B, T), int)})},
+        "segment_ids do not go with kv_lengths",
+    ),
+    "negative offset of visible keys": (
+        {"prefill": (prefill, {"kv_lengths": [1, 1], "q_offset": -1})},
+        "q_offset must be from 0 to 2147483641",
+    ),
+    "offset beyond int32": (
+        {"prefill": (prefill, {"kv_lengths": [1, 1], "q_offset": 2**31 - T + 1})},
+        "q_offset must be from 0 to 2147483641, what int32 holds less 6",
+    ),
     "segments and an offset": (
         {"prefill": (prefill, {"segment_ids": jnp.ones((B, T), int), "q_offset": 1})},
         r"segment_ids need.*q_offset=1",
@@ -184,6 +208,12 @@ def test_good_arguments(call):
     """What the tests above start from is accepted."""
     assert call()[0].dtype == jnp.bfloat16
     assert call(**INT8, k_scale=SCALE, v_scale=SCALE)[1].dtype == jnp.int8
+
+
+def test_queries_past_the_visible_keys():
+    """Their positions need not be any of the keys'."""
+    found = prefill(q=zeros(B, 9, N, H), q_offset=[100, 0], kv_lengths=[8, 0], lengths=[9, 1])
+    assert found[-1].dtype == jnp.int32 and found[-1].tolist() == [8, 0]
 
 
 def test_lists_and_numpy_integers():

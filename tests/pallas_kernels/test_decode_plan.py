@@ -96,17 +96,24 @@ def test_combine(head_dim, columns, queries):
     of_row = np.array([[0, 10], [10, 10], [10, 11], [11, 14]])
     o[14:], lse[14:] = np.nan, np.nan  # no row's
     expected = np.zeros((4, 2, queries, head_dim))
+    expected_lse = np.full((4, 2, queries), -np.inf)
     for row, (first, end) in enumerate(of_row):
         weights = np.exp(np.float64(lse[first:end]) - lse[first:end].max(axis=0, initial=-1e30))
         total = np.einsum("wkc,wkhc->kch", weights, o[first:end])
         mean = total / np.maximum(weights.sum(axis=0), 1e-300)[:, :, None]
         expected[row] = mean[:, :queries]
+        sums = np.exp(np.float64(lse[first:end])).sum(axis=0)[:, :queries]
+        expected_lse[row] = np.log(sums, where=sums > 0, out=expected_lse[row])
     with device_of("hopper"):
-        found = jax.jit(
-            functools.partial(decode_combine.combine, queries=queries, dtype=jnp.bfloat16)
-        )(jnp.asarray(o), jnp.asarray(lse), jnp.asarray(of_row, jnp.int32))
-        found = np.float32(jax.block_until_ready(found))
+        combine = functools.partial(
+            decode_combine.combine, queries=queries, dtype=jnp.bfloat16, return_lse=True
+        )
+        found, found_lse = jax.block_until_ready(
+            jax.jit(combine)(jnp.asarray(o), jnp.asarray(lse), jnp.asarray(of_row, jnp.int32))
+        )
+        found = np.float32(found)
     np.testing.assert_allclose(found, expected, atol=1e-2, rtol=5e-3)
+    np.testing.assert_allclose(found_lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
 # The op -----------------------------------------------------------------------

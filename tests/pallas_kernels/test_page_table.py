@@ -65,6 +65,10 @@ WRONG = {
         {"q": jnp.zeros((B, 25, N, H))},
         "at least as many keys as queries, got 24 keys",
     ),
+    "visible keys beyond the pages": (
+        {"kv_lengths": [25, 0], "q_offset": 99},
+        "kv_lengths must be from 0 to 24, the positions of a row",
+    ),
     "scales of another pool": (
         {name: jnp.zeros((X, K, PAGE, H), jnp.int8) for name in "kv"}
         | {f"{name}_scale": jnp.zeros((B, K, 24)) for name in "kv"},
@@ -86,6 +90,7 @@ def test_wrong_arguments(name):
         {},
         {"q_offset": jnp.asarray([18, 24]), "lengths": jnp.asarray([6, 0])},
         {"q": jnp.zeros((B, 30, N, H)), "lengths": jnp.asarray([24, 1])},
+        {"q": jnp.zeros((B, 30, N, H)), "q_offset": 99, "kv_lengths": jnp.asarray([24, 0])},
     ],
 )
 def test_good_arguments(changes):

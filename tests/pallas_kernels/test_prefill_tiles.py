@@ -15,7 +15,9 @@ from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
 from tests.pallas_kernels.interpreted import under
 from tests.pallas_kernels.operands import (
     check,
+    check_with_lse,
     chunk_inputs,
+    context_inputs,
     hide,
     inputs,
     prefill_mask,
@@ -23,6 +25,7 @@ from tests.pallas_kernels.operands import (
     segments,
 )
 from tests.pallas_kernels.shapes import CHUNKS, PREFILL, SEGMENTS, Prefill
+from tests.pallas_kernels.test_parts import KEYS
 
 # Blocks of 64 keys, so that most tiles have several.
 TUNINGS = {
@@ -34,6 +37,7 @@ SHORT = {
     ("both", "ragged rows at different offsets"),
     ("persistent", "documents across blocks"),
     ("multicast", "4 queries a head, odd"),
+    ("both", "*pages, a window"),
 }
 
 
@@ -60,8 +64,14 @@ def two_multiprocessors(request, monkeypatch):
         monkeypatch.setattr(prefill_tiles, "num_multiprocessors", lambda: 2)
 
 
-def attend(tuning: str, *operands, **options):
-    op = functools.partial(prefill_attention, implementation="hopper", tuning=TUNINGS[tuning])
+def attend(tuning: str, *operands, window: Any = None, return_lse: Any = False, **options):
+    op = functools.partial(
+        prefill_attention,
+        window=window,
+        return_lse=return_lse,
+        implementation="hopper",
+        tuning=TUNINGS[tuning],
+    )
     return run("hopper", op, *operands, **options)
 
 
@@ -188,6 +198,15 @@ def test_segments(tuning, name):
 def test_chunks_in_a_pool(tuning, name):
     operands, options, (q, k, v, mask) = chunk_inputs(CHUNKS[name], "bfloat16")
     check(attend(tuning, *operands, **options), q, k, v, mask)
+
+
+@pytest.mark.parametrize(("tuning", "name"), cases({name: part[0] for name, part in KEYS.items()}))
+def test_a_part_of_the_keys(tuning, name):
+    """With log-sum-exps."""
+    shape, window = KEYS[name]
+    operands, options, expected = context_inputs(shape, "bfloat16", window=window, spare=jnp.nan)
+    found = attend(tuning, *operands, **options, window=window, return_lse=True)
+    check_with_lse(found, *expected)
 
 
 @pytest.mark.long

@@ -77,7 +77,7 @@ def test_a_changed_statement_is_noticed(mistake):
     assert run(EDITS[mistake][0], mistake) == 1
 
 
-@pytest.mark.parametrize("kernel", PLANTED)
+@pytest.mark.parametrize("kernel", [*PLANTED, "hopper.prefill.part", "tpu.prefill.part"])
 def test_the_kernel_as_it_is_passes(kernel):
     """Or the test above would pass for nothing."""
     assert run(kernel, "") == 0

@@ -65,7 +65,8 @@ def attention(
     *,
     tuning: Tuning,
     window: int | None = None,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """Attention of the last T of the `length[b]` valid positions, each to all up to its own, or to
     the last `window` of these. Length 0 yields zeros.
 
@@ -73,7 +74,8 @@ def attention(
     With `page_table` it is a pool: position s of row b is position `s % page` of page
     `page_table[b, s // page]`. Positions from `length` on may hold any finite values. Without a
     page table, an S that is no multiple of 8 costs a padded copy of the cache. `work` is the
-    `plan` of these operands.
+    `plan` of these operands. With `return_lse` also the logarithm of each query's sum of
+    exponentials, -inf where it sees nothing.
     """
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
@@ -135,8 +137,11 @@ def attention(
         kernel_name="hopper_decode",
         compiler_params=params,
     )(rows, k, v, length, work.entries, k_scale, v_scale, page_table)
-    out = combine(o, lse, work.row_entries, queries=T * G, dtype=q.dtype)
-    return out.reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
+    out, lse = combine(
+        o, lse, work.row_entries, queries=T * G, dtype=q.dtype, return_lse=return_lse
+    )
+    out = out.reshape(B, K, T, G, H).swapaxes(1, 2).reshape(q.shape)
+    return out, None if lse is None else lse.reshape(B, K, T, G).swapaxes(1, 2).reshape(B, T, N)
 
 
 def plan(

@@ -31,16 +31,21 @@ def combine(
     *,
     queries: int,
     dtype: Any,
-) -> Float[Array, "B K Q H"]:
+    return_lse: bool = False,
+) -> tuple[Float[Array, "B K Q H"], Float[Array, "B K Q"] | None]:
     """The attention of the first Q = `queries` columns: of each row the mean of its entries `o`,
-    weighed by exp(`lse`). Zeros for a row without entries."""
+    weighed by exp(`lse`). Zeros for a row without entries.
+
+    With `return_lse` also the logarithm of the sum of all exp(`lse`) of a row, -inf for one without
+    entries."""
     (_, K, H, C), B = o.shape, row_entries.shape[0]
     # Pallas stores 64 head dims at a time transposed into plain rows, of which any number can be
     # copied. Other head dims need rows in tiles of 8: then padding is written too.
     rows, transforms = (queries, ()) if H % 64 == 0 else (C, tile_transforms(H, 2))
-    out = plgpu.kernel(
+    lse_type = jax.ShapeDtypeStruct((B, K, C), jnp.float32) if return_lse else None
+    out, row_lse = plgpu.kernel(
         _kernel,
-        out_type=jax.ShapeDtypeStruct((B, K, rows, H), dtype),
+        out_type=[jax.ShapeDtypeStruct((B, K, rows, H), dtype), lse_type],
         scratch_types=[plgpu.SMEM((C, H), dtype, transforms=transforms)],
         grid=(B, K),
         grid_names=("row", "head"),
@@ -51,7 +56,7 @@ def combine(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(o, lse, row_entries)
-    return out[:, :, :queries]
+    return out[:, :, :queries], None if row_lse is None else row_lse[:, :, :queries]
 
 
 def _kernel(
@@ -61,6 +66,7 @@ def _kernel(
     row_entries_gmem,  # B 2
     # Outputs
     out_gmem,  # B K Q H, or B K C H
+    row_lse_gmem,  # B K C, or None
     # Scratch
     out_smem,  # C H
 ):
@@ -68,7 +74,7 @@ def _kernel(
     row, head = lax.axis_index("row"), lax.axis_index("head")
     first, end = row_entries_gmem[row, 0], row_entries_gmem[row, 1]
 
-    for parts in parts_together(H, C):
+    for turn, parts in enumerate(parts_together(H, C)):
         group = max(1, min(8, _HELD // (sum(part.size for part in parts) * C)))
 
         def step(i, carry, parts=parts, group=group):
@@ -98,11 +104,14 @@ def _kernel(
             for value in (UNSEEN, 0.0)
         )
         steps = lax.div(end - first + (group - 1), jnp.int32(group))
-        o, _, total = lax.fori_loop(0, steps, step, (o, m, total))
+        o, m, total = lax.fori_loop(0, steps, step, (o, m, total))
         inverse = jnp.where(total > 0, 1 / total, 0.0)
         for x, part in zip(o, parts, strict=True):
             x = x * to_columns(inverse, part.size)
             out_smem.at[:, part].T[...] = x.astype(out_smem.dtype)
+        if row_lse_gmem is not None and turn == 0:  # the same for all head dims
+            # Entries that saw nothing count as one another: their weight is exp(0).
+            row_lse_gmem[row, head] = jnp.where(m > UNSEEN / 2, m + jnp.log(total), -jnp.inf)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_gmem.shape[2])], out_gmem.at[row, head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

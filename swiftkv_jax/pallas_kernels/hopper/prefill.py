@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Int
 
 from .. import segments
 from .padding import pad
-from .prefill_tiles import Ring, Tile, drain, launch, load_keys_and_values, walk
+from .prefill_tiles import Ring, Tile, drain, full_from, launch, load_keys_and_values, tile_at, walk
 from .prefill_tuning import CLUSTER, CONSUMERS, Tuning, fit, for_heads, unsupported_reason
 
 __all__ = ["Tuning", "attention", "fit", "for_heads", "unsupported_reason"]
@@ -57,6 +57,7 @@ def attention(
     lengths: Int[Array, "B"] | None,
     segment_ids: Int[Array, "B T"] | None,
     page_table: Int[Array, "B P"] | None = None,
+    kv_lengths: Int[Array, "B"] | None = None,
     *,
     tuning: Tuning,
     window: int | None = None,
@@ -74,6 +75,9 @@ def attention(
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
     page` of page `page_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Pages
     that no real query sees are not read.
+
+    With `kv_lengths` (and no segment ids) only to the keys s < kv_lengths[b], wherever the queries
+    stand.
     """
     batch, queries, heads, head_dim = q.shape
     if q.dtype != k.dtype or k.dtype != v.dtype:
@@ -90,7 +94,7 @@ def attention(
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
         first_visible, _ = segments.visible_kv_blocks(ids, tile, block_kv, window)
-        first_full = _first_full_block(ids, block_q, block_kv, window)
+        first_full = full_from(ids, block_q, block_kv, window)
 
     swizzle = next(s for s in (128, 64, 32) if head_dim * q.dtype.itemsize % s == 0)
     width = swizzle // q.dtype.itemsize
@@ -104,7 +108,7 @@ def attention(
     grid = (tiles, batch, heads // CLUSTER if tuning.multicast else heads)
     # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
     lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
-    inputs = (q, k, v, offset, lengths, first_visible, first_full, ids, page_table)
+    inputs = (q, k, v, offset, lengths, first_visible, first_full, ids, page_table, kv_lengths)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, tuning=tuning, queries=queries, grid=grid, window=window),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse_type],
@@ -136,16 +140,6 @@ def _free_slots(tuning: Tuning):
     return plgpu.Barrier(**slots)
 
 
-def _first_full_block(ids, block_q, block_kv, window):
-    """int32[B, I]: the first key block from which on all keys before query block i are of the
-    document, and in the window, of all its queries."""
-    first = segments.run_starts(ids)[:, block_q - 1 :: block_q]
-    if window is not None:
-        last_query = jnp.arange(block_q - 1, ids.shape[1], block_q, dtype=jnp.int32)
-        first = jnp.maximum(first, last_query - (window - 1))
-    return pl.cdiv(first, block_kv)
-
-
 def _kernel(
     # Inputs
     q_gmem,  # B T N H
@@ -157,6 +151,7 @@ def _kernel(
     first_full_gmem,  # B 2*tiles, or None
     ids_gmem,  # B T, or None
     table_gmem,  # B P, or None
+    kv_lengths_gmem,  # B, or None
     # Outputs
     out_gmem,  # B T N H
     lse_gmem,  # B N T, or None
@@ -186,23 +181,14 @@ def _kernel(
     keys = Ring(k_gmem, k_smem, k_ready, k_free, tuning.stages)
     values = Ring(v_gmem, v_smem, v_ready, v_free, tuning.stages)
 
-    def find(index, batch, head) -> Tile:
-        """The tile at a place in `grid`."""
-        if tuning.multicast:
-            head = CLUSTER * head + lax.axis_index("rank")
-        number = grid[0] - 1 - index
-        start = number * (CONSUMERS * block_q)
-        offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
-        length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
-        end = pl.cdiv(offset + lax.min(start + CONSUMERS * block_q, length), jnp.int32(block_kv))
-        first = jnp.int32(0)
-        if ids_gmem is not None:
-            first = first_visible_gmem[batch, number]
-        elif window is not None:
-            first = lax.div(lax.max(offset + start - (window - 1), 0), jnp.int32(block_kv))
-        steps = jnp.where(start < length, end - first, 0)
-        return Tile(number, batch, head, start, offset, end, steps, block_kv)
-
+    find = functools.partial(
+        tile_at,
+        *(offset_gmem, lengths_gmem, kv_lengths_gmem, first_visible_gmem),
+        tiles=grid[0],
+        queries=queries,
+        tuning=tuning,
+        window=window,
+    )
     for_each_tile = walk(grid, tuning, find)
 
     def load_queries(tile: Tile, consumer):
@@ -294,6 +280,8 @@ def _kernel(
                 visible = key <= spread(position, block_kv)
                 if window is not None:
                     visible &= key > spread(position - window, block_kv)
+                if kv_lengths_gmem is not None:  # they cut the last block only
+                    visible &= key < kv_lengths_gmem[batch]
                 if ids_gmem is not None:  # read for each masked block: registers are short
                     q_ids = plgpu.load(ids_gmem.at[batch, rows], layout=_ROWS, optimized=False)
                     kv_ids = plgpu.load(
@@ -369,9 +357,13 @@ def _kernel(
             plgpu.barrier_arrive(v_free.at[last])
             total = total.sum(axis=1)
             out, lse = acc * spread(1.0 / total, head_dim), m * (1 / _LOG2E) + jnp.log(total)
+            valid = None
             if lengths_gmem is not None:  # read again: registers are short
                 start_of_row = 0 if offset_gmem is None else offset_gmem[batch]
                 valid = position < start_of_row + lengths_gmem[batch]
+            if kv_lengths_gmem is not None and window is not None:  # past all keys in its window
+                valid = total > 0 if valid is None else valid & (total > 0)
+            if valid is not None:
                 out = jnp.where(spread(valid, head_dim), out, 0.0)
                 lse = jnp.where(valid, lse, jnp.inf)
             finish(out, lse)

@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import segments
 from ..device import num_multiprocessors
-from .prefill_tuning import CLUSTER, Tuning
+from .prefill_tuning import CLUSTER, CONSUMERS, Tuning
 
 GRID = ("tile", "batch", "head")
 """The axes of the tiles, from the slowest to the fastest: all heads of the longest tiles start
@@ -109,6 +110,53 @@ def walk(
         return lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
 
     return all_of_block
+
+
+def full_from(ids, block_q, block_kv, window):
+    """int32[B, I]: the first key block from which on all keys before query block i are of the
+    document, and in the window, of all its queries."""
+    first = segments.run_starts(ids)[:, block_q - 1 :: block_q]
+    if window is not None:
+        last_query = jnp.arange(block_q - 1, ids.shape[1], block_q, dtype=jnp.int32)
+        first = jnp.maximum(first, last_query - (window - 1))
+    return pl.cdiv(first, block_kv)
+
+
+def tile_at(
+    offset_gmem,  # B, or None
+    lengths_gmem,  # B, or None
+    kv_lengths_gmem,  # B, or None
+    first_visible_gmem,  # B tiles, or None without segment_ids
+    index,
+    batch,
+    head,
+    *,
+    tiles: int,
+    queries: int,
+    tuning: Tuning,
+    window: int | None,
+) -> Tile:
+    """The tile at a place in the grid."""
+    rows, block_kv = CONSUMERS * tuning.block_q, tuning.block_kv
+    if tuning.multicast:
+        head = CLUSTER * head + lax.axis_index("rank")
+    number = tiles - 1 - index
+    start = number * rows
+    offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
+    length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
+    end = offset + lax.min(start + rows, length)
+    if kv_lengths_gmem is not None:
+        end = lax.min(end, kv_lengths_gmem[batch])
+    end = pl.cdiv(end, jnp.int32(block_kv))
+    first = jnp.int32(0)
+    if first_visible_gmem is not None:
+        first = first_visible_gmem[batch, number]
+    elif window is not None:
+        first = lax.div(lax.max(offset + start - (window - 1), 0), jnp.int32(block_kv))
+    if kv_lengths_gmem is not None:  # the window may begin past them
+        end = lax.max(end, first)
+    steps = jnp.where(start < length, end - first, 0)
+    return Tile(number, batch, head, start, offset, end, steps, block_kv)
 
 
 def nth_tile(n, block, blocks):

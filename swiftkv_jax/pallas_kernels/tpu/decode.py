@@ -54,13 +54,15 @@ def attention(
     *,
     tuning: Tuning,
     window: int | None = None,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
     """Attention of the last T of `length[b]` tokens of each row, each to all up to its own, or to
     the last `window` of these; zeros for a query that sees nothing.
 
     k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head.
     With `page_table` they are a pool: position s of row b is position `s % page` of page
-    `page_table[b, s // page]`.
+    `page_table[b, s // page]`. With `return_lse` also the logarithm of each query's sum of
+    exponentials, -inf where it sees nothing.
     """
     if reason := unsupported_reason(q, k, page_table, tuning):
         raise NotImplementedError(f"decode attention on TPUs {reason}")
@@ -86,11 +88,17 @@ def attention(
         tiles *= 2.0**FLOAT8_SHIFT
 
     rows = min(tuning.rows, batch)
+    if return_lse:  # of which a row takes as much VMEM as of queries and outputs
+        rows = max(rows // 2, 1)
     pages = None if page_table is None else page_table.shape[1]
     block_kv, kv_heads = tuning.block(all_kv_heads, page, pages, head_dim, k.dtype.itemsize)
     tile_spec = pl.BlockSpec(
         (rows, kv_heads, queries * group, head_dim), lambda h, i, *_: (i, h, 0, 0)
     )
+    lse_spec = lse_shape = None
+    if return_lse:  # as wide as a tile of HBM is in any case
+        lse_spec = pl.BlockSpec((rows, kv_heads, queries * group, LANES), tile_spec.index_map)
+        lse_shape = jax.ShapeDtypeStruct((*tiles.shape[:3], LANES), jnp.float32)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM(
         (
@@ -110,7 +118,7 @@ def attention(
     cache_bytes = (
         2 * batch * read * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
     )
-    out = pl.pallas_call(
+    out, lse = pl.pallas_call(
         functools.partial(
             _kernel,
             batch=batch,
@@ -124,7 +132,7 @@ def attention(
             num_scalar_prefetch=2,
             grid=(all_kv_heads // kv_heads, pl.cdiv(batch, rows)),
             in_specs=[tile_spec, (hbm,) * 2, (hbm,) * len(scales)],
-            out_specs=tile_spec,
+            out_specs=[tile_spec, lse_spec],
             scratch_shapes=[
                 (buffer,) * 2,
                 (scale_buffer,) * len(scales),
@@ -132,7 +140,7 @@ def attention(
                 pltpu.SMEM((3,), jnp.int32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
+        out_shape=[jax.ShapeDtypeStruct(tiles.shape, q.dtype), lse_shape],
         # Checked, the start of a copy takes four times as many instructions: a block of
         # float8_e4m3fn on v6e would then take longer to compute than to copy.
         compiler_params=pltpu.CompilerParams(
@@ -143,9 +151,11 @@ def attention(
         ),
         name="tpu_decode",
     )(length, page_table, tiles, kv, scales)
-    return (
-        out.reshape(batch, all_kv_heads, queries, group, head_dim).swapaxes(1, 2).reshape(q.shape)
-    )
+    shape = batch, all_kv_heads, queries, group
+    out = out.reshape(*shape, head_dim).swapaxes(1, 2).reshape(q.shape)
+    if lse is not None:
+        lse = lse[..., 0].reshape(shape).swapaxes(1, 2).reshape(q.shape[:3])
+    return out, lse
 
 
 def _kernel(
@@ -160,6 +170,7 @@ def _kernel(
     scale_refs,  # their scales in HBM: each [B, K, S] or [X, K, page]; or ()
     # outputs
     out_ref,  # [rows, kv_heads, T * G, H]
+    lse_ref,  # [rows, kv_heads, T * G, 128], every lane the same, or None
     # scratch
     kv_buffers,  # each [buffers, kv_heads, block_kv, H], or the last two swapped
     scale_buffers,  # each [buffers, kv_heads or K, block_kv]; or ()
@@ -345,8 +356,11 @@ def _kernel(
                 lambda carry: carry,
                 carry,
             )
-        _, total, acc = carry
+        running_max, total, acc = carry
         out_ref[r] = jnp.where(total > 0, acc * unshift / total, 0.0).astype(out_ref.dtype)
+        if lse_ref is not None:
+            lse = jnp.where(total > 0, (running_max + jnp.log2(total)) * math.log(2), -jnp.inf)
+            lse_ref[r] = jnp.broadcast_to(lse, lse_ref.shape[1:])
 
 
 def _dot(equation, x, y):

@@ -130,6 +130,7 @@ def attention(
     lengths: Int[Array, "B"] | None,
     segment_ids: Int[Array, "B T"] | None = None,
     page_table: Int[Array, "B P"] | None = None,
+    kv_lengths: Int[Array, "B"] | None = None,
     *,
     tuning: Tuning,
     window: int | None = None,
@@ -143,7 +144,8 @@ def attention(
     padding: zeros, with lse = inf. Without `offset` that is 0, without `lengths` no query is
     padding.
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
-    page` of page `page_table[b, s // page]`.
+    page` of page `page_table[b, s // page]`. With `kv_lengths` (and no segment ids) only the keys s
+    < kv_lengths[b] are seen, wherever the queries stand; with none of them, lse = inf too.
     """
     check_dtypes(q, k, v)
     if reason := unsupported_reason(q, k, page_table, tuning):
@@ -165,7 +167,8 @@ def attention(
     # 1. Which key blocks each query block sees.
     query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
     first = jnp.zeros((batch, num_q), jnp.int32)
-    end = pl.cdiv(offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None]), bkv)
+    end = offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None])
+    end = pl.cdiv(end if kv_lengths is None else jnp.minimum(end, kv_lengths[:, None]), bkv)
     if window is not None:
         first = jnp.maximum(offset[:, None] + query0 - (window - 1), 0) // bkv
     q_id = kv_id = None
@@ -208,7 +211,7 @@ def attention(
             window=window,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=9,
+            num_scalar_prefetch=10,
             grid=(parts, schedule.start[-1]),
             in_specs=[inputs["q"], kv_specs, kv_specs, *ids_specs],
             out_specs=[outputs["q"], outputs["lse"] if save_lse else None],
@@ -236,6 +239,7 @@ def attention(
         kv_id,
         offset,
         lengths,
+        kv_lengths,
         page_table,
         q,
         (k,) * len(kv_specs),
@@ -257,6 +261,7 @@ def _kernel(
     kv_id_ref,  # B * key blocks
     offset_ref,  # B
     lengths_ref,  # B
+    kv_lengths_ref,  # B, or None
     _table_ref,  # B * P, or None: for the index maps
     # inputs
     q_ref,  # heads block_q H
@@ -287,6 +292,9 @@ def _kernel(
     query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
     # One past the last key that a query of this block sees.
     key_end = offset_ref[row] + jnp.minimum((i + 1) * bq, length)
+    kv_length = None if kv_lengths_ref is None else kv_lengths_ref[row]
+    if kv_length is not None:
+        key_end = jnp.minimum(key_end, kv_length)
     # The first key that one sees.
     key_first = None if window is None else query0 - (window - 1)
 
@@ -310,6 +318,13 @@ def _kernel(
                 if len(k_refs) > 1:  # pages before the window may hold anything, NaN too
                     v = [
                         jnp.where(key0 + c * chunk + (p + 1) * size > key_first, page, 0)
+                        for p, page in enumerate(v)
+                    ]
+            if kv_length is not None:
+                visible &= key < kv_length - (key0 + c * chunk)
+                if len(k_refs) > 1:  # so may pages past the keys
+                    v = [
+                        jnp.where(key0 + c * chunk + p * size < key_end, page, 0)
                         for p, page in enumerate(v)
                     ]
             if q_ids_ref is not None:
@@ -343,6 +358,8 @@ def _kernel(
     full = key0 + bkv - 1 <= query0
     if key_first is not None:
         full &= key0 >= key_first + (bq - 1)
+    if kv_length is not None:
+        full &= key0 + bkv <= kv_length
     if q_ids_ref is not None:
         full &= q_id_ref[task] == kv_id_ref[row * num_kv + j]
 
@@ -370,6 +387,8 @@ def _kernel(
         exists = (i * bq + lax.broadcasted_iota(jnp.int32, (heads, bq, LANES), 1) < length).reshape(
             rows, LANES
         )
+        if kv_length is not None:  # of a query that has seen nothing the sum is rubbish
+            exists &= max_ref[...] > MASKED
         out = jnp.where(lanes(exists, head_dim), acc_ref[...] / lanes(sum_ref[...], head_dim), 0.0)
         out_ref[...] = out.astype(out_ref.dtype).reshape(out_ref.shape)
         if lse_ref is not None:
