@@ -28,6 +28,7 @@ from ...cli import OK
 from ...cli.model_options import (
     ModelOptions,
     add_model_arguments,
+    open_model,
     read_model,
     setup_model_devices,
 )
@@ -210,12 +211,11 @@ def main(args: argparse.Namespace) -> int:
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
     template = None if args.chat_template is None else _text(args.chat_template)
+    from ...checkpoints.auxiliary import has_tokenizer
     from . import processes, server  # after the look for their packages
 
     def load(mesh: Mesh | None, say: Callable[[str], None]) -> server.Loaded:
         model = read_model(model_options, mesh)
-        if model.tokenizer is None:
-            raise UsageError("this checkpoint has no tokenizer: a server needs one")
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
         if template is not None:
@@ -237,6 +237,8 @@ def main(args: argparse.Namespace) -> int:
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
+        if not has_tokenizer(open_model(model_options).auxiliary_files):
+            raise UsageError("this checkpoint has no tokenizer: a server needs one")
         listener = server.listen(args.host, args.port)
         port = listener.getsockname()[1]
         at = f"[{args.host}]" if ":" in args.host else args.host

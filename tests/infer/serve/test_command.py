@@ -3,6 +3,7 @@
 import argparse
 import copy
 import re
+import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -100,10 +101,27 @@ def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys)
     assert "pip install 'swiftkv-jax[serve]'" in capsys.readouterr().err
 
 
-def test_a_model_that_is_none_ends_with_its_own_error(tmp_path, capsys):
-    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 4
-    error = capsys.readouterr().err
-    assert "error: " in error and "Traceback" not in error
+@pytest.mark.parametrize(
+    ("missing", "code", "message"),
+    [
+        (None, 4, "no such file or directory"),
+        ("config.json", 4, "not a checkpoint"),
+        ("model.safetensors", 4, "model.safetensors"),
+        ("tokenizer.json", 2, "this checkpoint has no tokenizer"),
+    ],
+)
+def test_a_model_that_is_none_ends_before_anything_listens(
+    missing, code, message, checkpoint, tmp_path, capsys, monkeypatch
+):
+    """With its own error, alone."""
+    monkeypatch.setattr("swiftkv_jax.infer.serve.server.listen", None)
+    folder = tmp_path / "model"
+    if missing is not None:
+        ignored = {"tokenizer.json": ["tokenizer*", "vocab*"]}.get(missing, [missing])
+        shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*ignored))
+    assert main(["serve", "--model", str(folder), "--port", "0"]) == code
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and message in error
 
 
 @pytest.mark.parametrize(
