@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from ...chat_template import render_chat
-from ...cli import OK
+from ...cli import OK, json_log
 from ...cli.model_options import (
     ModelOptions,
     add_model_arguments,
@@ -180,7 +180,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="no page to talk to the model at /",
     )
-    add("--log-json", action="store_true", default=None, help="a JSON object for each request")
+    add("--log-json", action="store_true", default=None, help="a log of JSON, an object a line")
     add(
         "--kv-events-config",
         metavar="JSON",
@@ -197,6 +197,8 @@ def _add_listed(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.log_json:
+        json_log.begin()
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
     if args.directory is not None:

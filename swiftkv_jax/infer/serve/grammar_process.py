@@ -172,7 +172,7 @@ def main(requests: socket.socket) -> None:
     tokenizer = TokenizerDescription.read(sys.stdin).make()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # panics, as clients please
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics, as clients please
     gc.freeze()
 
     def compile_one(grammar: str) -> None:

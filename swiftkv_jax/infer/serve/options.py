@@ -169,7 +169,7 @@ class ServerOptions:
     page: bool = True
     """Answer / with a page to talk to the model."""
     log_json: bool = False
-    """One JSON object for each request in the log, in the place of a line of text."""
+    """The log's record of a request has its values as `fields`, in the place of a text."""
     kv_events_config: KVEventsConfig | None = None
     """Where events of the prefix cache are published; None is nowhere."""
 

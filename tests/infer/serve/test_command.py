@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import re
 import shutil
 import signal
@@ -25,7 +26,9 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     template = tmp_path / "template.jinja"
     template.write_text(CHAT_TEMPLATE)
     names = "--served-model-name", "tiny", "--api-key-file", str(keys)
-    with serving(checkpoint, *SMALL, *names, "--chat-template", str(template)) as server:
+    with serving(
+        checkpoint, *SMALL, *names, "--chat-template", str(template), "--log-json"
+    ) as server:
         key = {"authorization": "Bearer first-key"}
         request = urllib.request.Request(f"{server.url}/metrics", headers=key)
         with urllib.request.urlopen(request) as answer:
@@ -43,14 +46,31 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
         assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
         keys.write_text("someone: other-key\n")
         server.process.send_signal(signal.SIGHUP)
-        assert next(line for line in server.lines if "keys read again" in line)
+        before = []
+        for line in server.lines:
+            before.append(line)
+            if "keys read again" in line:
+                break
         assert server.ask("/v1/models", key="other-key")["data"][0]["id"] == "tiny"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             server.ask("/v1/models")
         server.process.send_signal(signal.SIGTERM)
         _, rest = server.process.communicate(timeout=30)
     assert server.process.returncode == 0, rest
-    assert "shutting down" in rest and "Traceback" not in rest
+    log = [json.loads(line) for line in (*server.start, *before, *rest.splitlines())]
+    assert {"time", "level", "message"} <= set.intersection(*map(set, log))
+    said = [one["message"] for one in log]
+    for text in (
+        "listening on",
+        "memory per device",
+        "tiny is ready",
+        "keys read",
+        "shutting down",
+    ):
+        assert any(text in one for one in said), text
+    requests = [one for one in log if one["message"] == "request"]
+    assert {"/v1/completions", "/v1/chat/completions"} <= {one["route"] for one in requests}
+    assert {one["level"] for one in log} == {"info"}, said
 
 
 @pytest.mark.parametrize(
@@ -93,6 +113,15 @@ def test_a_port_in_use_is_one_line(capsys):
         port = str(taken.getsockname()[1])
         assert main(["serve", "--port", port]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_an_error_in_the_log_of_json(capsys):
+    assert main(["serve", "--model", "nothing-here", "--log-json"]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found["level"] == "error" and "nothing-here: no such file" in found["message"]
+    assert main(["serve", "--model", "nothing-here"]) == 4
+    assert capsys.readouterr().err.startswith("error: nothing-here"), "and not after it"
 
 
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys):
