@@ -133,7 +133,7 @@ class _Collector:
     def _of_requests(self) -> Iterator[Metric]:
         metrics = self._service.metrics
         yield self._counter(
-            "vllm:generation_tokens", "Tokens generated.", metrics.generation_tokens
+            "vllm:generation_tokens", "Tokens of answers.", metrics.generation_tokens
         )
         yield self._counters(
             "vllm:request_success",
@@ -169,7 +169,7 @@ class _Collector:
         ):
             yield self._histogram(name, text, found)
         yield self._counter(
-            "swiftkv:wasted_tokens", "Tokens of aborted requests.", metrics.wasted_tokens
+            "swiftkv:wasted_tokens", "Tokens behind an answer's end.", metrics.wasted_tokens
         )
         yield self._counter("swiftkv:slow_clients", "Streams aborted unread.", metrics.slow_clients)
         yield self._counters(

@@ -72,6 +72,8 @@ class Choice:
         self._ready = TextDelta()
         self.num_tokens = 0
         """Tokens of the answer, its end token included."""
+        self.num_counted = 0
+        """Of these, how many the metrics have counted."""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.last_token = 0.0

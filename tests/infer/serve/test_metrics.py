@@ -125,6 +125,26 @@ def test_sums_are_what_clients_got(answered):
     assert value(found, "swiftkv:compilations", "_total") == 0
 
 
+def test_tokens_behind_a_stop_string_are_no_answer(start):
+    """Those of the call that found it, and of the one in flight: the sum is that of `usage`."""
+    running, used = start(engine={"steps": 8}, step_seconds=0.01), 0
+    _, whole = running.post("/v1/completions", BODY | {"max_tokens": 40})
+    used += whole["usage"]["completion_tokens"]
+    text = whole["choices"][0]["text"]
+    for at in (3, 9, 12):
+        for n in (1, 2):
+            body = BODY | {"max_tokens": 40, "stop": text[at : at + 2], "n": n, "seed": 1}
+            _, answer = running.post("/v1/completions", body | {"temperature": 0})
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            used += answer["usage"]["completion_tokens"]
+    running.check_empty()
+    running.until(lambda: not running.app.service.engine._engine.has_work)
+    found = families(running)
+    assert value(found, "vllm:generation_tokens", "_total") == used
+    assert value(found, "vllm:request_generation_tokens", "_sum") == used
+    assert value(found, "swiftkv:wasted_tokens", "_total") > 6
+
+
 def test_requests_wait_for_capacity(start):
     running = start(engine={"slots": 1}, step_seconds=0.05, max_num_queued_reqs=8)
     threads = [
