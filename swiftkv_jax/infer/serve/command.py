@@ -123,6 +123,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="log-probabilities of prompts (echo with logprobs)",
     )
+    add(
+        "--enable-tokenizer-info",
+        "--enable-tokenizer-info-endpoint",
+        dest="tokenizer_info",
+        action="store_true",
+        default=None,
+        help="/tokenizer_info: special tokens and the chat template",
+    )
     number = {"type": int, "metavar": "N"}
     add("--max-connections", **number, help="(default: 4096)")
     add("--max-body-size", **number, help="bytes (default: 64 for each token of max-model-len)")

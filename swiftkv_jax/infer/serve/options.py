@@ -98,6 +98,8 @@ class ServerOptions:
     """Names of the model; the first is the one in answers. Empty: the name of its folder."""
     api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, repr=False)
     """Name of a key -> key. Empty: no key is needed."""
+    tokenizer_info: bool = False
+    """Answer /tokenizer_info with special tokens and chat template."""
     metrics_public: bool = False
     """Answer /metrics without a key."""
     share_prefix_cache: bool = False

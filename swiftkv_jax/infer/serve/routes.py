@@ -24,7 +24,7 @@ from .page import page
 from .responses import responses
 from .schema import openapi
 from .score import score
-from .token_routes import detokenize, tokenize
+from .token_routes import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ def asgi(app: App) -> Starlette:
         ("/openapi.json", ["GET"], schema),
     ]
     public = {"/health", "/ready", "/ping", "/version", "/"}
+    if app.options.tokenizer_info:
+        root.append(("/tokenizer_info", ["GET"], tokenizer_info))
     if app.options.page:
         root.append(("/", ["GET"], page))
     if app.options.metrics_public:
