@@ -78,12 +78,12 @@ class GrammarProcess:
         for _ in range(2):
             process = self._running()
             with contextlib.suppress(OSError):
-                verdict = self._ask(grammar)
+                verdict = self._ask(grammar, process)
                 if verdict is not None:
                     if verdict:
                         raise UsageError(verdict)
                     return
-            if process.poll() is None:  # it hangs
+            with self._lock:  # one that hangs
                 _kill(process)
         raise GrammarProcessError("the process that compiles grammars has ended")
 
@@ -125,7 +125,7 @@ class GrammarProcess:
         theirs.close()
         return process, ours
 
-    def _ask(self, grammar: str) -> str | None:
+    def _ask(self, grammar: str, process: subprocess.Popen[bytes]) -> str | None:
         """Why a grammar is refused, "" if it is not; None if the process has ended. Raises
         `OSError`."""
         ours, theirs = socket.socketpair()
@@ -143,16 +143,21 @@ class GrammarProcess:
             answer = _read(ours)
         if answer:
             return answer[1:].decode(errors="replace")
+        with self._lock:
+            if self._is_closed or process.poll() is not None:  # and what it had begun
+                return None
         if time.monotonic() - begun > 0.9 * COMPILE_SECONDS:
             return f"the grammar takes more than {COMPILE_SECONDS:g} s to compile"
         return "the grammar takes too much memory to compile"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With the processes that it has begun."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """With the processes that it has begun. Does nothing if it has ended: its id may be another's
+    then, and those end by themselves."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _read(connection: socket.socket) -> bytes:
