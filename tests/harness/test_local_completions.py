@@ -81,8 +81,9 @@ def test_the_tokenizer_of_the_server_is_that_of_the_checkpoint(url, monkeypatch)
     there = clients.LocalCompletionsAPI(
         tokenizer_backend="remote", auth_token="first-key", max_length=512, **settings
     )
-    for name in ("eot_token_id", "eos_string", "prefix_token_id"):
-        assert getattr(here, name) == getattr(there, name) is not None, name
+    assert here.eot_token_id == there.eot_token_id is not None
+    assert here.eos_string == there.eos_string is not None
+    assert here.tokenizer.bos_token_id == there.tokenizer.bos_token_id is not None
     assert "message['content']" in there.tokenizer.chat_template
     chosen = pairs(20)
     assert [there.tok_encode(text) for text, _ in chosen] == [
