@@ -84,7 +84,7 @@ def test_the_tokenizer_of_the_server_is_that_of_the_checkpoint(url, monkeypatch)
     assert here.eot_token_id == there.eot_token_id is not None
     assert here.eos_string == there.eos_string is not None
     assert here.tokenizer.bos_token_id == there.tokenizer.bos_token_id is not None
-    assert "message['content']" in there.tokenizer.chat_template
+    assert "message['content']" in there.tokenizer.tokenizer_info["chat_template"]
     chosen = pairs(20)
     assert [there.tok_encode(text) for text, _ in chosen] == [
         here.tok_encode(text) for text, _ in chosen
