@@ -73,7 +73,7 @@ test-soak: $(VENV)/installed
 # Two servers behind sglang-router, in an environment of its own.
 test-router: $(VENV)/installed
 	test -x .venv-router/bin/python || $(PYTHON) -m venv .venv-router
-	.venv-router/bin/python -m pip install --quiet --disable-pip-version-check 'sglang-router>=0.3.2'
+	.venv-router/bin/python -m pip install --quiet --disable-pip-version-check 'sglang-router==0.3.2'
 	ROUTER_PYTHON=$(CURDIR)/.venv-router/bin/python $(RUN) -m pytest -q -n 0 -s tests/deploy/test_router.py
 
 # Two replicas under Ray Serve. Its environment sees the packages of $(VENV).

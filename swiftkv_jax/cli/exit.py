@@ -25,7 +25,7 @@ from ..errors import (
     UsageError,
     name_attention,
 )
-from . import messages, streams
+from . import json_log, messages, streams
 from .messages import log as log
 
 OK = 0
@@ -47,15 +47,18 @@ def run(main: Callable[[], int], parser: argparse.ArgumentParser | None = None) 
     `parser`'s arguments in backticks become its flags, in errors and in the log.
     """
     try:
-        with interrupts.raising(), messages.own_log(parser):
-            code = _run(main, parser)
-        if not interrupts.pending():
-            return code
-    except KeyboardInterrupt:
-        pass
-    if not interrupts.pending() or interrupts.tell():
-        messages.write("error: interrupted")
-    return INTERRUPTED
+        try:
+            with interrupts.raising(), messages.own_log(parser):
+                code = _run(main, parser)
+            if not interrupts.pending():
+                return code
+        except KeyboardInterrupt:
+            pass
+        if not interrupts.pending() or interrupts.tell():
+            messages.write("interrupted", "error")
+        return INTERRUPTED
+    finally:
+        json_log.end()
 
 
 def end(code: int) -> NoReturn:
@@ -82,7 +85,7 @@ def _run(main: Callable[[], int], parser: argparse.ArgumentParser | None) -> int
 
 def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None) -> int:
     """Write `error: ...` to standard error, in every process; returns `code`."""
-    messages.write(f"error: {messages.with_flags(str(error), parser)}")
+    messages.write(messages.with_flags(str(error), parser), "error")
     return code
 
 

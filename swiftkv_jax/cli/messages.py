@@ -7,8 +7,11 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from . import json_log
 
 LOGGER = "swiftkv_jax"
 SCRIPT = "swiftkv"
@@ -33,10 +36,8 @@ class MessageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = with_flags(record.getMessage(), self.parser)
-            if record.levelno >= logging.WARNING:
-                message = f"{record.levelname.lower()}: {message}"
-            write(message)
+            level, fields = record.levelname.lower(), json_log.fields_of(record)
+            write(with_flags(record.getMessage(), self.parser), level, fields)
         except Exception:
             self.handleError(record)
 
@@ -80,11 +81,17 @@ def log(message: str) -> None:
     logger.info("%s", message)
 
 
-def write(message: str) -> None:
-    """A line on standard error, above any progress bar; nothing where standard error is closed."""
+def write(message: str, level: str = "info", fields: Mapping[str, Any] | None = None) -> None:
+    """A line on standard error, above any progress bar; nothing where standard error is closed.
+    Warnings and errors begin with their level; `fields` are for a log in JSON alone."""
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError):  # what would read it has ended; the exit code still tells
+        if isinstance(sys.stderr, json_log.JSONStderr):
+            sys.stderr.write_object(level, {**(fields or {}), "message": message})
+            return
+        if level not in ("debug", "info"):
+            message = f"{level}: {message}"
         if "tqdm" in sys.modules:
             sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
             sys.stderr.flush()

@@ -19,7 +19,7 @@ from ..pallas_kernels import IMPLEMENTATIONS, Implementation
 from .devices import DEFAULT_COMPILE_CACHE, setup_devices
 
 if TYPE_CHECKING:
-    from ..checkpoints.source import Quantization
+    from ..checkpoints.source import Quantization, Source
 
 logger = logging.getLogger(__name__)
 
@@ -145,13 +145,21 @@ def load_model(options: ModelOptions) -> tuple[Model, Mesh | None]:
     return read_model(options, mesh), mesh
 
 
+def open_model(options: ModelOptions) -> Source:
+    """The checkpoint without its weights, before the devices are set up: most mistakes show here.
+    Raises `UsageError` and `CheckpointError`."""
+    from ..checkpoints import open_any
+
+    _check_demo(options)
+    source = open_any(options.path)
+    _check_parts(options, source.has_delta, source.has_teacher)
+    return source
+
+
 def setup_model_devices(options: ModelOptions) -> Mesh | None:
     """The devices of `load_model`, as `setup_devices` returns them. Raises `UsageError`, and
     `CheckpointError` if there is no demo model."""
-    if options.model is None and not (options.path / "config.json").exists():
-        raise CheckpointError(
-            f"the demo model is not in this installation ({options.path}): name one with `model`"
-        )
+    _check_demo(options)
     return setup_devices(
         options.mesh,
         coordinator_address=options.coordinator_address,
@@ -168,13 +176,27 @@ def read_model(options: ModelOptions, mesh: Mesh | None) -> Model:
 
     path = options.path
     model = load(path, dtype=options.dtype, mesh=mesh, quantization=options.quantization)
-    if options.uses_swiftkv is True and model.swiftkv is None:
-        raise UsageError(f"`swiftkv`=on: {path} has no SwiftKV weights")
-    if options.uses_swiftkv is False and model.llama.upper_qkv is None:
-        raise UsageError(f"`swiftkv`=off: {path} has no teacher: its upper q, k, v were dropped")
+    _check_parts(options, model.swiftkv is not None, model.llama.upper_qkv is not None)
     logger.info("%s: %s", path, describe(model, model.uses_swiftkv(options.uses_swiftkv)))
     _check_tokenizer(model, path)
     return model
+
+
+def _check_demo(options: ModelOptions) -> None:
+    if options.model is None and not (options.path / "config.json").exists():
+        raise CheckpointError(
+            f"the demo model is not in this installation ({options.path}): name one with `model`"
+        )
+
+
+def _check_parts(options: ModelOptions, has_delta: bool, has_teacher: bool) -> None:
+    """Raise `UsageError` if a model cannot run as `swiftkv` says."""
+    if options.uses_swiftkv is True and not has_delta:
+        raise UsageError(f"`swiftkv`=on: {options.path} has no SwiftKV weights")
+    if options.uses_swiftkv is False and not has_teacher:
+        raise UsageError(
+            f"`swiftkv`=off: {options.path} has no teacher: its upper q, k, v were dropped"
+        )
 
 
 def describe(model: Model, swiftkv: bool) -> str:

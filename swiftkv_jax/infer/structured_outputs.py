@@ -7,6 +7,7 @@ limited, and what goes over a limit is refused or ends the sequence that follows
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import decimal
 import json
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..errors import UsageError
+from .compile_grammar import TokenizerDescription, compile_grammar, one_line
 from .engine.grammar import mask_words
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, A
         found = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"`json` is no JSON schema: {_line(error)}") from None
+        raise UsageError(f"`json` is no JSON schema: {one_line(error)}") from None
     if not isinstance(found, Mapping):
         raise UsageError("`json` must be a JSON schema, that is an object, or True")
     if len(text) > MAX_GRAMMAR_LENGTH:
@@ -182,27 +184,18 @@ class GrammarCompiler:
         Raises `UsageError` for a tokenizer that is no fast one, or without the extra `serve`.
         """
         try:
-            from llguidance import LLExecutor, LLParserLimits
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLExecutor
         except ImportError:
             raise UsageError(
                 "structured outputs need the package llguidance: pip install 'swiftkv-jax[serve]'"
             ) from None
+        self._source, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = list(eos_token_ids)
         try:
-            self._tokenizer = from_tokenizer(
-                tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
-            )
+            self._tokenizer = self.describe_tokenizer().make()
         except ValueError as error:
-            raise UsageError(f"this tokenizer cannot follow grammars: {_line(error)}") from None
-        self._vocab_size, self._executor = vocab_size, LLExecutor()
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=500_000,
-            step_lexer_fuel=50_000,
-            step_max_items=20_000,
-            max_lexer_states=50_000,
-            max_grammar_size=100_000,
-            verbose_errors=False,
-        )
+            raise UsageError(f"this tokenizer cannot follow grammars: {one_line(error)}") from None
+        self._executor = LLExecutor()
 
     def compile(self, outputs: StructuredOutputs) -> Matcher:
         """A matcher at the beginning of the grammar, for `Request.grammar`. Raises `UsageError` for
@@ -211,14 +204,9 @@ class GrammarCompiler:
 
     def compile_grammar(self, grammar: str) -> Matcher:
         """The same of a grammar in llguidance's own form."""
-        from llguidance import LLMatcher
-
         if len(grammar) > MAX_COMPILED_LENGTH:
             raise UsageError(f"the grammar has more than {MAX_COMPILED_LENGTH} characters")
-        # The interpreter runs other threads meanwhile.
-        found = LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
-        if found.is_error():
-            raise UsageError(f"the grammar is refused: {_line(found.get_error())}")
+        found = compile_grammar(self._tokenizer, grammar)
         made = GrammarMatcher(found, self._executor, grammar)
         mask = np.zeros((1, mask_words(self._vocab_size)), np.uint32)
         first = made.copy()
@@ -226,6 +214,21 @@ class GrammarCompiler:
         if first.error or not mask.any():
             raise UsageError("the grammar is refused: it allows no first token, or is too complex")
         return made
+
+    def describe_tokenizer(self) -> TokenizerDescription:
+        """For another process that compiles grammars. Raises `ValueError` for a tokenizer that is
+        no fast one."""
+        from tokenizers import Tokenizer
+
+        backend = copy.copy(getattr(self._source, "backend_tokenizer", None))
+        if not isinstance(backend, Tokenizer):
+            raise ValueError("it is no fast tokenizer")
+        backend.no_padding()
+        backend.no_truncation()
+        ends = self._eos_token_ids
+        if not ends and self._source.eos_token_id is not None:
+            ends = [self._source.eos_token_id]
+        return TokenizerDescription(backend.to_str(), self._vocab_size, ends or None)
 
 
 class GrammarMatcher:
@@ -258,10 +261,5 @@ class GrammarMatcher:
             return ""
         return (
             "the answer cannot go on: its grammar is too complex, or allows nothing that this "
-            f"tokenizer can write ({_line(self._matcher.get_error())})"
+            f"tokenizer can write ({one_line(self._matcher.get_error())})"
         )
-
-
-def _line(error: object) -> str:
-    """A message in one line."""
-    return " ".join(str(error).split())[:300]

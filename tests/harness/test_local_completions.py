@@ -32,7 +32,8 @@ def url(tmp_path_factory):
     template.write_text(
         "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     )
-    flags = "--enable-scoring --served-model-name demo --api-key first-key --max-num-seqs 8".split()
+    flags = "--enable-scoring --enable-tokenizer-info --served-model-name demo".split()
+    flags += "--api-key first-key --max-num-seqs 8".split()
     flags += (
         "--port 0 --max-model-len 512 --max-num-batched-tokens 256 --compile-cache none".split()
     )
@@ -66,6 +67,31 @@ def test_sums_are_those_of_the_command(url, tmp_path, monkeypatch):
         assert logprob == pytest.approx(row["logprob"], abs=1e-4)
         assert greedy == row["is_greedy"]
     assert 0 < sum(row["is_greedy"] for row in wanted) < ROWS
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_tokenizer_of_the_server_is_that_of_the_checkpoint(url, monkeypatch):
+    """`tokenizer_backend=remote` asks /tokenizer_info, /tokenize and /detokenize."""
+    monkeypatch.setenv("OPENAI_API_KEY", "first-key")
+    clients = importlib.import_module("lm_eval.models.openai_completions")
+    settings = {"model": "demo", "base_url": f"{url}/v1/completions", "batch_size": 8}
+    here = clients.LocalCompletionsAPI(
+        tokenizer=str(demo.SWIFTKV), tokenizer_backend="huggingface", max_length=512, **settings
+    )
+    there = clients.LocalCompletionsAPI(
+        tokenizer_backend="remote", auth_token="first-key", max_length=512, **settings
+    )
+    assert here.eot_token_id == there.eot_token_id is not None
+    assert here.eos_string == there.eos_string is not None
+    assert here.tokenizer.bos_token_id == there.tokenizer.bos_token_id is not None
+    assert "message['content']" in there.tokenizer.tokenizer_info["chat_template"]
+    chosen = pairs(20)
+    assert [there.tok_encode(text) for text, _ in chosen] == [
+        here.tok_encode(text) for text, _ in chosen
+    ]
+    wanted, found = (one.loglikelihood(ask(*chosen), disable_tqdm=True) for one in (here, there))
+    for (logprob, greedy), (other, same) in zip(wanted, found, strict=True):
+        assert logprob == pytest.approx(other, abs=1e-4) and greedy == same
 
 
 PROMPTS = ["def read_lines(path):\n", "class Stack:\n    def", "import os\nimport"]

@@ -12,12 +12,11 @@ import msgspec
 from ... import __version__
 from ..engine.engine import Engine
 from ..engine.grammar import Matcher
-from ..structured_outputs import GrammarCompiler
 from .auth import Keys
 from .errors import APIError, invalid, unsupported
 from .followers import Followers
 from .forms import Form, form_of
-from .grammars import GrammarQueue
+from .grammars import Compiler, GrammarQueue
 from .options import ServerOptions
 from .prompts import LONG, Prompt, PromptEncoder
 from .protocol import MAX_MESSAGES, ChatBody, Sampling, TokenizeBody
@@ -51,7 +50,7 @@ class App:
         tokenizer: Any,
         sampling_defaults: Mapping[str, Any],
         prefill_rate: float,
-        compiler: GrammarCompiler | None,
+        compiler: Compiler | None,
         followers: Followers | None = None,
     ) -> None:
         """Take requests, now that the engine is ready; the arguments are those of `Loaded`, and

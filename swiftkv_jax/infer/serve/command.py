@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from ...chat_template import render_chat
-from ...cli import OK
+from ...cli import OK, json_log
 from ...cli.model_options import (
     ModelOptions,
     add_model_arguments,
+    open_model,
     read_model,
     setup_model_devices,
 )
@@ -122,6 +123,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="log-probabilities of prompts (echo with logprobs)",
     )
+    add(
+        "--enable-tokenizer-info",
+        "--enable-tokenizer-info-endpoint",
+        dest="tokenizer_info",
+        action="store_true",
+        default=None,
+        help="/tokenizer_info: special tokens and the chat template",
+    )
     number = {"type": int, "metavar": "N"}
     add("--max-connections", **number, help="(default: 4096)")
     add("--max-body-size", **number, help="bytes (default: 64 for each token of max-model-len)")
@@ -179,7 +188,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="no page to talk to the model at /",
     )
-    add("--log-json", action="store_true", default=None, help="a JSON object for each request")
+    add("--log-json", action="store_true", default=None, help="a log of JSON, an object a line")
     add(
         "--kv-events-config",
         metavar="JSON",
@@ -196,6 +205,8 @@ def _add_listed(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.log_json:
+        json_log.begin()
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
     if args.directory is not None:
@@ -210,12 +221,11 @@ def main(args: argparse.Namespace) -> int:
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
     template = None if args.chat_template is None else _text(args.chat_template)
+    from ...checkpoints.auxiliary import has_tokenizer
     from . import processes, server  # after the look for their packages
 
     def load(mesh: Mesh | None, say: Callable[[str], None]) -> server.Loaded:
         model = read_model(model_options, mesh)
-        if model.tokenizer is None:
-            raise UsageError("this checkpoint has no tokenizer: a server needs one")
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
         if template is not None:
@@ -237,6 +247,8 @@ def main(args: argparse.Namespace) -> int:
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
+        if not has_tokenizer(open_model(model_options).auxiliary_files):
+            raise UsageError("this checkpoint has no tokenizer: a server needs one")
         listener = server.listen(args.host, args.port)
         port = listener.getsockname()[1]
         at = f"[{args.host}]" if ":" in args.host else args.host

@@ -4,6 +4,8 @@ before the first request, half headers and half bodies it keeps for ever."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import h11
@@ -18,10 +20,46 @@ BYTES_PER_SECOND = 65536
 """A body may take a second longer for each of so many bytes."""
 
 
+class Transport:
+    """asyncio's transport; uvicorn writes each part of an answer by itself."""
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport = transport
+        self._held: list[bytes] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is written meanwhile goes out at the end, in one system call."""
+        self._held = []
+        try:
+            yield
+        finally:
+            self._release()
+
+    def write(self, data: bytes) -> None:
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(data)
+
+    def close(self) -> None:
+        self._release()
+        self._transport.close()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))
+
+
 class Connection(H11Protocol):
     """One connection. Subclassed by `with_options`, since uvicorn makes it."""
 
     options: ServerOptions
+    transport: Transport  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
@@ -33,7 +71,7 @@ class Connection(H11Protocol):
             await app(scope, receive, send)
 
         self.app = run
-        super().connection_made(transport)
+        super().connection_made(Transport(transport))  # type: ignore[arg-type]
         # What is sent next waits until the system has what was sent before: `flow.drain`.
         transport.set_write_buffer_limits(0)
         if len(self.connections) > self.options.max_connections:

@@ -161,8 +161,9 @@ class Exchange:
             length = len(content)
         elapsed = 1e3 * (time.monotonic() - self.arrival)
         self.extra.setdefault("openai-processing-ms", f"{elapsed:.0f}")
-        await self._start(status, content_type, {"content-length": str(length)})
-        await self._write(content, more=False)
+        with self._connection.transport.held():
+            await self._start(status, content_type, {"content-length": str(length)})
+            await self._write(content, more=False)
 
     async def flush(self) -> None:
         """Wait until the system has all that was sent. Raises `ClientGone`."""
@@ -179,10 +180,14 @@ class Exchange:
 
     async def send_events(self, content: bytes, *, more: bool = True) -> None:
         """Events of a stream; the first call begins it. Raises `ClientGone`."""
-        if not self.status:
-            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            await self._start(200, EVENTS, headers)
-        await self._write(content, more=more)
+        if self.status and more:  # in one part
+            await self._write(content, more=True)
+            return
+        with self._connection.transport.held():
+            if not self.status:
+                headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+                await self._start(200, EVENTS, headers)
+            await self._write(content, more=more)
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         every = {
@@ -209,6 +214,9 @@ class Exchange:
     async def _in_time(self, sending: Awaitable[None]) -> None:
         """A client that does not read ends its connection, with what it has not read."""
         try:
+            if not self._connection.flow.write_paused:  # then nothing is waited for
+                await sending
+                return
             async with asyncio.timeout(self._write_timeout):
                 await sending
         except TimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -133,7 +134,7 @@ class _Collector:
     def _of_requests(self) -> Iterator[Metric]:
         metrics = self._service.metrics
         yield self._counter(
-            "vllm:generation_tokens", "Tokens generated.", metrics.generation_tokens
+            "vllm:generation_tokens", "Tokens of answers.", metrics.generation_tokens
         )
         yield self._counters(
             "vllm:request_success",
@@ -169,7 +170,7 @@ class _Collector:
         ):
             yield self._histogram(name, text, found)
         yield self._counter(
-            "swiftkv:wasted_tokens", "Tokens of aborted requests.", metrics.wasted_tokens
+            "swiftkv:wasted_tokens", "Tokens behind an answer's end.", metrics.wasted_tokens
         )
         yield self._counter("swiftkv:slow_clients", "Streams aborted unread.", metrics.slow_clients)
         yield self._counters(
@@ -186,15 +187,19 @@ class _Collector:
             answers.add_metric([route, str(status)], count)
         yield answers
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
+    def _value(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
+        family = kind(name, text, labels=LABELS)
         family.add_metric(self._values, value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._values, value)
-        return family
+    _gauge = functools.partialmethod(_value, GaugeMetricFamily)
+    _counter = functools.partialmethod(_value, CounterMetricFamily)
 
     def _counters(
         self, name: str, text: str, label: str, found: dict[str, int], known: Sequence[str]

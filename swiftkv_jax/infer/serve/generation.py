@@ -72,6 +72,8 @@ class Choice:
         self._ready = TextDelta()
         self.num_tokens = 0
         """Tokens of the answer, its end token included."""
+        self.num_counted = 0
+        """Of these, how many the metrics have counted."""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.last_token = 0.0
@@ -182,7 +184,10 @@ class Part:
         """All of its samples have ended, or all of its scores are there."""
         if isinstance(self.request, ScoreRequest):
             return bool(self.scores) and self.scores[-1].finish_reason is not None
-        return all(choice.finish_reason is not None for choice in self.choices)
+        for choice in self.choices:  # asked for every event: `all` takes twice as long
+            if choice.finish_reason is None:
+                return False
+        return True
 
     def is_first(self, output: RequestOutput) -> bool:
         """Whether an output tells that the prompt is cached, as the first one of a sample does, and
@@ -243,7 +248,10 @@ class Generation:
         """All that was asked for is there, or it has failed."""
         if self.error is not None:
             return True
-        return all(part.is_done for part in self.parts)
+        for part in self.parts:
+            if not part.is_done:
+                return False
+        return True
 
     def push(self, part: Part, event: RequestOutput | UsageError | Ended) -> bool:
         """Add an event of a part. True if its text has ended its sample, by a stop string or as

@@ -38,7 +38,9 @@ class Metrics:
         self.http: collections.Counter[tuple[str, int]] = collections.Counter()
         """(route, status) -> answers."""
         self.wasted_tokens = self.slow_clients = 0
+        """Tokens behind the end of an answer or after an abort; streams aborted unread."""
         self.generation_tokens = 0
+        """Tokens of answers, as `usage` counts them."""
         self.loop_lag = 0.0
         self.num_connections: Callable[[], int] = lambda: 0
         self.ttft, self.itl = Histogram(TTFT_BUCKETS), Histogram(TPOT_BUCKETS)
@@ -70,14 +72,21 @@ class Metrics:
             self.ttft.observe(now - generation.arrival)
         if not part.choices:
             return
-        tokens = len(event.token_ids) + (event.stop_token is not None)
-        self.generation_tokens += tokens
-        choice = part.choices[event.sample]
-        if generation.abort_reason is not None or choice.finish_reason is not None:
-            self.wasted_tokens += tokens
+        tokens, choice = _num_tokens(event), part.choices[event.sample]
         if choice.last_token and tokens:
             self.itl.observe((now - choice.last_token) / tokens, tokens)
         choice.last_token = now
+
+    def count_tokens(self, generation: Generation, part: Part, event: Any) -> None:
+        """The tokens of an event that has been added to its sample: those that are in the answer,
+        and those behind its end or after an abort."""
+        if not isinstance(event, RequestOutput) or not part.choices:
+            return
+        choice = part.choices[event.sample]
+        taken, choice.num_counted = choice.num_tokens - choice.num_counted, choice.num_tokens
+        self.generation_tokens += taken
+        tokens, is_aborted = _num_tokens(event), generation.abort_reason is not None
+        self.wasted_tokens += tokens if is_aborted else tokens - taken
 
     def observe_end(self, generation: Generation) -> None:
         """Nothing of a request is held any more, however it ended."""
@@ -110,6 +119,10 @@ class Metrics:
             longest = max((choice.num_tokens for choice in generation.choices), default=0)
             if longest > 1:
                 self.tpot.observe((last - first) / (longest - 1))
+
+
+def _num_tokens(event: RequestOutput) -> int:
+    return len(event.token_ids) + (event.stop_token is not None)
 
 
 STATES = ("queued", "prefilling", "decoding")

@@ -98,6 +98,8 @@ class ServerOptions:
     """Names of the model; the first is the one in answers. Empty: the name of its folder."""
     api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, repr=False)
     """Name of a key -> key. Empty: no key is needed."""
+    tokenizer_info: bool = False
+    """Answer /tokenizer_info with special tokens and chat template."""
     metrics_public: bool = False
     """Answer /metrics without a key."""
     share_prefix_cache: bool = False
@@ -169,7 +171,7 @@ class ServerOptions:
     page: bool = True
     """Answer / with a page to talk to the model."""
     log_json: bool = False
-    """One JSON object for each request in the log, in the place of a line of text."""
+    """The log's record of a request has its values as `fields`, in the place of a text."""
     kv_events_config: KVEventsConfig | None = None
     """Where events of the prefix cache are published; None is nowhere."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from .page import page
 from .responses import responses
 from .schema import openapi
 from .score import score
-from .token_routes import detokenize, tokenize
+from .token_routes import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,8 @@ def asgi(app: App) -> Starlette:
         ("/openapi.json", ["GET"], schema),
     ]
     public = {"/health", "/ready", "/ping", "/version", "/"}
+    if app.options.tokenizer_info:
+        root.append(("/tokenizer_info", ["GET"], tokenizer_info))
     if app.options.page:
         root.append(("/", ["GET"], page))
     if app.options.metrics_public:
@@ -143,7 +144,6 @@ class Endpoint:
     def _log(self, exchange: Exchange) -> None:
         total = 1e3 * (time.monotonic() - exchange.arrival)
         found = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "id": exchange.request_id,
             "key": exchange.key,
             "route": self._route,
@@ -154,9 +154,11 @@ class Endpoint:
             "bytes_out": exchange.num_bytes_out,
         }
         if self._app.options.log_json:
-            logger.info("%s", json.dumps(found))
+            logger.info("request", extra={"fields": found})
         else:
-            parts = (f"{name}={value}" for name, value in found.items() if value not in ("", []))
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            shown = {"time": now} | found
+            parts = (f"{name}={value}" for name, value in shown.items() if value not in ("", []))
             logger.info("%s", printable(" ".join(parts), 1000))
 
 

@@ -124,22 +124,56 @@ async def changes(
     exchange: Exchange, generation: Generation, *, silence: float | None = None
 ) -> AsyncIterator[None]:
     """Yields when there may be something new to send, the last time when all is there. After so
-    many seconds of silence it sends a comment of a stream. Raises `APIError` and `ClientGone`."""
+    many seconds of silence it sends a comment of a stream, and yields too. Raises `APIError` and
+    `ClientGone`."""
     done = generation.is_done and generation.error is None  # nothing is to be run
-    while not done:
-        try:
-            async with asyncio.timeout(silence):
-                await generation.changed.wait()
-        except TimeoutError:
-            await exchange.send_events(KEEP_ALIVE)
-            continue
-        generation.changed.clear()
-        if exchange.is_gone:
-            raise ClientGone
-        if generation.error is not None:
-            raise generation.error
-        done = generation.is_done
-        yield
+    timer = None if silence is None else _SilenceTimer(generation.changed, silence)
+    try:
+        while not done:
+            await generation.changed.wait()
+            generation.changed.clear()
+            if exchange.is_gone:
+                raise ClientGone
+            if generation.error is not None:
+                raise generation.error
+            if timer is not None and timer.take():
+                await exchange.send_events(KEEP_ALIVE)
+            done = generation.is_done
+            yield
+            if timer is not None:
+                timer.restart()
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+class _SilenceTimer:
+    """Sets an event after so many seconds without a `restart`, and every so many again. A restart
+    costs nothing: the one timer that runs looks at the time of the last."""
+
+    def __init__(self, event: asyncio.Event, seconds: float):
+        self._event, self._seconds = event, seconds
+        self._loop, self._has_ended = asyncio.get_running_loop(), False
+        self._start = self._loop.time()
+        self._handle = self._loop.call_later(seconds, self._look)
+
+    def restart(self) -> None:
+        self._start = self._loop.time()
+
+    def take(self) -> bool:
+        """Whether the time has ended since the last call."""
+        found, self._has_ended = self._has_ended, False
+        return found
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _look(self) -> None:
+        left = self._start + self._seconds - self._loop.time()
+        if left <= 0:
+            self._has_ended, self._start, left = True, self._loop.time(), self._seconds
+            self._event.set()
+        self._handle = self._loop.call_later(left, self._look)
 
 
 async def until_done(exchange: Exchange, generation: Generation) -> None:

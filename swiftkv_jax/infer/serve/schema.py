@@ -23,6 +23,7 @@ _GETS = {
     "/v1/models": "Models that are served",
     "/health": "The process answers",
     "/ready": "Requests are taken",
+    "/tokenizer_info": "Special tokens and chat template, with --enable-tokenizer-info",
     "/metrics": "Metrics for Prometheus",
     "/version": "Version of the package",
     "/load": "Requests that wait and run",

@@ -28,6 +28,7 @@ from .auth import Keys
 from .connection import with_options
 from .exchange import MAX_HEADER_BYTES
 from .followers import Followers
+from .grammar_process import CheckedCompiler
 from .options import ServerOptions
 from .routes import asgi
 
@@ -127,12 +128,18 @@ async def serve(
         on_start(app, stopping.signal)
     web = asyncio.ensure_future(server.serve(sockets=[listener]))
     tasks = [asyncio.ensure_future(app.service.watch()), asyncio.ensure_future(stopping.wait())]
-    loading = _in_thread(lambda: load(lambda phase: setattr(app.service, "phase", phase)))
+
+    def load_all() -> tuple[Loaded, CheckedCompiler | None]:
+        found = load(lambda phase: setattr(app.service, "phase", phase))
+        return found, found.compiler and CheckedCompiler(found.compiler)
+
+    loading = _in_thread(load_all)
     try:
         await asyncio.wait([loading, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             return await _abandon(server, web, followers)
-        app.open(*loading.result(), followers)
+        loaded, compiler = loading.result()
+        app.open(*loaded[:-1], compiler, followers)
         # Everything that is there now stays: a full collection would stop both threads.
         gc.collect()
         gc.freeze()
@@ -248,7 +255,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, OutOfMemoryError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _in_thread(work: Callable[[], Loaded]) -> asyncio.Future[Loaded]:
+def _in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
     """Result of `work` in a thread that does not hold up the end of the process."""
     loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 

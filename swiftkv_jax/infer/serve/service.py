@@ -217,7 +217,9 @@ class Service:
                 continue
             generation, part = found
             self.metrics.observe_event(generation, part, event)
-            if generation.push(part, event):
+            ended_by_text = generation.push(part, event)
+            self.metrics.count_tokens(generation, part, event)
+            if ended_by_text:
                 assert isinstance(event, RequestOutput)
                 self.engine.abort(engine_id, event.sample)
             if part.is_ended:

@@ -10,6 +10,8 @@ from .exchange import Exchange
 from .protocol import DetokenizeBody, TokenizeBody
 from .run import counted_body
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
 
 async def tokenize(app: App, exchange: Exchange) -> None:
     """POST /tokenize"""
@@ -46,3 +48,16 @@ async def detokenize(app: App, exchange: Exchange) -> None:
     async with counted_body(app, exchange, DetokenizeBody) as body:
         text = await app.encoder.detokenize(body.tokens)
     await exchange.send_json(200, {"prompt": text})
+
+
+async def tokenizer_info(app: App, exchange: Exchange) -> None:
+    """GET /tokenizer_info: what tokenizer_config.json says, as far as clients use it."""
+    app.service.check_ready()
+    tokenizer = app.tokenizer
+    found: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__}
+    found |= {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found["added_tokens_decoder"] = {str(number): one.content for number, one in added.items()}
+    found["model_max_length"] = app.service.max_model_len
+    found["chat_template"] = getattr(tokenizer, "chat_template", None)
+    await exchange.send_json(200, found)

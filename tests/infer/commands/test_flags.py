@@ -23,7 +23,7 @@ ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-ste
 SERVE = """--host --port --served-model-name --api-key --api-key-file --insecure --metrics-public
     --allowed-origins --allowed-hosts --unknown-fields --tool-call-parser --reasoning-parser
     --chat-template --chat-template-kwargs --no-structured-outputs --share-prefix-cache
-    --enable-scoring
+    --enable-scoring --enable-tokenizer-info
     --max-connections --max-body-size --max-num-queued-reqs --max-num-queued-tokens
     --max-reqs-per-key --overload-status --fair-by --queue-timeout --request-timeout
     --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay

@@ -65,7 +65,9 @@ def mock_loaded(
 
     runner.run_decode = slow
     tokenizer = tokenizer or make_tokenizer()
-    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
+    compiler = None
+    if made.options.structured_outputs:
+        compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
     return server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler), runner
 
 

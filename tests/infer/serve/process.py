@@ -25,6 +25,8 @@ class Server:
     process: subprocess.Popen
     lines: Iterator[str]
     """What the process writes to standard error from now on."""
+    start: list[str]
+    """What it has written until it was ready."""
 
     def ask(self, path: str, body: object = None, key: str = "first-key") -> dict:
         """The answer, as JSON; `HTTPError` for a status that is none of success."""
@@ -48,17 +50,17 @@ def serving(model: Path, *arguments: str) -> Iterator[Server]:
     )
     try:
         assert process.stderr is not None
-        server, lines = Server("", process, iter(process.stderr)), []
+        server = Server("", process, iter(process.stderr), [])
         for line in server.lines:
-            lines.append(line)
-            if found := re.search(r"listening on (http://\S+)", line):
+            server.start.append(line)
+            if found := re.search(r"listening on (http://[^\s\"]+)", line):
                 server.url = found[1]
                 health = server.ask("/health")
                 assert health == {"status": "ok"}, "before the model is loaded"
             if " is ready" in line:
                 break
         else:
-            raise AssertionError("".join(lines))
+            raise AssertionError("".join(server.start))
         yield server
     finally:
         process.kill()

@@ -1,5 +1,7 @@
 """What clients get: objects, streams, log-probabilities, usage."""
 
+import json
+
 import openai
 import pytest
 
@@ -239,3 +241,21 @@ def test_models_and_tokens(client, running):
     assert running.post("/detokenize", {"tokens": ids_of("abc")}) == (200, {"prompt": "abc"})
     status, found = running.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})
     assert found["tokens"][0] == USER_TOKEN
+
+
+def test_the_tokenizer_is_told_where_that_is_enabled(running, start):
+    assert running.request("GET", "/tokenizer_info")[0] == 404
+    told = start(tokenizer_info=True, api_keys={"one": "a-key-of-some-length"})
+    assert told.request("GET", "/tokenizer_info")[0] == 401
+    key = {"x-api-key": "a-key-of-some-length"}
+    status, _, content = told.request("GET", "/tokenizer_info", headers=key)
+    assert status == 200 and json.loads(content) == {
+        "tokenizer_class": type(TOKENIZER).__name__,
+        "bos_token": None,
+        "eos_token": "<|end|>",
+        "unk_token": None,
+        "pad_token": None,
+        "added_tokens_decoder": {str(END): "<|end|>", str(USER_TOKEN): "<|user|>"},
+        "model_max_length": 256,
+        "chat_template": TOKENIZER.chat_template,
+    }

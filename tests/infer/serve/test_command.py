@@ -2,7 +2,9 @@
 
 import argparse
 import copy
+import json
 import re
+import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -24,7 +26,9 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     template = tmp_path / "template.jinja"
     template.write_text(CHAT_TEMPLATE)
     names = "--served-model-name", "tiny", "--api-key-file", str(keys)
-    with serving(checkpoint, *SMALL, *names, "--chat-template", str(template)) as server:
+    with serving(
+        checkpoint, *SMALL, *names, "--chat-template", str(template), "--log-json"
+    ) as server:
         key = {"authorization": "Bearer first-key"}
         request = urllib.request.Request(f"{server.url}/metrics", headers=key)
         with urllib.request.urlopen(request) as answer:
@@ -42,14 +46,31 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
         assert re.fullmatch("[a-d]{3}", bound["text"]) and bound["finish_reason"] == "stop"
         keys.write_text("someone: other-key\n")
         server.process.send_signal(signal.SIGHUP)
-        assert next(line for line in server.lines if "keys read again" in line)
+        before = []
+        for line in server.lines:
+            before.append(line)
+            if "keys read again" in line:
+                break
         assert server.ask("/v1/models", key="other-key")["data"][0]["id"] == "tiny"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             server.ask("/v1/models")
         server.process.send_signal(signal.SIGTERM)
         _, rest = server.process.communicate(timeout=30)
     assert server.process.returncode == 0, rest
-    assert "shutting down" in rest and "Traceback" not in rest
+    log = [json.loads(line) for line in (*server.start, *before, *rest.splitlines())]
+    assert {"time", "level", "message"} <= set.intersection(*map(set, log))
+    said = [one["message"] for one in log]
+    for text in (
+        "listening on",
+        "memory per device",
+        "tiny is ready",
+        "keys read",
+        "shutting down",
+    ):
+        assert any(text in one for one in said), text
+    requests = [one for one in log if one["message"] == "request"]
+    assert {"/v1/completions", "/v1/chat/completions"} <= {one["route"] for one in requests}
+    assert {one["level"] for one in log} == {"info"}, said
 
 
 @pytest.mark.parametrize(
@@ -94,16 +115,42 @@ def test_a_port_in_use_is_one_line(capsys):
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
+def test_an_error_in_the_log_of_json(capsys):
+    assert main(["serve", "--model", "nothing-here", "--log-json"]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found["level"] == "error" and "nothing-here: no such file" in found["message"]
+    assert main(["serve", "--model", "nothing-here"]) == 4
+    assert capsys.readouterr().err.startswith("error: nothing-here"), "and not after it"
+
+
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(command, "PACKAGES", ("no_such_package",))
     assert main(["serve"]) == 2
     assert "pip install 'swiftkv-jax[serve]'" in capsys.readouterr().err
 
 
-def test_a_model_that_is_none_ends_with_its_own_error(tmp_path, capsys):
-    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 4
-    error = capsys.readouterr().err
-    assert "error: " in error and "Traceback" not in error
+@pytest.mark.parametrize(
+    ("missing", "code", "message"),
+    [
+        (None, 4, "no such file or directory"),
+        ("config.json", 4, "not a checkpoint"),
+        ("model.safetensors", 4, "model.safetensors"),
+        ("tokenizer.json", 2, "this checkpoint has no tokenizer"),
+    ],
+)
+def test_a_model_that_is_none_ends_before_anything_listens(
+    missing, code, message, checkpoint, tmp_path, capsys, monkeypatch
+):
+    """With its own error, alone."""
+    monkeypatch.setattr("swiftkv_jax.infer.serve.server.listen", None)
+    folder = tmp_path / "model"
+    if missing is not None:
+        ignored = {"tokenizer.json": ["tokenizer*", "vocab*"]}.get(missing, [missing])
+        shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*ignored))
+    assert main(["serve", "--model", str(folder), "--port", "0"]) == code
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and message in error
 
 
 @pytest.mark.parametrize(
@@ -112,6 +159,14 @@ def test_a_model_that_is_none_ends_with_its_own_error(tmp_path, capsys):
 )
 def test_loopback(host, loopback):
     assert command.is_loopback(host) is loopback
+
+
+def test_the_router_of_the_example_is_the_one_that_is_tested():
+    """At one version."""
+    compose = (ROOT / "examples" / "deploy" / "compose.yaml").read_text()
+    installed = re.findall(r"pip install [^']*'([^']+)'", compose)
+    assert installed and all(re.fullmatch(r"[\w-]+==[\d.]+", one) for one in installed)
+    assert all(f"'{one}'" in (ROOT / "Makefile").read_text() for one in installed)
 
 
 def test_flags_of_the_deployment_examples():

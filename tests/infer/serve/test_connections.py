@@ -1,5 +1,6 @@
 """Connections that behave badly, on raw sockets: what they hold ends in time."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -7,6 +8,8 @@ import time
 
 import pytest
 
+from swiftkv_jax.infer.serve.connection import Transport
+from swiftkv_jax.infer.serve.run import _SilenceTimer
 from tests.infer.serve.conftest import Running
 from tests.infer.serve.test_ends import BODY, SLOW, connect, left, metric
 
@@ -36,6 +39,68 @@ def until_closed(connection: socket.socket) -> float:
     except ConnectionResetError:
         pass
     return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parts_of_an_answer_are_written_together(running, monkeypatch, stream):
+    """Head and first event, last event and end: a system call less each."""
+    written = []
+
+    class Noting:
+        def __init__(self, transport):
+            self.transport = transport
+
+        def __getattr__(self, name):
+            return getattr(self.transport, name)
+
+        def write(self, data):
+            written.append(bytes(data))
+            self.transport.write(data)
+
+    before = Transport.__init__
+    monkeypatch.setattr(
+        Transport,
+        "__init__",
+        lambda self, transport: before(self, Noting(transport)),  # type: ignore[arg-type]
+    )
+    body = BODY | {"max_tokens": 20, "ignore_eos": True, "stream": stream}
+    assert running.request("POST", "/v1/completions", body)[0] == 200
+    assert all(written) and written[0].startswith(b"HTTP/1.1 200")
+    if stream:
+        assert len(written) > 1 and b"data: " in written[0]
+        assert b"[DONE]" in written[-1] and written[-1].endswith(b"0\r\n\r\n")
+    else:
+        assert len(written) == 1
+
+
+def test_a_connection_that_closes_sends_all_of_its_answer(running):
+    request = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = b""
+    with send(running, request) as connection:
+        while part := connection.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 200") and b'"version"' in answer
+
+
+def test_silence_is_timed_from_the_last_restart():
+    async def run() -> list[bool]:
+        event = asyncio.Event()
+        timer = _SilenceTimer(event, 0.2)
+        for _ in range(3):  # never silent for so long
+            await asyncio.sleep(0.12)
+            timer.restart()
+        found = [event.is_set(), timer.take()]
+        begun = time.monotonic()
+        for _ in range(2):
+            await asyncio.wait_for(event.wait(), 5)
+            event.clear()
+            found += [timer.take(), timer.take()]
+        assert 0.35 < time.monotonic() - begun < 2
+        timer.cancel()
+        await asyncio.sleep(0.3)
+        return [*found, event.is_set()]
+
+    assert asyncio.run(run()) == [False, False, True, False, True, False, False]
 
 
 def test_half_a_body_behind_another_request_has_a_deadline(start):

@@ -314,7 +314,7 @@ def test_bad_words_and_allowed_tokens(running):
 
 def test_a_server_without_grammars_filters_no_tokens(start):
     running = start(engine={"structured_outputs": False})
-    running.app.grammars = None
+    assert running.app.grammars is None
     for name, value in (("bad_words", ["a"]), ("allowed_token_ids", [1])):
         status, answer = running.post(COMPLETIONS, {"prompt": "x", name: value})
         assert status == 400 and answer["error"]["param"] == name, answer

@@ -1,0 +1,81 @@
+"""Standard error as JSON, an object a line: the package's log, that of libraries, warnings, and
+whatever else is written to `sys.stderr`. What compiled code writes past Python is not."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+class JSONStderr(io.TextIOBase):
+    """Takes the place of `sys.stderr`."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self._line = stream, ""
+
+    def write(self, text: str, /) -> int:
+        """What ends with a line break is a message, of one line or several."""
+        self._line += text
+        if self._line.endswith("\n"):
+            line, self._line = self._line.strip("\n"), ""
+            if line.strip():
+                self.write_object("info", {"message": line})
+        return len(text)
+
+    def write_object(self, level: str, fields: Mapping[str, Any]) -> None:
+        """A line with the time, a level and some fields."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self.stream.write(json.dumps({"time": now, "level": level, **fields}) + "\n")
+        self.stream.flush()
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+
+class _Handler(logging.Handler):
+    """Of the root logger, for what libraries log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if isinstance(sys.stderr, JSONStderr):
+                sys.stderr.write_object(record.levelname.lower(), fields_of(record))
+        except Exception:
+            self.handleError(record)
+
+
+_HANDLER = _Handler(logging.WARNING)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Logger, message and traceback; `fields` in the record's `extra` are added."""
+    found: dict[str, Any] = {"logger": record.name, "message": record.getMessage()}
+    if record.exc_info:
+        found["exception"] = logging.Formatter().formatException(record.exc_info)
+    return found | getattr(record, "fields", {})
+
+
+def begin() -> None:
+    """From now on, until `end`."""
+    if sys.stderr is not None and not isinstance(sys.stderr, JSONStderr):
+        sys.stderr = JSONStderr(sys.stderr)
+        logging.getLogger().addHandler(_HANDLER)
+        logging.captureWarnings(True)
+
+
+def end() -> None:
+    """Does nothing without a `begin`."""
+    if isinstance(sys.stderr, JSONStderr):
+        sys.stderr = sys.stderr.stream
+        logging.getLogger().removeHandler(_HANDLER)
+        logging.captureWarnings(False)

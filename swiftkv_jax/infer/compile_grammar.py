@@ -1,0 +1,64 @@
+"""llguidance's matchers, within limits of work. Imports nothing else, so that a process which only
+compiles grammars starts quickly and stays small."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerDescription:
+    """What llguidance needs of a tokenizer."""
+
+    text: str
+    """The JSON of the package tokenizers."""
+    vocab_size: int
+    """The model's."""
+    eos_token_ids: Sequence[int] | None
+    """None are the tokenizer's."""
+
+    def make(self) -> LLTokenizer:
+        """Takes about a second for a vocabulary of 128k. Raises `ValueError`."""
+        from llguidance import LLTokenizer
+
+        ids = None if self.eos_token_ids is None else list(self.eos_token_ids)
+        return LLTokenizer(self.text, n_vocab=self.vocab_size, eos_token=ids)
+
+    def write(self, file: IO[str]) -> None:
+        json.dump(dataclasses.asdict(self), file)
+
+    @classmethod
+    def read(cls, file: IO[str]) -> TokenizerDescription:
+        return cls(**json.load(file))
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of a grammar in llguidance's own form. Other threads run
+    meanwhile. Raises `UsageError`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    found = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+    if found.is_error():
+        raise UsageError(f"the grammar is refused: {one_line(found.get_error())}")
+    return found
+
+
+def one_line(error: object) -> str:
+    """A message in one line."""
+    return " ".join(str(error).split())[:300]
