@@ -14,30 +14,34 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from swiftkv_jax import cli
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.config import Config
 from swiftkv_jax.mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from swiftkv_jax.model import Model
+from swiftkv_jax.packed_attention import head_major
+from swiftkv_jax.params import Llama, SwiftKV, require_teacher
+from swiftkv_jax.rope import group_table, rope_tables
 from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.recipe import DEMO, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, open_tokenizer
 from swiftkv_jax.train.start import first_delta
+from swiftkv_jax.transformer import Batch, delta_queries, project_kv, self_layer, with_queries
 
 from . import report
 from .markdown import section, table
-from .quality import shared_prompt
 from .quality.held_out import held_out_rows
 from .quality.scores import MODES, Scores, Teacher, compare, run_teacher, score_student
 from .teachers.files import TeacherFiles
@@ -130,13 +134,22 @@ def _fitted(
 def _with_exact(student: Model, teacher: Teacher, mesh: Mesh, exact: str) -> Scores:
     """Scores with the teacher's keys, or values, of all tokens in every upper layer."""
     config, attention = student.config, Attention(mesh)
-    masks = (jnp.asarray(exact == kind) for kind in EXACT[1:])
-    own = tuple(jnp.broadcast_to(mask, teacher.batches[0].tokens.shape) for mask in masks)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def scores(config, llama, delta, batch, x, last):
-        run: Callable = shared_prompt.run_upper_layers
-        x = run(config, attention, llama, delta, batch, x, *own)
+    def scores(config: Config, llama: Llama, delta: SwiftKV, batch: Batch, x, last):
+        table = group_table(config, rope_tables(config, batch.positions))
+        shared = zip(*project_kv(config, delta, x, table), strict=True)
+        upper = llama.upper, require_teacher(llama, "measure"), delta_queries(delta)
+        for layer, kv in enumerate(shared):
+            block, qkv, queries = jax.tree.map(operator.itemgetter(layer), upper)
+
+            def attend(q, k, v, kv=kv):
+                k = head_major(k) if exact == "keys" else kv[0]
+                v = head_major(v) if exact == "values" else kv[1]
+                return attention.prefill(q, k, v, segment_ids=batch.segment_ids), None
+
+            qkv = with_queries(qkv, queries)
+            x, _ = self_layer(config, block, qkv, x, table, attend, attention)
         return compare(config, llama, x, last, batch.tokens)
 
     states = teacher.states[config.num_key_value_layers]

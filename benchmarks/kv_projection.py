@@ -148,7 +148,7 @@ def _measured(
 
 def projection(config: Config):
     """(norm, weights, hidden states, rotary table, pages, caches) -> caches, as
-    `infer.runner.programs` does it."""
+    `infer.runner.cached_layers` does it."""
 
     def run(norm, kv, x, rope, pages, caches):
         k, v = project_fused_kv(config, norm, kv, None, None, x, rope)

@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -20,7 +21,7 @@ from . import pallas_kernels
 from .mesh import MODEL, dp_size, row_axes
 from .pallas_kernels import ATTENTION_OUTPUT, DecodePlan, Implementation
 
-__all__ = ["ATTENTION_OUTPUT", "DEFAULT", "Attention"]
+__all__ = ["ATTENTION_OUTPUT", "DEFAULT", "Attention", "merge_attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +222,21 @@ def split_heads(mesh: Mesh, heads: int, kv_heads: int) -> tuple[bool, bool]:
     devices = mesh.shape[MODEL]
     split_kv = kv_heads % devices == 0
     return split_kv, not split_kv and devices % kv_heads == 0 and heads % devices == 0
+
+
+def merge_attention(
+    a: Float[Array, "B T N H"],
+    a_lse: Float[Array, "B T N"],
+    b: Float[Array, "B T N H"],
+    b_lse: Float[Array, "B T N"],
+) -> Float[Array, "B T N H"]:
+    """Attention to two sets of keys, from that to each and the log-sum-exp of its scores, -inf for
+    an empty one. Where both are empty it is zero."""
+    largest = jnp.maximum(a_lse, b_lse)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    a_weight, b_weight = jnp.exp(a_lse - largest)[..., None], jnp.exp(b_lse - largest)[..., None]
+    total = jnp.maximum(a_weight + b_weight, jnp.finfo(jnp.float32).tiny)
+    return ((a * a_weight + b * b_weight) / total).astype(a.dtype)
 
 
 class _Split(NamedTuple):

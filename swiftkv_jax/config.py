@@ -232,6 +232,13 @@ class Config:
         and the keys and values that tokens keep of their own."""
         return self.generated_kv == "own" and self.key_value_group_size > 1
 
+    @property
+    def own_pages(self) -> int:
+        """Pages of the cache that hold the own upper keys and values of as many tokens as a page
+        has positions, where upper layers attend to two caches. Each page has room for one layer's
+        in the pools of each cache layer."""
+        return -(-self.num_upper_layers // self.num_cache_layers)
+
     def own_start(self, prompt_length: int) -> int:
         """Position of the first token that keeps its own upper keys and values; `NO_OWN` if none
         does."""

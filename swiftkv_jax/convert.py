@@ -39,6 +39,7 @@ from .errors import CheckpointError, UsageError
 from .io.files import check_free
 from .mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from .quantization import SCALE
+from .rope_config import Rope
 
 ORBAX, HUGGING_FACE, RUN = "Orbax", "Hugging Face", "training run"
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -34,7 +34,17 @@ def tail_flops(config: Config, length: int, tail: int) -> int:
     upper = range(config.num_lower_layers, config.num_layers - 1)
     attention = _attention_flops(config, upper, length)
     attention -= _attention_flops(config, upper, length - tail)
-    return len(upper) * 2 * tail * layer_weights(config) + attention + 2 * tail * kv_weights(config)
+    each = 2 * layer_weights(config) + second_query_flops(config)
+    return len(upper) * tail * each + attention + 2 * tail * kv_weights(config)
+
+
+def second_query_flops(config: Config) -> int:
+    """Operations of an upper layer for one token besides those of a plain one, where it attends to
+    two caches: the student's queries, and the mix of shared values."""
+    if not config.two_queries:
+        return 0
+    mix = 0 if config.shared_kv_heads is None else config.head_dim
+    return 2 * config.num_heads * config.head_dim * (config.embed_dim + mix)
 
 
 def kv_projections(config: Config, *, swiftkv: bool) -> int:
@@ -56,6 +66,8 @@ def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     attention = 2 * 2 * config.num_heads * config.head_dim * visible_positions(config, context)
     projections = kv_projections(config, swiftkv=swiftkv)
     layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
+    if swiftkv:
+        layers += config.num_upper_layers * second_query_flops(config)
     return layers + projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
 
 
@@ -70,7 +82,8 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     Forward through the lower layers once and through the upper layers twice (teacher, student);
     backward through the student's upper layers for activations and for the delta's weights; three
     products with the output matrix. Where generated tokens keep their own keys and values, the
-    teacher's projections make those of every token of the student's states too.
+    teacher's projections make those of every token of the student's states too, and with groups
+    queries, which stand beside the student's in heads of twice the size.
     """
     every = range(config.num_layers)
     lower_attention, upper_attention = (
@@ -89,20 +102,24 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     last = 0 if config.num_experts else 2 * config.mlp_dim * config.embed_dim
     layers = upper * (upper_matmul - last)
     own_kv = 2 * upper * kv_weights(config) if config.generated_kv == "own" else 0
+    student_attention = upper_attention
+    if config.two_queries:
+        own_kv += upper * query
+        student_attention *= 2
     again = {
         "none": 0,
         "mlp": layers - upper * query + own_kv,
-        "layer": layers + upper_attention + own_kv,
+        "layer": layers + student_attention + own_kv,
     }
     return {
         "lower layers, once for both": config.num_lower_layers * 2 * layer_weights(config)
         + lower_attention,
         "teacher's upper layers": upper * 2 * layer_weights(config) + upper_attention,
-        "student's upper layers": upper * upper_matmul + upper_attention + shared_kv + own_kv,
+        "student's upper layers": upper * upper_matmul + student_attention + shared_kv + own_kv,
         # Activations: one product per weight, attention twice. Keys and values give their weights a
         # gradient, and their input one for the norm before them.
         "backward": upper * upper_matmul
-        + 2 * upper_attention
+        + 2 * student_attention
         + query_gradients
         + 2 * shared_kv
         + own_kv,

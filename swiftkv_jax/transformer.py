@@ -9,7 +9,7 @@ There are two layer kinds: `self_layer` has keys and values of its own, `cross_l
 (`two_cache_layer` has both, where tokens keep their own beside caches that layers share.) All take
 an `attend` callable, so training, prefill and decode run the same layer on keys and
 values that are stored differently. Here whole sequences run through stacks of layers (`lax.scan`);
-`infer.runner.programs` runs the same layers one by one over a cache.
+`infer.runner.cached_layers` runs the same layers one by one over a cache.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def run_upper_layers_student(
         x,
         group_table(config, tables),
     )
-    k, v = (_repeat_groups(config, a) for a in (k, v))
+    k, v = (repeat_groups(config, a) for a in (k, v))
     mixes = SwiftKV(None, None, None, None, mix=delta.mix)
     teachers = None
     if own is not None and config.key_value_group_size > 1:
@@ -333,7 +333,7 @@ def run_upper_layers_student(
     return _scan_upper(config, layer_step, (weights, k, v, kinds), x, layer_hook, remat)
 
 
-def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:
+def repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:
     """The keys or values that each upper layer reads."""
     # A scan slices repeated inputs for free; an index per group would scatter-add whole stacks in
     # the backward pass.

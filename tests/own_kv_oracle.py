@@ -7,8 +7,8 @@ layer, an own token the teacher's projections of its normed hidden state that en
 Rotary embeddings are the default ones.
 
 With groups the first layer of each has the delta's projections, and a boundary token leaves the
-same in all of them. Of it head h of a layer reads head `shared_kv_heads[layer][h]`, and makes values
-of its own with `mix_swiftkv`. Queries for what own tokens leave are then the teacher's.
+same in all of them. Of it head h of a layer reads head `shared_kv_heads[layer][h]`, and makes
+values of its own with `mix_swiftkv`. Queries for what own tokens leave are then the teacher's.
 """
 
 import numpy as np

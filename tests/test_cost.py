@@ -129,6 +129,32 @@ def test_decode_of_own_keys_and_values():
     assert one == pytest.approx(counted(config, ("decode", 1), swiftkv=False), rel=0.01)
 
 
+@pytest.mark.parametrize("tail", [0, 8])
+def test_two_caches(tail):
+    """A second projection of queries in each upper layer, and a mix of shared values. XLA also
+    counts attention to the second cache, which the formula has in that to the first."""
+    config = own(dataclasses.replace(CONFIG, num_layers=6, num_key_value_layers=2), tail)
+    grouped = dataclasses.replace(config, key_value_group_size=2)
+    mixed = dataclasses.replace(
+        grouped, shared_kv_heads=(tuple(range(config.num_kv_heads)),) * config.num_upper_layers
+    )
+    pairs = 2 * config.num_upper_layers * 2 * 2 * config.num_heads * config.head_dim * LENGTH
+    for key, tokens, formula in (
+        (("decode", 1), 1, lambda config: decode_flops(config, LENGTH, swiftkv=True)),
+        (
+            ("tail", LENGTH, LENGTH, None),
+            LENGTH,
+            lambda config: prefill_flops(
+                dataclasses.replace(config, exact_tail=LENGTH), LENGTH, swiftkv=True
+            ),
+        ),
+    ):
+        plain, two, mixing = ((formula(c), counted(c, key)) for c in (config, grouped, mixed))
+        assert mixing[1] - two[1] == pytest.approx(mixing[0] - two[0], rel=0.01)
+        more = two[1] - plain[1] - (two[0] - plain[0])
+        assert 0 < more < pairs * tokens
+
+
 CONFIG_8B = LLAMA_8B.cut(12)
 SHAPE_8B = {"page_size": 128, "max_model_len": 8192, "dtype": jnp.bfloat16}
 
@@ -245,6 +271,14 @@ def test_recomputation_of_a_layer():
 
 def one_layer(remat):
     return train_flops_per_token(CONFIG, LENGTH, remat=remat)
+
+
+def test_training_for_two_caches():
+    """What comes on top of boundary keys and values: twice the attention, projections."""
+    deep = dataclasses.replace(CONFIG, num_layers=4, num_key_value_layers=2, key_value_group_size=2)
+    counted = train_count(own(deep, 0), "none") - train_count(deep, "none")
+    expected = train_flops_per_token(own(deep, 0), LENGTH) - train_flops_per_token(deep, LENGTH)
+    assert counted == pytest.approx(expected / 2, rel=0.1)  # XLA counts one of the two layers
 
 
 @pytest.mark.parametrize("remat", ["none", "layer"])

@@ -18,11 +18,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: a module imports, at module level or not, only modules of earlier rows.
 FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
+    {"rope_config"},
     {"chat_template", "config", "distributed", "mesh", "roofline"},
     {"attention", "cut", "io", "params", "presets", "rope", "topology"},
     {"initialization", "kernel_check", "quantization", "stacks"},
     {"cache", "experts", "model", "sharding"},
     {"layers"},
+    {"packed_attention"},
     {"checkpoints", "transformer"},
     {"calibration", "cli", "cost"},
     {"__main__", "check_kernels", "convert", "infer", "train"},

@@ -10,9 +10,8 @@ layers that share a cache), a start (`authors`: the mean of a group's projection
 of its first layer; `closed-form`: least squares) and a number of optimiser steps of 8 rows of 512
 tokens. The authors' start is trained by the authors' recipe at the best of several learning rates,
 the others by this package's. Every student is also served with own keys and values for the tokens
-after the prompt (`own`), and for the last 64 of the prompt (`own+64`); with groups that is computed
-here and in no engine (`shared_prompt`). With `--generated-kv own` students are fitted to and
-trained for that.
+after the prompt (`own`), and for the last 64 of the prompt (`own+64`). With `--generated-kv own`
+they are fitted to and trained for that.
 
 Untrained students come first, then by steps. Each is kept in the folder when it is done, the same
 command continues, and the JSON in `benchmarks/results` is rewritten every time. The exit code is 0

@@ -29,7 +29,6 @@ from swiftkv_jax.train.far_tokens import FAR_NATS, KEPT
 from swiftkv_jax.train.sweep import teacher_states
 from swiftkv_jax.transformer import Batch, run_lower_layers, run_upper_layers_student
 
-from . import shared_prompt
 from .held_out import PROMPT, HeldOut
 
 
@@ -150,9 +149,6 @@ def score_student(model: Model, teacher: Teacher, mesh: Mesh, mode: Mode) -> Sco
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _student(config, attention, llama, delta, batch: Batch, x, last, own) -> Scores:
     """`x` enters the first upper layer, `last` is the teacher's output."""
-    if own is not None and config.key_value_group_size > 1:
-        x = shared_prompt.run_upper_layers(config, attention, llama, delta, batch, x, own)
-        return compare(config, llama, x, last, batch.tokens)
     x, _ = run_upper_layers_student(
         config,
         llama,

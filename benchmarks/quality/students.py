@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,12 +27,12 @@ from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Model
 from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
-from swiftkv_jax.sharding import batch_sharding, swiftkv_shardings
+from swiftkv_jax.sharding import swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
 from swiftkv_jax.train.recipe import RECIPES, Init, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, own_tail
-from swiftkv_jax.train.start import first_delta
+from swiftkv_jax.train.start import first_delta, scale_queries
 from swiftkv_jax.train.step import (
     TrainState,
     init_state,
@@ -43,7 +43,6 @@ from swiftkv_jax.train.step import (
 from swiftkv_jax.transformer import Batch, student
 
 from ..teachers.pretrain import text_loss
-from . import shared_prompt
 
 STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
 AUTHORS_RATES = (5e-4, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
@@ -51,8 +50,6 @@ AUTHORS_RATES = (5e-4, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 worse than the one before it; the best by perplexity counts."""
 Loss = Literal["distillation", "cross-entropy"]
 """What a student is trained with: this package's loss, or, as a control, the text alone."""
-SLOPE_BATCHES = 4
-"""Batches of the training data that `shared_prompt.unattenuated` measures."""
 _HEADS = "shared_kv_heads"
 
 
@@ -65,13 +62,14 @@ class Arm:
     start: Init
     steps: int
     generated_kv: GeneratedKV = "boundary"
-    """What it is fitted to and trained for; it is served in every mode. With groups only the scale
-    of its scores is fitted to own keys and values (`shared_prompt.unattenuated`)."""
-    loss: Loss = "distillation"
+    """What it is fitted to and trained for; it is served in every mode. With groups it is trained
+    for `boundary`, and its queries are scaled in the end (`train calibrate --keep-delta`)."""
 
     @property
-    def is_unattenuated(self) -> bool:
+    def scales_queries(self) -> bool:
         return self.generated_kv == "own" and self.key_value_group_size > 1
+
+    loss: Loss = "distillation"
 
     @property
     def has_rates(self) -> bool:
@@ -143,33 +141,22 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
     Raises `UsageError` if the file is of another recipe or other data.
     """
     identity = json.dumps(describe(recipe, data), sort_keys=True)
-    if arm.is_unattenuated:
-        recipe = dataclasses.replace(recipe, generated_kv="boundary")
     config = cut_model(recipe, open_any(recipe.model).config)
+    own = {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail}
+    if arm.scales_queries:
+        config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
     model = load_model(recipe, config, mesh)
     if file.exists():
         return _load(file, model, identity, mesh)
     model, _ = first_delta(recipe, model, data, mesh)
     if arm.steps:
         model = train(recipe, model, data, mesh, arm.loss)
-    if arm.is_unattenuated:
-        model = shared_prompt.unattenuated(
-            model, Attention(mesh), _first_batches(recipe, data, mesh)
-        )
+    if arm.scales_queries:
+        model = dataclasses.replace(model, config=dataclasses.replace(model.config, **own))
+        model = scale_queries(recipe, model, data, mesh)
     if arm.steps:
         _save(file, model, identity)
     return model
-
-
-def _first_batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh) -> Iterator[Batch]:
-    """Rows of the training data."""
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.batch_size,))
-    reading = batches(
-        data, sharder.num_rows, positions=sharder.positions, seed=0, stop=SLOPE_BATCHES
-    )
-    with contextlib.closing(reading):
-        for local in reading:
-            yield sharder.shard(local.batch)
 
 
 def describe(recipe: Recipe, data: DatasetMixture) -> dict[str, Any]:

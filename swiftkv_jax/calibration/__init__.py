@@ -2,7 +2,9 @@
 state that enters layer K, on some ten thousand tokens of text, without training.
 
 `moments` gathers second moments in one pass of the teacher per batch, `solve` has the formulas,
-`delta` makes the delta of them. Cost: one forward pass, of which the products for the moments are a
+`delta` makes the delta of them, and `attenuation` scales its queries where they need it.
+
+Cost: one forward pass, of which the products for the moments are a
 few percent, and a factorisation of one D x D matrix per upper layer on the host.
 """
 
@@ -16,11 +18,14 @@ from ..config import Config
 from ..errors import ConfigError
 from ..params import Llama
 from ..transformer import Batch
+from .attenuation import unattenuated
 from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
-__all__ = ["Fit", "LayerFit", "calibrate", "check_groups"]
+__all__ = ["SLOPE_BATCHES", "Fit", "LayerFit", "calibrate", "check_groups", "unattenuated"]
 
+SLOPE_BATCHES = 4
+"""The first batches, on which queries are compared with the teacher's (`attenuation`)."""
 MIN_TOKENS_PER_DIMENSION = 32
 """Calibration tokens per entry of the hidden state below which `calibrate` warns."""
 
@@ -48,12 +53,17 @@ def calibrate(
     were dropped or the batches hold no token.
     """
     check_groups(config)
-    moments = zero_moments(config, attention.mesh)
+    moments, first = zero_moments(config, attention.mesh), list[Batch]()
     for batch in batches:
+        if config.two_queries and len(first) < SLOPE_BATCHES:
+            first.append(batch)
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
     fit = fit_delta(config, llama, moments, attention.mesh)
+    if config.two_queries:
+        delta = unattenuated(fit.config, llama, fit.delta, first, attention=attention)
+        fit = fit._replace(delta=delta)
     if fit.tokens < MIN_TOKENS_PER_DIMENSION * config.embed_dim:
         logger.warning(
             "calibrated on %d tokens only, for a hidden state of %d entries: below %d for each the "

@@ -157,7 +157,7 @@ def fit_layers(
         fitted = _regress(qkv, first + index, moment)
         k, v = np.split(fitted.weights, 2)
         r2_k, r2_v = np.split(fitted.r2, 2)
-        if config.generated_kv == "own":
+        if config.generated_kv == "own" and config.key_value_group_size == 1:
             k = solve.unattenuated(k, r2_k)
         energy = moment.query_energy.reshape(len(k), -1, moment.query_energy.shape[-1]).sum(1)
         member = solve.Member(k, v, energy, metrics[first + index])

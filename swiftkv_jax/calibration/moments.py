@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -222,8 +223,40 @@ def received_attention(
 ) -> Float[Array, "B T"]:
     """Sum over heads and queries of the squared attention probability of each key, for rotated
     `q` and `k` in packed causal rows; of padding, whatever it is."""
-    rows, length, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+
+    def add(total, queries, visible, real):
+        scores = attention_scores(queries[0], k)
+        if score_cap is not None:
+            scores = score_cap * jnp.tanh(scores / score_cap)
+        scores = jnp.where(visible[:, None, None], scores, -1e30)
+        probabilities = jax.nn.softmax(scores, axis=-1) * real[:, None, None, :, None]
+        return total + jnp.square(probabilities).sum((1, 2, 3))
+
+    zero = jnp.zeros(q.shape[:2], jnp.float32)
+    return fold_queries(add, zero, (q,), segment_ids, window=window, mesh=mesh)
+
+
+def attention_scores(
+    q: Float[Array, "B C N H"], k: Float[Array, "B T K H"]
+) -> Float[Array, "B K R C T"]:
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("BCKRH,BTKH->BKRCT", q, k, preferred_element_type=jnp.float32)
+    return scores * k.shape[-1] ** -0.5
+
+
+def fold_queries(
+    add: Callable[..., Any],
+    total: Any,
+    queries: tuple[Float[Array, "B T N H"], ...],
+    segment_ids: Int[Array, "B T"],
+    *,
+    window: Any = None,
+    mesh: Mesh | None = None,
+) -> Any:
+    """`total = add(total, queries, visible, real)` for one chunk of C query positions after the
+    other: `queries` B C N H, the keys `visible` to each, bool[B, C, T], and whether it is `real`,
+    bool[B, C]. Chunks are such that one array of scores has `PROBABILITIES_PER_CHUNK` entries."""
+    rows, length, heads, _ = queries[0].shape
     shards = dp_size(mesh) * (1 if mesh is None else mesh.shape[MODEL])
     entries = -(-rows * heads * length // shards)  # of one query position, on a device
     chunk = max(1, min(length, PROBABILITIES_PER_CHUNK // entries))
@@ -234,23 +267,15 @@ def received_attention(
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(rows, chunks, chunk, *x.shape[2:]), 1, 0)
 
-    def add(total, part):
-        q, segments, index = part
-        q = q.reshape(rows, chunk, kv_heads, heads // kv_heads, head_dim)
-        scores = jnp.einsum("BCKRH,BTKH->BKRCT", q, k, preferred_element_type=jnp.float32)
+    def step(total, part):
+        queries, segments, index = part
         position = index * chunk + jnp.arange(chunk)
         visible = (segments[:, :, None] == segment_ids[:, None]) & (
             position[:, None] >= jnp.arange(length)
         )
         if window is not None:
             visible &= position[:, None] - jnp.arange(length) < window
-        scores = scores * head_dim**-0.5
-        if score_cap is not None:
-            scores = score_cap * jnp.tanh(scores / score_cap)
-        scores = jnp.where(visible[:, None, None], scores, -1e30)
-        probabilities = jax.nn.softmax(scores, axis=-1) * (segments > 0)[:, None, None, :, None]
-        return total + jnp.square(probabilities).sum((1, 2, 3)), None
+        return add(total, queries, visible, segments > 0), None
 
-    zero = jnp.zeros((rows, length), jnp.float32)
-    parts = (split(q), split(segment_ids), jnp.arange(chunks))
-    return jax.lax.scan(add, zero, parts)[0]
+    parts = (tuple(map(split, queries)), split(segment_ids), jnp.arange(chunks))
+    return jax.lax.scan(step, total, parts)[0]

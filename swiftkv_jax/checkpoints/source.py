@@ -317,7 +317,9 @@ class ExpandedGroups:
 
 
 def with_expanded_groups(stored: Source) -> Source:
-    """The same model without groups: every upper layer with keys and values of its own.
+    """The same model without groups: every upper layer with keys and values of its own. Its
+    queries fit those: where tokens keep others of their own, which the teacher's queries look for
+    (`Config.two_queries`), this is the model for `boundary`.
 
     Raises `UsageError` if it has mixes and is quantised.
     """
@@ -326,7 +328,10 @@ def with_expanded_groups(stored: Source) -> Source:
             f"layers that mix shared values cannot be written apart in {stored.quantization}: "
             f"load them with `quantization`='none'"
         )
-    config = stored.config.cut(stored.config.num_key_value_layers)
+    config = stored.config
+    if config.two_queries:
+        config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
+    config = config.cut(config.num_key_value_layers)
     stored_names = {leaf.name for leaf in stored.leaves}
     present = leaves(config, quantization=stored.quantization)
     return dataclasses.replace(

@@ -17,24 +17,32 @@ import numpy as np
 from .. import pallas_kernels
 from ..pallas_kernels import grouped_product, reference
 from .configurations import KernelConfig
+from .operands import (
+    KV_HEADS,
+    directions,
+    draw_pool,
+    draw_queries,
+    draw_row,
+    edges_of,
+    pages_of,
+    window_of,
+)
 from .verdicts import Verdict
 
 POSITIONS = 1100
 """Positions of a row: several blocks of every kernel, the last of them cut."""
 RUNS = 3
 """Times that a kernel runs: one that reads too early may be right once."""
-KV_HEADS = 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2, "float16": 5e-3}
 """Largest difference from the reference, to which half of it times the value is added."""
 GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 """Largest difference of a gradient, as a share of its largest value."""
-HIDDEN = 100.0
-"""What stands at positions that no query sees: read by mistake, it changes the result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far a kernel is from the reference. NaN for results that are not finite."""
+    """How far a kernel is from the reference. NaN or infinity for results that are not finite, or
+    are so where the reference is not."""
 
     difference: float
     """Largest difference of an element, over all runs."""
@@ -44,12 +52,6 @@ class Comparison:
     @property
     def right(self) -> bool:
         return self.error <= 1
-
-
-ALIGNMENT = 3.0
-"""Length of what is added to some keys, along the queries that must see them: the last that a query
-sees, and in decoding the first and last of each page; with a window its first position and the one
-before. A mask that is wrong by one then shows."""
 
 
 class _Case(NamedTuple):
@@ -82,10 +84,16 @@ def compare(
         for actual, expected, tolerated in zip(
             jax.tree.leaves(call(*case.operands)), case.expected, case.tolerated, strict=True
         ):
-            difference = np.abs(np.float32(actual) - expected)
+            difference = _difference(np.asarray(actual, np.float32), expected)
             differences.append(difference.max())
             errors.append((difference / tolerated).max())
     return Comparison(float(np.max(differences)), float(np.max(errors)))
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """How far each element is off; 0 where both are -inf, as the logarithm of an empty sum is."""
+    with np.errstate(invalid="ignore"):
+        return np.where(actual == expected, 0, np.abs(actual - expected))
 
 
 def verdict_on(config: KernelConfig, implementation: str, **options: Any) -> Verdict:
@@ -103,7 +111,10 @@ def verdict_on(config: KernelConfig, implementation: str, **options: Any) -> Ver
         return Verdict("unchecked" if no_memory else "failed", detail, seconds)
     seconds = time.monotonic() - start
     if not math.isfinite(found.difference):
-        return Verdict("wrong", "results are not finite", seconds)
+        detail = "results are not finite"
+        if config.parts:
+            detail += ", or a log-sum-exp is where a query sees nothing"
+        return Verdict("wrong", detail, seconds)
     if found.right:
         return Verdict("right", "", seconds, found.difference)
     detail = f"by up to {found.difference:.3g}, {found.error:.3g} times what is tolerated"
@@ -116,16 +127,16 @@ def _first_line(error: Exception) -> str:
 
 def _whole_rows(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     rng = np.random.default_rng(0)
-    q, k, v, options, mask = _row(config, positions, rng)
+    q, k, v, options, mask = draw_row(config, positions, rng)
     attend = functools.partial(
-        ops.prefill_attention, window=_window(config, positions), implementation=implementation
+        ops.prefill_attention, window=window_of(config, positions), implementation=implementation
     )
     return _prefill(config, attend, (q, k, v, options), _reference(q, k, v, mask))
 
 
 def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     rng = np.random.default_rng(0)
-    q, k, v, options, mask = _row(config, positions, rng)
+    q, k, v, options, mask = draw_row(config, positions, rng)
     q = (np.float32(q) / 4).astype(q.dtype)
     d_out = rng.normal(size=q.shape).astype(q.dtype)
 
@@ -133,7 +144,7 @@ def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: in
         attend = functools.partial(
             ops.prefill_attention,
             **options,
-            window=_window(config, positions),
+            window=window_of(config, positions),
             implementation=implementation,
         )
         return jax.vjp(attend, q, k, v)[1](d_out)
@@ -147,26 +158,47 @@ def _gradient(config: KernelConfig, implementation: str, ops: Any, positions: in
 
 def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     """A chunk of prefill as the engine packs it: each row the tokens of a page, here of two
-    prompts, and an idle row."""
-    page, pages = _pages(config, positions)
-    prompts = np.array([0, 0, 0, 1, 1])
-    starts = np.array([0, pages - 2, pages - 1, 0, 0]) * page
-    lengths = np.array([page, page, page // 2 + 3, 1, 0])
+    prompts, and an idle row.
+
+    In parts the visible positions end inside the page of a row's queries, right before it, one
+    before the end of an earlier page, and before the first; and in a row of a third prompt they are
+    all that there are.
+    """
+    page, pages = pages_of(config, positions)
+    rows = [  # prompt, page, queries, positions that are visible in parts
+        (0, 0, page, page // 2 + 1),
+        (0, pages - 2, page, (pages - 2) * page),
+        (0, pages - 1, page // 2 + 3, 2 * page - 1),
+        (1, 0, 1, 0),
+        (1, 0, 0, page),
+    ]
+    if config.parts:
+        rows.append((2, 1, page, pages * page))
+    prompts, first_pages, lengths, kv_lengths = np.array(rows).T
+    starts = first_pages * page
     query, key = np.arange(page)[:, None], np.arange(pages * page)
-    at, window = starts[:, None, None] + query, _window(config, positions)
+    at, window = starts[:, None, None] + query, window_of(config, positions)
     mask = (key <= at) & (query < lengths[:, None, None])  # B T S
+    ends = np.where(lengths, starts + lengths, 0)
     if window is not None:
         mask &= key > at - window
-    q = _queries(config, (len(prompts), page))
-    seen = np.stack([mask[prompts == prompt].any((0, 1)) for prompt in (0, 1)])
+    if config.parts:
+        mask &= key < kv_lengths[:, None, None]
+        ends = np.minimum(ends, kv_lengths)
+    q = draw_queries(config, (len(rows), page))
+    seen = np.stack([mask[prompts == prompt].any((0, 1)) for prompt in range(prompts.max() + 1)])
     added = np.zeros((*seen.shape, KV_HEADS, config.head_dim))
-    for prompt, start, length, row in zip(prompts, starts, lengths, _directions(q), strict=True):
-        for edge in _edges(window):
+    for prompt, start, length, end, row in zip(
+        prompts, starts, lengths, kv_lengths, directions(q), strict=True
+    ):
+        for edge in edges_of(window):
             first = max(0, edge - start)  # of the row's queries that has a position there
             added[prompt, start + first - edge : max(start + length - edge, 0)] += row[first:length]
-    pool = _pool(config, seen, added, page)
+        if config.parts and end < start + length:
+            added[prompt, max(end - 1, 0) : end + 1] += row[length - 1]
+    pool = draw_pool(config, seen, added, page)
     # Entries of pages that no query sees may be anything.
-    hidden = np.arange(pages) * page >= np.where(lengths, starts + lengths, 0)[:, None]
+    hidden = np.arange(pages) * page >= ends[:, None]
     if window is not None:
         hidden |= np.arange(1, pages + 1) * page <= starts[:, None] - window + 1
     options = {
@@ -175,15 +207,21 @@ def _chunk(config: KernelConfig, implementation: str, ops: Any, positions: int) 
         "lengths": np.int32(lengths),
         "page_table": np.int32(np.where(hidden, 10**9, pool.table[prompts])),
     }
-    expected = _reference(q, pool.k_values[prompts], pool.v_values[prompts], mask)
-    attend = functools.partial(ops.prefill_attention, window=window, implementation=implementation)
+    restricted: dict[str, Any] = {"window": window}
+    if config.parts:
+        options["kv_lengths"] = np.int32(kv_lengths)
+        restricted["return_lse"] = True
+    values = pool.k_values[prompts], pool.v_values[prompts]
+    expected = _reference(q, *values, mask, return_lse=config.parts)
+    attend = functools.partial(ops.prefill_attention, **restricted, implementation=implementation)
     return _prefill(config, attend, (q, *pool.kv, options), expected)
 
 
 def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int) -> _Case:
     """A decode step as the engine runs it, with an idle row."""
-    page, pages = _pages(config, 4 * positions)  # blocks of two heads have up to 32 pages on TPUs
-    window = _window(config, positions)
+    # On TPUs blocks of two heads have up to 32 pages.
+    page, pages = pages_of(config, 4 * positions)
+    window = window_of(config, positions)
     keys = pages * page
     lengths = np.array([keys, 0, 1, page + 5, page, keys // 2 + 1, page + 1, keys - 1])
     position = np.arange(keys)
@@ -194,18 +232,20 @@ def _decode(config: KernelConfig, implementation: str, ops: Any, positions: int)
         begins = np.maximum(lengths - window, 0)
         seen &= position >= begins[:, None]
         marked |= (position == begins[:, None]) | (position == begins[:, None] - 1)
-    q = _queries(config, (len(lengths), 1))
-    pool = _pool(config, seen, marked[..., None, None] * _directions(q), page)
+    q = draw_queries(config, (len(lengths), 1))
+    pool = draw_pool(config, seen, marked[..., None, None] * directions(q), page)
 
     def call(q, k, v, length, table, options):
         same: Any = {"page_table": table, "window": window, "implementation": implementation}
         plan = ops.plan_decode(q, k, length, **same)
+        if config.parts:
+            same["return_lse"] = True
         return ops.decode_attention(q, k, v, length, **options, **same, plan=plan)
 
     # Entries of pages before a window may be anything.
     table = np.where(np.arange(1, pages + 1) * page <= begins[:, None], 10**9, pool.table)
     operands = q, *pool.kv, np.int32(lengths), np.int32(table), pool.options
-    expected = _reference(q, pool.k_values, pool.v_values, seen[:, None])
+    expected = _reference(q, pool.k_values, pool.v_values, seen[:, None], return_lse=config.parts)
     return _forward(config, call, operands, expected)
 
 
@@ -250,122 +290,20 @@ def _prefill(config: KernelConfig, attend: Callable[..., Any], operands, expecte
 
 
 def _forward(config: KernelConfig, call, operands, expected) -> _Case:
-    tolerance, expected = TOLERANCE[config.dtype], np.asarray(expected)
-    return _Case(call, operands, [expected], [tolerance + tolerance / 2 * np.abs(expected)])
+    """`expected` is what attention returns: its result, or that and the log-sum-exp, whose error is
+    one of weights and counts as it is."""
+    tolerance = TOLERANCE[config.dtype]
+    out, *lse = (np.asarray(one) for one in jax.tree.leaves(expected))
+    tolerated = [
+        tolerance + tolerance / 2 * np.abs(out),
+        *(np.full_like(x, tolerance) for x in lse),
+    ]
+    return _Case(call, operands, [out, *lse], tolerated)
 
 
-_reference = jax.jit(reference.attention)
+_reference = jax.jit(reference.attention, static_argnames="return_lse")
 
 
 @jax.jit
 def _reference_gradient(mask, q, k, v, d_out):
     return jax.vjp(functools.partial(reference.attention, mask=mask), q, k, v)[1](d_out)
-
-
-# Operands ---------------------------------------------------------------------
-
-
-def _window(config: KernelConfig, positions: int) -> int | None:
-    """A part of a row: blocks before it are passed over, others are cut by it."""
-    return max(1, positions // 3) if config.windowed else None
-
-
-def _edges(window: int | None) -> tuple[int, ...]:
-    """How far before a query the keys stand that must weigh much."""
-    return (0,) if window is None else (0, window - 1, window)
-
-
-class _Pool(NamedTuple):
-    kv: tuple[np.ndarray, np.ndarray]
-    """Keys and values, X K page H, as they are stored."""
-    options: dict[str, np.ndarray]
-    """Their scales, X K page, if they have any."""
-    table: np.ndarray
-    """R P: each page of each row another one of the pool, which has twice as many."""
-    k_values: np.ndarray
-    """R K S H, as `v_values`."""
-    v_values: np.ndarray
-
-
-def _queries(config: KernelConfig, rows: tuple[int, int]) -> np.ndarray:
-    """B T N H: large ones, so that scores rounded to 16 bits would show."""
-    shape = (*rows, KV_HEADS * config.queries_per_kv_head, config.head_dim)
-    drawn = 4 * np.random.default_rng(1).normal(size=shape)
-    return drawn.astype(jnp.dtype(config.dtype))
-
-
-def _directions(q: np.ndarray) -> np.ndarray:
-    """f64[B, T, K, H]: what is added to a key so that all queries of its head see it."""
-    heads = np.asarray(q, np.float64).reshape(*q.shape[:2], KV_HEADS, -1, q.shape[3])
-    return ALIGNMENT * (heads / np.linalg.norm(heads, axis=-1, keepdims=True)).sum(axis=3)
-
-
-def _row(config: KernelConfig, positions: int, rng: np.random.Generator):
-    """(q, k, v, options of the op, mask) of one row; packed, of three documents and padding."""
-    shape, q = (1, KV_HEADS, positions, config.head_dim), _queries(config, (1, positions))
-    window, along = _window(config, positions), _directions(q)
-    added = np.zeros_like(along)
-    for edge in _edges(window):
-        added[:, : positions - edge] += along[:, edge:]
-    k, v = rng.normal(size=shape) + added.swapaxes(1, 2), rng.normal(size=shape)
-    k, v = (x.astype(q.dtype) for x in (k, v))
-    mask, options = np.tri(positions, dtype=bool)[None], {}
-    if window is not None:
-        mask = mask & ~np.tri(positions, k=-window, dtype=bool)
-    if config.packed:
-        ends = [1, 1 + positions // 3, positions - positions // 16]
-        ids = np.searchsorted(ends, np.arange(positions), side="right") + 1
-        ids[ends[-1] :] = 0
-        options["segment_ids"] = np.int32(ids[None])
-        mask = mask & (ids[:, None] == ids)
-    return q, k, v, options, mask
-
-
-def _pages(config: KernelConfig, positions: int) -> tuple[int, int]:
-    """(page size, pages of a row)."""
-    if config.page_size is None:
-        raise ValueError(f"{config}: only a cache of pages is checked")
-    return config.page_size, max(3, -(-positions // config.page_size))
-
-
-def _pool(config: KernelConfig, seen: np.ndarray, added: np.ndarray, page: int) -> _Pool:
-    """Keys and values of rows of which the positions in `seen`, bool[R, S], are visible; `added`,
-    R S K H, to the keys."""
-    rng, (rows, keys) = np.random.default_rng(2), seen.shape
-    table = rng.permutation(2 * rows * keys // page)[: rows * keys // page].reshape(rows, -1)
-    stored, values, options = [], [], {}
-    for name in ("k_scale", "v_scale"):
-        drawn = rng.normal(size=(rows, KV_HEADS, keys, config.head_dim))
-        drawn += added.swapaxes(1, 2) if name == "k_scale" else 0
-        drawn = np.where(seen[:, None, :, None], drawn, HIDDEN)
-        content, scale, value = _as_format(drawn.astype(jnp.dtype(config.dtype)), config, rng)
-        stored.append(_scatter(content, table, page))
-        values.append(value)
-        if scale is not None:
-            options[name] = _scatter(scale, table, page)
-    return _Pool((stored[0], stored[1]), options, table, values[0], values[1])
-
-
-def _as_format(x: np.ndarray, config: KernelConfig, rng: np.random.Generator):
-    """(x, R K S H, as it is stored, its scales or None, the values that it then stands for).
-
-    Scales are powers of two, so 16 bits hold the values exactly: where a kernel widens them does
-    not matter.
-    """
-    if config.cache_dtype == config.dtype:
-        return x, None, x
-    values, limit = np.float32(x), 127 if config.cache_dtype == "int8" else 448
-    exponents = np.ceil(np.log2(np.abs(values).max(axis=-1) / limit))
-    scale = np.exp2(exponents + rng.integers(0, 2, exponents.shape)).astype(np.float32)
-    content = values / scale[..., None]
-    content = np.round(content) if config.cache_dtype == "int8" else content
-    content = content.astype(jnp.dtype(config.cache_dtype))
-    return content, scale, np.float32(content) * scale[..., None]
-
-
-def _scatter(x: np.ndarray, table: np.ndarray, page: int) -> np.ndarray:
-    """x[R, K, S, ...] as a pool X K page ..., each page of each row where the table says."""
-    split = np.moveaxis(x.reshape(*x.shape[:2], table.shape[1], page, *x.shape[3:]), 2, 1)
-    pool = np.full((2 * table.size, *split.shape[2:]), HIDDEN, x.dtype)
-    pool[table] = split
-    return pool

@@ -44,6 +44,9 @@ class KernelConfig:
     """Whether rows hold several documents (`segment_ids`)."""
     windowed: bool = False
     """Whether there is a window, of any size: in the check it has one of its own."""
+    parts: bool = False
+    """Whether attention is to a part of the keys: the log-sum-exp is returned, and prefill takes
+    `kv_lengths`."""
     embed_dim: int = 0
     """Width of the model and of an expert's MLP."""
     mlp_dim: int = 0
@@ -53,43 +56,60 @@ class KernelConfig:
         """All but the op, for people."""
         if self.op == "experts":
             return f"width {self.embed_dim}, MLP {self.mlp_dim}, {self.dtype}"
-        parts = [
+        words = [
             f"head dim {self.head_dim}",
             f"{self.queries_per_kv_head} queries per key/value head",
         ]
-        parts.append(self.dtype)
+        words.append(self.dtype)
         if self.cache_dtype != self.dtype:
-            parts.append(f"{self.cache_dtype} cache")
+            words.append(f"{self.cache_dtype} cache")
         if self.page_size is not None:
-            parts.append(f"pages of {self.page_size}")
+            words.append(f"pages of {self.page_size}")
         if self.packed:
-            parts.append("packed")
+            words.append("packed")
         if self.windowed:
-            parts.append("with a window")
-        return ", ".join(parts)
+            words.append("with a window")
+        if self.parts:
+            words.append("in parts")
+        return ", ".join(words)
 
     def __str__(self) -> str:
         return f"{self.op} ({self.description})"
 
 
 def serving_configs(
-    config: Config, dtype: Any, cache_dtype: Any, page_size: int, mesh: Mesh | None = None
+    config: Config,
+    dtype: Any,
+    cache_dtype: Any,
+    page_size: int,
+    mesh: Mesh | None = None,
+    *,
+    two_caches: bool = False,
 ) -> list[KernelConfig]:
-    """What an engine needs for a model with weights of `dtype`."""
+    """What an engine needs for a model with weights of `dtype`. With `two_caches`, as always for
+    `Config.two_queries`, upper layers attend to each cache in parts: to be given where requests may
+    choose it (`has_two_caches` of `infer.runner.shapes`)."""
+    kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
+    if two_caches or config.two_queries:
+        kinds.append({"parts": True})  # these layers have no windows
     return [
-        _of(op, config, dtype, cache_dtype, mesh, page_size, windowed=windowed)
-        for windowed in _windowed(config)
+        _of(op, config, dtype, cache_dtype, mesh, page_size=page_size, **kind)
+        for kind in kinds
         for op in ("prefill", "decode")
     ] + _experts(config, dtype)
 
 
 def needed_from(implementation: str, configs: Iterable[KernelConfig]) -> list[KernelConfig]:
     """Those of `configs` that `implementation` may be chosen for: cuDNN is not for decode, nor for
-    packed rows or windows; only Hopper has a kernel for experts."""
+    packed rows, windows or parts; only Hopper has a kernel for experts."""
     configs = [one for one in configs if one.op != "experts" or implementation == "hopper"]
     if implementation != "cudnn":
         return configs
-    return [one for one in configs if one.op != "decode" and not (one.packed or one.windowed)]
+    return [
+        one
+        for one in configs
+        if one.op != "decode" and not (one.packed or one.windowed or one.parts)
+    ]
 
 
 def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
@@ -105,25 +125,18 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
     """What distillation on packed rows needs."""
-    return [
-        _of(op, config, dtype, dtype, mesh, packed=True, windowed=windowed)
-        for windowed in _windowed(config)
-        for op in ("prefill", "gradient")
-    ] + _experts(config, dtype)
+    return _packed_rows(("prefill", "gradient"), config, dtype, mesh)
 
 
 def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
     """What a pass over whole rows without a gradient needs."""
-    return [
-        _of("prefill", config, dtype, dtype, mesh, packed=True, windowed=windowed)
-        for windowed in _windowed(config)
-    ] + _experts(config, dtype)
+    return _packed_rows(("prefill",), config, dtype, mesh)
 
 
 def standard_configs(implementation: str) -> list[KernelConfig]:
     """Every head dim with every cache format, one and several queries per key/value head, whole
-    rows with and without documents, and their gradients; windows at one head dim; experts of
-    Qwen3-30B-A3B's widths."""
+    rows with and without documents, and their gradients; windows and parts at one head dim; experts
+    of Qwen3-30B-A3B's widths."""
     dtype, other = DTYPES[implementation]
     serving = [
         KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE)
@@ -150,8 +163,23 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
         KernelConfig(op, 128, 4, dtype, dtype, packed=packed, windowed=True)
         for op, packed in itertools.product(("prefill", "gradient"), (False, True))
     ]
+    parts = [
+        KernelConfig(op, 128, 4, dtype, cache, PAGE_SIZE, parts=True)
+        for op, cache in itertools.product(("prefill", "decode"), (dtype, *EIGHT_BITS))
+    ]
     experts = [KernelConfig("experts", 0, 0, dtype, dtype, embed_dim=2048, mlp_dim=768)]
-    return needed_from(implementation, serving + rows + second + windows + experts)
+    return needed_from(implementation, serving + rows + second + windows + parts + experts)
+
+
+def _packed_rows(ops, config: Config, dtype, mesh) -> list[KernelConfig]:
+    """Packed documents; with two queries also heads of twice the size, in which upper layers have
+    those of both side by side (`packed_attention.two_cache_attention`)."""
+    kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
+    if config.two_queries:
+        kinds.append({"head_dim": 2 * config.head_dim})  # these layers have no windows
+    return [
+        _of(op, config, dtype, dtype, mesh, packed=True, **kind) for kind in kinds for op in ops
+    ] + _experts(config, dtype)
 
 
 def _experts(config: Config, dtype: Any) -> list[KernelConfig]:
@@ -168,17 +196,15 @@ def _windowed(config: Config) -> list[bool]:
 
 
 def _of(
-    op, config: Config, dtype, cache_dtype, mesh, page_size=None, packed=False, windowed=False
+    op, config: Config, dtype, cache_dtype, mesh, *, head_dim: int | None = None, **fields: Any
 ) -> KernelConfig:
     return KernelConfig(
         op=op,
-        head_dim=config.head_dim,
+        head_dim=head_dim or config.head_dim,
         queries_per_kv_head=_queries_per_kv_head(config, mesh),
         dtype=jnp.dtype(dtype).name,
         cache_dtype=jnp.dtype(cache_dtype).name,
-        page_size=page_size,
-        packed=packed,
-        windowed=windowed,
+        **fields,
     )
 
 

@@ -9,7 +9,9 @@ teacher's projections. With no --model it calibrates the demo model. Example:
     python -m swiftkv_jax.train calibrate --model llama-3.1-8b-instruct --data chat.jsonl \\
         --eval-data held-out.jsonl --output-dir llama-3.1-8b-calibrated
 
-OUTPUT_DIR/model can be served, and distilled further by `train --model OUTPUT_DIR/model`.
+OUTPUT_DIR/model can be served, and distilled further by `train --model OUTPUT_DIR/model`. With
+--keep-delta the model's own delta stays, trained as it is, and only its queries for shared caches
+are scaled, for generated tokens that keep keys and values of their own beside them.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from jax.sharding import Mesh
 from .. import cli
 from ..attention import Attention
 from ..checkpoints import open_any, save_hf
+from ..checkpoints.source import Source
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
-from ..config import GENERATED_KV
+from ..config import GENERATED_KV, Config
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..io.files import write_json
@@ -53,7 +56,7 @@ from .setup import (
     open_tokenizer,
     source_dtype,
 )
-from .start import first_delta
+from .start import first_delta, scale_queries
 from .step import make_eval_step
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
         help="with --generated-kv own: so do the last W tokens of a prompt (default: as the model)",
     )
     flag(
+        "--keep-delta",
+        action="store_true",
+        help="with --generated-kv own, for a model whose layers share caches: keep its delta, and "
+        "scale its queries",
+    )
+    flag(
         "--calibration-tokens",
         type=int,
         metavar="N",
@@ -146,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             return calibration_plan.main(recipe, args.topology)
         refuse_x64()
         join_and_emulate(recipe.mesh, *(getattr(args, name) for name in _PROCESSES))
-        return run(recipe)
+        return run(recipe, keep_delta=args.keep_delta)
 
     return cli.run(command, arguments)
 
@@ -156,7 +165,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     given: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
-        if value is not None and name not in (*_PROCESSES, "dry_run", "topology")
+        if value is not None and name not in (*_PROCESSES, "dry_run", "topology", "keep_delta")
     }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
@@ -179,20 +188,24 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     return Recipe(**given)
 
 
-def run(recipe: Recipe) -> int:
+def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
     """Calibrate and export to `output_dir/model`. Returns the exit code. Raises as training does,
-    and `UsageError` if the folder has a model already."""
+    and `UsageError` if the folder has a model already, or `keep_delta` has nothing to scale."""
     mesh = make_mesh(recipe.mesh)
     check_all_take_part(mesh)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
-    config = cut_model(recipe, open_any(recipe.model).config)
+    source = open_any(recipe.model)
+    config = cut_model(recipe, source.config)
+    if keep_delta:
+        _check_kept(source, config)
     prepare_folder(recipe.output_dir, recipe.model)
     exported = recipe.output_dir / EXPORT
     if exported.exists():
         raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
     data, eval_data = load_data(recipe, open_tokenizer(recipe))
-    # Whatever delta the checkpoint has is left behind.
-    model = dataclasses.replace(load_model(recipe, config, mesh), swiftkv=None)
+    given = load_model(recipe, source.config if keep_delta else config, mesh)
+    given = dataclasses.replace(given, config=config)
+    model = dataclasses.replace(given, swiftkv=None)
     export_dtype = source_dtype(model)
     configs = forward_configs(config, model.dtype, mesh)
     attention = checked_implementation(None, configs, mesh.local_devices[0])
@@ -200,16 +213,23 @@ def run(recipe: Recipe) -> int:
     logger.info("%s", describe_run(recipe, model, mesh))
 
     start = time.perf_counter()
-    calibrated, layers = first_delta(recipe, model, data, mesh)
+    if keep_delta:
+        calibrated, layers = scale_queries(recipe, given, data, mesh), ()
+    else:  # whatever delta the checkpoint has is left behind
+        calibrated, layers = first_delta(recipe, model, data, mesh)
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
     results = {}
     if eval_data is not None:
-        copied, _ = first_delta(dataclasses.replace(recipe, init="authors"), model, data, mesh)
-        students = {"copied": copied, "calibrated": calibrated}
+        students = {"calibrated": calibrated}
+        if keep_delta:
+            students = {"as it was": given} | students
+        else:
+            copied = dataclasses.replace(recipe, init="authors")
+            students = {"copied": first_delta(copied, model, data, mesh)[0]} | students
         results = measure(recipe, students, eval_data, mesh)
-        del copied, students
+        del students
     if is_main_process():
         if results:
             print(table(results))
@@ -231,6 +251,22 @@ def run(recipe: Recipe) -> int:
     save_hf(dataclasses.replace(calibrated, llama=llama, swiftkv=delta), exported)
     logger.info("the model is in %s", exported)
     return cli.OK
+
+
+def _check_kept(source: Source, config: Config) -> None:
+    """Raise `UsageError` unless the checkpoint's delta is one of `config` whose queries matter."""
+    if not source.has_delta:
+        raise UsageError("`keep_delta`: the model has no delta")
+    found = source.config.num_key_value_layers, source.config.key_value_group_size
+    if (config.num_key_value_layers, config.key_value_group_size) != found:
+        raise UsageError(
+            f"`keep_delta`: the model's delta is of `num_key_value_layers`={found[0]} and "
+            f"`key_value_group_size`={found[1]}"
+        )
+    if not config.two_queries:
+        raise UsageError("`keep_delta` needs `generated_kv`=own and layers that share caches")
+    if config.qk_norm is not None:
+        raise UsageError("`keep_delta`: this model's queries have norms, which undo any scale")
 
 
 def measure(

@@ -35,6 +35,7 @@ from .progress import PeakFlops, Progress, peak_flops
 from .recipe import Recipe
 from .report import write_report
 from .setup import (
+    check_trainable,
     cut_model,
     describe_run,
     fingerprint,
@@ -74,6 +75,7 @@ def run(recipe: Recipe) -> int:
     # The recipe is checked again, now that -1 is a number.
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
     config = cut_model(recipe, open_any(recipe.model).config)
+    check_trainable(config)
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
     prepare_folder(recipe.output_dir, recipe.model)
     data, eval_data = load_data(recipe, open_tokenizer(recipe))

@@ -32,7 +32,7 @@ from ..topology import ENVIRONMENT, topology_mesh
 from ..transformer import Batch
 from .memory import fits, memory_per_device
 from .recipe import Recipe
-from .setup import cut_model
+from .setup import check_trainable, cut_model
 from .start import calibration_tokens
 from .step import make_optimizer, make_train_step, state_shapes
 
@@ -73,6 +73,7 @@ def planned_model(
     exist, the recipe with the size of that mesh, and the dtype of the weights."""
     preset = PRESETS.get(recipe.model)
     config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
+    check_trainable(config)
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")

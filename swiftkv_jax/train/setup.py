@@ -181,6 +181,17 @@ def fingerprint(
     )
 
 
+def check_trainable(config: Config) -> None:
+    """Raise `UsageError` for a student whose layers attend to two caches. Training it makes tokens
+    that depend on the far prompt worse (docs/calibration.md)."""
+    if config.two_queries:
+        raise UsageError(
+            f"`generated_kv`=own with `key_value_group_size`={config.key_value_group_size}: train "
+            f"with `generated_kv`=boundary, then run train calibrate --keep-delta --generated-kv "
+            f"own on the trained model"
+        )
+
+
 def own_settings(config: Config) -> dict[str, Any]:
     """What a fingerprint says of tokens with upper keys and values of their own; nothing where
     there are none, as in earlier checkpoints."""

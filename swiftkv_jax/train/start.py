@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from ..attention import Attention
-from ..calibration import LayerFit, calibrate
+from ..calibration import SLOPE_BATCHES, LayerFit, calibrate, unattenuated
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.digest import digest_all
 from ..config import Config
@@ -99,6 +99,17 @@ def first_delta(
     logger.info("fitted to %d tokens (%d asked for)", fit.tokens, tokens)
     logger.info("%s", describe_fit(fit.layers))
     return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
+
+
+def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
+    """The model with its queries for shared keys as they should be beside keys that tokens keep of
+    their own (`calibration.attenuation`), by the rows that training begins with."""
+    delta, rows = model.swiftkv, recipe.micro_batch_size
+    assert delta is not None
+    batches = _batches(recipe, data, mesh, min(SLOPE_BATCHES, max(1, data.num_rows // rows)))
+    attention = Attention(mesh, recipe.attention)
+    delta = unattenuated(model.config, model.llama, delta, batches, attention=attention)
+    return dataclasses.replace(model, swiftkv=delta)
 
 
 def calibration_tokens(recipe: Recipe, config: Config) -> int:

@@ -241,11 +241,15 @@ def test_shards_and_index(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda: load_hf(TIED), biased_model], ids=["tied", "biased"])
-def test_expanded_gives_the_same_student_without_groups(tmp_path, make):
+@pytest.mark.parametrize("kv", ["boundary", "own"])
+def test_expanded_gives_the_same_student_without_groups(tmp_path, make, kv):
+    """For `boundary`, which the queries for shared keys need."""
     model = make()
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, generated_kv=kv))
     save_hf(model, tmp_path / "out", format="expanded")
     expanded = load_hf(tmp_path / "out")
     assert model.config.key_value_group_size == 2 and expanded.config.key_value_group_size == 1
+    assert expanded.config.generated_kv == "boundary"
     assert (
         expanded.swiftkv is not None
         and expanded.swiftkv.k.shape[0] == 2 * model.swiftkv.k.shape[0] == 4

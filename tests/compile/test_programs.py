@@ -91,6 +91,36 @@ FAMILIES = {  # model, topology, mesh, memory of a device in GiB, temporaries of
 }
 
 
+@pytest.mark.parametrize("tail", [0, 64])
+@pytest.mark.parametrize("name", ["8B on an H200", "8B on a v6e", "70B on 4 v5p"])
+def test_two_caches(name, tail):
+    """Layers in groups of four whose tokens keep their own keys and values too: decoding, and a
+    prompt's tail, attend to both with kernels, and hold one cache."""
+    config, topology, mesh, available = MACHINES[name]
+    upper, bound = config.num_upper_layers, 96
+    if config is LLAMA_70B:  # as in `test_decode`
+        bound = 320
+    heads = (tuple(range(config.num_kv_heads)),) * upper
+    config = dataclasses.replace(
+        config, key_value_group_size=4, shared_kv_heads=heads, generated_kv="own", exact_tail=tail
+    )
+    key = ("tail", CHUNK, tail, None) if tail else ("decode", SLOTS)
+    static: dict[str, Any] = {} if tail else {"steps": 8}
+    lowered = lower_program(config, key, **SHAPE, mesh=topology_mesh(topology, mesh), **static)
+    compiled, kernels = with_kernels(lowered)
+    assert all(kernel.spilled == 0 for kernel in kernels)
+    memory: Any = compiled.memory_analysis()
+    print(
+        f"{name}, two caches, {key[0]}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, "
+        f"temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB"
+    )
+    target = "mosaic_gpu" if topology.startswith("h200") else "tpu_custom_call"
+    attended = config.num_lower_layers + 2 * upper - bool(tail)
+    assert str(compiled.as_text()).count(target) >= attended - bool(tail)
+    assert memory.peak_memory_in_bytes < 0.9 * available * GIB
+    assert memory.temp_size_in_bytes <= (GIB if tail else bound * MIB)
+
+
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name, program):

@@ -300,9 +300,9 @@ def test_the_standard_set_is_right_by_xla():
     for implementation, least in (("cudnn", 20), ("tpu", 50), ("hopper", 50)):
         configs = standard_configs(implementation)
         assert len(set(configs)) == len(configs) > least
-    different = {(c.op, c.cache_dtype, c.windowed): c for c in configs if c.dtype == "bfloat16"}
-    assert len(different) == 15
-    for config in different.values():
+    kinds = {(c.op, c.cache_dtype, c.windowed, c.parts): c for c in configs if c.dtype != "float16"}
+    assert len(kinds) == 21
+    for config in kinds.values():
         small = dataclasses.replace(config, head_dim=64, page_size=config.page_size and 32)
         small = dataclasses.replace(small, embed_dim=128, mlp_dim=256)
         assert compare(small, "xla", positions=70, runs=1).error < 0.7, config

@@ -1,6 +1,7 @@
 """`train calibrate`: the command, its record and its plan."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -86,6 +87,43 @@ def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
     boundary, own = (record["held_out"]["calibrated"] for record in (boundary, own))
     assert own["kl"] < boundary["kl"]
     assert own["far_tokens"] == boundary["far_tokens"] > 0
+
+
+def test_queries_of_a_given_delta_are_scaled(folder, capsys):
+    """As if it had been calibrated for own keys and values at once; all else stays."""
+    flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
+    assert calibrate(folder, *flags, "--output-dir", str(folder / "shared")) == 0
+    own = ["--generated-kv", "own", "--exact-tail", "8"]
+    assert calibrate(folder, *flags, *own, "--output-dir", str(folder / "at once")) == 0
+    given, kept = str(folder / "shared" / "model"), ["--keep-delta", *own]
+    rest = ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "later")]
+    capsys.readouterr()
+    assert calibrate(folder, "--model", given, *kept, *rest) == 0
+    assert re.search(r"^as it was  .*\ncalibrated  ", capsys.readouterr().out, re.M)
+    before, once, later = (
+        skv.load(folder / name / "model") for name in ("shared", "at once", "later")
+    )
+    assert later.config == once.config and later.config.two_queries
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4), later.swiftkv, once.swiftkv
+    )
+    assert before.swiftkv is not None and later.swiftkv is not None
+    assert np.abs(later.swiftkv.q / before.swiftkv.q).max() > 1.01
+    for message, arguments in {
+        "--keep-delta: the model has no delta": kept,
+        "--keep-delta needs --generated-kv own and layers that share": [
+            *("--model", given, "--keep-delta"),
+        ],
+        "--keep-delta: the model's delta is of --num-key-value-layers 2 and": [
+            *("--model", given, "--key-value-group-size", "4", *kept),
+        ],
+    }.items():
+        assert calibrate(folder, *arguments, "--output-dir", str(folder / "none")) == 2
+        assert message in capsys.readouterr().err
+    text = str(folder / "text.txt")
+    flags = ["--model", given, "--data", text, "--max-length", "64", *own]
+    assert main([*flags, "--output-dir", str(folder / "run")]) == 2
+    assert "run train calibrate --keep-delta" in capsys.readouterr().err
 
 
 def test_far_predictions_are_found_once(folder, monkeypatch):

@@ -89,7 +89,7 @@ def variant_of(
     unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
     if shapes.kv == "own":
         unread += num_bytes(boundary)
-    tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv))
+    tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv, weights.upper_mix))
     blocks = (*weights.lower, *weights.upper)
     experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
     dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)
@@ -99,7 +99,7 @@ def variant_of(
         prefill_bytes=dp_size * filling,
         weight_bytes=dp_size * (num_bytes(weights) - unread),
         kv_bytes=bytes_per_token(config, cache_dtype, swiftkv=False),
-        written_bytes=bytes_per_token(served, cache_dtype),
+        written_bytes=bytes_per_token(served, cache_dtype, swiftkv=not shapes.own_pages),
         decode_steps=shapes.decode_steps,
         expert_bytes=dp_size * num_bytes(experts),
         tail_bytes=dp_size * tail if shapes.tail else 0,

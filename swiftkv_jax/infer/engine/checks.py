@@ -11,6 +11,7 @@ from ...config import Config
 from ...cut import choose_generated_kv
 from ...errors import UsageError
 from .options import EngineOptions, check_generated_kv
+from .page_pool import PagePool
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .token_filter import TokenFilter
@@ -77,9 +78,9 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         )
 
 
-def check_fits(state: RequestState, shapes: Shapes) -> None:
+def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
     """Raise `UsageError` for a request that the whole cache, or all slots, could not hold."""
-    needed = state.pages_of_one(shapes.page_size) + state.pages_of_others(shapes.page_size)
+    needed = pool.total(state.pages_of_one(pool)) + state.pages_of_others(pool)
     if needed > shapes.num_pages or state.num_samples > shapes.slots:
         raise UsageError(
             f"the request needs {needed} pages of KV cache and {state.num_samples} slots, "

@@ -76,6 +76,7 @@ class Engine[R: ModelRunnerBase]:
                 shapes.page_size,
                 share=options.enable_prefix_caching,
                 window=config.window,
+                own_pages=shapes.own_pages,
             )
             for _ in range(shapes.dp_size)
         ]
@@ -176,7 +177,7 @@ class Engine[R: ModelRunnerBase]:
         that can never run."""
         check_request(request, self.config, self.options)
         state = RequestState(next(self._ids), request, own_start(request, self.config))
-        check_fits(state, self.model_runner.shapes)
+        check_fits(state, self._pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state
         self._scheduler.add(state)
         return state.request_id

@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,16 +44,32 @@ class PrefixStats:
     """Cached pages that were given up for others."""
 
 
+class PageNeeds(NamedTuple):
+    """What a sequence needs."""
+
+    pages: int
+    """Pages for all of its positions."""
+    own_pages: int
+    """Besides, tuples of pages for the upper keys and values that its tokens keep of their own."""
+
+
 class PagePool:
     """`num_pages` pages of `page_size` positions. A page is free, used by one or more sequences, or
     unused but cached."""
 
     def __init__(
-        self, num_pages: int, page_size: int, *, share: bool = True, window: int | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        share: bool = True,
+        window: int | None = None,
+        own_pages: int = 0,
     ):
         """With `share` False no page is cached. `window` is the number of positions that a token
-        sees at most, its own among them (see `Config.window`); None for all."""
-        self.num_pages, self.page_size = num_pages, page_size
+        sees at most, its own among them (see `Config.window`); None for all. `own_pages` is
+        `Config.own_pages` where upper layers attend to two caches, else 0."""
+        self.num_pages, self.page_size, self.own_pages = num_pages, page_size, own_pages
         self.share, self.window = share, window
         self.stats = PrefixStats()
         self.events: CacheEvents | None = None
@@ -73,6 +90,16 @@ class PagePool:
     def used(self) -> int:
         """Pages that sequences use."""
         return self.num_pages - self.available
+
+    def needs(self, positions: int, own_start: int) -> PageNeeds:
+        """What `positions` need of which those from `own_start` on keep their own upper keys and
+        values."""
+        own = max(positions - own_start, 0) if self.own_pages else 0
+        return PageNeeds(-(-positions // self.page_size), -(-own // self.page_size))
+
+    def total(self, needs: PageNeeds) -> int:
+        """Pages, of both kinds."""
+        return needs.pages + self.own_pages * needs.own_pages
 
     # Prefixes -----------------------------------------------------------------
 

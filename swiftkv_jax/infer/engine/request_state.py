@@ -4,11 +4,13 @@ what the engine passes to the model runner. Imports no JAX."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import abc
 from collections.abc import Iterator
 
 from ...config import NO_OWN
 from .grammar import Matcher
+from .page_pool import PageNeeds, PagePool
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
 
@@ -45,6 +47,9 @@ class RequestState:
         self.pages: list[int] = []
         """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no token
         to come sees."""
+        self.own_pages: list[tuple[int, ...]] = []
+        """Where upper layers attend to two caches: for each `page_size` positions from `own_start`
+        on the `Config.own_pages` pages that hold the upper keys and values that they keep."""
         self.sequences: list[Sequence] = []
         """Sequences that have not ended; empty before the request is admitted."""
         self.num_remaining_tokens = 0
@@ -102,31 +107,36 @@ class RequestState:
         """Samples of a prompt; 0 for a `ScoreRequest`."""
         return self.request.params.n if isinstance(self.request, Request) else 0
 
-    def pages_of_one(self, page_size: int) -> int:
+    def pages_of_one(self, pool: PagePool) -> PageNeeds:
         """Pages that one sequence can fill: its last new token is never cached."""
-        return -(-(self.prefill_target + self.num_remaining_tokens) // page_size)
+        return pool.needs(self.prefill_target + self.num_remaining_tokens, self.own_start)
 
-    def pages_at_first(self, page_size: int, reserve_tokens: int) -> int:
+    def pages_at_first(self, pool: PagePool, reserve_tokens: int) -> PageNeeds:
         """Pages of one sequence that are reserved before it runs. Samples of one prompt cannot be
         preempted, and reserve all."""
         new = self.num_remaining_tokens
         if self.num_samples == 1:
             new = min(new, reserve_tokens)
-        return -(-(self.prefill_target + new) // page_size)
+        return pool.needs(self.prefill_target + new, self.own_start)
+
+    def shared_by_samples(self, pool: PagePool) -> PageNeeds:
+        """Pages that prefill fills, which all samples share."""
+        target, size = self.prefill_target, pool.page_size
+        own = max(target - self.own_start, 0) if pool.own_pages else 0
+        return PageNeeds(target // size, own // size)
+
+    def pages_of_others(self, pool: PagePool) -> int:
+        """Pages that all sequences but the first need besides those that they share."""
+        unshared = pool.total(self.pages_of_one(pool)) - pool.total(self.shared_by_samples(pool))
+        return max(self.num_samples - 1, 0) * unshared
 
     def preempt(self, sequence: Sequence) -> None:
         """Let its only sequence wait again: its tokens so far are cached anew, then it goes on."""
         self.prefill_token_ids = [*self.prefill_token_ids, *sequence.token_ids]
         self.num_remaining_tokens = sequence.num_remaining_tokens
         self.matcher = sequence.matcher
-        self.num_computed_tokens, self.dp_rank, self.pages = 0, -1, []
+        self.num_computed_tokens, self.dp_rank, self.pages, self.own_pages = 0, -1, [], []
         self.num_preemptions += 1
-
-    def pages_of_others(self, page_size: int) -> int:
-        """Pages that all sequences but the first need besides the full pages of the prompt, which
-        are shared."""
-        unshared = self.pages_of_one(page_size) - self.prefill_target // page_size
-        return max(self.num_samples - 1, 0) * unshared
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,6 +148,8 @@ class Sequence:
     """Number of the sample within the request."""
     slot: int
     pages: list[int]
+    own_pages: list[tuple[int, ...]]
+    """See `RequestState`."""
     num_remaining_tokens: int
     """Tokens that the sequence may still emit."""
     num_in_flight_tokens: int = 0
@@ -163,6 +175,13 @@ class Sequence:
         return self.request_state.request.params
 
 
+def num_tiles(positions: range, page_size: int) -> int:
+    """Pages that `positions` touch."""
+    if not positions:
+        return 0
+    return -(-positions.stop // page_size) - positions.start // page_size
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduledTokens:
     """Consecutive tokens of one request in a chunk: positions `start .. stop-1`."""
@@ -174,6 +193,30 @@ class ScheduledTokens:
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def own(self) -> range:
+        """Tokens of this chunk whose own upper keys and values go into `RequestState.own_pages`,
+        counted from the first of the request."""
+        start = self.request_state.own_start
+        if not self.request_state.own_pages:
+            return range(0)
+        return range(max(self.start - start, 0), max(self.stop - start, 0))
+
+    def read_pages(self, page_size: int) -> list[int]:
+        """Pages that these tokens read: up to the last of them, then those of `own`. `RELEASED`
+        for those that they do not see."""
+        state, own = self.request_state, -(-self.own.stop // page_size)
+        return [
+            *state.pages[: -(-self.stop // page_size)],
+            *itertools.chain.from_iterable(state.own_pages[:own]),
+        ]
+
+    def num_tiles(self, page_size: int) -> int:
+        """Query tiles (see `prefill_chunk`) of these tokens, or of `own`, whichever has more."""
+        return max(
+            num_tiles(range(self.start, self.stop), page_size), num_tiles(self.own, page_size)
+        )
 
     @property
     def scored(self) -> range:

@@ -18,34 +18,18 @@ its own part of each chunk. A request stays on one shard.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import time
 from collections import abc
 
 from ...config import NO_OWN
-from .page_pool import RELEASED, PagePool
-from .request_state import Chunk, RequestState, ScheduledTokens, Sequence
+from .chunk_builder import ChunkBuilder, Limits
+from .page_pool import PageNeeds, PagePool
+from .request_state import Chunk, RequestState, Sequence
 
 MAX_SKIPS = 32
 """Requests that may be admitted before an earlier one that has no room yet; also how far down the
 queue the scheduler looks for them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The shapes that were compiled, of each data-parallel shard."""
-
-    max_num_seqs: int
-    """Slots."""
-    chunk_tokens: int
-    """Tokens of the longest chunk."""
-    max_tiles: int
-    """Query tiles of a chunk (see `prefill_chunk`)."""
-    context_pages: int | None = None
-    """Pages that one chunk can read; None for all of them."""
-    upper_tokens: int = 0
-    """Tokens of a chunk that can run through all layers."""
 
 
 class Scheduler:
@@ -102,7 +86,7 @@ class Scheduler:
         A request's pages can be shared as soon as they are planned: in each layer a chunk writes
         all of its keys and values before it reads any.
         """
-        builders = [_ChunkBuilder(self.limits, self.page_size) for _ in self.pools]
+        builders = [ChunkBuilder(self.limits, self.page_size) for _ in self.pools]
         chunk = Chunk([builder.scheduled for builder in builders], [], [[] for _ in builders])
         for state in list(self.prefilling):
             self._extend(state, builders[state.dp_rank], chunk)
@@ -111,7 +95,7 @@ class Scheduler:
             state = scheduled.request_state
             if scheduled.stop == state.prefill_target and not state.sequences:
                 # The last chunk of a score: the next chunk may overwrite its pages.
-                self.pools[state.dp_rank].release(state.pages)
+                self._release(state.dp_rank, state.pages, state.own_pages)
         # Not a set: every process must release pages in the same order.
         finished = dict.fromkeys(sequence.request_state for sequence in chunk.finished_prefill)
         for state in finished:
@@ -121,7 +105,7 @@ class Scheduler:
                     self.finish(sequence)
         return chunk if chunk.finished_prefill or any(chunk.shards) else None
 
-    def _admit_waiting(self, builders: list[_ChunkBuilder], chunk: Chunk) -> None:
+    def _admit_waiting(self, builders: list[ChunkBuilder], chunk: Chunk) -> None:
         """Admit requests from the queue while the chunk has room."""
         skipped = 0
         while skipped < min(len(self.waiting), self.max_skips) and any(
@@ -140,7 +124,7 @@ class Scheduler:
             self.prefilling.append(state)
             self._extend(state, builders[dp_rank], chunk)
 
-    def _extend(self, state: RequestState, builder: _ChunkBuilder, chunk: Chunk) -> None:
+    def _extend(self, state: RequestState, builder: ChunkBuilder, chunk: Chunk) -> None:
         """Plan as much of a request as the chunk has room for; after the last of it, its sequences
         can decode."""
         if state.timing.started is None:
@@ -158,11 +142,25 @@ class Scheduler:
             if sequence.index not in state.aborted:
                 chunk.finished_prefill.append(sequence)
                 self.running[sequence.slot] = sequence
-            if sequence.index and state.prefill_target % self.page_size:
-                copy = state.pages[full], sequence.pages[full]
-                chunk.page_copies[state.dp_rank].append(copy)
+            if sequence.index:
+                chunk.page_copies[state.dp_rank] += self._unshared(state, sequence)
 
-    def _admit(self, state: RequestState, builders: list[_ChunkBuilder]) -> int | None:
+    def _unshared(self, state: RequestState, sequence: Sequence) -> list[tuple[int, int]]:
+        """Pages (source, target) with the end of a prompt, which a further sample of it copies:
+        partly filled, they are its own."""
+        pool = self.pools[state.dp_rank]
+        filled, shared = (
+            pool.needs(state.prefill_target, state.own_start),
+            state.shared_by_samples(pool),
+        )
+        copies = []
+        if filled.pages > shared.pages:
+            copies.append((state.pages[shared.pages], sequence.pages[shared.pages]))
+        if (last := shared.own_pages) < filled.own_pages:
+            copies += zip(state.own_pages[last], sequence.own_pages[last], strict=True)
+        return copies
+
+    def _admit(self, state: RequestState, builders: list[ChunkBuilder]) -> int | None:
         """Give a request slots and pages on the shard that has most of its prefix cached, or else
         most free pages. Returns its `dp_rank`; None if no shard has the room, or room in its part
         of the chunk."""
@@ -188,26 +186,36 @@ class Scheduler:
         """Reserve pages and slots of one shard; False, and nothing reserved, if there are too few
         pages."""
         pool, slots = self.pools[dp_rank], self._free_slots[dp_rank]
-        count = state.pages_at_first(self.page_size, self.reserve_tokens)
-        shared = state.prefill_target // self.page_size
-        pages = pool.reserve(cached, count - len(cached) + state.pages_of_others(self.page_size))
-        if pages is None:
+        needs = state.pages_at_first(pool, self.reserve_tokens)
+        more = pool.total(needs) - len(cached) + state.pages_of_others(pool)
+        reserved = pool.reserve(cached, more)
+        if reserved is None:
             return False
-        state.dp_rank, state.pages, others = dp_rank, pages[:count], iter(pages[count:])
+        unused = iter(reserved)
+        state.dp_rank = dp_rank
+        state.pages, state.own_pages = _take(pool, unused, needs)
         state.num_computed_tokens = len(cached) * self.page_size
         if not state.num_preemptions:
             state.num_cached_tokens = state.num_computed_tokens
+        shared = state.shared_by_samples(pool)
+        others = PageNeeds(*(a - b for a, b in zip(needs, shared, strict=True)))
         for index in range(state.num_samples):
-            pages = state.pages
+            pages, own_pages = state.pages, state.own_pages
             if index:
-                pages = [
-                    *pool.share_pages(state.pages[:shared]),
-                    *itertools.islice(others, count - shared),
-                ]
+                pages, own_pages = pages[: shared.pages], own_pages[: shared.own_pages]
+                pool.share_pages([*pages, *itertools.chain.from_iterable(own_pages)])
+                mine = _take(pool, unused, others)
+                pages, own_pages = pages + mine[0], own_pages + mine[1]
             matcher = None if state.matcher is None else state.matcher.copy()
             state.sequences.append(
                 Sequence(
-                    state, index, slots.pop(), pages, state.num_remaining_tokens, matcher=matcher
+                    state,
+                    index,
+                    slots.pop(),
+                    pages,
+                    own_pages,
+                    state.num_remaining_tokens,
+                    matcher=matcher,
                 )
             )
         if not state.num_preemptions:
@@ -234,31 +242,44 @@ class Scheduler:
             state = sequence.request_state
             position = state.prefill_target + len(sequence.token_ids)
             self.pools[state.dp_rank].release_hidden(sequence.pages, position)
-        needing = [one for one in self.running.values() if self._missing_pages(one, steps) > 0]
+        needing = [one for one in self.running.values() if self._missing(one, steps)[0] > 0]
         needing.sort(key=lambda one: (one.request_state.request_id, one.index))
         grown = []
         for sequence in needing:
             if self.running.get(sequence.slot) is not sequence:
                 continue  # preempted
-            state, least = sequence.request_state, self._missing_pages(sequence, steps)
+            state, (least, missing) = sequence.request_state, self._missing(sequence, steps)
             pool = self.pools[state.dp_rank]
             while pool.available < least and self._preempt_after(state):
                 pass
             if pool.available < least:
                 self._without_pages.add(sequence)
                 continue
-            most = self._missing_pages(sequence, steps + self.reserve_tokens)
-            pages = pool.reserve([], min(most, pool.available))
-            assert pages is not None
+            for more in range(self.reserve_tokens, 0, -self.page_size):
+                most, needs = self._missing(sequence, steps + more)
+                if most <= pool.available:
+                    least, missing = most, needs
+                    break
+            unused = pool.reserve([], least)
+            assert unused is not None
+            pages, own_pages = _take(pool, iter(unused), missing)
             sequence.pages += pages
+            sequence.own_pages += own_pages
             grown.append(sequence)
         return grown
 
-    def _missing_pages(self, sequence: Sequence, steps: int) -> int:
-        """Pages that a sequence needs besides its own to emit up to `steps` more tokens."""
+    def _missing(self, sequence: Sequence, steps: int) -> tuple[int, PageNeeds]:
+        """Pages that a sequence needs besides its own to emit up to `steps` more tokens, and of
+        which kinds."""
+        state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
         new = min(sequence.num_in_flight_tokens + steps, sequence.num_remaining_tokens)
-        cached = sequence.request_state.prefill_target + len(sequence.token_ids)
-        return -(-(cached + new) // self.page_size) - len(sequence.pages)
+        cached = state.prefill_target + len(sequence.token_ids)
+        needs = pool.needs(cached + new, state.own_start)
+        missing = PageNeeds(
+            max(needs.pages - len(sequence.pages), 0),
+            max(needs.own_pages - len(sequence.own_pages), 0),
+        )
+        return pool.total(missing), missing
 
     def _preempt_after(self, state: RequestState) -> bool:
         """Preempt the running request of the same shard that came last; False if none came after
@@ -332,7 +353,7 @@ class Scheduler:
                     after=state.page_keys[:whole],
                 )
                 pool.cache(keys, sequence.pages, sequence)
-        pool.release(sequence.pages)
+        self._release(state.dp_rank, sequence.pages, sequence.own_pages)
         self._free_slots[state.dp_rank].append(sequence.slot)
         state.sequences.remove(sequence)
 
@@ -345,51 +366,18 @@ class Scheduler:
         if state in self.prefilling:
             self.prefilling.remove(state)
             if not state.sequences:
-                self.pools[state.dp_rank].release(state.pages)
+                self._release(state.dp_rank, state.pages, state.own_pages)
         for sequence in list(state.sequences):
             self.finish(sequence, aborted=True)
 
+    def _release(self, dp_rank: int, pages: list[int], own_pages: list[tuple[int, ...]]) -> None:
+        self.pools[dp_rank].release([*pages, *itertools.chain.from_iterable(own_pages)])
 
-class _ChunkBuilder:
-    """The part of a chunk of one data-parallel shard while it is planned."""
 
-    def __init__(self, limits: Limits, page_size: int):
-        self._page_size, self._context_pages = page_size, limits.context_pages
-        self._tokens, self._tiles = limits.chunk_tokens, limits.max_tiles
-        self._upper = limits.upper_tokens
-        self._context: set[int] = set()
-        self.scheduled: list[ScheduledTokens] = []
-
-    def has_room(self) -> bool:
-        return self._tokens > 0 and self._tiles > 0
-
-    def has_room_for(self, state: RequestState) -> bool:
-        """Whether any token of a request whose prefill has not begun may fit."""
-        return self.has_room() and (not state.upper or self._upper > 0)
-
-    def add(self, state: RequestState) -> int:
-        """Plan the next tokens of a request, as many as fit. Returns the position up to which it is
-        planned now."""
-        size, start = self._page_size, state.num_computed_tokens
-        stop = min(state.prefill_target, start + self._tokens, (start // size + self._tiles) * size)
-        if state.upper:
-            stop = min(stop, max(start, state.upper.start) + self._upper)
-        if stop <= start or not self._add_context(state.pages[: -(-stop // size)]):
-            return start
-        scheduled = ScheduledTokens(state, start, stop)
-        self.scheduled.append(scheduled)
-        self._tokens -= scheduled.num_tokens
-        self._tiles -= -(-stop // size) - start // size
-        self._upper -= len(scheduled.upper)
-        state.num_computed_tokens = stop
-        return stop
-
-    def _add_context(self, pages: list[int]) -> bool:
-        """Let the chunk read these pages too; False if they are too many."""
-        if self._context_pages is None:
-            return True
-        context = self._context.union(page for page in pages if page != RELEASED)
-        if len(context) > self._context_pages:
-            return False
-        self._context = context
-        return True
+def _take(
+    pool: PagePool, pages: abc.Iterator[int], needs: PageNeeds
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The next pages of both kinds."""
+    first = [*itertools.islice(pages, needs.pages)]
+    own = itertools.islice(pages, needs.own_pages * pool.own_pages)
+    return first, [*itertools.batched(own, max(pool.own_pages, 1))]

@@ -18,9 +18,9 @@ from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
 from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
-from .mix import fold_mix
+from .mix import fold_mix, order_heads
 from .model_runner import ModelRunner
-from .shapes import Shapes, choose_shapes, kv_programs, with_contexts
+from .shapes import Shapes, choose_shapes, has_two_caches, kv_programs, with_contexts
 from .weights import served_config, serving_weights, shard_model
 
 
@@ -42,11 +42,15 @@ def build_model_runner(
     if not isinstance(options, EngineOptions):
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
-    served = served_config(model.config, swiftkv, options.generated_kv, options.exact_tail)
+    mixed = options.mixed_generated_kv
+    served = served_config(
+        model.config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed
+    )
     served = served.at_length(options.max_model_len or served.max_position_embeddings)
-    own_kv = kv_programs(served, mixed=options.mixed_generated_kv) != "boundary"
-    if own_kv:
-        _check_own_kv(model)
+    kv = kv_programs(served, mixed=mixed)
+    two_caches = has_two_caches(served, kv)
+    if kv != "boundary":
+        _check_own_kv(model, two_caches)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     mesh = mesh or mesh_of(model.llama.embed)
     # All arrays are committed to their devices from the start: a program compiled for uncommitted
@@ -57,13 +61,18 @@ def build_model_runner(
         device = mesh.local_devices[0]
         model = shard_model(model, mesh)
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
-    configs = serving_configs(served, model.dtype, dtype, options.page_size, mesh)
+    configs = serving_configs(
+        served, model.dtype, dtype, options.page_size, mesh, two_caches=two_caches
+    )
     attention = checked_implementation(attention, configs, device, kernel_check)
     llama, delta = model.llama, model.swiftkv if swiftkv else None
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
         if delta is not None:
-            llama, delta = fold_mix(model.config, llama, delta)
-        weights = serving_weights(llama, delta, own_kv=own_kv, donate=donate)
+            for_cache = order_heads if two_caches else fold_mix
+            llama, delta = for_cache(model.config, llama, delta)
+        weights = serving_weights(
+            llama, delta, own_kv=kv != "boundary", two_caches=two_caches, donate=donate
+        )
     limit = memory_limit(device, options.memory_utilization)
     shapes = choose_shapes(
         served,
@@ -90,18 +99,14 @@ def build_model_runner(
     )
 
 
-def _check_own_kv(model: Model) -> None:
+def _check_own_kv(model: Model, two_caches: bool) -> None:
     """Raise `UsageError` for a student whose tokens cannot keep their own keys and values."""
-    if model.config.key_value_group_size > 1:
+    upper = model.llama.upper_qkv
+    if upper is None or (two_caches and upper.q is None):
+        needed = "q, k and v" if two_caches else "k and v"
         raise UsageError(
-            f"`mixed_generated_kv` needs key_value_group_size=1, not "
-            f"{model.config.key_value_group_size}: layers that share one cache have no room for "
-            f"keys and values of their own"
-        )
-    if model.llama.upper_qkv is None:
-        raise UsageError(
-            "`generated_kv`=own needs the teacher's upper k and v, which this model was saved or "
-            "loaded without"
+            f"`generated_kv`=own needs the teacher's upper {needed}, which this model was saved or "
+            f"loaded without"
         )
 
 

@@ -4,26 +4,29 @@
     decoded and scored tokens:  `run_upper_layers`  upper layers; then the logits
 
 Tokens that keep their own upper keys and values (`Config.generated_kv`) run through
-`run_upper_layers_own` instead, which writes those.
+`run_upper_layers_own` instead, which writes those; where layers share caches, through
+`run_upper_layers_two_caches`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from ...attention import Attention
+from ...attention import Attention, merge_attention
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
 from ...layers import embed
-from ...packed_attention import head_major
+from ...packed_attention import head_major, mixed
 from ...rope import Tables, group_table, rope_tables, table_of
 from ...transformer import (
     Attend,
     cross_layer,
     project_fused_kv,
     self_layer,
+    two_cache_layer,
     with_queries,
 )
 from .weights import Weights
@@ -31,6 +34,11 @@ from .weights import Weights
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
 Read = Callable[[Float[Array, "A T N H"], Pool, Pool, int | None], Float[Array, "A T N H"]]
 """Attention of queries to a pool, within the layer's window."""
+ReadWithLse = Callable[
+    [Float[Array, "A T N H"], Pool, Pool, int | None],
+    tuple[Float[Array, "A T N H"], Float[Array, "A T N"]],
+]
+"""The same, and the log-sum-exp of the scores."""
 
 
 def run_lower_layers(
@@ -113,6 +121,49 @@ def run_upper_layers_own(
         attend = _attend_own(pools[i], write, read, kind.window)
         rope = table_of(config, tables, kind)
         x, pools[i] = self_layer(config, block, qkv, x, rope, attend, attention)
+    return x, _cache(pools)
+
+
+class OwnCache(NamedTuple):
+    """Pages with keys and values that tokens keep of their own, beside those that layers share."""
+
+    write: Write
+    read: ReadWithLse
+
+
+def run_upper_layers_two_caches(
+    config: Config,
+    weights: Weights,
+    x: Float[Array, "A T D"],
+    tables: Tables,
+    cache: KVCache,
+    own: Sequence[OwnCache],
+    read_shared: ReadWithLse,
+    attention: Attention,
+) -> tuple[Float[Array, "A T D"], KVCache]:
+    """The upper layers where layers share caches and some tokens keep their own keys and values:
+    (hidden state before the final norm, cache with those that `own` writes).
+
+    Two softmaxes are merged: one over the positions that `read_shared` sees, in the pool of the
+    layer's group, with the student's queries; and one over what tokens keep, with the teacher's.
+    Of that, layer u has pool u modulo C of the C cache layers, in pages of `own[u // C]`.
+    """
+    pools = list(zip(cache.k, cache.v, strict=True))
+    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
+    for i, (block, queries, qkv) in enumerate(layers):
+        kind = config.kind(config.num_lower_layers + i)
+        group = config.num_lower_layers + i // config.key_value_group_size
+        part, pool = divmod(i, config.num_cache_layers)
+        mix = weights.upper_mix[i] if weights.upper_mix else None
+
+        def attend(shared_q, q, k, v, own=own[part], group=group, pool=pool, mix=mix):
+            pools[pool] = _store(pools[pool], own.write, head_major(k), head_major(v))
+            shared, shared_lse = read_shared(shared_q, *pools[group], None)
+            mine, lse = own.read(q, *pools[pool], None)
+            return merge_attention(mixed(shared, mix), shared_lse, mine, lse), None
+
+        rope = table_of(config, tables, kind)
+        x, _ = two_cache_layer(config, block, qkv, queries, x, rope, attend, attention)
     return x, _cache(pools)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Array, Int, UInt16
 
 from ...cache import KVCache
 from ...params import Leaf
+from ..engine import request_state
 from ..engine.sampler_output import NON_FINITE
 from ..sampling.metadata import SamplingMetadata, empty_sampling
 
@@ -31,6 +33,7 @@ class DecodeBatch:
     page_table: Leaf  # i32[B, P]; the pages of the sequence
     sampling: SamplingMetadata
     own_start: Leaf = None  # i32[B]; see `RequestState`; None where no sequence needs it
+    own_page_table: Leaf = None  # i32[B, P, O]; `RequestState.own_pages`; None without them
 
     def gather(self, slots: Int[Array, " B"]) -> DecodeBatch:
         """The sequences in these slots. A slot past the last is empty."""
@@ -75,11 +78,32 @@ class DecodeState:
     token_counts: Leaf  # u16[B, V]; see `sampling.penalties`
 
 
+class PageTables(NamedTuple):
+    """Fields of a `DecodeBatch`."""
+
+    page_table: Leaf  # i32[B, P]
+    own_page_table: Leaf = None  # i32[B, P, O]
+
+
+def page_tables(
+    sequences: Sequence[request_state.Sequence], table_pages: int, own_pages: int
+) -> PageTables:
+    """The pages of some sequences in NumPy; 0 past them, and for `RELEASED`. With `own_pages` 0
+    there is no table of own pages."""
+    tables = np.zeros((len(sequences), table_pages), np.int32)
+    own_tables = np.zeros((len(sequences), table_pages, own_pages), np.int32)
+    for table, own_table, sequence in zip(tables, own_tables, sequences, strict=True):
+        table[: len(sequence.pages)] = sequence.pages
+        if sequence.own_pages:
+            own_table[: len(sequence.own_pages)] = sequence.own_pages
+    return PageTables(np.maximum(tables, 0), own_tables if own_pages else None)
+
+
 def make_batch(
     tokens: Sequence[int],
     lengths: Sequence[int],
     remaining: Sequence[int],
-    page_tables,
+    page_tables: PageTables,
     sampling: Sequence[SamplingMetadata],
     own_start: Sequence[int] | None = None,
 ) -> DecodeBatch:
@@ -88,18 +112,23 @@ def make_batch(
         token=np.array(tokens, np.int32),
         length=np.array(lengths, np.int32),
         remaining=np.array(remaining, np.int32),
-        page_table=np.asarray(page_tables, np.int32),
+        page_table=np.asarray(page_tables.page_table, np.int32),
         sampling=jax.tree.map(lambda *leaves: np.stack(leaves), *sampling),
         own_start=None if own_start is None else np.array(own_start, np.int32),
+        own_page_table=page_tables.own_page_table,
     )
 
 
-def empty_batch(batch: int, table_pages: int, *, own_start: bool = False) -> DecodeBatch:
-    """A batch in NumPy of slots without sequences, with `own_start` or without it."""
+def empty_batch(
+    batch: int, table_pages: int, *, own_start: bool = False, own_pages: int = 0
+) -> DecodeBatch:
+    """A batch in NumPy of slots without sequences, with `own_start` or without it, and a page table
+    of tuples of `own_pages`, unless that is 0."""
     zeros = np.zeros(batch, np.int32)
     page_table = np.zeros((batch, table_pages), np.int32)
     own = zeros if own_start else None
-    return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch), own)
+    own_table = np.zeros((batch, table_pages, own_pages), np.int32) if own_pages else None
+    return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch), own, own_table)
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -110,11 +139,12 @@ def insert_sequences(batch: DecodeBatch, slots: Int[Array, " E"], new: DecodeBat
 
 @functools.partial(jax.jit, donate_argnames="batch")
 def update_page_tables(
-    batch: DecodeBatch, slots: Int[Array, " E"], page_tables: Int[Array, "E P"]
+    batch: DecodeBatch, slots: Int[Array, " E"], tables: PageTables
 ) -> DecodeBatch:
     """`batch` with these page tables. A slot past the last is left out."""
-    page_table = batch.page_table.at[slots].set(page_tables, mode="drop")
-    return dataclasses.replace(batch, page_table=page_table)
+    old = PageTables(batch.page_table, batch.own_page_table)
+    new = jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), old, tables)
+    return dataclasses.replace(batch, **new._asdict())
 
 
 @functools.partial(jax.jit, donate_argnames="token_counts")

@@ -16,10 +16,11 @@ from ...mesh import dp_size
 from ...pallas_kernels import Implementation
 from ...quantization import Scheme
 from ..engine.grammar import mask_words
-from .decode_state import insert_sequences, insert_token_counts, update_page_tables
+from .decode_programs import copy_pages, decode
+from .decode_state import PageTables, insert_sequences, insert_token_counts, update_page_tables
 from .layout import Layout
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
-from .programs import copy_pages, decode, prefill_chunk, prefill_tail, score_chunk
+from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
 from .shapes import Shapes, kv_programs
 from .weights import Weights, served_config, weight_shapes, weight_shardings
 
@@ -96,7 +97,8 @@ def lower_all(
             add((CONSTRAINED, rows), decode, *operands, **one_step, masks=masks)
     new = layout.batch(INSERT_SEQUENCES, shapes)
     add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
-    add(("page_tables",), update_page_tables, state.batch, ints(INSERT_SEQUENCES), new.page_table)
+    tables = PageTables(new.page_table, new.own_page_table)
+    add(("page_tables",), update_page_tables, state.batch, ints(INSERT_SEQUENCES), tables)
     counts = layout.array((served.vocab_size,), jnp.uint16)
     add(("token_counts",), insert_token_counts, state.token_counts, ints(), counts)
     pages = ints(shapes.dp_size * COPY_PAGES)
@@ -121,19 +123,24 @@ def _chunk(
 def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:
     ids, tiles = layout.rows(shapes.dp_size, tokens), shapes.tiles(tokens)[-1]
     own_start = layout.rows(shapes.dp_size * tiles) if shapes.has_own_start else None
-    return UpperTokens(ids, ids, ids, _tiles(layout, shapes, tokens, tiles), own_start)
+    own_tiles = _tiles(layout, shapes, tokens, tiles, own=True) if shapes.own_pages else None
+    every = _tiles(layout, shapes, tokens, tiles)
+    return UpperTokens(ids, ids, ids, every, own_start, own_tiles)
 
 
-def _tiles(layout: Layout, shapes: Shapes, tokens: int, tiles: int) -> QueryTiles:
+def _tiles(
+    layout: Layout, shapes: Shapes, tokens: int, tiles: int, *, own: bool = False
+) -> QueryTiles:
+    """Of tokens in their pages, or in those of `own` keys and values."""
     count = shapes.dp_size * tiles
-    each = layout.rows(count)
+    each, pages = layout.rows(count), (shapes.own_pages,) if own else ()
     return QueryTiles(
-        page=each,
+        page=layout.rows(count, *pages),
         page_start=each,
         query_start=each,
         query_end=each,
         source=each,
-        page_table=layout.rows(count, shapes.table_pages),
+        page_table=layout.rows(count, shapes.table_pages, *pages),
         tile_index=layout.rows(shapes.dp_size, tokens),
     )
 
@@ -180,6 +187,7 @@ def lower_program(
         contexts=key[-1:] if chunked else (None,),
         scoring=key[0] == "score",
         kv=kv_programs(served),
+        own_pages=served.own_pages if served.two_queries else 0,
         tail=key[2] if key[0] == "tail" else 0,
     )
     weights = weight_shapes(config, swiftkv, dtype, quantization)

@@ -1,4 +1,4 @@
-"""A student whose layers mix shared values, as one that does not: for serving."""
+"""A student whose layers mix shared values, in the form in which it is served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...config import Config
-from ...params import Llama, SwiftKV
+from ...params import Llama, SwiftKV, require_teacher
 from ...quantization import Quantized, dequantize, quantize
 
 
@@ -45,6 +45,48 @@ def fold_mix(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, Swift
         dataclasses.replace(llama, upper=upper),
         dataclasses.replace(delta, q=q, q_bias=q_bias, mix=None),
     )
+
+
+def order_heads(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, SwiftKV]:
+    """The same student and teacher with the heads of their upper layers in the order of the cache's
+    heads, so that on a mesh each device has what goes together. `mix` stays.
+
+    Where tokens keep their own values too, the output projection cannot hold it.
+    """
+    if config.shared_kv_heads is None:
+        return llama, delta
+    teachers = require_teacher(llama, "keep the own keys and values of tokens")
+    kv_order = jnp.asarray(np.argsort(np.asarray(config.shared_kv_heads), axis=1))
+    order = jnp.asarray(_query_order(config))
+
+    def ordered(tree, order):
+        return jax.tree.map(lambda leaf: jax.vmap(lambda x, i: x[i])(leaf, order), tree)
+
+    def order_output(o, order):  # D N H
+        if isinstance(o, Quantized):
+            return quantize(dequantize(o, jnp.float32)[:, order], 2, o.scheme)
+        return o[:, order]
+
+    o = jax.lax.map(lambda layer: order_output(*layer), (llama.upper.o, order))
+    teachers = dataclasses.replace(
+        teachers,
+        q=ordered(teachers.q, order),
+        q_bias=ordered(teachers.q_bias, order),
+        k=ordered(teachers.k, kv_order),
+        v=ordered(teachers.v, kv_order),
+        k_bias=ordered(teachers.k_bias, kv_order),
+        v_bias=ordered(teachers.v_bias, kv_order),
+    )
+    llama = dataclasses.replace(
+        llama, upper=dataclasses.replace(llama.upper, o=o), upper_qkv=teachers
+    )
+    delta = dataclasses.replace(
+        delta,
+        q=ordered(delta.q, order),
+        q_bias=ordered(delta.q_bias, order),
+        mix=ordered(delta.mix, kv_order),
+    )
+    return llama, delta
 
 
 def _query_order(config: Config) -> np.ndarray:

@@ -28,7 +28,7 @@ from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..sampling.metadata import SamplingMetadata, sampling_row
 from ..sampling.penalties import token_counts_of
 from .compilation import CompileCounter, compile_all
-from .decode_state import DecodeBatch, make_batch
+from .decode_state import DecodeBatch, PageTables, make_batch, page_tables
 from .layout import Layout
 from .lowering import (
     CHUNKED,
@@ -181,7 +181,7 @@ class ModelRunner:
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
             self._insert_token_counts(0, [], 0)
-            self._update_pages([], np.zeros((0, self.shapes.table_pages), np.int32))
+            self._update_pages([], self._page_tables([]))
         jax.block_until_ready(self._state)
 
     # Steps --------------------------------------------------------------------
@@ -218,12 +218,8 @@ class ModelRunner:
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             self._update_pages([sequence.slot for sequence in some], self._page_tables(some))
 
-    def _page_tables(self, sequences: abc.Sequence[Sequence]) -> np.ndarray:
-        """i32[B, P]; 0 past the pages of a sequence, and for `RELEASED`."""
-        tables = np.zeros((len(sequences), self.shapes.table_pages), np.int32)
-        for table, sequence in zip(tables, sequences, strict=True):
-            table[: len(sequence.pages)] = sequence.pages
-        return np.maximum(tables, 0)
+    def _page_tables(self, sequences: abc.Sequence[Sequence]) -> PageTables:
+        return page_tables(sequences, self.shapes.table_pages, self.shapes.own_pages)
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """See `ModelRunnerBase`."""
@@ -236,7 +232,8 @@ class ModelRunner:
     def _prefill_key(self, shards: ScheduledShards) -> Key:
         """The smallest compiled program that can run a chunk."""
         shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
-        size, tiles, context = shapes.chunk(needs.tokens, needs.tiles, needs.context_pages)
+        most_tiles = max(needs.tiles, needs.upper_tiles)  # own pages may divide tokens otherwise
+        size, tiles, context = shapes.chunk(needs.tokens, most_tiles, needs.context_pages)
         if not needs.upper_tokens:
             return "prefill", size, tiles, context
         scores = any(scheduled.scored for shard in shards for scheduled in shard)
@@ -305,6 +302,7 @@ class ModelRunner:
                 tokens=key[2],
                 tiles=shapes.tiles(key[2])[-1],
                 own_start=shapes.has_own_start,
+                own_pages=shapes.own_pages,
                 **common,
             )
             cache, result = self._compiled[key](self.weights, chunk, upper, self._state.cache)
@@ -354,8 +352,11 @@ class ModelRunner:
         batch = self._compiled[("insert",)](self._state.batch, self._padded(slots), batch)
         self._state = dataclasses.replace(self._state, batch=batch)
 
-    def _update_pages(self, slots: abc.Sequence[int], page_tables: np.ndarray) -> None:
-        tables = np.pad(page_tables, ((0, INSERT_SEQUENCES - len(slots)), (0, 0)))
+    def _update_pages(self, slots: abc.Sequence[int], tables: PageTables) -> None:
+        missing = INSERT_SEQUENCES - len(slots)
+        tables = jax.tree.map(
+            lambda table: np.pad(table, ((0, missing), *((0, 0),) * (table.ndim - 1))), tables
+        )
         batch = self._compiled[("page_tables",)](self._state.batch, self._padded(slots), tables)
         self._state = dataclasses.replace(self._state, batch=batch)
 

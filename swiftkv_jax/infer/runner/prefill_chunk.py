@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 
 from ...params import Leaf
 from ..engine.page_pool import RELEASED
-from ..engine.request_state import ScheduledTokens
+from ..engine.request_state import ScheduledTokens, num_tiles
 from ..engine.requests import ScoreRequest
 
 INVALID_PAGE = 2**30
@@ -75,6 +75,10 @@ class UpperTokens:
     num_logprobs: Leaf  # i32[A, M]; how many of the likeliest tokens to report; -1 for padding
     tiles: QueryTiles  # of these tokens; `tile_index` is A M
     own_start: Leaf = None  # i32[W]; see `RequestState`; None where all of these tokens are own
+    # Where upper layers attend to two caches: tiles of the tokens that are own, at offsets in the
+    # pages that hold their own keys and values. `page` is W O, `page_table` W P O; positions count
+    # from `own_start`, and `tile_index` is -1 for tokens that are not own.
+    own_tiles: QueryTiles | None = None
 
 
 # On the device ----------------------------------------------------------------
@@ -117,17 +121,17 @@ def pack_chunk(
     packed = np.zeros((2, len(shards), tokens), np.int32)
     layout, gathered = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages), []
     for dp_rank, shard in enumerate(shards):
-        page_indices = None if context_pages is None else {}
+        index_of = None if context_pages is None else _gathered(shard, page_size)
         at = 0
         for scheduled in shard:
             positions, stop = range(scheduled.start, scheduled.stop), at + scheduled.num_tokens
             token_ids = scheduled.request_state.prefill_token_ids[scheduled.start : scheduled.stop]
             packed[0, dp_rank, at:stop] = token_ids
             packed[1, dp_rank, at:stop] = positions
-            layout.add(dp_rank, scheduled, positions, at, page_indices)
+            layout.add(dp_rank, scheduled, positions, at, index_of)
             at = stop
-        if page_indices is not None and context_pages is not None:
-            gathered.append([*page_indices, *[0] * (context_pages - len(page_indices))])
+        if index_of is not None and context_pages is not None:
+            gathered.append([*index_of, *[0] * (context_pages - len(index_of))])
     pages = np.array(gathered, np.int32).reshape(-1) if gathered else None
     return PrefillChunk(packed[0], packed[1], layout.tiles(), pages)
 
@@ -141,19 +145,19 @@ def pack_upper(
     table_pages: int,
     context_pages: int | None,
     own_start: bool = False,
+    own_pages: int = 0,
 ) -> UpperTokens:
     """The tokens of the same chunk that run through all layers, `tokens` and `tiles` on each shard;
-    `own_start` says whether that of each request is needed."""
+    `own_start` says whether that of each request is needed, `own_pages` is `Shapes.own_pages`."""
     index = np.zeros((len(shards), tokens), np.int32)
     target = np.full((len(shards), tokens), -1, np.int32)
     num_logprobs = np.full_like(target, -1)
     layout = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages)
+    own = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages, own_pages)
     for dp_rank, shard in enumerate(shards):
-        page_indices = None if context_pages is None else {}
+        index_of = None if context_pages is None else _gathered(shard, page_size)
         at = packed_at = 0
         for scheduled in shard:
-            if page_indices is not None:  # in the same order as in `pack_chunk`
-                _gather(page_indices, scheduled, page_size)
             state, positions = scheduled.request_state, scheduled.upper
             if positions:
                 stop = at + len(positions)
@@ -163,23 +167,35 @@ def pack_upper(
                     following = state.prefill_token_ids[scored.start + 1 : scored.stop + 1]
                     target[dp_rank, stop - len(scored) : stop] = following
                     num_logprobs[dp_rank, stop - len(scored) : stop] = state.request.top_logprobs
-                layout.add(dp_rank, scheduled, positions, at, page_indices)
+                layout.add(dp_rank, scheduled, positions, at, index_of)
+                if own_pages:
+                    own.add_own(dp_rank, scheduled, stop - len(scheduled.own), index_of)
                 at = stop
             packed_at += scheduled.num_tokens
     starts = layout.own_start() if own_start else None
-    return UpperTokens(index, target, num_logprobs, layout.tiles(), starts)
+    own_tiles = own.tiles() if own_pages else None
+    return UpperTokens(index, target, num_logprobs, layout.tiles(), starts, own_tiles)
 
 
 class _TileBuilder:
-    """`QueryTiles` being filled."""
+    """`QueryTiles` being filled; with `own_pages` those of tokens in `RequestState.own_pages`."""
 
-    def __init__(self, shards: int, tokens: int, tiles: int, page_size: int, table_pages: int):
+    def __init__(
+        self,
+        shards: int,
+        tokens: int,
+        tiles: int,
+        page_size: int,
+        table_pages: int,
+        own_pages: int = 0,
+    ):
+        each = (own_pages,) if own_pages else ()  # pages of a tile
         self._page_size = page_size
-        # page, page_start, query_start, query_end, source, own_start
-        self._fields = np.zeros((6, shards, tiles), np.int32)
-        self._fields[0] = INVALID_PAGE
-        self._page_table = np.zeros((shards, tiles, table_pages), np.int32)
-        self._tile_index = np.zeros((shards, tokens), np.int32)
+        self._fields = np.zeros((5, shards, tiles), np.int32)
+        """page_start, query_start, query_end, source, own_start."""
+        self._page = np.full((shards, tiles, *each), INVALID_PAGE, np.int32)
+        self._page_table = np.zeros((shards, tiles, table_pages, *each), np.int32)
+        self._tile_index = np.full((shards, tokens), -1 if own_pages else 0, np.int32)
         self._used = [0] * shards
 
     def add(
@@ -188,20 +204,30 @@ class _TileBuilder:
         scheduled: ScheduledTokens,
         positions: range,
         at: int,
-        page_indices: dict[int, int] | None,
+        index_of: dict[int, int] | None,
     ) -> None:
-        """Add the tiles of `positions`, whose tokens are packed from `at` on."""
-        size, pages = self._page_size, scheduled.request_state.pages
-        table = (
-            pages[: -(-scheduled.stop // size)]
-            if page_indices is None
-            else _gather(page_indices, scheduled, size)
-        )
+        """Add the tiles of `positions`, whose tokens are packed from `at` on. `index_of` has the
+        indices of pages in `gathered_pages`."""
+        self._add(dp_rank, scheduled, scheduled.request_state.pages, positions, at, index_of)
+
+    def add_own(
+        self, dp_rank: int, scheduled: ScheduledTokens, at: int, index_of: dict[int, int] | None
+    ) -> None:
+        """Add the tiles of `scheduled.own`, whose tokens are packed from `at` on."""
+        pages = scheduled.request_state.own_pages
+        self._add(dp_rank, scheduled, pages, scheduled.own, at, index_of)
+
+    def _add(self, dp_rank, scheduled, pages, positions: range, at: int, index_of) -> None:
+        size, own_start = self._page_size, scheduled.request_state.own_start
+        table = np.array(pages[: -(-positions.stop // size)], np.int32)
+        if index_of is not None:
+            indices = [index_of.get(page, RELEASED) for page in table.ravel().tolist()]
+            table = np.array(indices, np.int32).reshape(table.shape)
         for number in range(positions.start // size, -(-positions.stop // size)):
             tile, start = self._used[dp_rank], number * size
             first, end = max(positions.start - start, 0), min(positions.stop - start, size)
-            own_start = scheduled.request_state.own_start
-            self._fields[:, dp_rank, tile] = pages[number], start, first, end, at, own_start
+            self._fields[:, dp_rank, tile] = start, first, end, at, own_start
+            self._page[dp_rank, tile] = pages[number]
             self._page_table[dp_rank, tile, : len(table)] = np.maximum(table, 0)
             index = range(tile * size + first, tile * size + end)
             self._tile_index[dp_rank, at : at + end - first] = index
@@ -209,29 +235,26 @@ class _TileBuilder:
             at += end - first
 
     def tiles(self) -> QueryTiles:
-        page, page_start, query_start, query_end, source, _ = self._fields.reshape(6, -1)
+        page_start, query_start, query_end, source, _ = self._fields.reshape(5, -1)
         return QueryTiles(
-            page=page,
+            page=self._page.reshape(-1, *self._page.shape[2:]),
             page_start=page_start,
             query_start=query_start,
             query_end=query_end,
             source=source,
-            page_table=self._page_table.reshape(-1, self._page_table.shape[2]),
+            page_table=self._page_table.reshape(-1, *self._page_table.shape[2:]),
             tile_index=self._tile_index,
         )
 
     def own_start(self) -> np.ndarray:
-        return self._fields[5].reshape(-1)
+        return self._fields[4].reshape(-1)
 
 
-def _gather(page_indices: dict[int, int], scheduled: ScheduledTokens, page_size: int) -> list[int]:
-    """Indices in `gathered_pages` of the pages that scheduled tokens read; new pages are
-    appended to `page_indices`."""
-    pages = scheduled.request_state.pages[: -(-scheduled.stop // page_size)]
-    return [
-        RELEASED if page == RELEASED else page_indices.setdefault(page, len(page_indices))
-        for page in pages
-    ]
+def _gathered(shard: list[ScheduledTokens], page_size: int) -> dict[int, int]:
+    """The pages that a shard's part of a chunk reads -> their indices in `gathered_pages`."""
+    pages = dict.fromkeys(page for one in shard for page in one.read_pages(page_size))
+    pages.pop(RELEASED, None)
+    return {page: index for index, page in enumerate(pages)}
 
 
 class ChunkNeeds(NamedTuple):
@@ -249,22 +272,17 @@ class ChunkNeeds(NamedTuple):
 def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
     """Sizes for a chunk of at least one token."""
 
-    def num_tiles(positions: range) -> int:
-        return -(-positions.stop // page_size) - positions.start // page_size if positions else 0
-
     def needs(shard: list[ScheduledTokens]) -> ChunkNeeds:
-        pages = {
-            page
-            for scheduled in shard
-            for page in scheduled.request_state.pages[: -(-scheduled.stop // page_size)]
-            if page != RELEASED
-        }
+        pages = {page for scheduled in shard for page in scheduled.read_pages(page_size)}
+        own_tiles = sum(num_tiles(scheduled.own, page_size) for scheduled in shard)
         return ChunkNeeds(
             tokens=sum(scheduled.num_tokens for scheduled in shard),
-            tiles=sum(num_tiles(range(scheduled.start, scheduled.stop)) for scheduled in shard),
+            tiles=sum(num_tiles(range(one.start, one.stop), page_size) for one in shard),
             upper_tokens=sum(len(scheduled.upper) for scheduled in shard),
-            upper_tiles=sum(num_tiles(scheduled.upper) for scheduled in shard),
-            context_pages=len(pages),
+            upper_tiles=max(
+                sum(num_tiles(scheduled.upper, page_size) for scheduled in shard), own_tiles
+            ),
+            context_pages=len(pages - {RELEASED}),
         )
 
     return ChunkNeeds(*map(max, zip(*map(needs, filter(None, shards)), strict=True)))

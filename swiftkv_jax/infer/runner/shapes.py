@@ -69,16 +69,23 @@ class Shapes:
     tail: int = 0
     """Tokens of a prompt, at least, for which there is a prefill program that runs them through all
     layers; 0 if there is none."""
+    own_pages: int = 0
+    """`Config.own_pages` where upper layers attend to two caches, else 0."""
 
     @property
     def has_own_start(self) -> bool:
         """Whether programs take the position from which on tokens keep their own keys and
         values."""
-        return self.kv == "both"
+        return self.kv == "both" or self.own_pages > 0
 
     def empty_batch(self, count: int) -> DecodeBatch:
         """A decode batch in NumPy of `count` slots without sequences."""
-        return empty_batch(count, self.table_pages, own_start=self.has_own_start)
+        return empty_batch(
+            count,
+            self.table_pages,
+            own_start=self.has_own_start,
+            own_pages=self.own_pages,
+        )
 
     @property
     def limits(self) -> Limits:
@@ -186,6 +193,8 @@ def choose_shapes(
             f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
             f"`decode_rows` the {slots} sequences of each device"
         )
+    kv = kv_programs(config, mixed=options.mixed_generated_kv)
+    own_pages = config.own_pages if has_two_caches(config, kv) else 0
     if options.kv_cache_memory is not None:
         pages = options.kv_cache_memory // page_bytes
         has = host_memory() if memory_limit is None else memory_limit
@@ -200,7 +209,7 @@ def choose_shapes(
         pages = left // page_bytes
     else:
         pages = min(
-            slots * table_pages,
+            slots * table_pages * (1 + own_pages),
             max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes),
         )
     return check_pages(
@@ -221,7 +230,8 @@ def choose_shapes(
             scoring=options.scoring,
             single_step_rows=_single_step_rows(options, slots, platform),
             structured_outputs=options.structured_outputs,
-            kv=kv_programs(config, mixed=options.mixed_generated_kv),
+            kv=kv,
+            own_pages=own_pages,
             tail=_tail(
                 config, mixed=options.mixed_generated_kv, preempts=options.reserve_tokens < length
             ),
@@ -237,6 +247,12 @@ def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
         return "both"
     # Without a tail the last token of a prompt, the input of the first decode step, is no own one.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
+
+
+def has_two_caches(config: Config, kv: KVPrograms) -> bool:
+    """Whether upper layers attend to the cache of their group and to keys and values that tokens
+    keep of their own (`Config.two_queries`), in programs for `kv`."""
+    return kv != "boundary" and config.key_value_group_size > 1
 
 
 def _single_step_rows(options: EngineOptions, slots: int, platform: str) -> int:
@@ -263,7 +279,8 @@ def with_contexts(shapes: Shapes) -> Shapes:
     only what a chunk reads.
     """
     tiles = shapes.tiles(shapes.chunks[-1])[-1]
-    contexts = buckets(max(shapes.table_pages, tiles), smallest=tiles, count=3)
+    most = shapes.table_pages * (1 + shapes.own_pages)
+    contexts = buckets(max(most, tiles), smallest=tiles, count=3)
     return dataclasses.replace(shapes, contexts=contexts)
 
 

@@ -37,6 +37,7 @@ from ...quantization import (
 from ...sharding import llama_shardings, swiftkv_shardings
 from ...stacks import unstack
 from ...transformer import delta_queries
+from .shapes import has_two_caches, kv_programs
 
 
 @struct.dataclass
@@ -56,8 +57,9 @@ class Weights:
     final_norm: Leaf  # D
     lm_head: Leaf  # V D; None when tied to `embed`
     upper_kv: tuple[QKV, ...] = ()
-    """The teacher's keys and values of the upper layers, without q; empty unless tokens keep their
-    own."""
+    """The teacher's projections of the upper layers, without q unless layers attend to two caches;
+    empty unless tokens keep their own."""
+    upper_mix: tuple[Leaf, ...] = ()  # K H H, where layers attend to two caches and mix values
 
 
 def served_config(
@@ -65,22 +67,37 @@ def served_config(
     swiftkv: bool,
     generated_kv: GeneratedKV | None = None,
     exact_tail: int | None = None,
+    *,
+    mixed: bool = False,
 ) -> Config:
     """The architecture that is served: the teacher is the cut above the last layer, and a student's
-    mixes are folded into its output projections (`mix.fold_mix`). `generated_kv` and `exact_tail`
-    replace those of `config` unless they are None. Raises `UsageError` if the student cannot have
-    them."""
+    heads are in the order of its cache's (`mix.fold_mix`). `generated_kv` and `exact_tail` replace
+    those of `config` unless they are None; `mixed` if each request chooses. Raises `UsageError` if
+    the student cannot have them."""
     if not swiftkv:
         return config.cut(config.num_layers)
     config = choose_generated_kv(config, generated_kv, exact_tail)
-    return dataclasses.replace(config, shared_kv_heads=None)
+    if mixed:
+        choose_generated_kv(config, "own")
+    heads = config.shared_kv_heads
+    if has_two_caches(config, kv_programs(config, mixed=mixed)):
+        heads = heads and (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
+    else:
+        heads = None  # mixes are folded into output projections
+    return dataclasses.replace(config, shared_kv_heads=heads)
 
 
 def serving_weights(
-    llama: Llama, delta: SwiftKV | None, *, own_kv: bool = False, donate: bool = False
+    llama: Llama,
+    delta: SwiftKV | None,
+    *,
+    own_kv: bool = False,
+    two_caches: bool = False,
+    donate: bool = False,
 ) -> Weights:
     """The weights of a student (with `delta`) or a teacher (without). Copies the layers and shares
-    embedding and head. With `own_kv` a student has the teacher's upper keys and values too.
+    embedding and head. With `own_kv` a student has the teacher's upper keys and values too, and for
+    `two_caches` the queries.
 
     With `donate` the stacks are deleted one after the other, so that memory holds the model once.
     Raises `ValueError` for the teacher of a model whose upper projections were dropped, and with
@@ -95,7 +112,9 @@ def serving_weights(
             lower_qkv += unstack(llama.upper_qkv, donate=donate)
         return _teacher(llama, lower + upper, lower_qkv)
     upper_kv: tuple[QKV, ...] = ()
-    if own_kv:
+    if two_caches:
+        upper_kv = unstack(require_teacher(llama, "keep tokens' own"), donate=donate)
+    elif own_kv:
         upper_kv = unstack(_kv(require_upper_kv(llama, "keep tokens' own")), donate=donate)
     weights = Weights(
         embed=llama.embed,
@@ -110,6 +129,7 @@ def serving_weights(
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
         upper_kv=upper_kv,
+        upper_mix=() if delta.mix is None else unstack(delta.mix, donate=donate),
     )
     if donate:
         for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
@@ -194,11 +214,13 @@ def weight_shapes(
 ) -> Weights:
     """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is
     that of the weights that are not quantised."""
-    config = dataclasses.replace(config, shared_kv_heads=None)
+    if not config.two_queries:
+        config = dataclasses.replace(config, shared_kv_heads=None)
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
     own_kv = config.generated_kv == "own"
-    return jax.eval_shape(functools.partial(serving_weights, own_kv=own_kv), llama, delta)
+    make = functools.partial(serving_weights, own_kv=own_kv, two_caches=config.two_queries)
+    return jax.eval_shape(make, llama, delta)
 
 
 def num_bytes(weights: Any) -> int:
@@ -255,9 +277,12 @@ def weight_shardings(
         upper_q=layers(delta_queries(delta), config.num_upper_layers),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
-        upper_kv=layers(_kv(llama.upper_qkv), config.num_upper_layers)
+        upper_kv=layers(
+            llama.upper_qkv if config.two_queries else _kv(llama.upper_qkv), config.num_upper_layers
+        )
         if config.generated_kv == "own"
         else (),
+        upper_mix=layers(delta.mix, config.num_upper_layers) if delta.mix is not None else (),
     )
 
 

@@ -4,7 +4,7 @@ does."""
 import dataclasses
 import functools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
@@ -20,22 +21,51 @@ from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from tests import own_kv_oracle, tiny
 
 LENGTH, TAIL = 64, 6
-HF = tiny.hf_config(num_hidden_layers=4, num_key_value_layers=2)
-TENSORS = tiny.tensors_for(HF)
 LONG = pytest.mark.long
-MODES = {"boundary": (None, 0), "own": ("own", 0), "tail 1": ("own", 1), "tail 6": ("own", TAIL)}
+HF = {
+    "g=1": tiny.hf_config(num_hidden_layers=4, num_key_value_layers=2),
+    "g=2": tiny.hf_config(
+        num_key_value_layers=2, key_value_group_size=2, shared_kv_heads=[[0, 1], [1, 0]] * 2
+    ),
+    # Two cache layers, and own keys and values of four: in two pages each.
+    "g=4": tiny.hf_config(num_hidden_layers=5, num_key_value_layers=1, key_value_group_size=4),
+}
+TENSORS = {shape: tiny.tensors_for(hf) for shape, hf in HF.items()}
+
+
+class Mode(NamedTuple):
+    generated_kv: GeneratedKV | None
+    exact_tail: int
+    shape: str = "g=1"
+
+
+MODES = {
+    "boundary": Mode(None, 0),
+    "own": Mode("own", 0),
+    "tail 1": Mode("own", 1),
+    "tail 6": Mode("own", TAIL),
+}
+GROUPED = {
+    f"{name} {shape}": mode._replace(shape=shape)
+    for name, mode in MODES.items()
+    for shape in ("g=2", "g=4")
+}
 
 FLOAT32 = 5e-7
 """Above the error of float32 in an entry of the cache, as a share of its head's largest."""
 
 
+def mode_of(name: str) -> Mode:
+    return (MODES | GROUPED)[name]
+
+
 @functools.cache
-def model() -> skv.Model:
-    return tiny.model_of(HF, TENSORS)
+def model(shape: str = "g=1") -> skv.Model:
+    return tiny.model_of(HF[shape], TENSORS[shape])
 
 
 def options(mode: str = "tail 6", **fields: Any) -> EngineOptions:
-    kv, tail = MODES[mode]
+    kv, tail, _ = mode_of(mode)
     defaults: dict[str, Any] = {
         "max_model_len": LENGTH,
         "max_num_seqs": 4,
@@ -52,7 +82,7 @@ def options(mode: str = "tail 6", **fields: Any) -> EngineOptions:
 
 @functools.cache
 def engine_of(mode: str, *fields: tuple[str, Any]) -> Engine[ModelRunner]:
-    return Engine.from_model(model(), options(mode, **dict(fields)))
+    return Engine.from_model(model(mode_of(mode).shape), options(mode, **dict(fields)))
 
 
 def prompts_of(seed: int, count: int, longest: int = 24) -> list[tuple[int, ...]]:
@@ -81,20 +111,22 @@ def greedy(prompt, count: int = 5, **fields: Any) -> Request:
 @functools.cache
 def forward():
     return jax.jit(
-        lambda tokens, lengths, config: skv.logits(
-            dataclasses.replace(model(), config=config), tokens, prompt_lengths=lengths
+        lambda tokens, lengths, shape, config: skv.logits(
+            dataclasses.replace(model(shape), config=config), tokens, prompt_lengths=lengths
         ),
-        static_argnums=2,
+        static_argnums=(2, 3),
     )
 
 
 def full_logprobs(mode: str, tokens, prompt_length: int) -> np.ndarray:
     """f32[T, V] by the full forward pass of a row padded to one length."""
-    kv, tail = MODES[mode]
-    config = dataclasses.replace(model().config, generated_kv=kv or "boundary", exact_tail=tail)
+    kv, tail, shape = mode_of(mode)
+    config = dataclasses.replace(
+        model(shape).config, generated_kv=kv or "boundary", exact_tail=tail
+    )
     row = np.zeros((1, LENGTH), np.int32)
     row[0, : len(tokens)] = tokens
-    logits = forward()(row, jnp.array([prompt_length]), config)
+    logits = forward()(row, jnp.array([prompt_length]), shape, config)
     return np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[: len(tokens)]
 
 
@@ -108,11 +140,11 @@ def check_answer(mode: str, prompt, answer: tuple[list[int], list[float]], atol:
 
 def oracle_logprobs(mode: str, request, answer: list[int], **fields: Any) -> np.ndarray:
     """The oracle's [M, V] of the M tokens of an answer, or of those that a request scores."""
-    kv, tail = MODES[mode]
+    kv, tail, shape = mode_of(mode)
     if isinstance(request, ScoreRequest):
         row, start = request.tokens, request.start
     else:
         row, start = (*request.prompt, *answer), len(request.prompt)
     own = (np.arange(len(row)) >= start - tail) & (kv == "own")
-    logits = own_kv_oracle.logits(HF, TENSORS, row, own, **fields)[start - 1 : -1]
+    logits = own_kv_oracle.logits(HF[shape], TENSORS[shape], row, own, **fields)[start - 1 : -1]
     return np.asarray(jax.nn.log_softmax(logits, axis=-1))

@@ -18,10 +18,12 @@ from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from tests import own_kv_oracle
 from tests.infer.engine.own_kv_engines import (
     FLOAT32,
+    GROUPED,
     LENGTH,
     MODES,
     engine_of,
     greedy,
+    mode_of,
     model,
     options,
     oracle_logprobs,
@@ -35,17 +37,21 @@ SOAKED = {"own": 0.4, "tail 6": 0.4, "boundary": 0.2}
 
 
 @pytest.mark.long
-def test_soak(compilations):
+@pytest.mark.parametrize("shape", ["g=1", "g=2", "g=4"])
+def test_soak(shape, compilations):
     """Requests of all modes that come and are aborted at random: each answer is that of the request
     alone in an engine of its mode. `make test-soak` has a longer one."""
-    soak(rounds=60, seed=0, compilations=compilations)
+    soak(rounds=60, seed=0, compilations=compilations, shape=shape)
 
 
-def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> None:
+def soak(
+    *, rounds: int, seed: int, compilations: list[str], shape: str = "g=1", **fields: Any
+) -> None:
     """`rounds` requests, some of which are preempted. In a cache of 8 bits one in fifty may differ,
     if float32 can round one of its entries, nearly a tie, to either side: a chunk of another size,
     or prefill after a preemption, may do otherwise."""
-    engine = mixed_engine(*fields.items())
+    engine = mixed_engine(shape, *fields.items())
+    suffix = "" if shape == "g=1" else f" {shape}"
     preemptions, rng = engine.stats.preemptions, random.Random(seed)
     compilations.clear()
     live: dict[int, tuple[str, Request | ScoreRequest]] = {}
@@ -62,8 +68,8 @@ def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> N
                 finished.append(key)
 
     for prompt in prompts_of(seed, rounds):
-        mode = rng.choices(list(SOAKED), list(SOAKED.values()))[0]
-        kv, tail = MODES[mode]
+        mode = rng.choices(list(SOAKED), list(SOAKED.values()))[0] + suffix
+        kv, tail, _ = mode_of(mode)
         chosen: dict[str, Any] = {"generated_kv": kv, "exact_tail": tail or None}
         if outputs and rng.random() < 0.5:  # a later turn of what a recent request has answered
             number, sample = rng.choice(list(outputs)[-6:])
@@ -95,7 +101,9 @@ def soak(*, rounds: int, seed: int, compilations: list[str], **fields: Any) -> N
     checked = [
         (live[number], outputs[number, sample]) for number, sample in finished if number in live
     ]
-    assert len(checked) > rounds / 2 and {mode for (mode, _), _ in checked} == set(SOAKED)
+    assert len(checked) > rounds / 2 and {mode for (mode, _), _ in checked} == {
+        name + suffix for name in SOAKED
+    }
     differing = []
     for (mode, request), found in checked:
         alone = dataclasses.replace(request, generated_kv=None, exact_tail=None)
@@ -119,10 +127,11 @@ def has_tie(format: str, mode: str, request, found, expected) -> bool:
 
 
 @functools.cache
-def mixed_engine(*fields: tuple[str, Any]) -> Engine[ModelRunner]:
+def mixed_engine(shape: str = "g=1", *fields: tuple[str, Any]) -> Engine[ModelRunner]:
     """An engine for all modes, with few pages: they are used again, and requests preempted."""
     dtype = cache_dtype(dict(fields).get("kv_cache_dtype", "auto"), jnp.float32)
-    room = 20 * 4 * bytes_per_token(model().config, dtype)
+    pages = {"g=1": 20, "g=2": 24, "g=4": 36}[shape]
+    room = pages * 4 * bytes_per_token(model(shape).config, dtype)
     chosen = options(
         "boundary",
         mixed_generated_kv=True,
@@ -130,12 +139,13 @@ def mixed_engine(*fields: tuple[str, Any]) -> Engine[ModelRunner]:
         reserve_tokens=2,
         **dict(fields),
     )
-    return Engine.from_model(model(), chosen)
+    return Engine.from_model(model(shape), chosen)
 
 
 @functools.cache
 def alone_engine(mode: str, *fields: tuple[str, Any]) -> Engine[ModelRunner]:
-    return Engine.from_model(model(), options(mode, enable_prefix_caching=False, **dict(fields)))
+    served = model(mode_of(mode).shape)
+    return Engine.from_model(served, options(mode, enable_prefix_caching=False, **dict(fields)))
 
 
 def test_pages_of_own_keys_and_values_are_not_shared():
@@ -157,13 +167,15 @@ def test_pages_of_own_keys_and_values_are_not_shared():
     assert mock.pages_in_use == 0
 
 
-def test_requests_choose_their_mode():
+@pytest.mark.parametrize("shape", ["g=1", "g=2"])
+def test_requests_choose_their_mode(shape):
     """Each in one engine, next to each other and over each other's pages."""
-    engine = mixed_engine()
+    engine = mixed_engine(shape)
+    modes = [name for name, mode in (MODES | GROUPED).items() if mode.shape == shape]
     rng, requests, expected = random.Random(8), [], []
     for prompt in prompts_of(8, 24):
-        mode = rng.choice(list(MODES))
-        kv, tail = MODES[mode]
+        mode = rng.choice(modes)
+        kv, tail, _ = mode_of(mode)
         fields: dict[str, Any] = {"generated_kv": kv, "exact_tail": tail or None}
         if rng.random() < 0.5:
             requests.append(greedy(prompt, **fields))

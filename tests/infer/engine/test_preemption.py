@@ -95,10 +95,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_on_a_model(mode):
+@pytest.mark.parametrize(
+    ("mode", "group"),
+    [*((mode, 1) for mode in MODES), ("own", 2), ("own, a tail", 2), ("mixed", 2)],
+)
+def test_on_a_model(mode, group):
     """Tokens and draws are those of an engine with room, penalties and log-probabilities too."""
-    hf = tiny.hf_config(num_hidden_layers=3, num_key_value_layers=1, key_value_group_size=1)
+    hf = tiny.hf_config(num_hidden_layers=3, num_key_value_layers=1, key_value_group_size=group)
     model = tiny.model_of(hf, tiny.tensors_for(hf))
     common = options(chunks=(16,), scoring=False, **MODES[mode])
     params = SamplingParams(
@@ -112,7 +115,7 @@ def test_on_a_model(mode):
             for number, request in enumerate(requests[1::2])
         ]
     found, preemptions = [], []
-    for pages in (4 * 16, 28):
+    for pages in (4 * 16, 28) if group == 1 else (4 * 32, 50):
         probe = Engine.from_model(model, common)
         memory = pages * probe.model_runner.layout.page_bytes(4)
         chosen = dataclasses.replace(common, kv_cache_memory=memory, reserve_tokens=4)

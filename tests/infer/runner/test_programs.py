@@ -18,20 +18,17 @@ from swiftkv_jax.config import LayerKind, Rope
 from swiftkv_jax.infer.engine.request_state import RequestState, ScheduledTokens
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner.decode_programs import copy_pages, decode
 from swiftkv_jax.infer.runner.decode_state import (
     DecodeBatch,
     DecodeState,
+    PageTables,
     empty_batch,
     make_batch,
 )
 from swiftkv_jax.infer.runner.lowering import lower_program
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_upper
-from swiftkv_jax.infer.runner.programs import (
-    copy_pages,
-    decode,
-    prefill_chunk,
-    score_chunk,
-)
+from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
 from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.runner.weights import served_config, serving_weights
 from swiftkv_jax.infer.sampling.metadata import sampling_row
@@ -183,7 +180,9 @@ def state_of(model: skv.Model, slots: int, remaining: int, eos_token_ids=()) -> 
     """Rows of one token each, on pages of their own."""
     row = sampling_row(SamplingParams(), eos_token_ids=eos_token_ids, prompt_length=1)
     tables = np.arange(slots * TABLE).reshape(slots, TABLE)
-    batch = make_batch([1] * slots, [0] * slots, [remaining] * slots, tables, [row] * slots)
+    batch = make_batch(
+        [1] * slots, [0] * slots, [remaining] * slots, PageTables(tables), [row] * slots
+    )
     cache = garbage(init_cache(model.config, slots * TABLE, PAGE, jnp.float32))
     return DecodeState(
         cache,

@@ -1,0 +1,78 @@
+"""A chunk of prefill while it is planned, within the shapes that were compiled. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .page_pool import RELEASED
+from .request_state import RequestState, ScheduledTokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The shapes that were compiled, of each data-parallel shard."""
+
+    max_num_seqs: int
+    """Slots."""
+    chunk_tokens: int
+    """Tokens of the longest chunk."""
+    max_tiles: int
+    """Query tiles of a chunk (see `prefill_chunk`)."""
+    context_pages: int | None = None
+    """Pages that one chunk can read; None for all of them."""
+    upper_tokens: int = 0
+    """Tokens of a chunk that can run through all layers."""
+
+
+class ChunkBuilder:
+    """The part of a chunk of one data-parallel shard while it is planned."""
+
+    def __init__(self, limits: Limits, page_size: int):
+        self._page_size, self._context_pages = page_size, limits.context_pages
+        self._tokens, self._tiles = limits.chunk_tokens, limits.max_tiles
+        self._upper = limits.upper_tokens
+        self._context: set[int] = set()
+        self.scheduled: list[ScheduledTokens] = []
+
+    def has_room(self) -> bool:
+        return self._tokens > 0 and self._tiles > 0
+
+    def has_room_for(self, state: RequestState) -> bool:
+        """Whether any token of a request whose prefill has not begun may fit."""
+        return self.has_room() and (not state.upper or self._upper > 0)
+
+    def add(self, state: RequestState) -> int:
+        """Plan the next tokens of a request, as many as fit. Returns the position up to which it is
+        planned now."""
+        start = state.num_computed_tokens
+        stop = min(
+            state.prefill_target, start + self._tokens, self._last_of_tiles(start, self._tiles)
+        )
+        if state.upper:
+            stop = min(stop, max(start, state.upper.start) + self._upper)
+        if state.own_pages:  # in tiles of their own
+            own = max(start - state.own_start, 0)
+            stop = min(stop, state.own_start + self._last_of_tiles(own, self._tiles))
+        scheduled = ScheduledTokens(state, start, stop)
+        if stop <= start or not self._add_context(scheduled.read_pages(self._page_size)):
+            return start
+        self.scheduled.append(scheduled)
+        self._tokens -= scheduled.num_tokens
+        self._tiles -= scheduled.num_tiles(self._page_size)
+        self._upper -= len(scheduled.upper)
+        state.num_computed_tokens = stop
+        return stop
+
+    def _last_of_tiles(self, start: int, tiles: int) -> int:
+        """The end of the last of so many pages, the first of which holds position `start`."""
+        return (start // self._page_size + tiles) * self._page_size
+
+    def _add_context(self, pages: list[int]) -> bool:
+        """Let the chunk read these pages too; False if they are too many."""
+        if self._context_pages is None:
+            return True
+        context = self._context.union(page for page in pages if page != RELEASED)
+        if len(context) > self._context_pages:
+            return False
+        self._context = context
+        return True

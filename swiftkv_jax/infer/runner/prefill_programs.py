@@ -1,0 +1,253 @@
+"""The compiled programs of prefill: a chunk of prompt tokens, and scoring.
+
+    every token:                `run_lower_layers`  embed, lower layers, upper keys and values
+    scored and own tokens:      `run_upper_layers`  upper layers; for scores the logits
+
+A prompt token stops after `run_lower_layers`: that is SwiftKV. The last token of a prompt is the
+input of the first decode step, so prefill runs no upper layer and computes no logits; with
+`Config.exact_tail`, upper layers of the prompt's last tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ...attention import DEFAULT, Attention
+from ...cache import KVCache, Pool, gather_pages, write_pages
+from ...config import Config
+from ...layers import unembed
+from ...packed_attention import head_major
+from ...rope import Tables
+from ..engine.sampler_output import SamplerOutput
+from ..sampling.logprobs import gather_logprobs
+from .cached_layers import (
+    OwnCache,
+    Write,
+    run_lower_layers,
+    run_upper_layers,
+    run_upper_layers_own,
+    run_upper_layers_two_caches,
+)
+from .constraints import keep_cache_sharding, pool_sharding, replicate
+from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
+from .shapes import KVPrograms
+from .weights import Weights
+
+HEAD_ROWS = 256
+"""Scored tokens whose logits are in memory at the same time."""
+
+
+@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
+def prefill_chunk(
+    config: Config,
+    weights: Weights,
+    chunk: PrefillChunk,
+    cache: KVCache,
+    *,
+    attention: Attention = DEFAULT,
+) -> tuple[KVCache, Int[Array, ""]]:
+    """Write the keys and values of a chunk's tokens into the cache (`prefill_chunk` draws a chunk).
+    The earlier tokens of their requests must be cached.
+
+    Also returns a number to wait for: the cache itself is donated to the next call before this one
+    has ended.
+    """
+    _, _, cache = _prefill(config, weights, chunk, cache, attention)
+    done = chunk.tiles.query_end.max()
+    return keep_cache_sharding(config, cache, attention), replicate(done, attention)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
+def prefill_tail(
+    config: Config,
+    weights: Weights,
+    chunk: PrefillChunk,
+    upper: UpperTokens,
+    cache: KVCache,
+    *,
+    attention: Attention = DEFAULT,
+) -> tuple[KVCache, Int[Array, ""]]:
+    """`prefill_chunk` in which some tokens run through the upper layers too, and keep their own
+    keys and values there."""
+    x, tables, cache = _prefill(config, weights, chunk, cache, attention)
+    _, cache = _run_upper_own(config, weights, chunk, upper, x, tables, cache, attention)
+    done = chunk.tiles.query_end.max()
+    return keep_cache_sharding(config, cache, attention), replicate(done, attention)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "attention", "kv", "head_rows"), donate_argnames="cache"
+)
+def score_chunk(
+    config: Config,
+    weights: Weights,
+    chunk: PrefillChunk,
+    scored: UpperTokens,
+    cache: KVCache,
+    *,
+    attention: Attention = DEFAULT,
+    kv: KVPrograms = "boundary",
+    head_rows: int = HEAD_ROWS,
+) -> tuple[KVCache, SamplerOutput]:
+    """`prefill_chunk`, and the log-probabilities (A M) of the targets of some of its tokens, which
+    alone run through the upper layers. `token` of the result is the likeliest one. Logits are
+    computed for `head_rows` tokens at a time."""
+    x, tables, cache = _prefill(config, weights, chunk, cache, attention)
+    if kv == "boundary":
+        x, tables = _upper_input(x, tables, scored)
+        read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
+        x = run_upper_layers(config, weights, x, tables, cache, read, attention)
+    else:
+        x, cache = _run_upper_own(config, weights, chunk, scored, x, tables, cache, attention)
+
+    def head(block):
+        x, target, num_logprobs = block
+        logits = unembed(config, weights, x[None])[0]
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return SamplerOutput(likeliest, *gather_logprobs(logits, target, num_logprobs))
+
+    size = scored.target.size
+    rows = min(size, head_rows)
+
+    def in_blocks(leaf):
+        leaf = leaf.reshape(size, *leaf.shape[2:])
+        padded = jnp.pad(leaf, ((0, -size % rows), *((0, 0),) * (leaf.ndim - 1)))
+        return padded.reshape(-1, rows, *leaf.shape[1:])
+
+    def joined(leaf):
+        leaf = leaf.reshape(-1, *leaf.shape[2:])[:size]
+        return leaf.reshape(*scored.target.shape, *leaf.shape[1:])
+
+    blocks = jax.tree.map(in_blocks, (x, scored.target, scored.num_logprobs))
+    result = jax.tree.map(joined, jax.lax.map(head, blocks))
+    return keep_cache_sharding(config, cache, attention), replicate(result, attention)
+
+
+def _prefill(
+    config: Config, weights: Weights, chunk: PrefillChunk, cache: KVCache, attention: Attention
+):
+    write = _writer(config, chunk.tiles, cache, attention)
+    read = _reader(config, chunk.tiles, chunk.gathered_pages, attention)
+    return run_lower_layers(
+        config, weights, chunk.tokens, chunk.positions, cache, write, read, attention
+    )
+
+
+def _run_upper_own(
+    config: Config,
+    weights: Weights,
+    chunk: PrefillChunk,
+    upper: UpperTokens,
+    x: Float[Array, "A T D"],
+    tables: Tables,
+    cache: KVCache,
+    attention: Attention,
+) -> tuple[Float[Array, "A M D"], KVCache]:
+    """Run some tokens of a chunk through the upper layers; they keep their own keys and values."""
+    x, tables = _upper_input(x, tables, upper)
+    read = _reader(config, upper.tiles, chunk.gathered_pages, attention)
+    if upper.own_tiles is None:
+        write = _writer(config, upper.tiles, cache, attention, upper.own_start)
+        return run_upper_layers_own(config, weights, x, tables, cache, write, read, attention)
+    assert upper.own_start is not None
+    read_shared = functools.partial(read, kv_lengths=upper.own_start, return_lse=True)
+    own = [
+        _own_cache(config, upper.own_tiles, part, chunk.gathered_pages, cache, attention)
+        for part in range(config.own_pages)
+    ]
+    return run_upper_layers_two_caches(
+        config, weights, x, tables, cache, own, read_shared, attention
+    )
+
+
+def _own_cache(
+    config: Config,
+    tiles: QueryTiles,
+    part: int,
+    gathered_pages,
+    cache: KVCache,
+    attention: Attention,
+) -> OwnCache:
+    """The pages of number `part` among those of each tile."""
+    is_own = tiles.tile_index >= 0
+    tiles = dataclasses.replace(
+        tiles,
+        page=tiles.page[:, part],
+        page_table=tiles.page_table[:, :, part],
+        tile_index=jnp.maximum(tiles.tile_index, 0),
+    )
+    read = _reader(config, tiles, gathered_pages, attention)
+
+    def read_own(q, k: Pool, v: Pool, window: int | None):
+        # Other tokens see none of these keys, and what `pack` gives them is of some other token.
+        out, lse = read(q, k, v, window, return_lse=True)
+        out = jnp.where(is_own[..., None, None], out, 0)
+        return out, jnp.where(is_own[..., None], lse, -jnp.inf)
+
+    return OwnCache(_writer(config, tiles, cache, attention), read_own)
+
+
+def _upper_input(x: Float[Array, "A T D"], tables: Tables, upper: UpperTokens):
+    """Hidden states and rotary tables of the tokens that run through the upper layers."""
+    x = jax.vmap(lambda x, index: x[index])(x, upper.index)
+    of_tokens = jax.vmap(lambda table, index: table[:, index], (1, 0), 1)
+    return x, tuple(of_tokens(table, upper.index) for table in tables)
+
+
+def _writer(
+    config: Config, tiles: QueryTiles, cache: KVCache, attention: Attention, own_start=None
+) -> Write:
+    """Write packed keys or values to the pages of their requests; with `own_start` (i32[W]) those
+    of positions from there on."""
+    sharding, page_size = pool_sharding(config, attention), cache.k[0].values.shape[2]
+    offset = jnp.arange(page_size)
+    written = (offset >= tiles.query_start[:, None]) & (offset < tiles.query_end[:, None])
+    if own_start is not None:
+        written &= tiles.page_start[:, None] + offset >= own_start[:, None]
+
+    def write(pool: Pool, new):
+        new = head_major(unpack(head_major(new), tiles, page_size))
+        return write_pages(pool, new, tiles.page, written, sharding)
+
+    return write
+
+
+def _reader(
+    config: Config, tiles: QueryTiles, gathered_pages, attention: Attention
+) -> Callable[..., Any]:
+    """Attention of packed queries to the pages of their requests. With `kv_lengths` (i32[W]) they
+    see no position from there on; `return_lse` as in the op."""
+    sharding = pool_sharding(config, attention)
+
+    def read(q, k: Pool, v: Pool, window: int | None, *, kv_lengths=None, return_lse=False):
+        page_size = k.values.shape[2]
+        if gathered_pages is not None:
+            # Attention widens the whole pool that it is given: so only what the chunk reads.
+            k = gather_pages(k, gathered_pages, sharding)
+            v = gather_pages(v, gathered_pages, sharding)
+        if kv_lengths is not None:
+            kv_lengths = jnp.minimum(kv_lengths, tiles.page_table.shape[1] * page_size)
+        out = attention.prefill(
+            unpack(q, tiles, page_size),
+            k.values,
+            v.values,
+            q_offset=tiles.page_start,
+            lengths=tiles.query_end,
+            page_table=tiles.page_table,
+            k_scale=k.scale,
+            v_scale=v.scale,
+            window=window,
+            score_cap=config.score_cap,
+            kv_lengths=kv_lengths,
+            return_lse=return_lse,
+        )
+        return jax.tree.map(lambda packed: pack(packed, tiles), out)
+
+    return read
