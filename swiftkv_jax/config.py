@@ -220,7 +220,7 @@ class Config:
         if self.two_queries and any(self.kind(layer).window is not None for layer in upper):
             raise ConfigError(
                 f"generated_kv=own with key_value_group_size={self.key_value_group_size} needs "
-                f"upper layers without windows"
+                f"upper layers without windows; generated_kv=boundary does not"
             )
         if self.num_upper_layers == 0:  # every token keeps its own: there is nothing to choose
             object.__setattr__(self, "generated_kv", "boundary")

@@ -43,8 +43,8 @@ def choose_generated_kv(
     tail = exact_tail
     if tail is None:
         tail = config.exact_tail if kv == "own" else 0
-    if tail < 0:
-        raise UsageError(f"`exact_tail`={tail}: must be at least 0")
+    if isinstance(tail, bool) or not isinstance(tail, int) or tail < 0:
+        raise UsageError(f"`exact_tail`={tail!r}: must be a whole number, at least 0")
     if tail and kv == "boundary":
         raise UsageError(f"`exact_tail`={tail} needs `generated_kv`=own")
     try:

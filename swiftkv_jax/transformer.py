@@ -303,7 +303,7 @@ def run_upper_layers_student(
         x,
         group_table(config, tables),
     )
-    k, v = (repeat_groups(config, a) for a in (k, v))
+    k, v = (_repeat_groups(config, a) for a in (k, v))
     mixes = SwiftKV(None, None, None, None, mix=delta.mix)
     teachers = None
     if own is not None and config.key_value_group_size > 1:
@@ -333,7 +333,7 @@ def run_upper_layers_student(
     return _scan_upper(config, layer_step, (weights, k, v, kinds), x, layer_hook, remat)
 
 
-def repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:
+def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:
     """The keys or values that each upper layer reads."""
     # A scan slices repeated inputs for free; an index per group would scatter-add whole stacks in
     # the backward pass.

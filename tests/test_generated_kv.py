@@ -98,7 +98,11 @@ def test_choice_replaces_the_models():
     ]
     with pytest.raises(skv.UsageError, match="`exact_tail`=4 needs `generated_kv`=own"):
         choose_generated_kv(config, "boundary", 4)
-    with pytest.raises(skv.UsageError, match="^`exact_tail`=-3: must be at least 0"):
+    with pytest.raises(skv.UsageError, match="^`exact_tail`='4': must be a whole number"):
+        choose_generated_kv(config, "own", "4")  # type: ignore
+    with pytest.raises(
+        skv.UsageError, match="^`exact_tail`=-3: must be a whole number, at least 0"
+    ):
         choose_generated_kv(config, "boundary", -3)
     windows = dataclasses.replace(
         config_from_hf(tiny.hf_config(key_value_group_size=2)), layer_kinds=(LayerKind(window=8),)

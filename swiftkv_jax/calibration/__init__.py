@@ -4,8 +4,9 @@ state that enters layer K, on some ten thousand tokens of text, without training
 `moments` gathers second moments in one pass of the teacher per batch, `solve` has the formulas,
 `delta` makes the delta of them, and `attenuation` scales its queries where they need it.
 
-Cost: one forward pass, of which the products for the moments are a
-few percent, and a factorisation of one D x D matrix per upper layer on the host.
+Cost: one forward pass, of which the products for the moments are a few percent, and a factorisation
+of one D x D matrix per upper layer on the host; where `attenuation` is needed, a second pass over
+`SLOPE_TOKENS`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .attenuation import unattenuated
 from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
-__all__ = ["SLOPE_BATCHES", "Fit", "LayerFit", "calibrate", "check_groups", "unattenuated"]
+__all__ = ["SLOPE_TOKENS", "Fit", "LayerFit", "calibrate", "check_groups", "unattenuated"]
 
-SLOPE_BATCHES = 4
-"""The first batches, on which queries are compared with the teacher's (`attenuation`)."""
+SLOPE_TOKENS = 2**14
+"""The first tokens, on which queries are compared with the teacher's (`attenuation`)."""
 MIN_TOKENS_PER_DIMENSION = 32
 """Calibration tokens per entry of the hidden state below which `calibrate` warns."""
 
@@ -55,7 +56,7 @@ def calibrate(
     check_groups(config)
     moments, first = zero_moments(config, attention.mesh), list[Batch]()
     for batch in batches:
-        if config.two_queries and len(first) < SLOPE_BATCHES:
+        if config.two_queries and sum(one.tokens.size for one in first) < SLOPE_TOKENS:
             first.append(batch)
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,11 +36,12 @@ from ..transformer import (
     Batch,
     delta_queries,
     project_kv,
-    repeat_groups,
     run_lower_layers,
     two_cache_layer,
 )
 from .moments import attention_scores, fold_queries
+
+logger = logging.getLogger(__name__)
 
 MIN_SLOPE = 0.5
 """Smaller slopes count as this: what is left of a score is then mostly error."""
@@ -62,7 +64,15 @@ def unattenuated(
     """
     products = (score_products(config, attention, llama, delta, batch) for batch in batches)
     sums = np.sum([to_host(each).astype(np.float64) for each in products], axis=0)  # U 2 K
-    slopes = np.clip(sums[:, 0] / np.maximum(sums[:, 1], np.finfo(float).tiny), MIN_SLOPE, 1)
+    slopes = sums[:, 0] / np.maximum(sums[:, 1], np.finfo(float).tiny)  # U K
+    if (limited := int((slopes < MIN_SLOPE).sum())) > 0:
+        logger.info(
+            "of %d of %d key/value heads scores shrink by more than the %g that is made up for",
+            limited,
+            slopes.size,
+            1 / MIN_SLOPE,
+        )
+    slopes = np.clip(slopes, MIN_SLOPE, 1)
     return _divided(config, delta, jnp.asarray(slopes, jnp.float32))
 
 
@@ -94,10 +104,14 @@ def score_products(
     shared, _ = project_kv(
         config, all_gather_fsdp(mesh, kv_delta, layer=False), x, group_table(config, tables)
     )
-    shared = repeat_groups(config, shared).transpose(0, 1, 3, 2, 4)  # U B T K H
+    shared = shared.transpose(0, 1, 3, 2, 4)  # J B T K H
+    groups = jnp.arange(config.num_upper_layers) // config.key_value_group_size
+    every = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
+    heads = jnp.asarray(config.shared_kv_heads or every)  # U K
 
     def step(x, layer):
-        *weights, shared_k, kind = layer
+        *weights, (group, order), kind = layer
+        shared_k = shared[group][:, :, order]
         block, qkv, queries = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         rope, window = kind_of(kind)
         read = packed_reader(config, attention, segment_ids, window)
@@ -111,7 +125,8 @@ def score_products(
         x, found = two_cache_layer(config, block, qkv, queries, x, rope, attend, attention)
         return constrain_activations(mesh, x), found
 
-    layers = (llama.upper, require_teacher(llama, "calibrate"), delta_queries(delta), shared, kinds)
+    teachers = require_teacher(llama, "calibrate")
+    layers = llama.upper, teachers, delta_queries(delta), (groups, heads), kinds
     return jax.lax.scan(step, x, layers)[1]
 
 

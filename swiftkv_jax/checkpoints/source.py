@@ -10,6 +10,7 @@ model than it returns.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -36,6 +37,8 @@ from ..quantization import (
 )
 from ..sharding import llama_shardings, swiftkv_shardings
 from .tensor_map import MappedLeaf, by_name, leaves, to_trees
+
+logger = logging.getLogger(__name__)
 
 Quantization = Literal["none", "fp8", "int8"]
 """What a caller may ask for, besides None: as stored."""
@@ -330,6 +333,10 @@ def with_expanded_groups(stored: Source) -> Source:
         )
     config = stored.config
     if config.two_queries:
+        logger.warning(
+            "written without groups the model is for generated_kv=boundary: its queries fit the "
+            "shared keys only"
+        )
         config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
     config = config.cut(config.num_key_value_layers)
     stored_names = {leaf.name for leaf in stored.leaves}

@@ -313,9 +313,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             f"{row['agreement']:9.1%}  "
             + ("none" if row["far_nats"] is None else f"{row['far_nats']:+.3f}").rjust(21)
         )
-    far = results["calibrated"]["far_tokens"]
+    far, lost = (results["calibrated"][name] for name in ("far_tokens", "far_nats"))
     lines.append(
         f"far tokens: the {far:,} on which the teacher loses more than {FAR_NATS:g} nat without "
         f"the far part of the row"
+        + ("; below 0 is no gain" if lost is not None and lost < 0 else "")
     )
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from ..attention import Attention
-from ..calibration import SLOPE_BATCHES, LayerFit, calibrate, unattenuated
+from ..calibration import SLOPE_TOKENS, LayerFit, calibrate, unattenuated
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.digest import digest_all
 from ..config import Config
@@ -106,7 +106,8 @@ def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
     their own (`calibration.attenuation`), by the rows that training begins with."""
     delta, rows = model.swiftkv, recipe.micro_batch_size
     assert delta is not None
-    batches = _batches(recipe, data, mesh, min(SLOPE_BATCHES, max(1, data.num_rows // rows)))
+    count = min(math.ceil(SLOPE_TOKENS / (rows * recipe.max_length)), data.num_rows // rows)
+    batches = _batches(recipe, data, mesh, max(1, count))
     attention = Attention(mesh, recipe.attention)
     delta = unattenuated(model.config, model.llama, delta, batches, attention=attention)
     return dataclasses.replace(model, swiftkv=delta)

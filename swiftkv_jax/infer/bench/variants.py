@@ -18,7 +18,7 @@ from ...checkpoints.auxiliary import read_auxiliary_files
 from ...cli.devices import setup_devices
 from ...cli.model_options import load_model, read_model
 from ...config import Config
-from ...cut import choose_cut
+from ...cut import choose_cut, choose_generated_kv
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
 from ...mesh import MODEL, dp_size
@@ -132,7 +132,7 @@ def _with_generated_kv(options: BenchOptions, config: Config) -> Config:
     if STUDENT not in options.variants:
         return config
     given = (options.engine.get(name) for name in ("generated_kv", "exact_tail"))
-    return served_config(config, True, *given)
+    return choose_generated_kv(config, *given)
 
 
 def _dummy_config(options: BenchOptions) -> tuple[Config, str]:

@@ -214,7 +214,10 @@ class Throughput:
                 f"tokens/s"
             )
         if isinstance(engine.model_runner, ModelRunner):
-            parts.append(f"KV cache: {engine.model_runner.kv_bytes_per_token} bytes/token")
+            runner = engine.model_runner
+            size, own = runner.kv_bytes_per_token, runner.shapes.own_pages
+            more = f" of a prompt, {size * (1 + own)} of an answer" if own else ""
+            parts.append(f"KV cache: {size} bytes/token{more}")
         if stats.compilations:
             parts.append(f"{stats.compilations} programs compiled while it ran")
         return "; ".join(parts)

@@ -43,10 +43,8 @@ def build_model_runner(
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
     mixed = options.mixed_generated_kv
-    served = served_config(
-        model.config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed
-    )
-    served = served.at_length(options.max_model_len or served.max_position_embeddings)
+    config = model.config.at_length(options.max_model_len or model.config.max_position_embeddings)
+    served = served_config(config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed)
     kv = kv_programs(served, mixed=mixed)
     two_caches = has_two_caches(served, kv)
     if kv != "boundary":

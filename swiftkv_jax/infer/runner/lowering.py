@@ -167,8 +167,8 @@ def lower_program(
     """One program for `batch` sequences of at most `max_model_len` tokens, lowered without a
     checkpoint.
 
-    `key` is one of `Key`; `num_pages` are those of the KV cache, None as many as all sequences can
-    fill. The devices of `mesh` need not exist (`topology.topology_mesh`).
+    `key` is one of `Key`; `num_pages` are those of the KV cache, None as many as prompts of all
+    sequences can fill. The devices of `mesh` need not exist (`topology.topology_mesh`).
     """
     shards, served = dp_size(mesh), served_config(config, swiftkv).at_length(max_model_len)
     table_pages = -(-max_model_len // page_size)

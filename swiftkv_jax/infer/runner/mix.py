@@ -63,8 +63,8 @@ def order_heads(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, Sw
         return jax.tree.map(lambda leaf: jax.vmap(lambda x, i: x[i])(leaf, order), tree)
 
     def order_output(o, order):  # D N H
-        if isinstance(o, Quantized):
-            return quantize(dequantize(o, jnp.float32)[:, order], 2, o.scheme)
+        if isinstance(o, Quantized):  # scales are of output channels
+            return dataclasses.replace(o, values=o.values[:, order])
         return o[:, order]
 
     o = jax.lax.map(lambda layer: order_output(*layer), (llama.upper.o, order))

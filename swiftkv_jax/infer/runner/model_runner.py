@@ -96,7 +96,8 @@ class ModelRunner:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, on all devices together."""
+        """Bytes of keys and values of one token of a prompt, on all devices together; one of an
+        answer has `shapes.own_pages` times as many besides."""
         return bytes_per_token(self.config, self.cache_dtype)
 
     # Before the first request -------------------------------------------------

@@ -285,8 +285,8 @@ def with_contexts(shapes: Shapes) -> Shapes:
 
 
 def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
-    """Return `shapes`. Raises `UsageError` if their cache cannot hold one sequence of `length`
-    tokens."""
+    """Return `shapes`. Raises `UsageError` if their cache cannot hold one prompt of `length`
+    tokens. An answer may need more (`own_pages`): see `check_fits`."""
     if shapes.num_pages < shapes.table_pages:
         raise UsageError(
             f"the KV cache has room for {max(shapes.num_pages, 0) * shapes.page_size} tokens, too "
