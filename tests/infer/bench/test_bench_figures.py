@@ -2,15 +2,18 @@
 
 import dataclasses
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import swiftkv_jax as skv
 from swiftkv_jax.cost import decode_flops, prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions
-from swiftkv_jax.infer.bench import summary
+from swiftkv_jax.infer.bench import summary, variants
 from swiftkv_jax.infer.bench.cells import Cell
 from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, Variant
@@ -22,6 +25,7 @@ from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.quantization import Scheme, dequantize
 from swiftkv_jax.roofline import measure_roofline
 from tests.infer.bench.conftest import CELL, CONFIG, ROOFLINE
+from tests.infer.engine import own_kv_engines
 
 BYTES = {"prefill_bytes": 70, "weight_bytes": 100, "kv_bytes": 10, "written_bytes": 6}
 
@@ -213,6 +217,21 @@ def test_dummy_weights_in_8_bits(format):
     gate = model.llama.lower.gate
     assert gate.values.dtype == Scheme(format).dtype
     assert dequantize(gate, jnp.float32).std() == pytest.approx(STANDARD_DEVIATION, rel=0.05)
+
+
+@pytest.mark.parametrize("kv", ["boundary", "own"])
+def test_heads_that_are_paired_stay_so(kv):
+    """The model that is measured answers as the one that was given."""
+    model = own_kv_engines.model("g=2")
+    fields: Any = {"num_key_value_layers": None, "key_value_group_size": None}
+    options: Any = SimpleNamespace(**fields, variants=(STUDENT,), engine={"generated_kv": kv})
+    measured = variants._with_cut(options, model)
+    assert measured.config.shared_kv_heads == model.config.shared_kv_heads is not None
+    prompt = list(range(3, 20))
+    answers = [
+        skv.generate(served, prompt, max_tokens=12, generated_kv=kv) for served in (model, measured)
+    ]
+    assert answers[0] == answers[1]
 
 
 def test_a_student_whose_tokens_keep_their_own():
