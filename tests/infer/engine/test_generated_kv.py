@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from swiftkv_jax.checkpoints import load
 from swiftkv_jax.config import LayerKind
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
@@ -250,6 +251,23 @@ def test_samples_share_their_prompt(mode):
             logprobs = [entry.logprob for output in mine for entry in output.logprobs or ()]
             row = full_logprobs(mode, [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
             np.testing.assert_allclose(logprobs, row[range(6), tokens], atol=2e-5)
+
+
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=LONG)])
+def test_quantised_weights_with_two_caches(format, tmp_path):
+    """Heads are put into the order of the cache's; answers have the log-probabilities of whole
+    rows."""
+    skv.save_hf(model("g=2"), tmp_path / "model")
+    quantised = load(tmp_path / "model", dtype="float32", quantization=format)
+    engine = Engine.from_model(quantised, options("tail 6", scoring=False))
+    config = dataclasses.replace(quantised.config, generated_kv="own", exact_tail=TAIL)
+    whole = dataclasses.replace(quantised, config=config)
+    for prompt in prompts_of(14, 3):
+        ((tokens, logprobs),) = run(engine, [greedy(prompt)])
+        row = np.array([[*prompt, *tokens]], np.int32)
+        logits = skv.logits(whole, row, prompt_lengths=[len(prompt)])[0, len(prompt) - 1 : -1]
+        expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        np.testing.assert_allclose(logprobs, expected[range(len(tokens)), tokens], atol=1e-4)
 
 
 # Modes ------------------------------------------------------------------------
