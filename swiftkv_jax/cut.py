@@ -31,6 +31,14 @@ def choose_cut(
         ) from None
 
 
+def has_same_delta(config: Config, other: Config) -> bool:
+    """Whether two architectures differ, at most, in `generated_kv` and `exact_tail`."""
+    one, another = (
+        dataclasses.replace(each, generated_kv="boundary", exact_tail=0) for each in (config, other)
+    )
+    return one == another
+
+
 def choose_generated_kv(
     config: Config, generated_kv: GeneratedKV | None = None, exact_tail: int | None = None
 ) -> Config:

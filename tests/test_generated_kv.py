@@ -11,6 +11,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import ConfigError, transformer
+from swiftkv_jax.checkpoints import load
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.config import NO_OWN, LayerKind
@@ -129,6 +130,8 @@ def test_checkpoints_keep_the_mode(save, tmp_path):
     save(model, tmp_path / "own")
     loaded = skv.load(tmp_path / "own")
     assert loaded.config == model.config
+    kept = load(tmp_path / "own", config=choose_generated_kv(model.config, "boundary"))
+    assert kept.config.generated_kv == "boundary" and kept.swiftkv is not None
     back = dataclasses.replace(
         loaded, config=dataclasses.replace(loaded.config, generated_kv="boundary", exact_tail=0)
     )

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..config import Config
+from ..cut import has_same_delta
 from ..errors import CheckpointError
 from ..model import Model
 from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
@@ -160,8 +161,8 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
         digests=all(tensor.crc32 is not None for tensor in tensors.values()),
         quantization=format,
     )
-    if config is None or config == file_config:
-        return opened
+    if config is None or has_same_delta(config, file_config):
+        return dataclasses.replace(opened, config=config or file_config)
     source.check_overrides(path, file_config, config)
     opened.require_teacher("split its layers elsewhere")
     # Tensors are one layer each, so another split needs no other reader.

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from ..config import Config
+from ..cut import has_same_delta
 from ..errors import CheckpointError
 from ..io.files import check_free, new_directory, write_json
 from ..model import Model
@@ -191,8 +192,8 @@ def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> So
         digests=True,
         quantization=format,
     )
-    if config is None or config == stored_config:
-        return opened
+    if config is None or has_same_delta(config, stored_config):
+        return dataclasses.replace(opened, config=config or stored_config)
     source.check_overrides(path, stored_config, config)
     return source.with_split(opened, config)
 

@@ -203,8 +203,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
     if exported.exists():
         raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
     data, eval_data = load_data(recipe, open_tokenizer(recipe))
-    given = load_model(recipe, source.config if keep_delta else config, mesh)
-    given = dataclasses.replace(given, config=config)
+    given = load_model(recipe, config, mesh)
     model = dataclasses.replace(given, swiftkv=None)
     export_dtype = source_dtype(model)
     configs = forward_configs(config, model.dtype, mesh)
