@@ -67,7 +67,7 @@ def test_parts_of_an_answer_are_written_together(running, monkeypatch, stream):
     assert running.request("POST", "/v1/completions", body)[0] == 200
     assert all(written) and written[0].startswith(b"HTTP/1.1 200")
     if stream:
-        assert len(written) > 1 and b"data: " in written[0]
+        assert b"data: " in written[0]  # all of it, where the machine is busy
         assert b"[DONE]" in written[-1] and written[-1].endswith(b"0\r\n\r\n")
     else:
         assert len(written) == 1
