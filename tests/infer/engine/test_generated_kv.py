@@ -324,7 +324,7 @@ def test_bad_options_are_refused(fields, message):
 
 def test_models_without_room_or_weights_are_refused():
     grouped = model("g=2")
-    windows = dataclasses.replace(grouped.config, layer_kinds=(LayerKind(window=8),))
+    windows = dataclasses.replace(grouped.config, layer_kinds=(LayerKind(window=2),))
     with_windows = dataclasses.replace(grouped, config=windows)
     with pytest.raises(skv.UsageError, match="needs upper layers without windows"):
         skv.generate(with_windows, [1, 2], max_tokens=2, generated_kv="own")
