@@ -233,7 +233,7 @@ class Config:
         return self.generated_kv == "own" and self.key_value_group_size > 1
 
     @property
-    def own_pages(self) -> int:
+    def pages_per_own_page(self) -> int:
         """Pages of the cache that hold the own upper keys and values of as many tokens as a page
         has positions, where upper layers attend to two caches. Each page has room for one layer's
         in the pools of each cache layer."""

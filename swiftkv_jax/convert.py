@@ -249,10 +249,12 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         facts.append(("quantization", str(read_quantization_config(stored))))
     if opened.has_delta:
         student = bytes_per_token(config, dtype)
+        answer = f", {student * (1 + config.pages_per_own_page):,} of an answer"
         row = [name for name, _ in facts].index("KV bytes per token")
         facts[row] = (
             "KV bytes per token",
-            f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)",
+            f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)"
+            + (answer if config.two_queries else ""),
         )
     return facts
 

@@ -143,6 +143,19 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     }
 
 
+def query_scale_flops_by_part(config: Config, length: int) -> dict[str, float]:
+    """Operations per token of the pass of `calibration.attenuation`, counted as those of
+    `calibration_flops_by_part`."""
+    upper, queries = config.num_upper_layers, config.num_heads * config.head_dim
+    return {
+        "teacher": _layers_flops(config, range(config.num_layers), length) / length,
+        "student's queries, keys and values": (
+            upper * 2 * config.embed_dim * queries + config.num_kv_groups * 2 * kv_weights(config)
+        ),
+        "scores of both": upper * 2 * 2 * queries * length,
+    }
+
+
 def visible_positions(config: Config, context: float) -> float:
     """Positions among `context` that a token sees, its own among them, on the average over the
     layers."""

@@ -117,6 +117,17 @@ def test_inspect(tmp_path, capsys):
         )  # 2 * 8 or 6 layers * 2 heads * 16 * 4 bytes
 
 
+def test_inspect_tells_prompts_from_answers(tmp_path, capsys):
+    """Where a token that keeps its own upper keys and values takes more than one of a prompt."""
+    model = skv.load(TIED)
+    config = dataclasses.replace(model.config, generated_kv="own")
+    skv.save_hf(dataclasses.replace(model, config=config), tmp_path / "own")
+    assert main(["inspect", str(tmp_path / "own")]) == 0
+    out = capsys.readouterr().out
+    # 4 layers' own in pages of 6 layers: one more page
+    assert "2,048 teacher, 1,536 student (75.0 %), 3,072 of an answer" in out
+
+
 def test_tokenizer_travels(tmp_path, capsys):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.calibration.attenuation import score_products
 from swiftkv_jax.calibration.moments import add_batch, moment_shapes
 from swiftkv_jax.config import Config, LayerKind
 from swiftkv_jax.cost import (
     calibration_flops_by_part,
     decode_flops,
     prefill_flops,
+    query_scale_flops_by_part,
     train_flops_per_token,
 )
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, variant_of
@@ -234,6 +236,18 @@ def test_calibration():
     lowered = add_batch.lower(deep, Attention(), moment_shapes(deep), llama_shapes(deep), batch)
     formula = sum(calibration_flops_by_part(config, LENGTH).values())
     assert formula == pytest.approx(counted_flops(lowered.compile()) / LENGTH, rel=0.05)
+
+
+def test_the_scale_of_queries():
+    """In a loop of two upper layers, of which XLA counts one."""
+    deep = dataclasses.replace(
+        CONFIG, num_layers=3, key_value_group_size=2, generated_kv="own", qkv_bias=True
+    )
+    batch = jax.eval_shape(unpacked_batch, jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
+    shapes = llama_shapes(deep), swiftkv_shapes(deep), batch
+    compiled = score_products.lower(deep, Attention(), *shapes).compile()
+    formula = sum(query_scale_flops_by_part(CONFIG, LENGTH).values())
+    assert formula == pytest.approx(counted_flops(compiled) / LENGTH, rel=0.05)
 
 
 # Training ---------------------------------------------------------------------

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..attention import Attention
+from ..calibration import SLOPE_TOKENS
+from ..calibration.attenuation import score_products
 from ..calibration.moments import (
     PROBABILITIES_PER_CHUNK,
     add_batch,
@@ -19,10 +21,10 @@ from ..calibration.moments import (
 )
 from ..cli.exit import OK
 from ..config import Config
-from ..cost import calibration_flops_by_part, kv_width
+from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_part
 from ..mesh import MODEL
-from ..params import llama_shapes
-from ..sharding import batch_sharding, llama_shardings
+from ..params import llama_shapes, swiftkv_shapes
+from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
 from ..transformer import Batch
 from .memory import sharded_bytes
 from .plan import compile_and_report, planned_model, table_of_bytes, table_of_flops
@@ -41,8 +43,20 @@ def main(recipe: Recipe, topology: str | None) -> int:
     host = host_memory(config, dtype)
     print(f"\n{table_of_bytes('memory of the host', host)}")
     print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
+    if config.two_queries:
+        batch = recipe.micro_batch_size * recipe.max_length
+        tokens = math.ceil(SLOPE_TOKENS / batch) * batch
+        print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
+        print(table_of_flops(query_scale_flops_by_part(config, recipe.max_length)))
     if topology is not None:
-        _compile(recipe, config, mesh, dtype, sum(memory.values()))
+        planned = sum(memory.values())
+        lowered = lower_batch(recipe, config, mesh, dtype)
+        about = "weights and second moments", planned, _ADVICE
+        compile_and_report(lowered, mesh, "calibration", *about)
+        if config.two_queries:
+            lowered = lower_query_scale(recipe, config, mesh, dtype)
+            about = "weights and delta", planned, _ADVICE
+            compile_and_report(lowered, mesh, "pass for the scale of queries", *about)
     return OK
 
 
@@ -99,27 +113,38 @@ def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
 
 def lower_batch(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> jax.stages.Lowered:
     """The pass over one batch, not yet compiled. The devices of `mesh` need not exist."""
-    row = (recipe.micro_batch_size, recipe.max_length)
-    integers, floats = (jax.ShapeDtypeStruct(row, dtype) for dtype in (jnp.int32, jnp.float32))
-    batch = Batch(integers, integers, integers, floats)
-
-    def on_mesh(shapes: Any, shardings: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            shapes,
-            shardings,
-        )
-
     return add_batch.lower(
         config,
         Attention(mesh, recipe.attention),
-        on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
-        on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
-        on_mesh(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch)),
+        _on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
+        _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
+        _batch(recipe, mesh),
     )
 
 
-def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> None:
-    """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
-    lowered = lower_batch(recipe, config, mesh, dtype)
-    compile_and_report(lowered, mesh, "calibration", "weights and second moments", planned, _ADVICE)
+def lower_query_scale(
+    recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype
+) -> jax.stages.Lowered:
+    """The second pass over one batch, as `lower_batch`."""
+    return score_products.lower(
+        config,
+        Attention(mesh, recipe.attention),
+        _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
+        _on_mesh(swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)),
+        _batch(recipe, mesh),
+    )
+
+
+def _batch(recipe: Recipe, mesh: Mesh) -> Batch:
+    row = (recipe.micro_batch_size, recipe.max_length)
+    integers, floats = (jax.ShapeDtypeStruct(row, dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(integers, integers, integers, floats)
+    return _on_mesh(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
+
+
+def _on_mesh(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        shardings,
+    )

@@ -51,6 +51,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
     `CheckpointError`.
     """
     config, mesh, recipe, dtype = planned_model(recipe, topology)
+    check_trainable(config)
     memory = memory_per_device(recipe, config, mesh, dtype)
     total = sum(memory.values())
     machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
@@ -73,7 +74,6 @@ def planned_model(
     exist, the recipe with the size of that mesh, and the dtype of the weights."""
     preset = PRESETS.get(recipe.model)
     config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
-    check_trainable(config)
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")

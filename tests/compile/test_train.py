@@ -104,3 +104,24 @@ def test_a_calibration_fits_as_planned(name):
         >= 0.99
         * calibration_plan.memory_per_device(recipe, config, mesh, dtype)["second moments, float32"]
     ), "the moments are updated in place"
+
+
+SCALES: dict[str, tuple[Config, str, str, int]] = {
+    "8B on an H200": (LLAMA_8B, "h200:1", "1x1", 1),
+    "8B on v5p-8": (LLAMA_8B, "v5p:2x2x1", "fsdp=4", 4),
+    "70B on 8 H100": (LLAMA_70B, "h100:8", "fsdp=4,model=2", 4),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_the_pass_for_the_scale_of_queries_needs_less(name):
+    """Than the pass before it, whose memory the plan states."""
+    config, topology, shape, rows = SCALES[name]
+    config = dataclasses.replace(config, key_value_group_size=4, generated_kv="own", exact_tail=64)
+    recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows)
+    mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
+    lowered = calibration_plan.lower_query_scale(recipe, config, mesh, dtype)
+    peak = lowered.compile().memory_analysis().peak_memory_in_bytes
+    planned = sum(calibration_plan.memory_per_device(recipe, config, mesh, dtype).values())
+    print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
+    assert peak < planned

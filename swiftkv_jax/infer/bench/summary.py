@@ -99,7 +99,7 @@ def variant_of(
         prefill_bytes=dp_size * filling,
         weight_bytes=dp_size * (num_bytes(weights) - unread),
         kv_bytes=bytes_per_token(config, cache_dtype, swiftkv=False),
-        written_bytes=bytes_per_token(served, cache_dtype, swiftkv=not shapes.own_pages),
+        written_bytes=bytes_per_token(served, cache_dtype, swiftkv=not shapes.pages_per_own_page),
         decode_steps=shapes.decode_steps,
         expert_bytes=dp_size * num_bytes(experts),
         tail_bytes=dp_size * tail if shapes.tail else 0,

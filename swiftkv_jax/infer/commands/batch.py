@@ -215,7 +215,7 @@ class Throughput:
             )
         if isinstance(engine.model_runner, ModelRunner):
             runner = engine.model_runner
-            size, own = runner.kv_bytes_per_token, runner.shapes.own_pages
+            size, own = runner.kv_bytes_per_token, runner.shapes.pages_per_own_page
             more = f" of a prompt, {size * (1 + own)} of an answer" if own else ""
             parts.append(f"KV cache: {size} bytes/token{more}")
         if stats.compilations:

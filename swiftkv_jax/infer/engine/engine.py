@@ -76,7 +76,7 @@ class Engine[R: ModelRunnerBase]:
                 shapes.page_size,
                 share=options.enable_prefix_caching,
                 window=config.window,
-                own_pages=shapes.own_pages,
+                pages_per_own_page=shapes.pages_per_own_page,
             )
             for _ in range(shapes.dp_size)
         ]

@@ -64,12 +64,14 @@ class PagePool:
         *,
         share: bool = True,
         window: int | None = None,
-        own_pages: int = 0,
+        pages_per_own_page: int = 0,
     ):
         """With `share` False no page is cached. `window` is the number of positions that a token
-        sees at most, its own among them (see `Config.window`); None for all. `own_pages` is
-        `Config.own_pages` where upper layers attend to two caches, else 0."""
-        self.num_pages, self.page_size, self.own_pages = num_pages, page_size, own_pages
+        sees at most, its own among them (see `Config.window`); None for all.
+        `pages_per_own_page` is `Config.pages_per_own_page` where upper layers attend to two
+        caches, else 0."""
+        self.num_pages, self.page_size = num_pages, page_size
+        self.pages_per_own_page = pages_per_own_page
         self.share, self.window = share, window
         self.stats = PrefixStats()
         self.events: CacheEvents | None = None
@@ -94,12 +96,12 @@ class PagePool:
     def needs(self, positions: int, own_start: int) -> PageNeeds:
         """What `positions` need of which those from `own_start` on keep their own upper keys and
         values."""
-        own = max(positions - own_start, 0) if self.own_pages else 0
+        own = max(positions - own_start, 0) if self.pages_per_own_page else 0
         return PageNeeds(-(-positions // self.page_size), -(-own // self.page_size))
 
     def total(self, needs: PageNeeds) -> int:
         """Pages, of both kinds."""
-        return needs.pages + self.own_pages * needs.own_pages
+        return needs.pages + self.pages_per_own_page * needs.own_pages
 
     # Prefixes -----------------------------------------------------------------
 

@@ -49,7 +49,8 @@ class RequestState:
         to come sees."""
         self.own_pages: list[tuple[int, ...]] = []
         """Where upper layers attend to two caches: for each `page_size` positions from `own_start`
-        on the `Config.own_pages` pages that hold the upper keys and values that they keep."""
+        on the `Config.pages_per_own_page` pages that hold the upper keys and values that they
+        keep."""
         self.sequences: list[Sequence] = []
         """Sequences that have not ended; empty before the request is admitted."""
         self.num_remaining_tokens = 0
@@ -122,7 +123,7 @@ class RequestState:
     def shared_by_samples(self, pool: PagePool) -> PageNeeds:
         """Pages that prefill fills, which all samples share."""
         target, size = self.prefill_target, pool.page_size
-        own = max(target - self.own_start, 0) if pool.own_pages else 0
+        own = max(target - self.own_start, 0) if pool.pages_per_own_page else 0
         return PageNeeds(target // size, own // size)
 
     def pages_of_others(self, pool: PagePool) -> int:

@@ -106,7 +106,7 @@ def decode_logits(
         position = length - batch.own_start  # among the tokens that keep their own
         own_lengths = jnp.where(active, jnp.maximum(position + 1, 0), 0)
         own = []
-        for part in range(config.own_pages):
+        for part in range(config.pages_per_own_page):
             table = batch.own_page_table[:, :, part]
             own_page = page_of(table, jnp.maximum(position, 0), active & (position >= 0))
             own_read = reader(table, own_lengths, return_lse=True)

@@ -86,17 +86,17 @@ class PageTables(NamedTuple):
 
 
 def page_tables(
-    sequences: Sequence[request_state.Sequence], table_pages: int, own_pages: int
+    sequences: Sequence[request_state.Sequence], table_pages: int, pages_per_own_page: int
 ) -> PageTables:
-    """The pages of some sequences in NumPy; 0 past them, and for `RELEASED`. With `own_pages` 0
-    there is no table of own pages."""
+    """The pages of some sequences in NumPy; 0 past them, and for `RELEASED`. There is
+    no table of own pages if `pages_per_own_page` is 0."""
     tables = np.zeros((len(sequences), table_pages), np.int32)
-    own_tables = np.zeros((len(sequences), table_pages, own_pages), np.int32)
+    own_tables = np.zeros((len(sequences), table_pages, pages_per_own_page), np.int32)
     for table, own_table, sequence in zip(tables, own_tables, sequences, strict=True):
         table[: len(sequence.pages)] = sequence.pages
         if sequence.own_pages:
             own_table[: len(sequence.own_pages)] = sequence.own_pages
-    return PageTables(np.maximum(tables, 0), own_tables if own_pages else None)
+    return PageTables(np.maximum(tables, 0), own_tables if pages_per_own_page else None)
 
 
 def make_batch(
@@ -120,14 +120,16 @@ def make_batch(
 
 
 def empty_batch(
-    batch: int, table_pages: int, *, own_start: bool = False, own_pages: int = 0
+    batch: int, table_pages: int, *, own_start: bool = False, pages_per_own_page: int = 0
 ) -> DecodeBatch:
     """A batch in NumPy of slots without sequences, with `own_start` or without it, and a page table
-    of tuples of `own_pages`, unless that is 0."""
+    of tuples of `pages_per_own_page`, unless that is 0."""
     zeros = np.zeros(batch, np.int32)
     page_table = np.zeros((batch, table_pages), np.int32)
     own = zeros if own_start else None
-    own_table = np.zeros((batch, table_pages, own_pages), np.int32) if own_pages else None
+    own_table = (
+        np.zeros((batch, table_pages, pages_per_own_page), np.int32) if pages_per_own_page else None
+    )
     return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch), own, own_table)
 
 

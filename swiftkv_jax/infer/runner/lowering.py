@@ -123,7 +123,9 @@ def _chunk(
 def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:
     ids, tiles = layout.rows(shapes.dp_size, tokens), shapes.tiles(tokens)[-1]
     own_start = layout.rows(shapes.dp_size * tiles) if shapes.has_own_start else None
-    own_tiles = _tiles(layout, shapes, tokens, tiles, own=True) if shapes.own_pages else None
+    own_tiles = (
+        _tiles(layout, shapes, tokens, tiles, own=True) if shapes.pages_per_own_page else None
+    )
     every = _tiles(layout, shapes, tokens, tiles)
     return UpperTokens(ids, ids, ids, every, own_start, own_tiles)
 
@@ -133,7 +135,7 @@ def _tiles(
 ) -> QueryTiles:
     """Of tokens in their pages, or in those of `own` keys and values."""
     count = shapes.dp_size * tiles
-    each, pages = layout.rows(count), (shapes.own_pages,) if own else ()
+    each, pages = layout.rows(count), (shapes.pages_per_own_page,) if own else ()
     return QueryTiles(
         page=layout.rows(count, *pages),
         page_start=each,
@@ -187,7 +189,7 @@ def lower_program(
         contexts=key[-1:] if chunked else (None,),
         scoring=key[0] == "score",
         kv=kv_programs(served),
-        own_pages=served.own_pages if served.two_queries else 0,
+        pages_per_own_page=served.pages_per_own_page if served.two_queries else 0,
         tail=key[2] if key[0] == "tail" else 0,
     )
     weights = weight_shapes(config, swiftkv, dtype, quantization)

@@ -97,7 +97,7 @@ class ModelRunner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token of a prompt, on all devices together; one of an
-        answer has `shapes.own_pages` times as many besides."""
+        answer has `shapes.pages_per_own_page` times as many besides."""
         return bytes_per_token(self.config, self.cache_dtype)
 
     # Before the first request -------------------------------------------------
@@ -220,7 +220,7 @@ class ModelRunner:
             self._update_pages([sequence.slot for sequence in some], self._page_tables(some))
 
     def _page_tables(self, sequences: abc.Sequence[Sequence]) -> PageTables:
-        return page_tables(sequences, self.shapes.table_pages, self.shapes.own_pages)
+        return page_tables(sequences, self.shapes.table_pages, self.shapes.pages_per_own_page)
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """See `ModelRunnerBase`."""
@@ -303,7 +303,7 @@ class ModelRunner:
                 tokens=key[2],
                 tiles=shapes.tiles(key[2])[-1],
                 own_start=shapes.has_own_start,
-                own_pages=shapes.own_pages,
+                pages_per_own_page=shapes.pages_per_own_page,
                 **common,
             )
             cache, result = self._compiled[key](self.weights, chunk, upper, self._state.cache)

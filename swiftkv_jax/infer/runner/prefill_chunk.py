@@ -145,15 +145,16 @@ def pack_upper(
     table_pages: int,
     context_pages: int | None,
     own_start: bool = False,
-    own_pages: int = 0,
+    pages_per_own_page: int = 0,
 ) -> UpperTokens:
     """The tokens of the same chunk that run through all layers, `tokens` and `tiles` on each shard;
-    `own_start` says whether that of each request is needed, `own_pages` is `Shapes.own_pages`."""
+    `own_start` says whether that of each request is needed, `pages_per_own_page` is that of
+    `Shapes`."""
     index = np.zeros((len(shards), tokens), np.int32)
     target = np.full((len(shards), tokens), -1, np.int32)
     num_logprobs = np.full_like(target, -1)
     layout = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages)
-    own = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages, own_pages)
+    own = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages, pages_per_own_page)
     for dp_rank, shard in enumerate(shards):
         index_of = None if context_pages is None else _gathered(shard, page_size)
         at = packed_at = 0
@@ -168,17 +169,18 @@ def pack_upper(
                     target[dp_rank, stop - len(scored) : stop] = following
                     num_logprobs[dp_rank, stop - len(scored) : stop] = state.request.top_logprobs
                 layout.add(dp_rank, scheduled, positions, at, index_of)
-                if own_pages:
+                if pages_per_own_page:
                     own.add_own(dp_rank, scheduled, stop - len(scheduled.own), index_of)
                 at = stop
             packed_at += scheduled.num_tokens
     starts = layout.own_start() if own_start else None
-    own_tiles = own.tiles() if own_pages else None
+    own_tiles = own.tiles() if pages_per_own_page else None
     return UpperTokens(index, target, num_logprobs, layout.tiles(), starts, own_tiles)
 
 
 class _TileBuilder:
-    """`QueryTiles` being filled; with `own_pages` those of tokens in `RequestState.own_pages`."""
+    """`QueryTiles` being filled; with `pages_per_own_page` those of tokens in
+    `RequestState.own_pages`."""
 
     def __init__(
         self,
@@ -187,15 +189,15 @@ class _TileBuilder:
         tiles: int,
         page_size: int,
         table_pages: int,
-        own_pages: int = 0,
+        pages_per_own_page: int = 0,
     ):
-        each = (own_pages,) if own_pages else ()  # pages of a tile
+        each = (pages_per_own_page,) if pages_per_own_page else ()  # pages of a tile
         self._page_size = page_size
         self._fields = np.zeros((5, shards, tiles), np.int32)
         """page_start, query_start, query_end, source, own_start."""
         self._page = np.full((shards, tiles, *each), INVALID_PAGE, np.int32)
         self._page_table = np.zeros((shards, tiles, table_pages, *each), np.int32)
-        self._tile_index = np.full((shards, tokens), -1 if own_pages else 0, np.int32)
+        self._tile_index = np.full((shards, tokens), -1 if pages_per_own_page else 0, np.int32)
         self._used = [0] * shards
 
     def add(

@@ -160,7 +160,7 @@ def _run_upper_own(
     read_shared = functools.partial(read, kv_lengths=upper.own_start, return_lse=True)
     own = [
         _own_cache(config, upper.own_tiles, part, chunk.gathered_pages, cache, attention)
-        for part in range(config.own_pages)
+        for part in range(config.pages_per_own_page)
     ]
     return run_upper_layers_two_caches(
         config, weights, x, tables, cache, own, read_shared, attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Literal
 
 from ...config import Config
@@ -13,6 +14,8 @@ from ..engine.options import EngineOptions
 from ..engine.scheduler import Limits
 from .decode_state import DecodeBatch, empty_batch
 from .memory import host_memory
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_SHARE = 0.25
 """Share of the machine's memory for the KV cache where the device does not report its memory."""
@@ -69,14 +72,14 @@ class Shapes:
     tail: int = 0
     """Tokens of a prompt, at least, for which there is a prefill program that runs them through all
     layers; 0 if there is none."""
-    own_pages: int = 0
-    """`Config.own_pages` where upper layers attend to two caches, else 0."""
+    pages_per_own_page: int = 0
+    """`Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
 
     @property
     def has_own_start(self) -> bool:
         """Whether programs take the position from which on tokens keep their own keys and
         values."""
-        return self.kv == "both" or self.own_pages > 0
+        return self.kv == "both" or self.pages_per_own_page > 0
 
     def empty_batch(self, count: int) -> DecodeBatch:
         """A decode batch in NumPy of `count` slots without sequences."""
@@ -84,7 +87,7 @@ class Shapes:
             count,
             self.table_pages,
             own_start=self.has_own_start,
-            own_pages=self.own_pages,
+            pages_per_own_page=self.pages_per_own_page,
         )
 
     @property
@@ -194,7 +197,7 @@ def choose_shapes(
             f"`decode_rows` the {slots} sequences of each device"
         )
     kv = kv_programs(config, mixed=options.mixed_generated_kv)
-    own_pages = config.own_pages if has_two_caches(config, kv) else 0
+    pages_per_own_page = config.pages_per_own_page if has_two_caches(config, kv) else 0
     if options.kv_cache_memory is not None:
         pages = options.kv_cache_memory // page_bytes
         has = host_memory() if memory_limit is None else memory_limit
@@ -209,7 +212,7 @@ def choose_shapes(
         pages = left // page_bytes
     else:
         pages = min(
-            slots * table_pages * (1 + own_pages),
+            slots * table_pages * (1 + pages_per_own_page),
             max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes),
         )
     return check_pages(
@@ -231,7 +234,7 @@ def choose_shapes(
             single_step_rows=_single_step_rows(options, slots, platform),
             structured_outputs=options.structured_outputs,
             kv=kv,
-            own_pages=own_pages,
+            pages_per_own_page=pages_per_own_page,
             tail=_tail(
                 config, mixed=options.mixed_generated_kv, preempts=options.reserve_tokens < length
             ),
@@ -279,14 +282,14 @@ def with_contexts(shapes: Shapes) -> Shapes:
     only what a chunk reads.
     """
     tiles = shapes.tiles(shapes.chunks[-1])[-1]
-    most = shapes.table_pages * (1 + shapes.own_pages)
+    most = shapes.table_pages * (1 + shapes.pages_per_own_page)
     contexts = buckets(max(most, tiles), smallest=tiles, count=3)
     return dataclasses.replace(shapes, contexts=contexts)
 
 
 def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
     """Return `shapes`. Raises `UsageError` if their cache cannot hold one prompt of `length`
-    tokens. An answer may need more (`own_pages`): see `check_fits`."""
+    tokens, and warns if it cannot hold an answer of as many, which may need more (`check_fits`)."""
     if shapes.num_pages < shapes.table_pages:
         raise UsageError(
             f"the KV cache has room for {max(shapes.num_pages, 0) * shapes.page_size} tokens, too "
@@ -294,6 +297,14 @@ def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
             f"({shapes.table_pages * page_bytes / GIB:.2f} GiB): raise `kv_cache_memory` or "
             f"`memory_utilization`, lower `max_model_len`, or store it in 8 bits with "
             f"`kv_cache_dtype`=fp8"
+        )
+    each = 1 + shapes.pages_per_own_page
+    if shapes.num_pages < each * shapes.table_pages:
+        logger.warning(
+            "the KV cache has room for one sequence of `max_model_len`=%d only if at most %d of "
+            "its tokens keep their own upper keys and values: requests for more are refused",
+            length,
+            (shapes.num_pages - shapes.table_pages) // shapes.pages_per_own_page * shapes.page_size,
         )
     return shapes
 

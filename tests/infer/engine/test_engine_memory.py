@@ -1,5 +1,8 @@
 """The memory plan is what is allocated; what does not fit is refused with the figures."""
 
+import dataclasses
+import logging
+
 import jax
 import pytest
 
@@ -42,6 +45,18 @@ def test_a_cache_of_a_given_size():
     )
     with pytest.raises(UsageError, match=message):
         Engine.from_model(model(), small(kv_cache_memory=5_000))
+
+
+@pytest.mark.parametrize("pages, answer", [(60, None), (59, 76), (20, 0)])
+def test_a_cache_for_prompts_but_not_for_answers(pages, answer, caplog):
+    """Of 80 tokens in pages of 4, where four that keep their own take two pages besides."""
+    found = dataclasses.replace(
+        engine_of("auto", True).model_runner.shapes, num_pages=pages, pages_per_own_page=2
+    )
+    with caplog.at_level(logging.WARNING):
+        assert shapes.check_pages(found, 80, 1_000) is found
+    text = "" if answer is None else f"only if at most {answer} of its tokens keep their own"
+    assert text in caplog.text and bool(text) == bool(caplog.text)
 
 
 def test_what_does_not_fit_is_not_taken(monkeypatch):
