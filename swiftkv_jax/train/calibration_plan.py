@@ -49,15 +49,17 @@ def main(recipe: Recipe, topology: str | None) -> int:
         print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
         print(table_of_flops(query_scale_flops_by_part(config, recipe.max_length)))
     if topology is not None:
-        planned = sum(memory.values())
-        lowered = lower_batch(recipe, config, mesh, dtype)
-        about = "weights and second moments", planned, _ADVICE
-        compile_and_report(lowered, mesh, "calibration", *about)
-        if config.two_queries:
-            lowered = lower_query_scale(recipe, config, mesh, dtype)
-            about = "weights and delta", planned, _ADVICE
-            compile_and_report(lowered, mesh, "pass for the scale of queries", *about)
+        _compile(recipe, config, mesh, dtype, sum(memory.values()))
     return OK
+
+
+def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> None:
+    """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
+    lowered, about = lower_batch(recipe, config, mesh, dtype), "weights and second moments"
+    compile_and_report(lowered, mesh, "calibration", about, planned, _ADVICE)
+    if config.two_queries:
+        lowered, about = lower_query_scale(recipe, config, mesh, dtype), "weights and delta"
+        compile_and_report(lowered, mesh, "scale of queries", about, planned, _ADVICE)
 
 
 def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:

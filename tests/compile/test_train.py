@@ -121,7 +121,8 @@ def test_the_pass_for_the_scale_of_queries_needs_less(name):
     recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows)
     mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
     lowered = calibration_plan.lower_query_scale(recipe, config, mesh, dtype)
-    peak = lowered.compile().memory_analysis().peak_memory_in_bytes
+    figures: Any = lowered.compile().memory_analysis()
+    peak = figures.peak_memory_in_bytes
     planned = sum(calibration_plan.memory_per_device(recipe, config, mesh, dtype).values())
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert peak < planned

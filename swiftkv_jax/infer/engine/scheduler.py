@@ -379,5 +379,5 @@ def _take(
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """The next pages of both kinds."""
     first = [*itertools.islice(pages, needs.pages)]
-    own = itertools.islice(pages, needs.own_pages * pool.own_pages)
-    return first, [*itertools.batched(own, max(pool.own_pages, 1))]
+    own = itertools.islice(pages, needs.own_pages * pool.pages_per_own_page)
+    return first, [*itertools.batched(own, max(pool.pages_per_own_page, 1))]
