@@ -54,6 +54,8 @@ from .summary import summary
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
+HALF_LOAD = 2
+"""Requests of a client that arrive at half of the throughput."""
 ALONE = 16
 """Requests that find nothing running."""
 
@@ -111,7 +113,8 @@ class Cell:
         found["request_rate"] = half
         found["ttft_alone_p50"] = statistics.median(map(self._alone, prompts[:ALONE].tolist()))
         if args.half_load:
-            poisson = cells.Cell(args.input_len, args.output_len, count // 2, half)
+            count = HALF_LOAD * self.clients
+            poisson = cells.Cell(args.input_len, args.output_len, count, half)
             found |= _half_load(timing.latency(self.engine, poisson, seed)["ttft"])
         return found
 
@@ -172,10 +175,13 @@ class Cell:
         alone = self._client(url, seed, f"--num-prompts {ALONE} {evenly}", 2)
         found["ttft_alone_p50"] = alone["ttft"]["p50"]
         if args.half_load:
-            half = self._client(
-                url, seed, f"--num-prompts {count // 2} --request-rate {rate}", args.output_len
+            latency = self._client(
+                url,
+                seed,
+                f"--num-prompts {HALF_LOAD * self.clients} --request-rate {rate}",
+                args.output_len,
             )
-            times = [one["arrivals"][0] - one["sent"] for one in half["requests"]]
+            times = [one["arrivals"][0] - one["sent"] for one in latency["requests"]]
             found |= _half_load(times)
         return found
 
@@ -225,8 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", default="4,8", help="of a decode call (default: %(default)s; medium: 1)")
     add("--input-len", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--output-len", type=int, metavar="N", help="(default: 250; medium: 64)")
-    add("--requests", type=int, metavar="N", default=4, help="of a client (default: %(default)s)")
-    add("--repetitions", "-r", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    # Of a short run much is its end, where answers that began one after another leave slots empty.
+    add("--requests", type=int, metavar="N", help="of a client (default: 12; medium: 4)")
+    add("--repetitions", "-r", type=int, default=3, metavar="N", help="(default: %(default)s)")
     add("--quick", action="store_true", help="one short cell")
     add("--output", type=Path, metavar="FILE", help="JSON (default: in benchmarks/results)")
     args = parser.parse_args(argv)
@@ -234,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.rows, args.steps = "8", "1"
     if args.quick:
         args.rows, args.steps, args.output_len, args.requests, args.repetitions = "8", "8", 32, 1, 1
+    args.requests = args.requests or (4 if args.medium else 12)
     args.output_len = args.output_len or (64 if args.medium else 250)
     args.half_load, args.pause = not args.medium, 1.5 if args.medium else 0.1
     return cli.run(lambda: measure(args), parser)

@@ -46,8 +46,9 @@ def cost_of_http(timed: dict[str, Any], *models: dict[str, Any]) -> str:
         f"{1e3 * timed['step_seconds']:g} ms for a decode step, "
         f"{1e3 * timed['chunk_seconds']:g} ms for a chunk of 2,048 tokens, as an H200 with "
         f"Llama-3.1-8B may take. Prompts have {timed['input_len']} tokens, answers "
-        f"{timed['output_len']}; there are one and a half clients for each slot, in a process of "
-        f"their own on the same two cores ({min(shares):.0%} to {max(shares):.0%} of one).",
+        f"{timed['output_len']}. There are one and a half clients for each slot, with "
+        f"{timed['requests']} requests each, in a process of their own on the same two cores "
+        f"({min(shares):.0%} to {max(shares):.0%} of one).",
         *of_models,
         "The last columns are what HTTP adds to the time to the first token: for requests that "
         "find nothing running, and with arrivals at half of the bare throughput.",
