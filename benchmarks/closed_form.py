@@ -82,13 +82,7 @@ def measure(args: argparse.Namespace) -> int:
     kind, date = facts["device"]["kind"], facts["date"]
     output = args.output or report.default_path("closed-form", kind, date)
     report.check_writable(output)
-    files = TeacherFiles.demo()
-    recipe = dataclasses.replace(DEMO, model=str(files.model), dtype="float32")
-    tokenizer = open_tokenizer(recipe)
-    training = prepare(files.train, tokenizer, recipe.max_length, args.folder / "data")
-    data = DatasetMixture((training,), (1.0,))
-    texts = list(files.held_out_texts())
-    teacher = _teacher(recipe, texts, tokenizer, mesh, args.rows)
+    recipe, data, teacher = open_demo(args.folder, mesh, args.rows)
     document: dict[str, Any] = facts | {"cells": []}
     cells = document["cells"]
     for tokens in args.tokens:
@@ -96,15 +90,15 @@ def measure(args: argparse.Namespace) -> int:
         own = score_student(student, teacher, mesh, MODES[1])
         cells.append(
             {"tokens": tokens, "exact": "nothing", "r2_k": r2[0], "r2_v": r2[1]}
-            | _above(teacher, score_student(student, teacher, mesh, MODES[0]), "all")
-            | {"own": _above(teacher, own, "answers")["above"]}
+            | above(teacher, score_student(student, teacher, mesh, MODES[0]), "all")
+            | {"own": above(teacher, own, "answers")["above"]}
         )
         logger.info("%s", cells[-1])
         if tokens != args.tokens[min(1, len(args.tokens) - 1)]:
             continue
         for exact in EXACT[1:]:
             found = _with_exact(student, teacher, mesh, exact)
-            cells.append({"tokens": tokens, "exact": exact} | _above(teacher, found, "all"))
+            cells.append({"tokens": tokens, "exact": exact} | above(teacher, found, "all"))
             logger.info("%s", cells[-1])
     report.write_json(output, document)
     print(limits(document))
@@ -112,13 +106,20 @@ def measure(args: argparse.Namespace) -> int:
     return cli.OK
 
 
-def _teacher(recipe: Recipe, texts: list, tokenizer: Any, mesh: Mesh, rows: int | None) -> Teacher:
-    rows_of = held_out_rows(texts, tokenizer, batch_size=recipe.batch_size, limit=rows)
+def open_demo(folder: Path, mesh: Mesh, rows: int | None) -> tuple[Recipe, DatasetMixture, Teacher]:
+    """The demo model's recipe, its training rows, packed in `folder`, and the teacher on `rows`
+    held-out rows, with the states that enter its second half."""
+    files = TeacherFiles.demo()
+    recipe = dataclasses.replace(DEMO, model=str(files.model), dtype="float32")
+    tokenizer, texts = open_tokenizer(recipe), list(files.held_out_texts())
+    training = prepare(files.train, tokenizer, recipe.max_length, folder / "data")
+    size = recipe.batch_size
+    rows_of = held_out_rows(texts, tokenizer, batch_size=size, limit=rows)
     config = open_any(recipe.model).config
     whole, half = config.cut(config.num_layers), config.num_layers // 2
-    model = load_model(recipe, whole, mesh)
-    size = recipe.batch_size
-    return run_teacher(whole, model.llama, rows_of, mesh, batch_size=size, layers=[half])
+    llama = load_model(recipe, whole, mesh).llama
+    teacher = run_teacher(whole, llama, rows_of, mesh, batch_size=size, layers=[half])
+    return recipe, DatasetMixture((training,), (1.0,)), teacher
 
 
 def _fitted(
@@ -160,7 +161,8 @@ def _with_exact(student: Model, teacher: Teacher, mesh: Mesh, exact: str) -> Sco
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
 
-def _above(teacher: Teacher, found: Scores, mask: str) -> dict[str, float]:
+def above(teacher: Teacher, found: Scores, mask: str) -> dict[str, float]:
+    """How far the student's perplexity is above the teacher's on the predictions of a mask."""
     chosen = teacher.masks[mask]
     nats = [float(scores.nll[chosen].mean(dtype=np.float64)) for scores in (found, teacher.scores)]
     return {"above": math.expm1(nats[0] - nats[1]), "teacher_perplexity": math.exp(nats[1])}
