@@ -1,9 +1,11 @@
 """`python -m benchmarks.http` runs, and counts what it should."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks import measurements
 from benchmarks.http.__main__ import main
 from benchmarks.http.engines import TimedModelRunner, make_tokenizer
 from benchmarks.http.summary import cost_of_http
@@ -36,6 +38,18 @@ def test_both_run_the_same_requests(result, capsys):
 def test_the_section_has_a_row_for_each_cell(result):
     rows = [line for line in cost_of_http(result, result).splitlines() if line.startswith("| 8 |")]
     assert len(rows) == 2
+
+
+def test_the_page_of_the_server_has_the_figures():
+    page = Path(__file__).parents[1] / "docs" / "server.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    cells = measurements.newest("HTTP")["cells"]
+    lost = [f"{100 * (1 - cell['share']):.1f}" for cell in cells]
+    later = [f"{1e3 * cell['added_ttft_alone_p50']:.1f}" for cell in cells]
+    idle = max(cell["served"]["idle_share"] for cell in cells)
+    assert f"{min(lost)} to {max(lost)} % of the throughput" in text
+    assert f"waits at most {100 * idle:.1f} % of the time" in text
+    assert f"comes {min(later)} to {max(later)} ms later" in text
 
 
 def test_the_device_is_idle_from_the_end_of_a_call_to_the_next(monkeypatch):

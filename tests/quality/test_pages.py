@@ -48,6 +48,10 @@ def test_calibration():
     (two, four), (later, four_later) = (losses(t1, 8, steps) for steps in (0, 64))
     sentence = f"leave it at {later:.2f} nats, {two:.2f} before; the 4-way one goes from "
     assert f"{sentence}{four:.2f} to {four_later:.2f}." in text
+    rows = [t1[8, group, "authors", 64, "boundary", "boundary", "distillation"] for group in (2, 4)]
+    excess = " and ".join(f"{100 * row['all']['above']['value']:.1f}" for row in rows)
+    lost = " and ".join(f"{far(row):.2f}" for row in rows)
+    assert f"best learning rate reach {excess} % there, {lost} nats." in text
 
 
 def test_the_limits_of_the_closed_form():
