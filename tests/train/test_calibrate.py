@@ -182,6 +182,17 @@ def test_plan_of_the_presets(model, mesh, tokens, device, host, capsys):
     per_device, of_host = (float(x) for x in re.findall(r"^total +(\d+\.\d\d)$", text, re.M))
     assert device[0] < per_device < device[1]
     assert host[0] < of_host < host[1]
+    assert "scale of queries" not in text
+
+
+def test_plan_of_shared_caches_beside_own_entries(capsys):
+    """Which can be calibrated, though not trained: a batch of the second pass is a whole one."""
+    flags = ["--model", "llama-3.1-8b", "--key-value-group-size", "4", "--generated-kv", "own"]
+    assert main(["calibrate", *flags, "--batch-size", "1", "--dry-run"]) == 0
+    _, second = capsys.readouterr().out.split("then a pass over 16,384 of these tokens")
+    assert re.search(r"^scores of both +2\.1 ", second, re.M)
+    assert main(["calibrate", *flags, "--batch-size", "4", "--dry-run"]) == 0
+    assert "then a pass over 32,768 of these tokens" in capsys.readouterr().out
 
 
 def test_host_memory_is_what_is_planned():
