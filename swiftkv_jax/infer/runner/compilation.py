@@ -12,17 +12,16 @@ from typing import Any
 import jax
 
 from ...errors import UsageError
-from .lowering import Key
 
 _REFUSALS = "No such compile option", "While setting option"
 """What XLA's errors say of an option that it does not have, and of a value that does not fit."""
 
 
-def compile_all(
-    lowered: dict[Key, Callable[[], jax.stages.Lowered]],
+def compile_all[Program](
+    lowered: dict[Program, Callable[[], jax.stages.Lowered]],
     progress: Callable[[], object] = lambda: None,
     options: Mapping[str, str | int | float | bool] | None = None,
-) -> dict[Key, jax.stages.Compiled]:
+) -> dict[Program, jax.stages.Compiled]:
     """Lower the programs one after the other and compile as many at once as there are cores;
     `progress` is called after each. The result has the order of `lowered`. Raises `UsageError` for
     compiler options that XLA refuses."""
