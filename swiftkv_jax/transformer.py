@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
+from .batch import Batch
 from .config import Config
 from .layers import embed, norm, norm_heads, output_and_mlp, project_heads
 from .packed_attention import (
@@ -39,7 +39,6 @@ from .packed_attention import (
 from .params import (
     QKV,
     Block,
-    Leaf,
     Llama,
     ServingBlock,
     SwiftKV,
@@ -65,28 +64,6 @@ _CHECKPOINT = {
     ),
     "layer": functools.partial(jax.checkpoint, prevent_cse=False),
 }
-
-
-@struct.dataclass
-class Batch:
-    """Packed rows of tokens."""
-
-    tokens: Leaf  # i32[B, T]
-    positions: Leaf  # i32[B, T]; restart at 0 in every document
-    segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
-    loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
-    own: Leaf = None  # bool[B, T]; tokens that keep upper keys and values of their own; None: none
-
-
-def unpacked_batch(
-    tokens: Int[Array, "B T"], loss_mask: Float[Array, "B T"] | None = None
-) -> Batch:
-    """Rows that hold one document each, from position 0."""
-    ones = jnp.ones_like(tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return Batch(
-        tokens, positions, ones, ones.astype(jnp.float32) if loss_mask is None else loss_mask
-    )
 
 
 # Layers -----------------------------------------------------------------------

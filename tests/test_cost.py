@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.attenuation import score_products
 from swiftkv_jax.calibration.moments import add_batch, moment_shapes
 from swiftkv_jax.config import Config, LayerKind
@@ -31,7 +32,6 @@ from swiftkv_jax.infer.runner.weights import weight_shapes
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.train.distill import mean_loss
-from swiftkv_jax.transformer import unpacked_batch
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
 # triangles, small.

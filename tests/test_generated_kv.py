@@ -11,6 +11,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import ConfigError, transformer
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.checkpoints import load
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
@@ -183,7 +184,7 @@ def test_own_tokens_anywhere(group):
         model.config,
         model.llama,
         model.swiftkv,
-        transformer.unpacked_batch(jnp.asarray(tokens)),
+        unpacked_batch(jnp.asarray(tokens)),
         own=jnp.asarray(own),
     )
     found = unembed(model.config, model.llama, hidden)
@@ -273,7 +274,7 @@ def test_boundary_is_the_same_program():
     """With `own` None, and for a config that says nothing, nothing is computed besides."""
     hf = tiny.hf_config()
     model = tiny.model_of(hf, tiny.tensors_for(hf))
-    batch = transformer.unpacked_batch(jnp.zeros((2, 9), jnp.int32))
+    batch = unpacked_batch(jnp.zeros((2, 9), jnp.int32))
 
     def count(**own):
         jaxpr = jax.make_jaxpr(

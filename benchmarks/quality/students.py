@@ -22,6 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
@@ -40,7 +41,7 @@ from swiftkv_jax.train.step import (
     make_train_step,
     micro_batch_sharding,
 )
-from swiftkv_jax.transformer import Batch, student
+from swiftkv_jax.transformer import student
 
 from ..teachers.pretrain import text_loss
 

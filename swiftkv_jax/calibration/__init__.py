@@ -15,10 +15,10 @@ import logging
 from collections.abc import Iterable
 
 from ..attention import Attention
+from ..batch import Batch
 from ..config import Config
 from ..errors import ConfigError
 from ..params import Llama
-from ..transformer import Batch
 from .attenuation import unattenuated
 from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..attention import Attention
+from ..batch import Batch
 from ..calibration import SLOPE_TOKENS
 from ..calibration.attenuation import score_products
 from ..calibration.moments import (
@@ -25,7 +26,6 @@ from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_par
 from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
 from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
-from ..transformer import Batch
 from .memory import sharded_bytes
 from .plan import compile_and_report, planned_model, table_of_bytes, table_of_flops
 from .recipe import Recipe

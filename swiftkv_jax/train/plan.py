@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from ..batch import Batch
 from ..checkpoints.auxiliary import read_auxiliary_files
 from ..cli.exit import OK
 from ..config import Config
@@ -29,7 +30,6 @@ from ..mesh import MeshShape, make_mesh
 from ..params import llama_shapes, swiftkv_shapes
 from ..presets import PRESETS
 from ..topology import ENVIRONMENT, topology_mesh
-from ..transformer import Batch
 from .memory import fits, memory_per_device
 from .recipe import Recipe
 from .setup import check_trainable, cut_model

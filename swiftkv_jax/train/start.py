@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from ..attention import Attention
+from ..batch import Batch
 from ..calibration import SLOPE_TOKENS, LayerFit, calibrate, unattenuated
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.digest import digest_all
@@ -22,7 +23,6 @@ from ..initialization import init_swiftkv
 from ..io.files import write_json
 from ..model import Model
 from ..sharding import batch_sharding, swiftkv_shardings
-from ..transformer import Batch
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, batches
 from .recipe import Recipe

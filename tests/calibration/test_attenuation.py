@@ -10,9 +10,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import attenuation, moments
 from swiftkv_jax.model import Model
-from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 
 ATTENTION = Attention()

@@ -14,13 +14,13 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import bench, scores, students
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.recipe import DEMO, Recipe
 from swiftkv_jax.train.setup import load_data
 from swiftkv_jax.train.step import init_state
-from swiftkv_jax.transformer import Batch
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
@@ -22,7 +23,6 @@ from swiftkv_jax.train import calibrate as train_calibrate
 from swiftkv_jax.train import far_tokens
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
-from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 from tests.test_cost import CONFIG
 

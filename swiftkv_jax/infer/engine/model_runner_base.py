@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..runner.shapes import Shapes
+    from .chunk_builder import Limits
     from .request_state import Chunk, Sequence
-    from .scheduler import Limits
 
 
 class ModelRunnerBase(Protocol):

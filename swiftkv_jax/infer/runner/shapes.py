@@ -10,8 +10,8 @@ from ...config import Config
 from ...cost import mlp_width
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
+from ..engine.chunk_builder import Limits
 from ..engine.options import EngineOptions
-from ..engine.scheduler import Limits
 from .decode_state import DecodeBatch, empty_batch
 from .memory import host_memory
 
