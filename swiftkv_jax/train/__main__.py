@@ -27,6 +27,7 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import importlib
+import signal
 import sys
 from pathlib import Path
 from typing import get_args
@@ -387,8 +388,8 @@ def main(argv: list[str] | None = None) -> int:
         join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
         from . import loop  # after the devices are set up: Orbax and Grain look at them
 
-        return loop.run(recipe)
-
+        result = loop.run(recipe)
+        
     return cli.run(command, flags)
 
 
