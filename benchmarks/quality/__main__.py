@@ -9,9 +9,9 @@ A student has a cut (share of the layers that keep their own keys and values), a
 layers that share a cache), a start (`authors`: the mean of a group's projections; `leader`: those
 of its first layer; `closed-form`: least squares) and a number of optimiser steps of 8 rows of 512
 tokens. The authors' start is trained by the authors' recipe at the best of several learning rates,
-the others by this package's. Every student is also served with own keys and values for the tokens
-after the prompt (`own`), and for the last 64 of the prompt (`own+64`). With `--generated-kv own`
-they are fitted to and trained for that.
+the others by this package's at its default rate, or at the best of `--package-rates`. Every student
+is also served with own keys and values for the tokens after the prompt (`own`), and for the last 64
+of the prompt too (`own+64`). With `--generated-kv own` they are fitted to and trained for that.
 
 Untrained students come first, then by steps. Each is kept in the folder when it is done, the same
 command continues, and the JSON in `benchmarks/results` is rewritten every time. The exit code is 0
@@ -44,7 +44,7 @@ from ..teachers.files import TeacherFiles
 from . import generation, summary, table
 from .bench import Bench
 from .held_out import PROMPT
-from .students import AUTHORS_RATES, STARTS, Arm, Loss, plan
+from .students import AUTHORS_RATES, PACKAGE_RATES, STARTS, Arm, Loss, plan
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -104,6 +104,15 @@ def parser() -> argparse.ArgumentParser:
         help="learning rates of the authors' recipe, tried upwards until one is worse (default: "
         + ",".join(f"{rate:g}" for rate in AUTHORS_RATES)
         + ")",
+    )
+    flag(
+        "--package-rates",
+        type=_rates,
+        default=PACKAGE_RATES,
+        metavar="RATE,...",
+        help="the same for this package's recipe (default: "
+        + ",".join(f"{rate:g}" for rate in PACKAGE_RATES)
+        + ", its own)",
     )
     flag("--seeds", type=int, default=3, help="of each trained student (default: 3)")
     flag("--rows", type=int, help="held-out rows (default: the first 4,096 tokens of every file)")
@@ -168,6 +177,7 @@ def measure(args: argparse.Namespace) -> int:
         num_prompts=0 if args.no_generation else args.prompts,
         sources=facts["sources_sha256"],
         rates=args.rates,
+        package_rates=args.package_rates,
     )
     drawn = summary.draws(len(bench.held_out.names))
     document: dict[str, Any] = facts | {

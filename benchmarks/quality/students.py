@@ -30,7 +30,7 @@ from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
 from swiftkv_jax.sharding import swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
-from swiftkv_jax.train.recipe import RECIPES, Init, Recipe
+from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, own_tail
 from swiftkv_jax.train.start import first_delta, scale_queries
 from swiftkv_jax.train.step import (
@@ -48,6 +48,8 @@ STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
 AUTHORS_RATES = (5e-4, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 """Learning rates that the authors' recipe is tried with, from the first up to the first that is
 worse than the one before it; the best by perplexity counts."""
+PACKAGE_RATES = (DEMO.learning_rate,)
+"""Those of this package's recipe: only its default, unless more are asked for."""
 Loss = Literal["distillation", "cross-entropy"]
 """What a student is trained with: this package's loss, or, as a control, the text alone."""
 _HEADS = "shared_kv_heads"
@@ -55,7 +57,7 @@ _HEADS = "shared_kv_heads"
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Students that differ in their seed alone, and for the authors' start in the learning rate."""
+    """Students that differ in their seed and learning rate alone."""
 
     num_key_value_layers: int
     key_value_group_size: int
@@ -72,8 +74,8 @@ class Arm:
     loss: Loss = "distillation"
 
     @property
-    def has_rates(self) -> bool:
-        """Whether several learning rates are tried; else it is the recipe's."""
+    def uses_authors_recipe(self) -> bool:
+        """Whether it is trained by the authors' recipe; else, if at all, by this package's."""
         return self.start == "authors" and self.steps > 0
 
     def recipe(self, base: Recipe, rate: float, seed: int) -> Recipe:

@@ -11,6 +11,7 @@ from typing import Any
 from swiftkv_jax.train.far_tokens import FAR_NATS
 
 from .. import markdown
+from .students import PACKAGE_RATES
 
 Row = dict[str, Any]
 
@@ -310,7 +311,7 @@ def _teacher(document: dict[str, Any]) -> str:
 def _line(row: Row, verdict: str) -> tuple[str, ...]:
     whole, answers, blocks = row["all"], row["answers"], row["blocks"]
     *_, loss = key(row)
-    rate = f" at {row['learning_rate']:g}" if row["start"] == "authors" and row["steps"] else ""
+    rate = f" at {row['learning_rate']:g}" if _has_other_rate(row) else ""
     return (
         f"{row['num_key_value_layers']} ({row['share']:.1%})",
         str(row["key_value_group_size"]),
@@ -327,6 +328,13 @@ def _line(row: Row, verdict: str) -> tuple[str, ...]:
         "" if blocks is None else str(blocks["student"]),
         ", ".join(filter(None, [verdict, "refused" if is_refused(row) else ""])),
     )
+
+
+def _has_other_rate(row: Row) -> bool:
+    """Whether its learning rate is to be named: always with the authors' recipe, with this
+    package's where it is not the default."""
+    default = () if row["start"] == "authors" else PACKAGE_RATES
+    return bool(row["steps"]) and row["learning_rate"] not in default
 
 
 def _seeds(row: Row, spread: float) -> str:

@@ -97,6 +97,40 @@ def test_bad_arguments_are_one_line(flags, expected, capsys, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("arm", "best", "tried"),
+    [
+        (students.Arm(4, 2, "authors", 64), 0.2, [0.1, 0.2, 0.3]),
+        (students.Arm(4, 2, "closed-form", 64), 2.0, [1.0, 2.0, 3.0]),
+        (students.Arm(4, 1, "closed-form", 64, "own"), 3.0, [1.0, 2.0, 3.0, 4.0]),
+        (students.Arm(4, 2, "closed-form", 0), DEMO.learning_rate, [DEMO.learning_rate]),
+    ],
+)
+def test_learning_rates_are_tried_upwards(arm, best, tried, monkeypatch):
+    """Of either recipe, up to the first that is worse than the one before it; the other seeds are
+    trained at the best. What is trained for own keys and values is compared with them."""
+    measured = []
+
+    def cell(bench, arm, rate, seed):
+        measured.append((rate, seed))
+        losses = {
+            "boundary": ("all", abs(rate - 2) * abs(rate - 0.2)),
+            "own": ("answers", abs(rate - 3)),
+        }
+        modes = {mode: {name: {"nll": [loss]}} for mode, (name, loss) in losses.items()}
+        return {"learning_rate": rate, "seed": seed, "modes": modes}
+
+    measuring = object.__new__(bench.Bench)
+    monkeypatch.setattr(bench.Bench, "_cell", cell)
+    vars(measuring).update(
+        _rates=(0.1, 0.2, 0.3, 0.4), _package_rates=(1.0, 2.0, 3.0, 4.0), _recipe=DEMO
+    )
+    *_, (cells, all_tried) = measuring.cells_of(arm, 2)
+    assert [one["learning_rate"] for one in all_tried] == tried
+    assert {one["learning_rate"] for one in cells} == {best}
+    assert measured[len(tried) :] == ([(best, 1)] if arm.steps else [])
+
+
 def demo_recipe(arm: students.Arm, training_text: Path, folder: Path) -> Recipe:
     """On few rows of 32 tokens."""
     return dataclasses.replace(

@@ -161,6 +161,19 @@ def test_the_better_learning_rate_counts():
     assert kept["learning_rate"] == 4e-3 and len(kept["perplexity_of_rates"]) == 3
 
 
+def test_the_better_rate_of_this_packages_recipe_counts_too():
+    """Rates compared in another mode, as older files have them, say nothing about the new ones."""
+    early, later = (trained("closed-form", (rate, loss)) for rate, loss in ((2e-3, 2.1), (4e-3, 2)))
+    (found,) = merged([document(early), document(later)])["rows"]
+    assert found["learning_rate"] == 4e-3
+    assert sorted(found["perplexity_of_rates"]) == ["0.002", "0.004"]
+    assert "| 32 at 0.004 |" in table.rows_table([found])
+    assert "| 32 |" in table.rows_table([early])
+    worse = trained("closed-form", (4e-3, 2.2)) | {"rates_mode": "own"}
+    (found,) = merged([document(early), document(worse)])["rows"]
+    assert found["learning_rate"] == 4e-3 and list(found["perplexity_of_rates"]) == ["0.004"]
+
+
 def test_more_seeds_count_then_the_newest():
     one, other, three = (
         trained("closed-form", (2e-3, loss), seeds=seeds)
@@ -262,7 +275,7 @@ def test_the_plan():
     assert [arm.steps for arm in arms] == [0] * 8 + [64] * 8
     names = {arm.name(rate, seed) for arm in arms for rate in (0.1, 0.2) for seed in (0, 1)}
     assert len(names) == 8 + 4 * 8
-    assert sum(arm.has_rates for arm in arms) == 5, "the authors' recipe, trained"
+    assert sum(arm.uses_authors_recipe for arm in arms) == 5, "the authors' recipe, trained"
 
 
 def test_the_plan_for_own_keys_and_values():
