@@ -11,7 +11,8 @@ of its first layer; `closed-form`: least squares) and a number of optimiser step
 tokens. The authors' start is trained by the authors' recipe at the best of several learning rates,
 the others by this package's at its default rate, or at the best of `--package-rates`. Every student
 is also served with own keys and values for the tokens after the prompt (`own`), and for the last 64
-of the prompt too (`own+64`). With `--generated-kv own` they are fitted to and trained for that.
+of the prompt too (`own+64`). With `--generated-kv own` they are fitted to and trained for that;
+with groups they are trained for the boundary and then scaled, unless `--train-own` is given.
 
 Untrained students come first, then by steps. Each is kept in the folder when it is done, the same
 command continues, and the JSON in `benchmarks/results` is rewritten every time. The exit code is 0
@@ -88,6 +89,12 @@ def parser() -> argparse.ArgumentParser:
         default="boundary",
         help="what students are fitted to and trained for; own: those from the closed form "
         "(default: %(default)s)",
+    )
+    flag(
+        "--train-own",
+        action="store_true",
+        help="with --generated-kv own: train students with groups for own keys and values, from "
+        "the scaled start (default: for the boundary, and scale them in the end)",
     )
     flag(
         "--loss",
@@ -216,13 +223,16 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
     if unknown := [start for start in starts if start not in STARTS]:
         raise UsageError(f"`starts`={unknown[0]!r}: expected some of {','.join(STARTS)}")
     chosen: list[Init] = [start for start in STARTS if start in starts]
-    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv, args.loss)
+    if args.train_own and args.generated_kv != "own":
+        raise UsageError("`train_own` needs `generated_kv`=own")
+    loss, trains_own = args.loss, args.train_own
+    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv, loss, trains_own)
     if not arms:
         raise UsageError(
             f"`groups`={args.groups}: with `cuts`={args.cuts} and `starts`={args.starts} there is "
             f"no student: sizes must divide the upper layers, `leader` needs more than 1, and "
             f"`generated_kv`=own the closed form, `loss`=cross-entropy steps and "
-            f"another start than the authors'"
+            f"another start than the authors', `train_own` steps and sizes of more than 1"
         )
     return arms
 

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from swiftkv_jax.checkpoints import load, open_any
+from swiftkv_jax.cut import choose_generated_kv
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io import files
 from swiftkv_jax.mesh import MeshShape, make_mesh
 from swiftkv_jax.model import Model
@@ -195,8 +197,12 @@ class Bench:
 
 
 def served_modes(model: Model) -> tuple[Mode, ...]:
-    """Those that the engine has: `own` only where no layers share a cache."""
-    return MODES if model.config.key_value_group_size == 1 else MODES[:1]
+    """Those that the engine has for this architecture."""
+    try:
+        choose_generated_kv(model.config, "own")
+    except UsageError:  # groups of layers with a sliding window
+        return MODES[:1]
+    return MODES
 
 
 def _kept(file: Path, identity: dict[str, Any]) -> Cell | None:

@@ -66,12 +66,14 @@ class Arm:
     generated_kv: GeneratedKV = "boundary"
     """What it is fitted to and trained for; it is served in every mode. With groups it is trained
     for `boundary`, and its queries are scaled in the end (`train calibrate --keep-delta`)."""
+    loss: Loss = "distillation"
+    trains_own: bool = False
+    """With groups and `own` the opposite order: queries are scaled first, then it is trained for
+    `own`. `swiftkv train` refuses that."""
 
     @property
-    def scales_queries(self) -> bool:
-        return self.generated_kv == "own" and self.key_value_group_size > 1
-
-    loss: Loss = "distillation"
+    def scales_trained_queries(self) -> bool:
+        return self.generated_kv == "own" and self.key_value_group_size > 1 and not self.trains_own
 
     @property
     def uses_authors_recipe(self) -> bool:
@@ -95,8 +97,10 @@ class Arm:
 
     def name(self, rate: float, seed: int) -> str:
         """`"4-2-authors-64-0.002-seed1"`; without rate and seed if nothing is trained, and
-        `"4-1-closed-form-own-0"` for own keys and values."""
-        start = self.start if self.generated_kv == "boundary" else f"{self.start}-own"
+        `"4-1-closed-form-own-0"` or `"4-2-closed-form-train-own-64-0.002-seed1"` for own keys and
+        values."""
+        own = "-train-own" if self.trains_own else "-own"
+        start = self.start if self.generated_kv == "boundary" else f"{self.start}{own}"
         if self.loss != "distillation":
             start = f"{start}-{self.loss}"
         parts = [self.num_key_value_layers, self.key_value_group_size, start, self.steps]
@@ -111,11 +115,13 @@ def plan(
     steps: Sequence[int],
     generated_kv: GeneratedKV = "boundary",
     loss: Loss = "distillation",
+    trains_own: bool = False,
 ) -> list[Arm]:
     """All arms, those of fewer steps first. A group size of None is all upper layers. With
     `generated_kv` own they are those from the closed form: copies are not fitted to anything, and
-    the authors' recipe knows no own keys and values. With the loss `cross-entropy` they are those
-    that are trained, by this package's recipe.
+    the authors' recipe has no own keys and values. With the loss `cross-entropy` they are those
+    that are trained, by this package's recipe; with `trains_own` those with groups that are
+    trained.
 
     Without groups a leader's keys and values are the mean over its group: that start is left out.
     """
@@ -126,7 +132,7 @@ def plan(
             for group in sorted({upper if size is None else size for size in groups}):
                 if upper % group == 0:
                     arms += [
-                        Arm(lower, group, start, count, generated_kv, loss)
+                        Arm(lower, group, start, count, generated_kv, loss, trains_own)
                         for start in STARTS
                         if start in starts and not (start == "leader" and group == 1)
                     ]
@@ -134,6 +140,8 @@ def plan(
         arms = [a for a in arms if a.start == "closed-form"]
     if loss == "cross-entropy":
         arms = [a for a in arms if a.start != "authors" and a.steps]
+    if trains_own:
+        arms = [a for a in arms if a.key_value_group_size > 1 and a.steps]
     return arms
 
 
@@ -145,7 +153,7 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
     identity = json.dumps(describe(recipe, data), sort_keys=True)
     config = cut_model(recipe, open_any(recipe.model).config)
     own = {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail}
-    if arm.scales_queries:
+    if arm.scales_trained_queries:
         config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
     model = load_model(recipe, config, mesh)
     if file.exists():
@@ -153,7 +161,7 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
     model, _ = first_delta(recipe, model, data, mesh)
     if arm.steps:
         model = train(recipe, model, data, mesh, arm.loss)
-    if arm.scales_queries:
+    if arm.scales_trained_queries:
         model = dataclasses.replace(model, config=dataclasses.replace(model.config, **own))
         model = scale_queries(recipe, model, data, mesh)
     if arm.steps:

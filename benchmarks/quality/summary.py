@@ -83,6 +83,7 @@ def rows_of(
             "key_value_group_size": arm.key_value_group_size,
             "start": arm.start,
             "generated_kv": arm.generated_kv,
+            "trains_own": arm.trains_own,
             "steps": arm.steps,
             "loss": arm.loss,
             "learning_rate": cells[0]["learning_rate"] if arm.steps else None,

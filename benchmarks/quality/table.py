@@ -65,7 +65,7 @@ def key(row: Row) -> tuple[int, int, str, int, str, str, str]:
         row["start"],
         row["steps"],
         row["mode"],
-        row.get("generated_kv", "boundary"),
+        "train-own" if row.get("trains_own") else row.get("generated_kv", "boundary"),
         row.get("loss", "distillation"),
     )
 
@@ -80,7 +80,8 @@ def name(row: Row) -> str:
 
 def _start(row: Row) -> str:
     """As the table has it."""
-    return row["start"] + (", own" if row.get("generated_kv") == "own" else "")
+    fitted_to = {"boundary": "", "own": ", own", "train-own": ", own (trained for it)"}
+    return row["start"] + fitted_to[key(row)[5]]
 
 
 # Verdict ----------------------------------------------------------------------

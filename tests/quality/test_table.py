@@ -282,7 +282,7 @@ def test_the_plan_for_own_keys_and_values():
     """The closed form, under names of its own."""
     arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own")
     assert [dataclasses.astuple(arm) for arm in arms] == [
-        (4, group, "closed-form", steps, "own", "distillation")
+        (4, group, "closed-form", steps, "own", "distillation", False)
         for steps in (0, 64)
         for group in (1, 2)
     ]
@@ -291,6 +291,17 @@ def test_the_plan_for_own_keys_and_values():
         "4-1-closed-form-own-64-0.002-seed0",
     ]
     assert all(arm.recipe(DEMO, 0.002, 0).generated_kv == "own" for arm in arms)
+
+
+def test_the_plan_for_training_with_own_keys_and_values():
+    """What is trained with groups; its rows stand apart from those that are scaled in the end."""
+    arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own", trains_own=True)
+    assert [arm.name(0.002, 0) for arm in arms] == ["4-2-closed-form-train-own-64-0.002-seed0"]
+    assert not arms[0].scales_trained_queries
+    scaled = dataclasses.replace(arms[0], trains_own=False)
+    found = merged([document(*rows(arm, cell(2.1, modes=("own",)))) for arm in (scaled, arms[0])])
+    shown = table.rows_table(found["rows"])
+    assert "| closed-form, own |" in shown and "| closed-form, own (trained for it) |" in shown
 
 
 def test_the_plan_for_cross_entropy():
