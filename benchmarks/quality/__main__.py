@@ -42,7 +42,7 @@ from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report
 from ..teachers.files import TeacherFiles
-from . import generation, summary, table
+from . import generation, summary, table, verdict
 from .bench import Bench
 from .held_out import PROMPT
 from .students import AUTHORS_RATES, PACKAGE_RATES, STARTS, Arm, Loss, plan
@@ -204,7 +204,7 @@ def measure(args: argparse.Namespace) -> int:
     if not document["rows"]:
         raise UsageError("every student diverged")
     print(table.table(document))
-    lines, kept = table.verdict(document["rows"])
+    lines, kept = verdict.verdict(document["rows"])
     print("\n" + "\n".join(lines))
     logger.info("written to %s", output)
     return cli.ERROR if args.check and not kept else cli.OK

@@ -8,7 +8,8 @@ from typing import Any
 
 from .. import markdown
 from .students import STARTS
-from .table import LEGEND, Row, describe, key, rows_table, verdict
+from .table import LEGEND, describe, rows_table
+from .verdict import Row, key, verdict
 
 TITLE = "What each cut costs in quality"
 
