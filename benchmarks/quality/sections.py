@@ -8,7 +8,8 @@ from typing import Any
 
 from .. import markdown
 from .students import STARTS
-from .table import LEGEND, Row, describe, key, rows_table, verdict
+from .table import LEGEND, describe, rows_table
+from .verdict import Row, key, verdict
 
 TITLE = "What each cut costs in quality"
 
@@ -72,14 +73,20 @@ def _text(document: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _better(before: Row, later: Row) -> Row:
-    """The row that counts, with the learning rates of both; generated blocks of either."""
-    rates = (before["perplexity_of_rates"] or {}) | (later["perplexity_of_rates"] or {})
+    """The row that counts, with the learning rates of both; generated blocks of either. The later
+    one counts where their rates were compared in different modes."""
+    comparable = before.get("rates_mode", "boundary") == later.get("rates_mode", "boundary")
+    earlier = before["perplexity_of_rates"] if comparable else None
+    rates = (earlier or {}) | (later["perplexity_of_rates"] or {})
     if before["learning_rate"] == later["learning_rate"]:
         row = max(later, before, key=lambda each: len(each["seeds"]))
+    elif not comparable:
+        row = later
     else:
         row = min(before, later, key=lambda each: rates[f"{each['learning_rate']:g}"])
     blocks = later["blocks"] or before["blocks"]
-    return row | {"perplexity_of_rates": rates or None, "blocks": blocks}
+    chosen = {"perplexity_of_rates": rates or None, "blocks": blocks}
+    return row | chosen | {"rates_mode": later.get("rates_mode", "boundary")}
 
 
 def _row_order(row: Row) -> tuple:
