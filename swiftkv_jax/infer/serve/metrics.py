@@ -33,7 +33,8 @@ class Metrics:
 
     def __init__(self):
         self.finished: collections.Counter[str] = collections.Counter()
-        """`finish_reason` of sequences, with `abort` and `error`."""
+        """How sequences ended, in vLLM's words: stop (with calls of tools too), length, abort or
+        error."""
         self.disconnects: collections.Counter[str] = collections.Counter()
         self.http: collections.Counter[tuple[str, int]] = collections.Counter()
         """(route, status) -> answers."""
@@ -93,7 +94,8 @@ class Metrics:
         failed = generation.error is not None and generation.error.status == 500
         other = "error" if failed else "abort"
         for choice in generation.choices:
-            self.finished[choice.finish_reason or other] += 1
+            reason = choice.finish_reason or other
+            self.finished["stop" if reason == "tool_calls" else reason] += 1
             self.answer_lengths.observe(choice.num_tokens)
         self._observe_times(generation)
 

@@ -145,6 +145,23 @@ def test_tokens_behind_a_stop_string_are_no_answer(start):
     assert value(found, "swiftkv:wasted_tokens", "_total") > 6
 
 
+def test_calls_of_tools_have_stopped(start, says):
+    """The label has no other values than vLLM's, for panels that divide by `stop`."""
+    running = start(engine={"max_model_len": 512})
+    says('{"name": "now", "parameters": {}}')
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "now"}}],
+        "temperature": 0,
+    }
+    _, answer = running.post("/v1/chat/completions", chat)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    running.check_empty()
+    samples = families(running)["vllm:request_success"].samples
+    counts = {one.labels["finished_reason"]: one.value for one in samples}
+    assert counts == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+
+
 def test_requests_wait_for_capacity(start):
     running = start(engine={"slots": 1}, step_seconds=0.05, max_num_queued_reqs=8)
     threads = [
