@@ -64,11 +64,17 @@ def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     """Operations for one token of one row: every layer, attention to `context` positions, its own
     among them, and the logits."""
     attention = 2 * 2 * config.num_heads * config.head_dim * visible_positions(config, context)
-    projections = kv_projections(config, swiftkv=swiftkv)
-    layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
+    return config.num_layers * attention + 2 * decode_weights(config, swiftkv=swiftkv)
+
+
+def decode_weights(config: Config, *, swiftkv: bool) -> int:
+    """Entries of the weights that a token is multiplied by in a decode step, the output matrix
+    among them."""
+    layers = config.num_layers * (layer_weights(config) - kv_weights(config))
+    layers += kv_projections(config, swiftkv=swiftkv) * kv_weights(config)
     if swiftkv:
-        layers += config.num_upper_layers * second_query_flops(config)
-    return layers + projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
+        layers += config.num_upper_layers * second_query_flops(config) // 2
+    return layers + config.vocab_size * config.embed_dim
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:

@@ -29,6 +29,7 @@ from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
 from .memory import sharded_bytes
 from .plan import compile_and_report, planned_model, table_of_bytes, table_of_flops
 from .recipe import Recipe
+from .serving_plan import serving_table
 from .start import calibration_tokens
 
 _ADVICE = "more devices along fsdp or model in `mesh`, or a smaller `batch_size`"
@@ -48,6 +49,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
         tokens = math.ceil(SLOPE_TOKENS / batch) * batch
         print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
         print(table_of_flops(query_scale_flops_by_part(config, recipe.max_length)))
+    print(f"\n{serving_table(config, dtype, recipe.max_length)}")
     if topology is not None:
         _compile(recipe, config, mesh, dtype, sum(memory.values()))
     return OK

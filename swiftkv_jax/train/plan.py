@@ -32,6 +32,7 @@ from ..presets import PRESETS
 from ..topology import ENVIRONMENT, topology_mesh
 from .memory import fits, memory_per_device
 from .recipe import Recipe
+from .serving_plan import serving_table
 from .setup import check_trainable, cut_model
 from .start import calibration_tokens
 from .step import make_optimizer, make_train_step, state_shapes
@@ -59,9 +60,10 @@ def main(recipe: Recipe, topology: str | None) -> int:
     print(describe_plan(recipe, config, dtype))
     print(f"\n{table_of_bytes('memory per device', memory)}\n\n{table_of_flops(flops)}\n")
     print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
+    print(f"\n{serving_table(config, dtype, recipe.max_length)}")
     if recipe.init == "closed-form":
         tokens = calibration_tokens(recipe, config)
-        print(f"before it, a calibration on {tokens:,} tokens: `train calibrate --dry-run`")
+        print(f"\nbefore training, a calibration on {tokens:,} tokens: `train calibrate --dry-run`")
     if topology is not None:
         _compile(recipe, config, mesh, dtype, total)
     return OK
