@@ -123,7 +123,8 @@ VERDICTS = "\n\n".join(
 COLUMNS = (
     "`leader` students start from the projections of a group's first layer, and are trained with "
     "this package's recipe. `text alone` is a control that is trained on the text without a "
-    "teacher. `perplexity` and `above the teacher` are of all tokens, the columns from `after the "
+    "teacher. `own (trained for it)` is another control: with groups, scaled first and then trained "
+    "for `own`. `perplexity` and `above the teacher` are of all tokens, the columns from `after the "
     "prompt` on of the tokens after the prompt. Brackets are 95 % intervals over the files. ± is "
     "the standard deviation over seeds; a row without it has one seed. The KL on far tokens also "
     "shows students that deviate there without losing nats; older results do not have it."

@@ -2,6 +2,7 @@
 
 from benchmarks.quality import plot, students, table
 from benchmarks.quality.sections import made_by, page_name, pages, sections, summary_table
+from swiftkv_jax.config import GENERATED_KV
 from tests.quality.made_rows import HALF, cell, document, rows, trained
 
 PAIR = [
@@ -51,7 +52,7 @@ def test_the_summary_has_half_of_the_layers():
     modes = ("boundary", "own", "own+64")
     plain, fitted = (
         rows(students.Arm(4, 1, "closed-form", 0, kv), cell(2.0 + loss, far=2.2, modes=modes))
-        for kv, loss in (("boundary", 0.1), ("own", 0.01))
+        for kv, loss in zip(GENERATED_KV, (0.1, 0.01), strict=True)
     )
     copied = rows(students.Arm(4, 2, "authors", 0), cell(2.3))
     lower = rows(students.Arm(6, 1, "closed-form", 0), cell(2.0))
@@ -67,8 +68,9 @@ def test_the_summary_has_half_of_the_layers():
 def test_a_line_of_the_plot_is_one_group_size():
     """Without own keys and values, and for all upper layers where their number is theirs."""
     arms = [
-        students.Arm(lower, group, "closed-form", plot.STEPS, kv)
-        for lower, group, kv in ((4, 2, "boundary"), (6, 2, "boundary"), (6, 2, "own"))
+        students.Arm(lower, 2, "closed-form", plot.STEPS, generated_kv)
+        for lower in (4, 6)
+        for generated_kv in GENERATED_KV
     ]
     found = [row for arm in arms for row in rows(arm, cell(2.1, modes=("boundary", "own")))]
     of_two, of_all = (plot.rows_of(found, 8, group, "closed-form") for group in (2, None))
