@@ -27,6 +27,7 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 import importlib
+import signal
 import sys
 from pathlib import Path
 from typing import get_args
@@ -387,7 +388,9 @@ def main(argv: list[str] | None = None) -> int:
         join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
         from . import loop  # after the devices are set up: Orbax and Grain look at them
 
-        return loop.run(recipe)
+        result = loop.run(recipe)
+        # SIGTERM is an orderly end; Ctrl-C is reported as an interruption.
+        return cli.INTERRUPTED if result.stopped_by == signal.SIGINT else cli.OK
 
     return cli.run(command, flags)
 

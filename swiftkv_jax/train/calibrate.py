@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
             return calibration_plan.main(recipe, args.topology)
         refuse_x64()
         join_and_emulate(recipe.mesh, *(getattr(args, name) for name in _PROCESSES))
-        return run(recipe, keep_delta=args.keep_delta)
+        run(recipe, keep_delta=args.keep_delta)
+        return cli.OK
 
     return cli.run(command, arguments)
 
@@ -188,9 +189,9 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     return Recipe(**given)
 
 
-def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
-    """Calibrate and export to `output_dir/model`. Returns the exit code. Raises as training does,
-    and `UsageError` if the folder has a model already, or `keep_delta` has nothing to scale."""
+def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
+    """Calibrate and export to `output_dir/model`. Raises as training does, and `UsageError` if the
+    folder has a model already, or `keep_delta` has nothing to scale."""
     mesh = make_mesh(recipe.mesh)
     check_all_take_part(mesh)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
@@ -249,7 +250,6 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
     llama, delta = (cast(tree, export_dtype) for tree in (calibrated.llama, calibrated.swiftkv))
     save_hf(dataclasses.replace(calibrated, llama=llama, swiftkv=delta), exported)
     logger.info("the model is in %s", exported)
-    return cli.OK
 
 
 def _check_kept(source: Source, config: Config) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from ..checkpoints import open_any, save_hf
 from ..checkpoints.training_run import run_steps
-from ..cli.exit import INTERRUPTED, OK
 from ..config import Config
 from ..cost import train_flops_per_token
 from ..distributed import check_all_take_part, is_main_process
@@ -62,8 +61,17 @@ from .step import (
 logger = logging.getLogger(__name__)
 
 
-def run(recipe: Recipe) -> int:
-    """Distil a delta and export the model to `output_dir/model`. Returns the exit code.
+class RunResult(NamedTuple):
+    """How a run ended: either with its model or by a signal."""
+
+    exported: Path | None
+    """Folder of the exported model; None if the run was stopped before its last step."""
+    stopped_by: int = 0
+    """Number of the signal that stopped the run; 0 if none did."""
+
+
+def run(recipe: Recipe) -> RunResult:
+    """Distil a delta and export the model to `output_dir/model`.
 
     Continues from the newest intact checkpoint in `output_dir` if there is one. On SIGINT or
     SIGTERM the current step is finished and saved first. With several processes, all of them call
@@ -110,7 +118,7 @@ def run(recipe: Recipe) -> int:
             logger.info(
                 "finished after step %d before: the model is in %s", int(state.step), exported
             )
-            return OK
+            return RunResult(exported)
         if state is None:
             assert model.swiftkv is not None
             state = init_state(config, optimizer, mesh, model.swiftkv)
@@ -128,7 +136,7 @@ def run(recipe: Recipe) -> int:
             logger.info(
                 "stopped after step %d of %d; the same command continues", int(state.step), steps
             )
-            return INTERRUPTED if stop == signal.SIGINT else OK
+            return RunResult(None, stop)
         best = checkpoints.best_step() if recipe.load_best_model_at_end else None
         if best not in (None, int(state.step)):
             logger.info("exporting step %d, which had the lowest held-out loss", best)
@@ -142,7 +150,7 @@ def run(recipe: Recipe) -> int:
     logger.info(
         "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )
-    return OK
+    return RunResult(exported)
 
 
 class RunContext(NamedTuple):
