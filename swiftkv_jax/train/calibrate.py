@@ -56,7 +56,7 @@ from .setup import (
     open_tokenizer,
     source_dtype,
 )
-from .start import first_delta, scale_queries
+from .start import initialize_delta, scale_queries
 from .step import make_eval_step
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     if keep_delta:
         calibrated, layers = scale_queries(recipe, given, data, mesh), ()
     else:  # whatever delta the checkpoint has is left behind
-        calibrated, layers = first_delta(recipe, model, data, mesh)
+        calibrated, layers = initialize_delta(recipe, model, data, mesh)
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
@@ -186,7 +186,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
             students = {"as it was": given} | students
         else:
             copied = dataclasses.replace(recipe, init="authors")
-            students = {"copied": first_delta(copied, model, data, mesh)[0]} | students
+            students = {"copied": initialize_delta(copied, model, data, mesh)[0]} | students
         results = measure(recipe, students, eval_data, mesh)
         del students
     if is_main_process():

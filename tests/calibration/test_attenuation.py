@@ -87,7 +87,7 @@ def test_layer_k_stays():
     assert delta is not None
     smaller = dataclasses.replace(delta, q=0.6 * delta.q)
     for given in (delta, smaller):
-        found = attenuation.unattenuated(
+        found = attenuation.scale_delta_queries(
             model.config, model.llama, given, [batch, batch], attention=ATTENTION
         )
         np.testing.assert_allclose(found.q[0], delta.q[0], rtol=1e-4)
