@@ -56,13 +56,13 @@ def calibrate(
     check_groups(config)
     moments, first = zero_moments(config, attention.mesh), list[Batch]()
     for batch in batches:
-        if config.two_queries and sum(one.tokens.size for one in first) < SLOPE_TOKENS:
+        if config.has_two_caches and sum(one.tokens.size for one in first) < SLOPE_TOKENS:
             first.append(batch)
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
     fit = fit_delta(config, llama, moments, attention.mesh)
-    if config.two_queries:
+    if config.has_two_caches:
         delta = scale_delta_queries(fit.config, llama, fit.delta, first, attention=attention)
         fit = fit._replace(delta=delta)
     if fit.tokens < MIN_TOKENS_PER_DIMENSION * config.embed_dim:

@@ -221,7 +221,7 @@ def _check_kept(source: Source, config: Config) -> None:
             f"`keep_delta`: the model's delta is of `num_key_value_layers`={found[0]} and "
             f"`key_value_group_size`={found[1]}"
         )
-    if not config.two_queries:
+    if not config.has_two_caches:
         raise UsageError("`keep_delta` needs `generated_kv`=own and layers that share caches")
     if config.qk_norm is not None:
         raise UsageError("`keep_delta`: this model's queries have norms, which undo any scale")

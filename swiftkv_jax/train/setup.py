@@ -184,7 +184,7 @@ def fingerprint(
 def check_trainable(config: Config) -> None:
     """Raise `UsageError` for a student whose layers attend to two caches. Training it makes tokens
     that depend on the far prompt worse (docs/calibration.md)."""
-    if config.two_queries:
+    if config.has_two_caches:
         raise UsageError(
             f"`generated_kv`=own with `key_value_group_size`={config.key_value_group_size}: train "
             f"with `generated_kv`=boundary, then run train calibrate --keep-delta --generated-kv "

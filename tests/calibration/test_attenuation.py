@@ -65,7 +65,7 @@ def test_scores_of_shared_keys_have_the_teachers_slope(bias):
     plain = skv.calibrate(*given, max_length=40, batch_size=12).model
     own = skv.calibrate(*given, generated_kv="own", max_length=40, batch_size=12).model
     found, before = slopes(own), slopes(plain)
-    assert own.config.two_queries and not plain.config.two_queries
+    assert own.config.has_two_caches and not plain.config.has_two_caches
     assert (before < 0.95).any() and (before[before < 1] > 0.2).all()
     kept = (before >= attenuation.MIN_SLOPE) & (before <= 1)
     assert kept.any()
