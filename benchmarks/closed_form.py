@@ -38,7 +38,7 @@ from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.recipe import DEMO, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, open_tokenizer
-from swiftkv_jax.train.start import first_delta
+from swiftkv_jax.train.start import initialize_delta
 from swiftkv_jax.transformer import delta_queries, project_kv, self_layer, with_queries
 
 from . import report
@@ -129,7 +129,7 @@ def _fitted(
     """The student, and the R² of each layer's keys and values."""
     recipe = dataclasses.replace(recipe, calibration_tokens=tokens)
     config = cut_model(recipe, open_any(recipe.model).config)
-    model, layers = first_delta(recipe, load_model(recipe, config, mesh), data, mesh)
+    model, layers = initialize_delta(recipe, load_model(recipe, config, mesh), data, mesh)
     return model, ([one.r2_k for one in layers], [one.r2_v for one in layers])
 
 

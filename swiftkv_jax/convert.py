@@ -254,7 +254,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         facts[row] = (
             "KV bytes per token",
             f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)"
-            + (answer if config.two_queries else ""),
+            + (answer if config.has_two_caches else ""),
         )
     return facts
 

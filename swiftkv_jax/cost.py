@@ -39,9 +39,9 @@ def tail_flops(config: Config, length: int, tail: int) -> int:
 
 
 def second_query_flops(config: Config) -> int:
-    """Operations of an upper layer for one token besides those of a plain one, where it attends to
+    """Operations of an upper layer for one token beyond those of a plain one, where it attends to
     two caches: the student's queries, and the mix of shared values."""
-    if not config.two_queries:
+    if not config.has_two_caches:
         return 0
     mix = 0 if config.shared_kv_heads is None else config.head_dim
     return 2 * config.num_heads * config.head_dim * (config.embed_dim + mix)
@@ -51,7 +51,8 @@ def kv_projections(config: Config, *, swiftkv: bool) -> int:
     """Layers' projections of keys and values in a decode step.
 
     Where generated tokens keep their own, those from the boundary are computed too if there is no
-    `exact_tail`: the last token of a prompt, the input of the first step, is then no own one.
+    `exact_tail`: the last token of a prompt, the input of the first step, does not keep its own
+    then.
     """
     if not swiftkv:
         return config.num_layers
@@ -109,7 +110,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     layers = upper * (upper_matmul - last)
     own_kv = 2 * upper * kv_weights(config) if config.generated_kv == "own" else 0
     student_attention = upper_attention
-    if config.two_queries:
+    if config.has_two_caches:
         own_kv += upper * query
         student_attention *= 2
     again = {

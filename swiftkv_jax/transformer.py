@@ -269,9 +269,10 @@ def run_upper_layers_student(
     """The student's upper layers on shared keys and values: (x, sum over layers of
     `layer_hook(index, input)`).
 
-    Tokens that are `own` have keys and values by the teacher's projections of their hidden state
-    before each layer (`Config.generated_kv`), and with groups the teacher's queries look for them;
-    None is none. Raises `ValueError` if those projections were dropped.
+    `own` marks the tokens that keep their own keys and values (`Config.generated_kv`); None: none.
+    These are the teacher's projections of the token's hidden state before each layer, and layers
+    that share caches attend to them with the teacher's queries. Raises `ValueError` if those
+    projections were dropped.
     """
     config, mesh = config.at_length(x.shape[1]), attention.mesh
     kinds, kind_of = scanned_kinds(

@@ -33,7 +33,7 @@ from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
 from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, own_tail
-from swiftkv_jax.train.start import first_delta, scale_queries
+from swiftkv_jax.train.start import initialize_delta, scale_queries
 from swiftkv_jax.train.step import (
     TrainState,
     init_state,
@@ -159,7 +159,7 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
     model = load_model(recipe, config, mesh)
     if file.exists():
         return _load(file, model, identity, mesh)
-    model, _ = first_delta(recipe, model, data, mesh)
+    model, _ = initialize_delta(recipe, model, data, mesh)
     if arm.steps:
         model = train(recipe, model, data, mesh, arm.loss)
     if arm.scales_trained_queries:

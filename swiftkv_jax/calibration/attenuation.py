@@ -42,7 +42,7 @@ MIN_SLOPE = 0.5
 """Smaller slopes count as this: what is left of a score is then mostly error."""
 
 
-def unattenuated(
+def scale_delta_queries(
     config: Config,
     llama: Llama,
     delta: SwiftKV,

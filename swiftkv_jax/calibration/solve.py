@@ -14,8 +14,8 @@ returns unchanged.
 A regression shrinks: E[W's . y] = R2 E|y|^2, so a key's score with a query that looks for it is too
 low by the factor R2 ("attenuation", Spearman 1904). That is the same for all keys as long as all
 are regressed. Where generated tokens keep the keys of the layer itself (`Config.generated_kv` own)
-it takes attention away from the prompt, and `unattenuated` divides it out. Values enter attention's
-output linearly, where least squares is right as it is.
+it takes attention away from the prompt, so `divide_keys_by_r2` divides the keys by it. Values enter
+attention's output linearly, where least squares is right as it is.
 
 The layers of a group share one basis c(s). For values, errors count as the output projection
 passes them on: with B = sum over the query heads of a key/value head of O'O, the best c of rank H
@@ -81,7 +81,7 @@ def ridge(
     return Ridge(weights, explained / np.maximum(energy, _TINY))
 
 
-def unattenuated(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:
+def divide_keys_by_r2(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:
     """A regression's keys, scaled so that on average they are the layer's own in the direction of
     those: E[k_hat . k] = E|k|^2 for each head, whose `r2` counts as `MIN_R2` at least."""
     return keys / np.maximum(r2, MIN_R2)[:, None, None]

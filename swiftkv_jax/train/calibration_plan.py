@@ -44,7 +44,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
     host = host_memory(config, dtype)
     print(f"\n{table_of_bytes('memory of the host', host)}")
     print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
-    if config.two_queries:
+    if config.has_two_caches:
         batch = recipe.micro_batch_size * recipe.max_length
         tokens = math.ceil(SLOPE_TOKENS / batch) * batch
         print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
@@ -59,7 +59,7 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
     """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
     lowered, about = lower_batch(recipe, config, mesh, dtype), "weights and second moments"
     compile_and_report(lowered, mesh, "calibration", about, planned, _ADVICE)
-    if config.two_queries:
+    if config.has_two_caches:
         lowered, about = lower_query_scale(recipe, config, mesh, dtype), "weights and delta"
         compile_and_report(lowered, mesh, "scale of queries", about, planned, _ADVICE)
 

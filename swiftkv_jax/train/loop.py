@@ -95,14 +95,14 @@ def run(recipe: Recipe) -> RunResult:
     attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
     recipe = dataclasses.replace(recipe, attention=attention)
     continues = bool(run_steps(recipe.output_dir))
-    model, first_delta = start_of_run(recipe, model, data, mesh, continues=continues)
+    model, initial_delta_digest = start_of_run(recipe, model, data, mesh, continues=continues)
     config = model.config
     logger.info("%s", describe_run(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)
     shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
     checkpoints = RunCheckpoints(
         recipe.output_dir,
-        fingerprint(recipe, model, first_delta, data, steps),
+        fingerprint(recipe, model, initial_delta_digest, data, steps),
         keep=recipe.save_total_limit,
         resume=recipe.resume,
     )

@@ -1,5 +1,4 @@
-"""What serving the planned student costs beside its teacher: a table for the plans of a run and of a
-calibration."""
+"""The serving cost of a planned student beside its teacher, as a table for `--dry-run`."""
 
 from __future__ import annotations
 
@@ -51,5 +50,5 @@ def answer_bytes(config: Config, dtype: jnp.dtype, *, swiftkv: bool) -> int:
     """Bytes of a generated token's keys and values. Where they stand beside those of a group, they
     take pages of their own."""
     shared = bytes_per_token(config, dtype, swiftkv=swiftkv)
-    beside = swiftkv and config.two_queries
+    beside = swiftkv and config.has_two_caches
     return shared * (1 + config.pages_per_own_page) if beside else shared

@@ -44,8 +44,8 @@ def test_keys_are_scaled_to_be_the_layers_own_on_average():
 
     assert np.all(fitted.r2 < 0.9) and np.all(fitted.r2 > solve.MIN_R2)
     np.testing.assert_allclose(slopes(fitted.weights), fitted.r2, rtol=1e-3)
-    np.testing.assert_allclose(slopes(solve.unattenuated(*fitted)), 1, rtol=1e-3)
-    poor = solve.unattenuated(fitted.weights, np.array([1e-3, -1.0]))
+    np.testing.assert_allclose(slopes(solve.divide_keys_by_r2(*fitted)), 1, rtol=1e-3)
+    poor = solve.divide_keys_by_r2(fitted.weights, np.array([1e-3, -1.0]))
     np.testing.assert_array_equal(poor, fitted.weights / solve.MIN_R2)
 
 

@@ -186,8 +186,8 @@ def test_groups_trained_for_own_start_scaled(tmp_path, training_text, tokenizer,
     usual = dataclasses.replace(arm, trains_own=False)
     scaled = students.make(usual, recipe, data, mesh, tmp_path / "scaled.npz")
     first, second = started
-    assert trained.config == scaled.config == first.config and first.config.two_queries
-    assert not second.config.two_queries
+    assert trained.config == scaled.config == first.config and first.config.has_two_caches
+    assert not second.config.has_two_caches
     assert not np.array_equal(first.swiftkv.q, second.swiftkv.q), "scaled"
     assert students.is_finite(trained) and trained.swiftkv is not None
     assert not np.array_equal(trained.swiftkv.q, first.swiftkv.q), "trained"

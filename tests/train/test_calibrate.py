@@ -103,7 +103,7 @@ def test_queries_of_a_given_delta_are_scaled(folder, capsys):
     before, once, later = (
         skv.load(folder / name / "model") for name in ("shared", "at once", "later")
     )
-    assert later.config == once.config and later.config.two_queries
+    assert later.config == once.config and later.config.has_two_caches
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4), later.swiftkv, once.swiftkv
     )

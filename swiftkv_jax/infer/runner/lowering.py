@@ -234,7 +234,7 @@ def lower_program(
         contexts=(None,),
         scoring=False,
         kv=kv_programs(served),
-        pages_per_own_page=served.pages_per_own_page if served.two_queries else 0,
+        pages_per_own_page=served.pages_per_own_page if served.has_two_caches else 0,
     )
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
     weights = weight_shapes(config, swiftkv, dtype, quantization)

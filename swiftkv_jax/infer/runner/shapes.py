@@ -197,7 +197,7 @@ def choose_shapes(
             f"`decode_rows` the {slots} sequences of each device"
         )
     kv = kv_programs(config, mixed=options.mixed_generated_kv)
-    pages_per_own_page = config.pages_per_own_page if has_two_caches(config, kv) else 0
+    pages_per_own_page = config.pages_per_own_page if serves_two_caches(config, kv) else 0
     if options.kv_cache_memory is not None:
         pages = options.kv_cache_memory // page_bytes
         has = host_memory() if memory_limit is None else memory_limit
@@ -248,13 +248,13 @@ def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
     """The keys and values that serving `config` computes; `mixed` if each request chooses."""
     if config.num_upper_layers and mixed:
         return "both"
-    # Without a tail the last token of a prompt, the input of the first decode step, is no own one.
+    # The first decode step takes the last token of a prompt, which keeps its own keys and values
+    # only if it is in the tail.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
 
 
-def has_two_caches(config: Config, kv: KVPrograms) -> bool:
-    """Whether upper layers attend to the cache of their group and to keys and values that tokens
-    keep of their own (`Config.two_queries`), in programs for `kv`."""
+def serves_two_caches(config: Config, kv: KVPrograms) -> bool:
+    """Whether upper layers attend to two caches (`Config.has_two_caches`) in programs for `kv`."""
     return kv != "boundary" and config.key_value_group_size > 1
 
 
