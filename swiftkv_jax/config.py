@@ -24,7 +24,13 @@ QKNorm = Literal["head", "all"]
 NormOrder = Literal["pre", "post", "both"]
 Activation = Literal["silu", "gelu_tanh"]
 _POSITIVE = (
-    "norm_eps embed_scale residual_scale query_scale score_cap logit_divisor logit_cap".split()
+    "norm_eps",
+    "embed_scale",
+    "residual_scale",
+    "query_scale",
+    "score_cap",
+    "logit_divisor",
+    "logit_cap",
 )
 
 MAX_LAYERS = 1_000

@@ -32,6 +32,7 @@ from .. import cli
 from ..attention import Attention
 from ..checkpoints import open_any, save_hf
 from ..checkpoints.source import Source
+from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
 from ..config import Config
@@ -46,7 +47,7 @@ from .arguments import PROCESS_ARGUMENTS, add_cut, add_dtype, add_max_length, ma
 from .data.loader import DatasetMixture
 from .evaluation import held_out_batches, sums
 from .far_tokens import FAR_NATS, only_far
-from .output_folder import CALIBRATION, EXPORT, prepare_folder
+from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
     cut_model,
@@ -158,11 +159,12 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     config = cut_model(recipe, source.config)
     if keep_delta:
         _check_kept(source, config)
-    prepare_folder(recipe.output_dir, recipe.model)
     exported = recipe.output_dir / EXPORT
-    if exported.exists():
-        raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
-    data, eval_data = load_data(recipe, open_tokenizer(recipe))
+    with removed_if_empty(recipe.output_dir):
+        prepare_folder(recipe.output_dir, recipe.model)
+        if exported.exists():
+            raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
+        data, eval_data = load_data(recipe, open_tokenizer(recipe))
     given = load_model(recipe, config, mesh)
     model = dataclasses.replace(given, swiftkv=None)
     export_dtype = source_dtype(model)
@@ -234,7 +236,8 @@ def measure(
     the nats lost on the predictions that depend on the far prompt, of which there may be none."""
     first = next(iter(students.values()))
     rows = list(held_out_batches(recipe, first.config, data, mesh))
-    # Of the same rows all predictions: far ones are cut in half, whatever the roles of tokens are
+    # The same rows with all predictions: far tokens are found by halves of a row, whatever the
+    # roles of its tokens are.
     boundary = dataclasses.replace(first.config, generated_kv="boundary", exact_tail=0)
     same = boundary == first.config
     whole = rows if same else held_out_batches(recipe, boundary, data, mesh)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from ..checkpoints import open_any, save_hf
-from ..checkpoints.training_run import run_steps
+from ..checkpoints.training_run import EXPORT, run_steps
 from ..config import Config
 from ..cost import train_flops_per_token
 from ..distributed import check_all_take_part, is_main_process
@@ -28,7 +28,7 @@ from .checkpointing import RunCheckpoints, check_resume
 from .data.loader import DatasetMixture, batches
 from .evaluation import evaluate, evaluations_since_best, held_out_batches
 from .metrics import EVAL_LOSS, MetricsRecorder
-from .output_folder import EXPORT, prepare_folder
+from .output_folder import prepare_folder, removed_if_empty
 from .profiling import ProfileWindow
 from .progress import PeakFlops, Progress, peak_flops
 from .recipe import Recipe
@@ -85,8 +85,9 @@ def run(recipe: Recipe) -> RunResult:
     config = cut_model(recipe, open_any(recipe.model).config)
     check_trainable(config)
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
-    prepare_folder(recipe.output_dir, recipe.model)
-    data, eval_data = load_data(recipe, open_tokenizer(recipe))
+    with removed_if_empty(recipe.output_dir):
+        prepare_folder(recipe.output_dir, recipe.model)
+        data, eval_data = load_data(recipe, open_tokenizer(recipe))
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
 
     model = load_model(recipe, config, mesh)

@@ -24,7 +24,7 @@ from ..checkpoints.auxiliary import read_auxiliary_files
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import stored_layer_weights, train_flops_by_part, train_flops_per_token
-from ..errors import OutOfMemoryError
+from ..errors import CheckpointError, OutOfMemoryError
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..mesh import MeshShape, make_mesh
 from ..params import llama_shapes, swiftkv_shapes
@@ -75,6 +75,11 @@ def planned_model(
     """The model at its cut, the mesh over the devices of `topology` or over devices that need not
     exist, the recipe with the size of that mesh, and the dtype of the weights."""
     preset = PRESETS.get(recipe.model)
+    if preset is None and not Path(recipe.model).exists():
+        raise CheckpointError(
+            f"{recipe.model}: no such file or directory, and no shape that is known by name: "
+            f"{', '.join(PRESETS)}"
+        )
     config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
     if topology is not None:
         os.environ.update(ENVIRONMENT)

@@ -30,7 +30,7 @@ from ..quantization import refuse_quantized
 from .data.loader import DatasetMixture
 from .data.prepare import prepare
 from .data.sources import STDLIB, parse_source
-from .recipe import Recipe
+from .recipe import STEERING, STEERING_LATER, Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -145,28 +145,16 @@ def fingerprint(
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that
     steer the updates. `initial_delta_digest` is that of the delta before the first step.
 
-    Not the mesh, the micro-batches or what is recomputed: they change nothing but rounding.
     Settings that earlier checkpoints do not have are in it only where they differ from what those
     were trained with.
     """
-    settings = (
-        "batch_size max_length learning_rate lr_schedule warmup_ratio max_grad_norm "
-        "temperature kl kl_top_k "
-    )
-    settings += "hidden_loss_weight hidden_loss_layer seed"
-    earlier = {
-        "loss_average": "targets",
-        "loss_mask": "shifted",
-        "hidden_loss": "absolute",
-        "padding": "separate",
-    }
     later = {
         name: getattr(recipe, name)
-        for name, value in earlier.items()
-        if getattr(recipe, name) != value
+        for name, earlier in STEERING_LATER.items()
+        if getattr(recipe, name) != earlier
     }
     return (
-        {name: getattr(recipe, name) for name in settings.split()}
+        {name: getattr(recipe, name) for name in STEERING}
         | {
             "steps": steps,
             "dtype": str(model.dtype),

@@ -54,13 +54,18 @@ class CompileCounter:
     _count: int | None = None
 
     @classmethod
-    def read(cls) -> int:
-        """Programs compiled since the first call."""
+    def start(cls) -> None:
+        """Start counting; later calls do nothing."""
         with cls._lock:
             if cls._count is None:
                 cls._count = 0
                 jax.monitoring.register_event_duration_secs_listener(cls._on_event)
-            return cls._count
+
+    @classmethod
+    def read(cls) -> int:
+        """Programs compiled since `start` was first called; 0 if it never was."""
+        with cls._lock:
+            return cls._count or 0
 
     @classmethod
     def _on_event(cls, event: str, duration_secs: float, **_: Any) -> None:

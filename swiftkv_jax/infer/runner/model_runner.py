@@ -95,8 +95,8 @@ class ModelRunner:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token of a prompt, on all devices together; one of an
-        answer has `shapes.pages_per_own_page` times as many besides."""
+        """Bytes of keys and values of one token of a prompt, on all devices together. One of an
+        answer takes `shapes.pages_per_own_page` times as many in addition."""
         return bytes_per_token(self.config, self.cache_dtype)
 
     # Before the first request -------------------------------------------------
@@ -111,9 +111,9 @@ class ModelRunner:
             return
         plan = self._compile()
         if plan.over and self._shrink_cache:
-            shapes, page_bytes = self.shapes, self.layout.page_bytes(self.shapes.page_size)
-            num_pages = shapes.num_pages - -(-plan.over // page_bytes)
-            shapes = dataclasses.replace(shapes, num_pages=num_pages)
+            page_bytes = self.layout.page_bytes(self.shapes.page_size)
+            num_pages = self.shapes.num_pages - -(-plan.over // page_bytes)
+            shapes = dataclasses.replace(self.shapes, num_pages=num_pages)
             max_tokens = shapes.table_pages * shapes.page_size
             self.shapes = check_pages(shapes, max_tokens, page_bytes)
             plan = self._compile()
@@ -129,6 +129,7 @@ class ModelRunner:
         _wait_at_exit()
         _prepared.add(self)
         self._warm_up()
+        CompileCounter.start()
 
     def wait(self) -> None:
         """Wait for all calls in flight and for copies to the host; their errors are dropped."""
@@ -144,7 +145,7 @@ class ModelRunner:
             self.wait()
 
     def num_compilations(self) -> int:
-        """Programs that the process has compiled since the first call."""
+        """See `ModelRunnerBase`."""
         return CompileCounter.read()
 
     def _compile(self) -> MemoryPlan:
@@ -195,15 +196,14 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             states = [sequence.request_state for sequence in some]
+            own_start = [state.own_start for state in states]
             batch = make_batch(
                 tokens=[state.prefill_token_ids[-1] for state in states],
                 lengths=[state.prefill_target for state in states],
                 remaining=[sequence.num_remaining_tokens for sequence in some],
                 page_tables=self._page_tables(some),
                 sampling=[self._sampling(sequence) for sequence in some],
-                own_start=[state.own_start for state in states]
-                if self.shapes.has_own_start
-                else None,
+                own_start=own_start if self.shapes.has_own_start else None,
             )
             self._insert([sequence.slot for sequence in some], batch)
         for sequence in sequences:

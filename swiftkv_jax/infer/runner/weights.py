@@ -79,11 +79,10 @@ def served_config(
     config = choose_generated_kv(config, generated_kv, exact_tail)
     if mixed:
         choose_generated_kv(config, "own")
-    heads = config.shared_kv_heads
-    if serves_two_caches(config, kv_programs(config, mixed=mixed)):
-        heads = heads and (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
-    else:
-        heads = None  # mixes are folded into output projections
+    heads = None  # mixes are folded into output projections, unless layers attend to two caches
+    two_caches = serves_two_caches(config, kv_programs(config, mixed=mixed))
+    if two_caches and config.shared_kv_heads is not None:
+        heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     return dataclasses.replace(config, shared_kv_heads=heads)
 
 
