@@ -122,14 +122,14 @@ VERDICTS = "\n\n".join(
 
 COLUMNS = (
     "`leader` students start from the projections of a group's first layer, and are trained with "
-    "this package's recipe. `text alone` is a control that is trained on the text without a "
-    "teacher. `own (trained for it)` is another control: with groups, scaled first and then trained "
-    "for `own`. `perplexity` and `above the teacher` are of all tokens, the columns from `after the "
-    "prompt` on of the tokens after the prompt. Brackets are 95 % intervals over the files. ± is "
-    "the standard deviation over seeds; a row without it has one seed. The KL on far tokens also "
-    "shows students that deviate there without losing nats; older results do not have it."
+    "this package's recipe. There are two controls: `text alone` is trained on the text without a "
+    "teacher, and `own (trained for it)` has groups, is scaled first and then trained for `own`. "
+    "`perplexity` and `above the teacher` are of all tokens; the columns from `after the prompt` "
+    "on are of the tokens after the prompt. Brackets are 95 % intervals over the files. ± is the "
+    "standard deviation over seeds; a row without it has one seed. The KL on far tokens also shows "
+    "students that deviate there without losing nats; older results do not have it."
 )
-"""What the full table has besides."""
+"""What readers of the full table need to know too."""
 LEGEND = f"{TERMS}\n\n{VERDICTS}\n\n{COLUMNS}"
 
 
