@@ -26,10 +26,12 @@ from tests.compile import test_bundles
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 RESULT_PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
@@ -143,9 +145,24 @@ def test_relative_links_lead_somewhere(page):
             assert fragment in map(anchor, headings), f"{page.name}: {target}"
 
 
-def test_every_page_is_linked_from_the_readme():
-    for page in PAGES[1:]:
-        assert f"({page.relative_to(ROOT)})" in text_of(README), page.name
+def linked_from(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)", text_of(page))
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_the_index_links_every_page():
+    assert set(PAGES) - {INDEX} <= linked_from(INDEX)
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, waiting = set(), [README]
+    while waiting:
+        page = waiting.pop()
+        if page in PAGES and page not in reached:
+            reached.add(page)
+            waiting += linked_from(page)
+    assert reached == set(PAGES)
 
 
 def test_every_page_begins_with_its_contents():
@@ -220,7 +237,7 @@ def strings(path: Path) -> list[str]:
 
 def test_messages_that_are_quoted_are_said():
     page = text_of(ROOT / "docs" / "errors.md")
-    _, _, table = page.partition("| message says |")
+    _, _, table = page.partition("| message |")
     messages = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
     assert len(messages) >= 8
     said = [text for path in (ROOT / "swiftkv_jax").rglob("*.py") for text in strings(path)]
