@@ -252,16 +252,24 @@ def test_make_targets_that_are_named_exist():
         assert set(named) <= targets, page.name
 
 
-def test_the_tree_of_files_is_complete():
+def test_the_tree_of_packages_is_complete():
+    """Every package, and every module of the top level."""
     (tree,) = blocks(ROOT / "docs" / "architecture.md", "")
     folders, named = [], set()
     for line in tree.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
         folders[depth:] = [name]
-        if name.endswith(".py"):
-            named.add("".join(folders[:depth]) + name)
-    found = {str(path.relative_to(ROOT)) for path in (ROOT / "swiftkv_jax").rglob("*.py")}
+        named.add("".join(folders[:depth]) + name)
+    package = ROOT / "swiftkv_jax"
+    found = {str(path.relative_to(ROOT)) for path in package.glob("*.py")}
+    found |= {f"{path.parent.relative_to(ROOT)}/" for path in package.rglob("__init__.py")}
     assert named == found, f"missing {sorted(found - named)}, gone {sorted(named - found)}"
+
+
+def test_every_module_begins_with_its_purpose():
+    """The page on architecture sends readers to these docstrings."""
+    for path in (ROOT / "swiftkv_jax").rglob("*.py"):
+        assert not text_of(path) or ast.get_docstring(ast.parse(text_of(path))), path
 
 
 # Figures -----------------------------------------------------------------------
