@@ -24,6 +24,8 @@ from .workers import Workers
 WORKERS = 4
 LONG = 8192
 """Characters from which on a text is long: one thread always serves the others."""
+SHORT = 512
+"""Characters that are tokenized and hashed in about 0.2 ms: two changes of threads take longer."""
 FEW_IDS = 2048
 """Token ids that are checked and hashed in 0.1 ms, the time that a thread takes to begin."""
 TEMPLATE_SECONDS = 5.0
@@ -82,7 +84,7 @@ class PromptEncoder:
             return [self._prompt(text, add_special_tokens, salt, param) for text in texts]
 
         length = sum(map(len, texts))
-        if length <= FEW_IDS and not any(isinstance(text, str) for text in texts):
+        if length <= (SHORT if any(isinstance(text, str) for text in texts) else FEW_IDS):
             return work()
         return await self.in_thread(work, length)
 
