@@ -71,6 +71,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("directory", nargs="?", type=Path, metavar="DIR", help="the checkpoint, as --model")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
+    add("--uds", type=Path, metavar="FILE", help="Unix domain socket, in place of host and port")
+    add("--root-path", metavar="PATH", help="path under which a proxy serves this, like /llm")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of TLS, in PEM")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key, without a password")
     add(
         "--served-model-name",
         action="append",
@@ -143,6 +147,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompt tokens that wait (default: 30 s of prefill)",
     )
+    add("--max-queued-bytes", **number, help="bytes of bodies in memory (default: 256 MiB)")
     add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
     add("--overload-status", type=int, choices=(429, 503), help="(default: 429)")
     add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
@@ -252,17 +257,25 @@ def main(args: argparse.Namespace) -> int:
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
         if not has_tokenizer(open_model(model_options).auxiliary_files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
-        listener = server.listen(args.host, args.port)
-        port = listener.getsockname()[1]
-        at = f"[{args.host}]" if ":" in args.host else args.host
-        logger.info(f"listening on http://{at}:{port}")
+        if args.uds is not None:
+            listener, at = server.listen_unix(args.uds), f"unix:{args.uds}"
+        else:
+            listener = server.listen(args.host, args.port)
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            scheme = "http" if options.ssl_certfile is None else "https"
+            at = f"{scheme}://{host}:{listener.getsockname()[1]}"
+        logger.info(f"listening on {at}")
         name = model_options.path.resolve().name
         again = None if args.api_key_file is None else (lambda: _keys(args))
         with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
             served = server.serve(
                 options, name, listener, load, read_keys=again, followers=followers
             )
-            return runner.run(served) or OK
+            try:
+                return runner.run(served) or OK
+            finally:
+                if args.uds is not None:
+                    args.uds.unlink(missing_ok=True)
 
     if announces_several(model_options.coordinator_address):
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
@@ -323,13 +336,13 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     given["api_keys"] = _keys(args)
     if args.kv_events_config is not None:
         given["kv_events_config"] = KVEventsConfig.from_json(args.kv_events_config)
-    loopback = is_loopback(args.host)
+    loopback = args.uds is not None or is_loopback(args.host)
     if not loopback and not given["api_keys"] and not args.insecure:
         raise UsageError(
             f"`host`={args.host} can be reached from other machines: give `api_key` or "
             f"`api_key_file`, or say `insecure`"
         )
-    if loopback and args.allowed_hosts is None:
+    if loopback and args.uds is None and args.allowed_hosts is None:
         given["allowed_hosts"] = ("localhost", "127.0.0.1", "[::1]", args.host)
     return ServerOptions(**given)
 

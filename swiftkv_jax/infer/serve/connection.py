@@ -69,16 +69,19 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         """Runs out at the deadline, or before it and is set anew: a new deadline is an assignment.
         """
-        app = self.app
+        app, root = self.app, self.options.root_path
 
         async def run(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {CONNECTION: self}
+            if root and scope["path"].startswith(f"{root}/"):  # a proxy may have removed it
+                scope["path"] = scope["path"].removeprefix(root)
             await app(scope, receive, send)
 
         self.app = run
         super().connection_made(Transport(transport))  # type: ignore[arg-type]
         # What is sent next waits until the system has what was sent before: `flow.drain`.
-        transport.set_write_buffer_limits(0)
+        # Not 0: uvloop's TLS would count an empty buffer as full.
+        transport.set_write_buffer_limits(high=1, low=0)
         if len(self.connections) > self.options.max_connections:
             message = f"there are {self.options.max_connections} connections"
             self._refuse(APIError(503, "too_many_connections", message))
