@@ -195,6 +195,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="no page to talk to the model at /",
     )
+    add(
+        "--enable-per-request-metrics",
+        dest="request_metrics",
+        action="store_true",
+        default=None,
+        help="`metrics` in answers: the times of the request",
+    )
+    add(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        default=None,
+        help="log the beginning of prompts",
+    )
+    add("--max-log-len", **number, help="characters of them (default: 200)")
     add("--log-json", action="store_true", default=None, help="a log of JSON, an object a line")
     add(
         "--kv-events-config",

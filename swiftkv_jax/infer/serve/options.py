@@ -181,6 +181,12 @@ class ServerOptions:
     allow_ignore_eos: bool = True
     page: bool = True
     """Answer / with a page to talk to the model."""
+    log_requests: bool = False
+    """The log's line of a request has the beginning of its prompt."""
+    max_log_len: int = 200
+    """Characters of it."""
+    request_metrics: bool = False
+    """Answers have `metrics`: the times of their request."""
     log_json: bool = False
     """The log's record of a request has its values as `fields`, in the place of a text."""
     kv_events_config: KVEventsConfig | None = None
@@ -223,7 +229,7 @@ class ServerOptions:
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:
-    """Raise `UsageError` for what is no certificate with its key. A key with a password is refused."""
+    """Raise `UsageError` for what is no certificate with its key. A key may have no password."""
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key, password="")

@@ -30,6 +30,7 @@ from .connection import with_options
 from .exchange import MAX_HEADER_BYTES
 from .followers import Followers
 from .grammar_process import CheckedCompiler
+from .load_log import log_load
 from .options import ServerOptions
 from .routes import asgi
 
@@ -185,7 +186,7 @@ async def serve(
         gc.freeze()
         logger.info("%s is ready", app.model_names[0])
         failed = asyncio.ensure_future(_failure(app))
-        tasks.append(failed)
+        tasks += [failed, asyncio.ensure_future(log_load(app.service))]
         await asyncio.wait([tasks[1], failed], return_when=asyncio.FIRST_COMPLETED)
         if app.service.state == "failed":
             await asyncio.sleep(0.2)  # errors are sent
