@@ -18,6 +18,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance")
 """What the extra `serve` installs."""
+PACKAGED_TEMPLATE = "plain"
+"""Name of the chat template that is packaged."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +107,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="Jinja, in place of the checkpoint's chat template",
+        help="Jinja, in place of the checkpoint's chat template; `plain` is packaged: a "
+        "conversation as plain text",
     )
     _add_listed(
         parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
@@ -242,7 +246,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
-    template = None if args.chat_template is None else _text(args.chat_template)
+    template = None if args.chat_template is None else chat_template_text(args.chat_template)
     from ...checkpoints.auxiliary import has_tokenizer
     from . import processes, server  # after the look for their packages
 
@@ -297,9 +301,11 @@ def main(args: argparse.Namespace) -> int:
     return serve(lambda say: load(setup_model_devices(model_options), say))
 
 
-def _text(file: Path) -> str:
-    """Of a chat template. Raises `UsageError`."""
+def chat_template_text(file: Path) -> str:
+    """A chat template's, of a file or of the one that is packaged. Raises `UsageError`."""
     try:
+        if str(file) == PACKAGED_TEMPLATE and not file.exists():
+            return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"`chat_template`={file}: {error}") from None
