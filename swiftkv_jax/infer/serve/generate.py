@@ -21,6 +21,7 @@ from .protocol import ChatBody, CompletionBody, Sampling
 from .reasoning import ReasoningParser, Start
 from .run import changes, run, until_done
 from .token_filters import filtered
+from .token_text import WithSpecialTokens
 
 
 async def completions(app: App, exchange: Exchange) -> None:
@@ -74,7 +75,11 @@ async def _completion(
         )
     start = time.perf_counter()
     prompts = await app.encoder.encode(
-        texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
+        texts,
+        add_special_tokens=body.add_special_tokens is not False,
+        salt=salt,
+        param="prompt",
+        truncation=app.truncation_of(body),
     )
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     form = await app.form_of(body, None, exchange.num_bytes_in)
@@ -179,6 +184,8 @@ async def _parts(
         matcher = reasoned or matcher
     if app.reasoning is not None and start != "over":
         tokenizer = app.reasoning.tokenizer
+    if body.skip_special_tokens is False:
+        tokenizer = WithSpecialTokens(app.tokenizer)
     grammar = filtered(
         body,
         matcher,
