@@ -21,6 +21,7 @@ from .protocol import ChatBody, CompletionBody, Sampling
 from .reasoning import ReasoningParser, Start
 from .run import changes, run, until_done
 from .token_filters import filtered
+from .token_text import WithSpecialTokens
 
 
 async def completions(app: App, exchange: Exchange) -> None:
@@ -74,7 +75,11 @@ async def _completion(
         )
     start = time.perf_counter()
     prompts = await app.encoder.encode(
-        texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
+        texts,
+        add_special_tokens=body.add_special_tokens is not False,
+        salt=salt,
+        param="prompt",
+        truncation=app.truncation_of(body),
     )
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     form = await app.form_of(body, None, exchange.num_bytes_in)
@@ -179,6 +184,8 @@ async def _parts(
         matcher = reasoned or matcher
     if app.reasoning is not None and start != "over":
         tokenizer = app.reasoning.tokenizer
+    if body.skip_special_tokens is False:
+        tokenizer = WithSpecialTokens(app.tokenizer)
     grammar = filtered(
         body,
         matcher,
@@ -222,12 +229,13 @@ async def _answer(
         return
     await until_done(exchange, generation)
     exchange.extra["server-timing"] = server_timing(generation)
+    extra = {"metrics": request_metrics(generation)} if app.options.request_metrics else {}
     if writer.with_logprobs:  # microseconds for each token, and there may be many
         work, length = functools.partial(writer.whole, generation), generation.num_prompt_tokens
         whole = await app.encoder.in_thread(work, length + generation.num_tokens)
     else:
         whole = writer.whole(generation)
-    await exchange.send_json(200, whole)
+    await exchange.send_json(200, whole | extra)
 
 
 async def _stream(
@@ -243,11 +251,15 @@ async def _stream(
     each_usage = bool(wanted and wanted.continuous_usage_stats)
     last_usage = bool(wanted and wanted.include_usage)
     begun, ended = set[int](), set[int]()
+    num_choices = sum(len(part.choices) for part in generation.parts)
     async for _ in changes(exchange, generation, silence=app.options.sse_keep_alive):
         fields = {"usage": writer.usage(generation)} if each_usage else {}
         if last_usage and not each_usage:
             fields = {"usage": None}
         events: list[bytes] = []
+        done, last = generation.is_done, {}
+        if done and app.options.request_metrics:
+            last = {"metrics": request_metrics(generation)}
         for part in generation.parts:
             for choice in part.choices:
                 if choice.index in ended or not (choice.is_ready or choice.finish_reason):
@@ -257,15 +269,34 @@ async def _stream(
                     events += writer.first(part, choice, **fields)
                 if choice.finish_reason is not None:
                     ended.add(choice.index)
+                if len(ended) == num_choices and not last_usage:
+                    fields |= last
                 events.append(writer.event([writer.next(choice, choice.take())], **fields))
-        if done := generation.is_done:
+        if done:
             if last_usage:
-                events.append(writer.event([], usage=writer.usage(generation)))
+                events.append(writer.event([], usage=writer.usage(generation), **last))
             events.append(DONE)
         if events:
             if not exchange.status:
                 exchange.extra["server-timing"] = server_timing(generation, whole=False)
             await exchange.send_events(b"".join(events), more=not done)
+
+
+def request_metrics(generation: Generation) -> dict[str, float | None]:
+    """The times of a request that has ended, under vLLM's names; null for one that ran nothing. As
+    in vLLM, the time to the first token is that after the queue."""
+    started, first, last = generation.started, generation.first_token, generation.last_token
+    tokens = generation.num_tokens
+    longest = max((choice.num_tokens for choice in generation.choices), default=0)
+    found: dict[str, float | None] = {
+        "time_to_first_token_ms": 1e3 * (first - started),
+        "generation_time_ms": 1e3 * (last - first),
+        "queue_time_ms": 1e3 * (started - generation.arrival),
+        "mean_itl_ms": 1e3 * (last - first) / (longest - 1) if longest > 1 else None,
+        "tokens_per_second": tokens / (last - started) if last > started else None,
+    }
+    ran = first > 0
+    return {name: round(one, 3) if ran and one is not None else None for name, one in found.items()}
 
 
 def server_timing(generation: Generation, *, whole: bool = True) -> str:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from .admission import Reservation
 from .app import App
 from .decoding import decode
+from .errors import printable
 from .exchange import KEEP_ALIVE, ClientGone, Exchange
 from .generation import Generation
 from .protocol import Body
@@ -62,6 +63,8 @@ async def run[B: Body, A](
             if not generation.is_done:
                 service.abort(generation, "client")
             _log(exchange, generation)
+            if app.options.log_requests:
+                exchange.log["prompt"] = _beginning(generation, app.options.max_log_len)
 
 
 @contextlib.asynccontextmanager
@@ -180,6 +183,14 @@ async def until_done(exchange: Exchange, generation: Generation) -> None:
     """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
     async for _ in changes(exchange, generation):
         pass
+
+
+def _beginning(generation: Generation, limit: int) -> str:
+    """Of the first prompt, in one line: its text, or its token ids."""
+    if not generation.prompts:
+        return ""
+    token_ids, _, text = generation.prompts[0]
+    return printable(str(token_ids[:limit].tolist()) if text is None else text, limit)
 
 
 def _log(exchange: Exchange, generation: Generation) -> None:

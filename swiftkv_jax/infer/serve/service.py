@@ -33,6 +33,8 @@ MAX_WAITING_IN_ENGINE = MAX_SKIPS
 """Requests that the engine has not begun, at most: it looks no farther down its queue."""
 MOST_PAGES = 0.9
 """Share of the pages in use above which prompts may wait for pages."""
+SLICE_EVENTS = 32
+"""Events made text at a time: about 0.4 ms of 8 tokens each."""
 HEARTBEAT_SECONDS = 0.1
 TICK_SECONDS = 1.0
 RATE_SECONDS = 30
@@ -57,6 +59,9 @@ class Service:
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[Generation] = FairQueue()
         self._parts: dict[int, tuple[Generation, Part]] = {}
+        self._backlog: collections.deque[Event] = collections.deque()
+        """Events of requests that have their first token, in order."""
+        self._slice_is_due = False
         self._num_ids = self._num_submitted = self._num_answering = 0
         self._reading: set[asyncio.Task[Any]] = set()
         """Those that read a body."""
@@ -210,8 +215,33 @@ class Service:
                 self._num_submitted += 1
 
     def _on_events(self, events: list[Event]) -> None:
-        """What one step gave. First tokens go first: those of the other rows would delay them."""
-        events.sort(key=self._has_begun)
+        """What one step gave. Requests get their first token before those of the others are made
+        text: a few at a time, so that connections are served in between. All events of a request
+        that has its first token go through the backlog, so they stay in order."""
+        first: list[Event] = []
+        for event in events:
+            (self._backlog if self._has_begun(event) else first).append(event)
+        if first:
+            self._process(first)
+        self._continue()
+
+    def _continue(self) -> None:
+        """Let the next slice of the backlog follow once the tasks that are due have run."""
+        if self._backlog and not self._slice_is_due:
+            self._slice_is_due = True
+            self._loop.call_soon(self._process_slice)
+
+    def _process_slice(self) -> None:
+        self._slice_is_due, backlog = False, self._backlog
+        if not backlog:
+            return
+        count = max(SLICE_EVENTS, len(backlog) // 4)  # else a slow loop would never catch up
+        try:
+            self._process([backlog.popleft() for _ in range(min(count, len(backlog)))])
+        finally:
+            self._continue()
+
+    def _process(self, events: list[Event]) -> None:
         assert self.engine is not None
         changed: dict[Generation, None] = {}
         for engine_id, event in events:
@@ -342,6 +372,8 @@ class Service:
         """The engine has failed: so does all that is admitted, and the process ends."""
         if self.state == "failed":
             return
+        while self._backlog:  # what came before
+            self._process_slice()
         self.state, self.failure = "failed", error
         out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
         logger.error(
