@@ -84,7 +84,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the model; repeat to add more (default: its folder's)",
     )
-    add("--api-key", action="append", metavar="KEY", help="let in who brings it; repeatable")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="accept requests with this key; repeatable",
+    )
     add("--api-key-file", type=Path, metavar="FILE", help="a key a line, NAME:KEY; mode 600")
     add("--insecure", action="store_true", help="listen beyond this machine without keys")
     add("--metrics-public", action="store_true", default=None, help="/metrics needs no key")

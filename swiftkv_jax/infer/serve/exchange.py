@@ -40,7 +40,7 @@ def error_events(error: APIError) -> bytes:
     return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
 
 
-class Exchange:
+class HTTPExchange:
     """A request, and the one answer to it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float):

@@ -12,9 +12,9 @@ from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
 from .app import App
 from .errors import unsupported
-from .exchange import DONE, Exchange
+from .exchange import DONE, HTTPExchange
 from .forms import Form
-from .generation import Choice, Generation, Part, request_of, score_of
+from .generation import Choice, EngineRequest, Generation, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
 from .protocol import ChatBody, CompletionBody, Sampling
@@ -24,24 +24,24 @@ from .token_filters import filtered
 from .token_text import WithSpecialTokens
 
 
-async def completions(app: App, exchange: Exchange) -> None:
+async def completions(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/completions"""
     await _generate(app, exchange, CompletionBody, _completion)
 
 
-async def chat_completions(app: App, exchange: Exchange) -> None:
+async def chat_completions(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/chat/completions"""
     await _generate(app, exchange, ChatBody, _chat)
 
 
 async def _generate[B: CompletionBody | ChatBody](
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     kind: type[B],
-    prepare: Callable[[App, Exchange, B, Reservation], Awaitable[tuple[Generation, Writer]]],
+    prepare: Callable[[App, HTTPExchange, B, Reservation], Awaitable[tuple[Generation, Writer]]],
 ) -> None:
     async def checked(
-        app: App, exchange: Exchange, body: B, reservation: Reservation
+        app: App, exchange: HTTPExchange, body: B, reservation: Reservation
     ) -> tuple[Generation, Writer]:
         refuse_unsupported(body)
         if body.request_id is not None:
@@ -54,7 +54,7 @@ async def _generate[B: CompletionBody | ChatBody](
 # Prompts --------------------------------------------------------------------------------
 
 
-def salt_of(app: App, exchange: Exchange, cache_salt: str | None) -> str:
+def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
     """Salt of the prefix cache: of the key, and of the request."""
     key = "" if app.options.share_prefix_cache else exchange.key
     if not key and not cache_salt:
@@ -63,7 +63,7 @@ def salt_of(app: App, exchange: Exchange, cache_salt: str | None) -> str:
 
 
 async def _completion(
-    app: App, exchange: Exchange, body: CompletionBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: CompletionBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
     texts, salt = body.prompts(), salt_of(app, exchange, body.cache_salt)
     scores = bool(body.echo) and body.logprobs is not None
@@ -87,7 +87,10 @@ async def _completion(
     total = sum(len(prompt.token_ids) for prompt in prompts)
     check_logprob_entries(params, total if scores else 0, len(prompts))
     generates = body.max_tokens != 0
-    scored = [Part(score_of(prompt, params.logprobs or 0, salt=salt), prompt) for prompt in prompts]
+    scored = [
+        EngineRequest(score_of(prompt, params.logprobs or 0, salt=salt), prompt)
+        for prompt in prompts
+    ]
     parts = [part for part in scored if scores and len(part.prompt.token_ids) > 1]
     if generates:
         parts += await _parts(app, body, prompts, params, salt, form)
@@ -112,7 +115,7 @@ async def _completion(
 
 
 async def _chat(
-    app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
     generation, params = await chat_generation(app, exchange, body, reservation)
     writer = ChatWriter(
@@ -124,7 +127,7 @@ async def _chat(
 
 
 async def chat_generation(
-    app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, SamplingParams]:
     """What the engine runs for a chat. Raises `APIError`."""
     form = await app.form_of(body, app.tool_format, exchange.num_bytes_in)
@@ -148,7 +151,7 @@ def continued(body: ChatBody) -> str:
     return str(body.messages[-1].rendered(len(body.messages) - 1)["content"])
 
 
-def _facts(app: App, exchange: Exchange, body: Sampling) -> tuple:
+def _facts(app: App, exchange: HTTPExchange, body: Sampling) -> tuple:
     spellings = app.spellings_as_ids if body.return_tokens_as_token_ids else app.spellings
     name = body.model or app.model_names[0]
     return name, int(time.time()), app.fingerprint, exchange.request_id, spellings
@@ -174,7 +177,7 @@ async def _parts(
     salt: str,
     form: Form,
     start: Start = "over",
-) -> list[Part]:
+) -> list[EngineRequest]:
     """With a seed of the client's every prompt gets the answer that it gets alone. `start` is where
     the answers start."""
     parts, matcher, tokenizer = [], await app.compile_grammar(form), app.tokenizer
@@ -197,7 +200,7 @@ async def _parts(
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0
         request = request_of(prompt, params, rng_stream=rng_stream, salt=salt, grammar=grammar)
-        part = Part(request, prompt)
+        part = EngineRequest(request, prompt)
         for sample in range(params.n):
             index = number * params.n + sample
             stop = bool(body.include_stop_str_in_output)
@@ -207,7 +210,7 @@ async def _parts(
     return parts
 
 
-def _count(reservation: Reservation, parts: list[Part], param: str) -> None:
+def _count(reservation: Reservation, parts: list[EngineRequest], param: str) -> None:
     """Scores of a prompt that is continued too are not counted as sequences of their own."""
     tokens = sum(len(part.prompt.token_ids) for part in parts)
     samples = sum(len(part.choices) for part in parts)
@@ -219,7 +222,7 @@ def _count(reservation: Reservation, parts: list[Part], param: str) -> None:
 
 async def _answer(
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     body: CompletionBody | ChatBody,
     generation: Generation,
     writer: Writer,
@@ -240,7 +243,7 @@ async def _answer(
 
 async def _stream(
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     body: CompletionBody | ChatBody,
     generation: Generation,
     writer: Writer,

@@ -1,4 +1,4 @@
-"""The options of a server: what it offers, whom it lets in, and what one request may cost."""
+"""The options of a server: what it offers, which requests it accepts, and what one may cost."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {"type": "function", "function": function} | ({"id": self.id} if self.id else {})
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message. Fields of other types than text are not looked at."""
 
     type: str
@@ -205,7 +205,7 @@ class Part(msgspec.Struct):
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None

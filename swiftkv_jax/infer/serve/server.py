@@ -256,7 +256,7 @@ class _Stopping:
 
 
 def _reload_keys(app: App, read_keys: Callable[[], Mapping[str, str]]) -> None:
-    """Let in who has one of the keys that there are now. A file that cannot be read changes
+    """Accept the keys that there are now, and no others. A file that cannot be read changes
     nothing."""
     try:
         keys = read_keys()

@@ -21,7 +21,7 @@ from .admission import Admission, FairQueue
 from .engine_thread import EngineThread, Event
 from .errors import APIError
 from .followers import Followers
-from .generation import Generation, Part
+from .generation import EngineRequest, Generation
 from .kv_event_publisher import KVEventPublisher
 from .metrics import Metrics, state_of
 from .options import ServerOptions
@@ -58,7 +58,7 @@ class Service:
         self.idle.set()
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[Generation] = FairQueue()
-        self._parts: dict[int, tuple[Generation, Part]] = {}
+        self._parts: dict[int, tuple[Generation, EngineRequest]] = {}
         self._backlog: collections.deque[Event] = collections.deque()
         """Events of requests that have their first token, in order."""
         self._slice_is_due = False

@@ -51,7 +51,7 @@ def ask(connection, content: bytes) -> bytes:
 
 def test_tls(start, certificate):
     """Whole answers and streams, and who leaves is noticed."""
-    running = start(ssl_certfile=certificate[0], ssl_keyfile=certificate[1], step_seconds=0.01)
+    running = start(ssl_certfile=certificate[0], ssl_keyfile=certificate[1], step_seconds=0.03)
     context = ssl.create_default_context(cafile=str(certificate[0]))
     for stream in (False, True):
         client = http.client.HTTPSConnection("localhost", running.port, context=context, timeout=20)
@@ -64,7 +64,7 @@ def test_tls(start, certificate):
             assert content.endswith(b"data: [DONE]\n\n" if stream else b"}")
         client.close()
     client = http.client.HTTPSConnection("localhost", running.port, context=context, timeout=20)
-    body = json.dumps(BODY | {"stream": True, "max_tokens": 150})
+    body = json.dumps(BODY | {"stream": True, "max_tokens": 200})
     client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
     running.until(lambda: running.app.service.num_admitted == 1)
     client.close()
