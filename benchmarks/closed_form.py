@@ -173,10 +173,11 @@ def limits(document: dict[str, Any]) -> str:
     """The section of the page of measurements."""
     return section(
         "What limits the closed form",
-        "The demo model at 50 % without groups and training, on the files of the table above; "
-        "`python -m benchmarks.closed_form`. R² is of the keys and values of the upper layers, the "
-        "first of which are exact. With the teacher's keys or values of all tokens in place of the "
-        "fitted ones, which nothing could serve, each half of the loss is seen alone.",
+        "The demo model with half of its layers as lower ones, no groups and no training, on the "
+        "same files as in the table above; `python -m benchmarks.closed_form`. R² is that of the "
+        "keys and values of each upper layer; those of the first are exact. The rows with exact "
+        "keys or values use the teacher's for all tokens instead of the fitted ones. No engine "
+        "could serve that; it separates the two parts of the loss.",
         table(
             "calibration tokens, exact, R² of keys, R² of values, above the teacher, "
             "after the prompt with own".split(", "),

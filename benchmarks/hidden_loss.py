@@ -92,11 +92,11 @@ def hidden_loss(document: dict[str, Any]) -> str:
     ]
     return section(
         "The weight of the hidden state's error",
-        f"The demo model at 50 % with {document['group']}-way sharing, {document['steps']} steps "
-        f"from the closed form, on the files of the table above; "
-        f"`python -m benchmarks.hidden_loss`. The weight is that of `train "
-        f"--hidden-loss-weight`; perplexity above the teacher of each seed, their mean, and the "
-        f"mean KL.",
+        f"The demo model with half of its layers as lower ones and {document['group']}-way "
+        f"sharing, after {document['steps']} steps from the closed form, on the same files as in "
+        f"the table above; `python -m benchmarks.hidden_loss`. The weight is that of `swiftkv "
+        f"train --hidden-loss-weight`. The columns are the perplexity above the teacher's for each "
+        f"seed, its mean, and the mean KL.",
         table(("weight", "above the teacher", "mean", "KL"), rows),
     )
 

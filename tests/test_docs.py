@@ -32,6 +32,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+RESULT_PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 EXAMPLES = ("generate", "engine", "score")
 REAL_MODEL = "Llama-3.1-8B-Instruct"
 
@@ -129,7 +130,7 @@ def test_examples_run(name, model_folder, monkeypatch):
 # What is named exists ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + RESULT_PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if re.match(r"https?:", target):
@@ -262,6 +263,16 @@ def test_a_page_out_of_date_is_noticed(tmp_path, monkeypatch, capsys):
     assert measurements.main(["--check"]) == 0
 
 
+def test_every_page_of_results_is_written_and_linked():
+    linked = set(re.findall(r"\]\(results/([^)]+)\)", text_of(measurements.PAGE)))
+    written = {path.name for path, _ in measurements.pages()} - {measurements.PAGE.name}
+    assert linked == written == {page.name for page in RESULT_PAGES}
+
+
+def test_the_page_of_measurements_is_short():
+    assert len(text_of(measurements.PAGE).splitlines()) <= 330
+
+
 def test_figures_of_the_readme_are_the_measured_ones():
     prefill = measurements.prefill_figures()
     assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']}" in text_of(
@@ -330,7 +341,7 @@ def test_drawings_are_those_of_the_program(name, tmp_path):
     assert (tmp_path / "drawn").read_text() == committed.read_text()
 
 
-@pytest.mark.parametrize("name", ["prefill", "analysis", "run"])
+@pytest.mark.parametrize("name", ["prefill", "analysis", "run", "quality"])
 def test_plots_can_be_drawn_again(name, tmp_path):
     pytest.importorskip("matplotlib")
     draw, ending = pictures()[name]

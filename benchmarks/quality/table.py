@@ -33,7 +33,8 @@ _VERDICTS = {"met": "better", "not met": "worse", "mixed": "mixed", "undecided":
 
 def table(document: dict[str, Any]) -> str:
     """Markdown, with what the columns are above it."""
-    return "\n\n".join([describe(document), LEGEND, rows_table(document["rows"])])
+    about = f"{describe(document)} {describe_answers(document)}"
+    return "\n\n".join([about, LEGEND, rows_table(document["rows"])])
 
 
 def rows_table(rows: Sequence[Row]) -> str:
@@ -60,10 +61,10 @@ def _bullets(*terms: tuple[str, str]) -> str:
 TERMS = _bullets(
     (
         "K",
-        "the number of lower layers. They keep keys and values of their own, as in the teacher. "
-        "The others are the upper layers; at 50 % of 8 layers K is 4.",
+        "the number of lower layers, which have keys and values of their own as in the teacher. "
+        "The layers above them are the upper layers. 50 % of 8 layers is K = 4.",
     ),
-    ("g", "the number of upper layers that share a cache. With g = 1 none do."),
+    ("g", "the number of upper layers that share a cache; g = 1 means that no layers share."),
     (
         "`boundary`",
         "the upper keys and values of every token come from the hidden state that enters layer K.",
@@ -76,78 +77,94 @@ TERMS = _bullets(
     (
         "`authors`",
         "the student starts from the teacher's projections (their mean in a group), and is trained "
-        "with the authors' recipe at the best of several learning rates.",
+        "with the authors' recipe at the best of several learning rates (`64 at 0.004`: 64 steps "
+        "at 0.004).",
     ),
     (
         "`closed-form`",
-        "the student starts from least squares, and is trained with this package's recipe, at its "
-        "default learning rate unless the table names another. `closed-form, own` is fitted to "
-        "`own`. Without groups it is also trained for `own`; with groups it is trained for "
+        "the student starts from a least-squares fit, and is trained with this package's recipe, "
+        "at its default learning rate unless the table names another. `closed-form, own` is fitted "
+        "to `own`. With g = 1 it is also trained for `own`; with larger groups it is trained for "
         "`boundary`, and its queries are scaled for `own` afterwards.",
     ),
     ("KL", "KL(teacher \\|\\| student) in nats, the mean over the tokens after the prompt."),
     (
         "Far tokens",
         f"tokens after the prompt on which the teacher loses more than {FAR_NATS:g} nat if it sees "
-        "only the last 64 tokens of the prompt. The table has the nats that the student loses "
-        "there against the teacher. A loss below 0 is no gain: the student deviates from the "
-        "teacher, and happens to be right more often.",
+        "only the last 64 tokens of the prompt. The tables show how many nats the student loses "
+        "on them against the teacher. A loss below 0 is no gain: the student deviates from the "
+        "teacher and happens to be right more often.",
     ),
     (
         "refused",
         f"the student loses more than {MAX_FAR_LOSS:g} nats on far tokens. It no longer reads the "
         "distant prompt, however close its averages are to the teacher's.",
     ),
-    (
-        "better, worse, mixed, undecided",
-        "the student against the authors' recipe after as many steps, by perplexity and by the "
-        "loss on far tokens, where a loss below 0 counts as 0. Two figures differ where they are "
-        "more than two standard errors over seeds apart, or, with one seed each, where their "
-        "intervals over the files do not overlap. Better: perplexity is lower and the far loss is "
-        "not higher. Mixed: one is lower, the other is higher. Worse: one is higher and none is "
-        "lower. Else undecided. A lower figure does not count where the best learning rate of the "
-        "authors' recipe is the smallest or the largest that was tried.",
-    ),
+)
+VERDICTS = "\n\n".join(
+    [
+        "The verdict also compares a student from the closed form with the authors' recipe after "
+        "the same number of steps, by perplexity and by the loss on far tokens:",
+        _bullets(
+            ("better", "perplexity is lower and the far loss is not higher."),
+            ("mixed", "one of them is lower, the other is higher."),
+            ("worse", "one of them is higher, and neither is lower."),
+            ("undecided", "everything else."),
+        ),
+        "Two figures count as different if they are more than two standard errors over seeds "
+        "apart. If both students have one seed, they count as different if their 95 % intervals "
+        "over the files do not overlap. A far loss below 0 counts as 0. A lower figure does not "
+        "count if the best learning rate of the authors' recipe is the smallest or the largest "
+        "that was tried, because another rate may be better.",
+    ]
 )
 """What readers need to know before the first table."""
 
 COLUMNS = (
     "`leader` students start from the projections of a group's first layer, and are trained with "
     "this package's recipe. `text alone` is a control that is trained on the text without a "
-    "teacher. `perplexity` and `above the teacher` are of all tokens, the columns from `after the "
+    "teacher. `own (trained for it)` is another control: with groups, scaled first and then trained "
+    "for `own`. `perplexity` and `above the teacher` are of all tokens, the columns from `after the "
     "prompt` on of the tokens after the prompt. Brackets are 95 % intervals over the files. ± is "
     "the standard deviation over seeds; a row without it has one seed. The KL on far tokens also "
     "shows students that deviate there without losing nats; older results do not have it."
 )
 """What the full table has besides."""
-LEGEND = f"{TERMS}\n\n{COLUMNS}"
+LEGEND = f"{TERMS}\n\n{VERDICTS}\n\n{COLUMNS}"
 
 
 def describe(document: dict[str, Any]) -> str:
     """What was measured, in a paragraph."""
-    rows = document["rows"]
-    first = next(row for row in rows if row["all"])
-    whole, answers, far, recall = (first[name] for name in ("all", "answers", "far", "recall"))
+    first = next(row for row in document["rows"] if row["all"])
+    whole, answers, far = (first[name] for name in ("all", "answers", "far"))
     sentences = [
-        f"{_teacher(document)} on {document['documents']} held-out files, "
-        f"{whole['tokens']:,} tokens, where the teacher's perplexity is "
-        f"{whole['teacher_perplexity']:.3f}; {answers['tokens']:,} come after a prompt of "
-        f"{document['prompt']}. An optimiser step has {document['tokens_per_step']:,} tokens.",
+        f"{_teacher(document)} has a perplexity of {whole['teacher_perplexity']:.3f} on "
+        f"{whole['tokens']:,} tokens of {document['documents']} held-out files. "
+        f"{answers['tokens']:,} of them come after a prompt of {document['prompt']} tokens.",
     ]
     if far:
         sentences.append(
-            f"{far['tokens']:,} tokens are far, on which the teacher is at {far['teacher']:.3f} "
-            f"nats; on the others it is at {first['others']['teacher']:.3f}."
+            f"{far['tokens']:,} are far tokens; the teacher's cross-entropy is "
+            f"{far['teacher']:.3f} nats on them and {first['others']['teacher']:.3f} on the others "
+            f"after the prompt."
         )
-    if recall:
+    sentences.append(f"An optimiser step has {document['tokens_per_step']:,} tokens.")
+    return " ".join(sentences)
+
+
+def describe_answers(document: dict[str, Any]) -> str:
+    """What the columns of recall and blocks are."""
+    rows, sentences = document["rows"], []
+    if recall := next(row["recall"] for row in rows if row["all"]):
         sentences.append(
-            f"Recall: {recall['tokens']:,} tokens of identifiers used once before, 256 tokens back "
-            f"or more, that are ranked first, beside the teacher's {recall['teacher']:.1%}."
+            f"`recall` is how often the student ranks the right token first, minus how often the "
+            f"teacher does ({recall['teacher']:.1%}), on {recall['tokens']:,} tokens of "
+            f"identifiers that were used once before, at least 256 tokens back."
         )
     if blocks := next((row["blocks"] for row in rows if row["blocks"]), None):
         sentences.append(
-            f"Blocks: of {blocks['prompts']} functions written greedily from their header, those "
-            f"that parse (teacher {blocks['teacher']})."
+            f"`blocks` is how many of {blocks['prompts']} functions, written greedily from their "
+            f"header, parse as Python (the teacher's: {blocks['teacher']})."
         )
     return " ".join(sentences)
 
@@ -167,12 +184,11 @@ def _teacher(document: dict[str, Any]) -> str:
 def _line(row: Row, verdict: str) -> tuple[str, ...]:
     whole, answers, blocks = row["all"], row["answers"], row["blocks"]
     *_, loss = key(row)
-    rate = f" at {row['learning_rate']:g}" if _has_other_rate(row) else ""
     return (
         f"{row['num_key_value_layers']} ({row['share']:.1%})",
         str(row["key_value_group_size"]),
         start_of(row),
-        f"{row['steps']}{rate}" + (", text alone" if loss == "cross-entropy" else ""),
+        steps_of(row) + (", text alone" if loss == "cross-entropy" else ""),
         row["mode"],
         f"{whole['perplexity']:.3f}" + _seeds(row, whole["perplexity_std"]) if whole else "",
         _interval(whole["above"], "+.2%") if whole else "",
@@ -187,11 +203,12 @@ def _line(row: Row, verdict: str) -> tuple[str, ...]:
     )
 
 
-def _has_other_rate(row: Row) -> bool:
-    """Whether its learning rate is to be named: always with the authors' recipe, with this
-    package's where it is not the default."""
+def steps_of(row: Row) -> str:
+    """Its steps and learning rate; this package's default rate is not named."""
     default = () if row["start"] == "authors" else PACKAGE_RATES
-    return bool(row["steps"]) and row["learning_rate"] not in default
+    if not row["steps"] or row["learning_rate"] in default:
+        return str(row["steps"])
+    return f"{row['steps']} at {row['learning_rate']:g}"
 
 
 def _seeds(row: Row, spread: float) -> str:

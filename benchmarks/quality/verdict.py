@@ -54,6 +54,13 @@ BARS = (
 )
 
 
+_FIGURES = {
+    "above": "perplexity above the teacher",
+    "answers above": "perplexity above the teacher after the prompt",
+    "far": "far tokens",
+}
+
+
 def key(row: Row) -> tuple[int, int, str, int, str, str, str]:
     return (
         row["num_key_value_layers"],
@@ -105,7 +112,8 @@ def _bars(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
             if bar.figure == "far"
             else (f"{value:+.2%}", f"{bar.limit:+.2%}")
         )
-        yield f"{'met' if met else 'not met'}: {name(row)}: {bar.figure} {shown} (bar {limit})", met
+        words = f"{name(row)}: {_FIGURES[bar.figure]} {shown} (bar {limit})"
+        yield f"{'met' if met else 'not met'}: {words}", met
 
 
 def _bar_name(bar: Bar) -> str:
@@ -113,7 +121,7 @@ def _bar_name(bar: Bar) -> str:
     start = "closed-form" if bar.mode == "boundary" else "closed-form, own"
     return (
         f"{bar.share:.1%}, g = {bar.key_value_group_size}, {start}, {steps}, "
-        f"{bar.mode}: {bar.figure}"
+        f"{bar.mode}: {_FIGURES[bar.figure]}"
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import students, summary, table, verdict
-from benchmarks.quality.sections import merged, sections
+from benchmarks.quality.sections import merged
 from swiftkv_jax.train.recipe import DEMO
 from tests.quality.made_rows import HALF, cell, document, rows, trained
 
@@ -115,30 +115,6 @@ def test_merged_rows():
     assert found["rows"][1]["blocks"] == generated["blocks"]
     with pytest.raises(ValueError, match="other: not the text of quality"):
         merged([document(generated), document(newer, documents=3, command="other")])
-
-
-def test_a_section_for_each_teacher():
-    mine, t1 = document(*rows(HALF, cell(2.1))), {"name": "t1"}
-    other = document(*rows(HALF, cell(2.2)), teacher=t1, date="2025-01-01")
-    pair = [
-        trained("closed-form", (2e-3, 2.1)),
-        trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)),
-    ]
-    demo, of_t1 = sections([other, mine, document(*pair)])
-    assert demo.startswith("## What each cut costs in quality\n") and table.LEGEND in demo
-    assert of_t1.startswith("## What each cut costs in quality: the teacher t1\n")
-    assert table.LEGEND not in of_t1 and "- not met: 50.0%, g = 1" in of_t1
-    verdicts = [line.split("|")[-2].strip() for line in demo.splitlines() if "| 32 " in line]
-    assert verdicts == ["", "better"] and "met: 50.0%, g = 2" not in demo
-
-
-def test_tables_have_every_column():
-    arm = students.Arm(4, 1, "authors", 64)
-    found = document(*rows(arm, cell(2.1, far=2.2, modes=("boundary", "own"))))
-    lines = [line for line in table.table(found).splitlines() if line.startswith("|")]
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert "64 at 0.002" in lines[2] and "+10.52% [+10.52%, +10.52%]" in lines[2]
-    assert "+0.200 [+0.200, +0.200]" in lines[2] and lines[2].endswith("| refused |")
 
 
 def test_the_plan():
