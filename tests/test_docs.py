@@ -143,9 +143,20 @@ def test_relative_links_lead_somewhere(page):
             assert fragment in map(anchor, headings), f"{page.name}: {target}"
 
 
-def test_every_page_is_linked_from_the_readme():
-    for page in PAGES[1:]:
-        assert f"({page.relative_to(ROOT)})" in text_of(README), page.name
+def linked_from(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)", text_of(page))
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, waiting = set(), [README]
+    while waiting:
+        page = waiting.pop()
+        if page in PAGES and page not in reached:
+            reached.add(page)
+            waiting += linked_from(page)
+    assert reached == set(PAGES)
 
 
 def test_every_page_begins_with_its_contents():
@@ -320,6 +331,19 @@ def test_figures_of_the_pages_are_the_measured_ones():
         cycles = round(test_bundles.copy_cycles(chip, cache_format, positions))
         cells = chip, cache_format, positions, *bundles, f"{cycles:,}"
         assert f"| {' | '.join(map(str, cells))} |" in kernels
+
+
+def test_the_plan_that_is_printed_is_the_one_of_the_command(capsys):
+    page = ROOT / "docs" / "planning.md"
+    command = next(words for words in commands(page) if "--dry-run" in words)
+    assert main(command[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (block,) = [block for block in blocks(page, "") if "tokens/s" in block]
+    missing = [line for line in block.splitlines() if line and line not in printed]
+    assert not missing, missing
+    (rate,) = re.findall(r"8 x H100 SXM +([\d,]+) tokens/s", block)
+    hours = 1e9 / int(rate.replace(",", "")) / 3600
+    assert f"tokens at {rate} tokens per second are {hours:.1f} hours" in text_of(page)
 
 
 @cache
