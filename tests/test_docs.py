@@ -333,19 +333,6 @@ def test_figures_of_the_pages_are_the_measured_ones():
         assert f"| {' | '.join(map(str, cells))} |" in kernels
 
 
-def test_the_plan_that_is_printed_is_the_one_of_the_command(capsys):
-    page = ROOT / "docs" / "planning.md"
-    command = next(words for words in commands(page) if "--dry-run" in words)
-    assert main(command[1:]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    (block,) = [block for block in blocks(page, "") if "tokens/s" in block]
-    missing = [line for line in block.splitlines() if line and line not in printed]
-    assert not missing, missing
-    (rate,) = re.findall(r"8 x H100 SXM +([\d,]+) tokens/s", block)
-    hours = 1e9 / int(rate.replace(",", "")) / 3600
-    assert f"tokens at {rate} tokens per second are {hours:.1f} hours" in text_of(page)
-
-
 @cache
 def pictures() -> dict[str, tuple[Callable[[Path], None], str]]:
     """Name -> what draws it, and the ending of its file."""
