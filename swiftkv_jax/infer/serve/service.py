@@ -18,6 +18,7 @@ from ..engine.engine import Engine
 from ..engine.requests import RequestOutput
 from ..engine.scheduler import MAX_SKIPS
 from .admission import Admission, FairQueue
+from .backlog import Backlog
 from .engine_thread import EngineThread, Event
 from .errors import APIError
 from .followers import Followers
@@ -33,8 +34,6 @@ MAX_WAITING_IN_ENGINE = MAX_SKIPS
 """Requests that the engine has not begun, at most: it looks no farther down its queue."""
 MOST_PAGES = 0.9
 """Share of the pages in use above which prompts may wait for pages."""
-SLICE_EVENTS = 32
-"""Events made text at a time: about 0.4 ms of 8 tokens each."""
 HEARTBEAT_SECONDS = 0.1
 TICK_SECONDS = 1.0
 RATE_SECONDS = 30
@@ -59,9 +58,6 @@ class Service:
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[Generation] = FairQueue()
         self._parts: dict[int, tuple[Generation, EngineRequest]] = {}
-        self._backlog: collections.deque[Event] = collections.deque()
-        """Events of requests that have their first token, in order."""
-        self._slice_is_due = False
         self._num_ids = self._num_submitted = self._num_answering = 0
         self._reading: set[asyncio.Task[Any]] = set()
         """Those that read a body."""
@@ -71,6 +67,8 @@ class Service:
         self.prefill_rate = 0.0
         """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self._backlog = Backlog(self._loop, self._process)
+        """Events of requests that have their first token."""
         self.kv_events: KVEventPublisher | None = None
         """Publishes events of the prefix cache; None without `kv_events_config`."""
         if (config := options.kv_events_config) is not None and config.is_enabled:
@@ -173,6 +171,9 @@ class Service:
         Does nothing for one that has ended."""
         if generation.abort_reason is not None or generation not in self._admitted:
             return
+        self._backlog.process_of({part.engine_id for part in generation.parts})
+        if generation not in self._admitted:
+            return
         generation.abort_reason = reason
         if reason == "client":
             self.metrics.disconnects[state_of(generation)] += 1
@@ -219,27 +220,12 @@ class Service:
         text: a few at a time, so that connections are served in between. All events of a request
         that has its first token go through the backlog, so they stay in order."""
         first: list[Event] = []
+        others: list[Event] = []
         for event in events:
-            (self._backlog if self._has_begun(event) else first).append(event)
+            (others if self._has_begun(event) else first).append(event)
         if first:
             self._process(first)
-        self._continue()
-
-    def _continue(self) -> None:
-        """Let the next slice of the backlog follow once the tasks that are due have run."""
-        if self._backlog and not self._slice_is_due:
-            self._slice_is_due = True
-            self._loop.call_soon(self._process_slice)
-
-    def _process_slice(self) -> None:
-        self._slice_is_due, backlog = False, self._backlog
-        if not backlog:
-            return
-        count = max(SLICE_EVENTS, len(backlog) // 4)  # else a slow loop would never catch up
-        try:
-            self._process([backlog.popleft() for _ in range(min(count, len(backlog)))])
-        finally:
-            self._continue()
+        self._backlog.add(others)
 
     def _process(self, events: list[Event]) -> None:
         assert self.engine is not None
@@ -372,8 +358,7 @@ class Service:
         """The engine has failed: so does all that is admitted, and the process ends."""
         if self.state == "failed":
             return
-        while self._backlog:  # what came before
-            self._process_slice()
+        self._backlog.process_all()
         self.state, self.failure = "failed", error
         out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
         logger.error(
