@@ -17,7 +17,7 @@ import pytest
 import swiftkv_jax as skv
 from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
-from benchmarks.quality import table
+from benchmarks.quality import table, verdict
 from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import main
@@ -300,8 +300,9 @@ def test_the_page_of_measurements_is_short():
 
 def test_figures_of_the_readme_are_the_measured_ones():
     prefill = measurements.prefill_figures()
-    assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']} by operations" in text_of(
-        README
+    assert (
+        f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']} by operations"
+        in text_of(README)
     )
     assert recorded.DEMO in text_of(README)
     assert (
@@ -314,9 +315,7 @@ def test_quality_in_the_readme_is_the_measured_one():
     """Perplexity above the teacher's and nats on far tokens, of each row and group size."""
     teachers = by_teacher(measurements.quality_documents())
     found = {
-        (name, *table.key(row)): row
-        for name in ("demo", "t1")
-        for row in teachers[name]["rows"]
+        (name, *table.key(row)): row for name in ("demo", "t1") for row in teachers[name]["rows"]
     }
     lines = {
         line.split("|")[1].strip(): line for line in text_of(README).splitlines() if "|" in line
