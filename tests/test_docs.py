@@ -346,8 +346,11 @@ def test_quality_in_the_readme_is_the_measured_one():
 
 
 def test_figures_of_the_pages_are_the_measured_ones():
-    loss, training = measurements.loss_figures(), text_of(ROOT / "docs" / "training.md")
-    assert f"{loss['forward, fused']:.2f} GiB\ninstead of {loss['forward, naive']:.1f}" in training
+    loss = measurements.loss_figures()
+    training = " ".join(text_of(ROOT / "docs" / "training.md").split())
+    assert (
+        f"{loss['forward, fused']:.2f} GiB instead of {loss['forward, naive']:.1f} for" in training
+    )
     kernels = text_of(ROOT / "docs" / "kernels-internals.md")
     assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
     for (chip, cache_format), (positions, *bundles) in test_bundles.DECODE.items():

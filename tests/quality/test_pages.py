@@ -9,6 +9,7 @@ from benchmarks.quality import table
 from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import cost
 from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train.serving_plan import answer_bytes
@@ -101,14 +102,15 @@ def test_generated_keys_and_values():
 def test_the_cost_of_generated_keys_and_values():
     """The table is counted by the formulas of plans."""
     text, llama = page("generated-kv.md"), PRESETS["llama-3.1-8b"]
-    for lower, group, mode, tail in (
+    served: tuple[tuple[int, int, GeneratedKV, int], ...] = (
         (16, 1, "boundary", 0),
         (16, 1, "own", 0),
         (16, 1, "own", 64),
         (16, 4, "boundary", 0),
         (16, 4, "own", 64),
         (12, 4, "own", 64),
-    ):
+    )
+    for lower, group, mode, tail in served:
         config = choose_generated_kv(llama.cut(lower, group), mode, tail)
         prefill, decode = (
             flops(config, 8192, swiftkv=True) / flops(config, 8192, swiftkv=False)
