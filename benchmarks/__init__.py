@@ -7,8 +7,13 @@ python -m benchmarks.NAME, where NAME is
     kv_projection     what a fused kernel for the key/value projection could still save
     loss              the distillation loss: memory and time against all logits at once
     train_step        the distillation step: operations against two whole models, memory, speed, MFU
+    teachers          makes a teacher for `quality`: a small Llama trained on Python source
     quality           students beside their teacher, by cut, start, training and serving (demo)
+    closed_form       what limits the closed form: calibration tokens, keys or values (demo)
+    hidden_loss       whether the weight of the hidden state's error matters in training (demo)
     serve             the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models
+    http              what the HTTP server costs beside the engine alone
+    hf_serve          this package's server beside `transformers serve`: speed and behaviour
     command_buffers   the engine's programs under XLA's options for command buffers: tokens, times
     predict           what kernels and serve measure, by count of bytes, products and launches
     hf_baseline       the same weights in Hugging Face transformers on the same machine

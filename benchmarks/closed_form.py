@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import cli
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.config import Config
 from swiftkv_jax.mesh import emulate_cpu_devices, make_mesh, parse_mesh
@@ -37,8 +38,8 @@ from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.recipe import DEMO, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, open_tokenizer
-from swiftkv_jax.train.start import first_delta
-from swiftkv_jax.transformer import Batch, delta_queries, project_kv, self_layer, with_queries
+from swiftkv_jax.train.start import initialize_delta
+from swiftkv_jax.transformer import delta_queries, project_kv, self_layer, with_queries
 
 from . import report
 from .markdown import section, table
@@ -128,7 +129,7 @@ def _fitted(
     """The student, and the R² of each layer's keys and values."""
     recipe = dataclasses.replace(recipe, calibration_tokens=tokens)
     config = cut_model(recipe, open_any(recipe.model).config)
-    model, layers = first_delta(recipe, load_model(recipe, config, mesh), data, mesh)
+    model, layers = initialize_delta(recipe, load_model(recipe, config, mesh), data, mesh)
     return model, ([one.r2_k for one in layers], [one.r2_v for one in layers])
 
 
@@ -172,10 +173,11 @@ def limits(document: dict[str, Any]) -> str:
     """The section of the page of measurements."""
     return section(
         "What limits the closed form",
-        "The demo model at 50 % without groups and training, on the files of the table above; "
-        "`python -m benchmarks.closed_form`. R² is of the keys and values of the upper layers, the "
-        "first of which are exact. With the teacher's keys or values of all tokens in place of the "
-        "fitted ones, which nothing could serve, each half of the loss is seen alone.",
+        "The demo model with half of its layers as lower ones, no groups and no training, on the "
+        "same files as in the table above; `python -m benchmarks.closed_form`. R² is that of the "
+        "keys and values of each upper layer; those of the first are exact. The rows with exact "
+        "keys or values use the teacher's for all tokens instead of the fitted ones. No engine "
+        "could serve that; it separates the two parts of the loss.",
         table(
             "calibration tokens, exact, R² of keys, R² of values, above the teacher, "
             "after the prompt with own".split(", "),

@@ -42,7 +42,12 @@ from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.infer.runner.lowering import GREEDY, Key, lower_program
+from swiftkv_jax.infer.runner.lowering import (
+    DecodeProgram,
+    PrefillProgram,
+    Program,
+    lower_program,
+)
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.model import Model
 from swiftkv_jax.presets import LLAMA_8B
@@ -226,22 +231,22 @@ def counted(size: Size, seed: int) -> Iterator[dict[str, Any]]:
         size.config, num_layers=COUNTED_LAYERS, num_key_value_layers=COUNTED_LAYERS // 2
     )
     tiles = -(-size.chunk // size.page_size) + 4
-    programs: dict[str, tuple[Key, int]] = {
-        "prefill": (("prefill", size.chunk, tiles, None), 1),
-        "decode, greedy": ((GREEDY, size.rows), EngineOptions.decode_steps),
-        "decode": (("decode", size.rows), EngineOptions.decode_steps),
+    programs: dict[str, tuple[Program, int]] = {
+        "prefill": (PrefillProgram(size.chunk, tiles, None), 1),
+        "decode, greedy": (DecodeProgram(size.rows, "greedy"), EngineOptions.decode_steps),
+        "decode": (DecodeProgram(size.rows), EngineOptions.decode_steps),
     }
-    for program, (key, steps) in programs.items():
+    for name, (program, steps) in programs.items():
         lowered = lower_program(
             config,
-            key,
+            program,
             batch=size.rows,
             max_model_len=size.prompt + size.new_tokens,
             steps=steps,
             mesh=topology_mesh(TOPOLOGY, (1, 1)),
         )
-        for name, options in SETS.items():
-            row = {"program": program, "set": name, "options": options}
+        for set_name, options in SETS.items():
+            row = {"program": name, "set": set_name, "options": options}
             try:
                 yield row | count(lowered, options)
             except Exception as error:

@@ -23,7 +23,7 @@ from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from swiftkv_jax.train.setup import cut_model, load_model
-from swiftkv_jax.train.start import first_delta
+from swiftkv_jax.train.start import initialize_delta
 
 from . import report
 from .closed_form import MESH, above, open_demo
@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> int:
     recipe, data, teacher = open_demo(args.folder, mesh, args.rows)
     recipe = dataclasses.replace(recipe, key_value_group_size=GROUP, max_steps=args.steps)
     model = load_model(recipe, cut_model(recipe, open_any(recipe.model).config), mesh)
-    start, _ = first_delta(recipe, model, data, mesh)
+    start, _ = initialize_delta(recipe, model, data, mesh)
     document: dict[str, Any] = facts | {"group": GROUP, "steps": args.steps, "cells": []}
     for weight in WEIGHTS:
         cell: dict[str, Any] = {"weight": weight, "above": [], "kl": []}
@@ -92,11 +92,11 @@ def hidden_loss(document: dict[str, Any]) -> str:
     ]
     return section(
         "The weight of the hidden state's error",
-        f"The demo model at 50 % with {document['group']}-way sharing, {document['steps']} steps "
-        f"from the closed form, on the files of the table above; "
-        f"`python -m benchmarks.hidden_loss`. The weight is that of `train "
-        f"--hidden-loss-weight`; perplexity above the teacher of each seed, their mean, and the "
-        f"mean KL.",
+        f"The demo model with half of its layers as lower ones and {document['group']}-way "
+        f"sharing, after {document['steps']} steps from the closed form, on the same files as in "
+        f"the table above; `python -m benchmarks.hidden_loss`. The weight is that of `swiftkv "
+        f"train --hidden-loss-weight`. The columns are the perplexity above the teacher's for each "
+        f"seed, its mean, and the mean KL.",
         table(("weight", "above the teacher", "mean", "KL"), rows),
     )
 

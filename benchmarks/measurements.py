@@ -1,7 +1,7 @@
-"""Write `docs/measurements.md` from the committed results, so that its figures follow them.
+"""Write `docs/measurements.md` and `docs/results/` from the committed results.
 
-    python -m benchmarks.measurements             write the page
-    python -m benchmarks.measurements --check     exit 1 if the page is out of date
+    python -m benchmarks.measurements             write the pages
+    python -m benchmarks.measurements --check     exit 1 if a page is out of date
 
 The newest file of each benchmark in `benchmarks/results/` counts: its name ends in the time. What
 comes from tests or from a command that writes no JSON is in `recorded`.
@@ -10,57 +10,31 @@ comes from tests or from a command that writes no JSON is in `recorded`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from swiftkv_jax import cli
+
 from .closed_form import limits
 from .hf_serve.table import servers
+from .hidden_loss import hidden_loss
 from .http.summary import cost_of_http
 from .markdown import anchor, section, table
-from .predict.page import summarised
-from .quality.sections import sections
+from .predict.page import full_page, summarised
+from .quality import sections as quality
 from .recorded import asserted, demo, shipped
+from .result_files import files_page, is_measured, newest, newest_path, quality_documents
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs" / "measurements.md"
+TABLES = "results"
+"""Folder of the pages with the long tables, beside `PAGE`."""
+PREDICTIONS, FILES = "predicted-h200.md", "files.md"
 GIB = 2**30
 
 COMMAND = "python -m benchmarks.measurements"
-RESULT_NAMES = {
-    "prefill": "infer-prefill-cpu",
-    "prefill lengths": "infer-prefill-lengths-cpu",
-    "decode": "infer-decode-cpu",
-    "decode rows": "infer-decode-rows-cpu",
-    "transformers": "hf-baseline-cpu",
-    "servers": "hf-serve-cpu",
-    "HTTP": "http-timed-device-cpu",
-    "HTTP, a model": "http-medium-cpu",
-    "8 bits": "kv-quantization-cpu",
-    "closed form": "closed-form-cpu",
-    "loss": "loss-compiled-for-h200",
-    "train step": "train-step-compiled-for-h200",
-    "kv projection": "kv-projection-compiled-for-h200",
-    "predictions": "predicted-for-h200",
-}
-"""Subject -> what the names of its result files begin with; they end in the time."""
-QUALITY = "quality-*.json"
-"""All files count: each has some of the students."""
-
-
-def newest_path(subject: str) -> Path:
-    """The newest result file of a subject. Raises `FileNotFoundError`."""
-    name = f"{RESULT_NAMES[subject]}-2*.json"
-    if not (found := sorted(RESULTS.glob(name))):
-        raise FileNotFoundError(f"{RESULTS} has no {name}")
-    return found[-1]
-
-
-def newest(subject: str) -> dict[str, Any]:
-    return json.loads(newest_path(subject).read_text(encoding="utf-8"))
 
 
 def pair(subject: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -136,10 +110,10 @@ def lengths() -> str:
     ]
     return section(
         "Prefill over the length of the prompt",
-        f"The same model, medians of {repetitions}, on a machine with much other work (a load of "
-        f"{load:.1f} on {result['host']['cores']} cores): rates are far below those above. Only "
-        "the ratios tell, by processor time more than by the clock.",
-        table(("tokens", "times as fast", "by processor time", "by operations"), rows),
+        f"The same model, medians of {repetitions}, on a machine that was busy with other work (a "
+        f"load of {load:.1f} on {result['host']['cores']} cores), so rates are far below those "
+        "above. Use only the ratios; CPU time is more reliable than wall time here.",
+        table(("tokens", "times as fast", "by CPU time", "by operations"), rows),
         "![Speed-up and rate of prefill over the length](img/prefill.png)",
     )
 
@@ -162,13 +136,12 @@ def decode_rows() -> str:
     roofline = result["roofline"]
     return section(
         "Decoding many rows on a CPU",
-        f"The demo model's shipped student, prompts of {first['cell']['input_len']} tokens, "
-        f"{len(first['repetitions'])} repetitions, beside a large copy at "
-        f"{roofline['bandwidth'] / 1e9:.1f} GB/s and a large product at "
-        f"{roofline['flops'] / 1e9:,.0f} GFLOP/s, measured in the same run: "
-        f"{1e6 * further:.0f} us for each further row; `swiftkv infer bench decode --batch "
-        f"{','.join(str(row['cell']['prompts']) for row in found)}`.",
-        table(("rows", "a step", "tokens/s", "of the copy's bandwidth"), rows),
+        f"The shipped student of the demo model, prompts of {first['cell']['input_len']} tokens, "
+        f"{len(first['repetitions'])} repetitions. Each further row takes {1e6 * further:.0f} us. "
+        f"The same run measured a large copy at {roofline['bandwidth'] / 1e9:.1f} GB/s and a large "
+        f"matrix product at {roofline['flops'] / 1e9:,.0f} GFLOP/s. `swiftkv infer bench decode "
+        f"--batch {','.join(str(row['cell']['prompts']) for row in found)}`.",
+        table(("rows", "time of a step", "tokens/s", "of the copy's bandwidth"), rows),
     )
 
 
@@ -185,13 +158,13 @@ def transformers() -> str:
         "The same weights in Hugging Face transformers",
         f"transformers {versions['transformers'].rsplit('.', 1)[0]} on PyTorch "
         f"{versions['torch'].split('+')[0].rsplit('.', 1)[0]}, {result['threads']} threads, the "
-        "same model and prompts; `python -m benchmarks.hf_baseline`. How many times as fast "
-        "this package is, medians of "
-        f"{len(times)}:",
+        "same model and prompts; `python -m benchmarks.hf_baseline`. The table says how many times "
+        f"as fast this package is, medians of {len(times)}:",
         table(("", "time to first token", "further tokens"), rows),
-        f"Measured on a machine with other work: transformers' further tokens took "
-        f"{further[0]:.0f} to {further[-1]:.0f} ms, so only the first column tells. The teacher's "
-        f"tokens are the same as transformers' in {result['same_tokens']} of {len(times)} runs.",
+        f"The machine was busy with other work, and the further tokens of transformers took "
+        f"{further[0]:.0f} to {further[-1]:.0f} ms, so use only the first column. The teacher's "
+        f"tokens are the same as those of transformers in {result['same_tokens']} of {len(times)} "
+        "runs.",
     )
 
 
@@ -221,8 +194,8 @@ def loss() -> str:
     ]
     return section(
         "Memory of the distillation loss, by the H200 compiler",
-        f"Temporaries for {result['tokens']:,} x {result['vocabulary']:,} logits, forward and "
-        "gradient; `python -m benchmarks.loss`.",
+        f"Temporary memory of the loss and its gradient for {result['tokens']:,} x "
+        f"{result['vocabulary']:,} logits; `python -m benchmarks.loss`.",
         table(("divergence", "in chunks, as here", "all logits at once"), rows),
     )
 
@@ -235,11 +208,11 @@ def train_step() -> str:
     errors = sorted(row["plan_error"] for row in result["rows"])
     return section(
         "The distillation step, by the H200 compiler",
-        "Operations of one step at Llama-3.1-8B shape, K = 16, against a teacher and a student "
-        "that are two models; `python -m benchmarks.train_step`.",
+        "The operations that one step saves at Llama-3.1-8B shape, K = 16, against two separate "
+        "models for teacher and student; `python -m benchmarks.train_step`.",
         table(("`--remat`", "fewer operations"), [(names[key], saved[key]) for key in names]),
-        f"The memory plan of {len(result['rows'])} such steps is {errors[0]:+.1%} to "
-        f"{errors[-1]:+.1%} off the compiler's peak.",
+        f"The memory that this package plans for {len(result['rows'])} such steps differs from the "
+        f"compiler's peak by {errors[0]:+.1%} to {errors[-1]:+.1%}.",
     )
 
 
@@ -251,10 +224,10 @@ def kv_projection_figure() -> str:
 def kv_projection() -> str:
     return section(
         "The keys and values of the upper layers, by the H200 compiler",
-        "One matrix product makes all upper keys and values of a chunk. A kernel that fuses norm, "
-        f"product, rotary embedding and cache write could save at most {kv_projection_figure()} of "
-        "a prefill chunk's time, by bytes moved, so it is left to XLA; "
-        "`python -m benchmarks.kv_projection`.",
+        "One matrix product makes all upper keys and values of a chunk. A kernel that fuses the "
+        "norm, the product, the rotary embedding and the cache write could save at most "
+        f"{kv_projection_figure()} of a prefill chunk's time, by the bytes it would not move. So "
+        "this is left to XLA; `python -m benchmarks.kv_projection`.",
     )
 
 
@@ -280,48 +253,27 @@ def eight_bits() -> str:
     scored = cells["teacher", "float32", "float32"]["scored_tokens"]
     return section(
         "Perplexity with 8 bits",
-        f"Change against float32 on held-out text, {scored:,} tokens, demo model and shipped "
-        "student; `python -m benchmarks.kv_quantization`.",
+        f"The change against float32 on {scored:,} held-out tokens, for the demo model and the "
+        "shipped student; `python -m benchmarks.kv_quantization`.",
         table(("", "teacher", "student"), rows),
     )
 
 
-def of(make: Callable[..., str], *subjects: str) -> Callable[[], str]:
-    """The section that `make` makes of the newest results of some subjects."""
-    return lambda: make(*map(newest, subjects))
+def of(make: Callable[..., str], *subjects: str) -> Callable[[], str | None]:
+    """The section that `make` makes of the newest results of some subjects; None where one was not
+    measured."""
+    return lambda: make(*map(newest, subjects)) if all(map(is_measured, subjects)) else None
 
 
-def quality_documents() -> list[dict[str, Any]]:
-    """The results of `benchmarks.quality`."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(QUALITY))]
+def predictions() -> str:
+    return summarised(newest("predictions"), f"{TABLES}/{PREDICTIONS}")
 
 
 def sources() -> str:
-    rows = []
-    paths = [(subject, newest_path(subject)) for subject in RESULT_NAMES]
-    paths += [("quality", path) for path in sorted(RESULTS.glob(QUALITY))]
-    for subject, path in paths:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        where = result["device"]["kind"]
-        for verb in ("compiled", "predicted"):
-            if machine := result.get(f"{verb}_for"):
-                where = f"{verb} for {machine}"
-        versions = result["versions"]
-        link = f"[{path.name}](../benchmarks/results/{path.name})"
-        rows.append(
-            (
-                subject,
-                link,
-                where,
-                f"Python {versions['python']}, JAX {versions['jax']}",
-                result["date"][:10],
-            )
-        )
     return section(
         "Files",
-        "The results that this page was made from. Each holds its command, versions and commit. "
-        "Older files name the modules as they were called then.",
-        table(("subject", "file", "device", "versions", "date"), rows),
+        "Each result file holds its command, versions and commit. "
+        f"[All result files]({TABLES}/{FILES}).",
     )
 
 
@@ -336,16 +288,37 @@ SECTIONS = (
     loss,
     train_step,
     kv_projection,
-    of(summarised, "predictions"),
+    predictions,
     eight_bits,
 )
-LAST_SECTIONS = (of(limits, "closed form"), shipped, demo, sources)
+LAST_SECTIONS = (
+    of(limits, "closed form"),
+    of(hidden_loss, "hidden loss"),
+    shipped,
+    demo,
+    sources,
+)
+MARK = f"<!-- Written by {COMMAND}: change that, not this. -->"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """(file, text) of the page of measurements and of those with the long tables."""
+    yield PAGE, page()
+    tables = [
+        *quality.pages(quality_documents()),
+        (PREDICTIONS, full_page(newest("predictions"))),
+        (FILES, files_page()),
+    ]
+    for name, text in tables:
+        title, _, rest = text.partition("\n\n")
+        back = f"[All measurements](../{PAGE.name})"
+        yield PAGE.parent / TABLES / name, "\n\n".join([title, back, MARK, rest]) + "\n"
 
 
 def page() -> str:
-    """The whole page."""
-    parts = [make() for make in SECTIONS]
-    parts += [*sections(quality_documents()), *(make() for make in LAST_SECTIONS)]
+    """The page of measurements."""
+    parts = [make() for make in SECTIONS] + [*quality.sections(quality_documents())]
+    parts = [part for part in parts + [make() for make in LAST_SECTIONS] if part is not None]
     titles = [part.splitlines()[0].removeprefix("## ") for part in parts]
     contents = " · ".join(f"[{title}](#{anchor(title)})" for title in titles)
     return (
@@ -353,10 +326,11 @@ def page() -> str:
             [
                 "# Measurements",
                 contents,
-                f"<!-- Written by {COMMAND}: change that, not this. -->",
-                'On two CPU cores (x86-64, float32) with the commands named. Sections that say "by '
-                'the H200 compiler" were compiled only, the one that says "predicted" is of a '
-                "model: **no GPU or TPU has been timed yet**.",
+                MARK,
+                "Everything was measured on two CPU cores (x86-64, float32), with the commands "
+                'named. **Nothing has run on a GPU or TPU yet.** Sections that say "by the H200 '
+                'compiler" come from programs that were compiled but not run, and the section that '
+                'says "predicted" comes from a performance model.',
                 *parts,
             ]
         )
@@ -368,16 +342,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a page is out of date")
     args = parser.parse_args(argv)
-    text = page()
-    if not args.check:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"error: {PAGE.relative_to(ROOT)} is out of date: run {COMMAND}", file=sys.stderr)
-    return 1
+    for path, text in pages():
+        if not args.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"error: {path.relative_to(ROOT)} is out of date: run {COMMAND}", file=sys.stderr)
+            return cli.ERROR
+    return cli.OK
 
 
 if __name__ == "__main__":

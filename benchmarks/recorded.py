@@ -23,12 +23,12 @@ ASSERTED = (
         "prefill operations at that shape, K = 12 of 32 and an exact tail of 64 in a prompt of "
         "8,192, by XLA's count",
         "0.416 of the engine's teacher, which stops at the keys and values of its last layer "
-        "(asserted: 0.42); 0.403 of one that runs a layer more (0.41)",
+        "(asserted: 0.42); 0.403 of a teacher that also runs the rest of that layer (0.41)",
         "`tests/test_cost.py`",
     ),
     (
-        "operations of a score of 32 of 2,048 tokens, Llama-3.1-8B shape, by XLA's count of loops "
-        "once",
+        "operations of scoring 32 of 2,048 tokens, Llama-3.1-8B shape, by XLA, which counts the "
+        "body of a loop once",
         "0.52 of a full forward pass",
         "`tests/infer/runner/test_programs.py`",
     ),
@@ -83,8 +83,8 @@ then lost on far tokens                                  -0.020 nats"""
 def asserted() -> str:
     return section(
         "Asserted by tests",
-        "These figures are in no result file. The test named fails where they do not hold, to the "
-        "digits given; where it allows more than was measured, its bound is in brackets.",
+        "These figures are in no result file. The named test fails if a figure changes in the "
+        "digits shown. Where a test allows more than was measured, its bound is in brackets.",
         table(("what", "result", "asserted by"), ASSERTED),
     )
 
@@ -92,8 +92,8 @@ def asserted() -> str:
 def shipped() -> str:
     return section(
         "The shipped student",
-        "512 steps (2.1M tokens) of `swiftkv train --mesh 4x1 --max-steps 512` from the closed "
-        "form; the run prints them:",
+        "It was made by `swiftkv train --mesh 4x1 --max-steps 512`: 512 steps (2.1M tokens) from "
+        "the closed form. The run printed these figures:",
         table(("what", "result"), SHIPPED),
     )
 
@@ -101,9 +101,9 @@ def shipped() -> str:
 def demo() -> str:
     return section(
         "What `make demo` prints",
-        "136 s, on two cores: on so small a model the times vary from run to run. It distils for "
-        "16 steps only. Far tokens are those in the second half of a row on which the teacher "
-        "loses more than one nat where it sees no more of the first half than its last 64 tokens; "
-        "the three lines before the last are of the second halves of 32 rows.",
+        "It took 136 s on two cores. The times vary from run to run on a model as small as this. "
+        "It distils for 16 steps only. Far tokens are tokens in the second half of a row on which "
+        "the teacher loses more than one nat if it sees only the last 64 tokens of the first half. "
+        "The three lines before the last are measured on the second halves of 32 rows.",
         f"```\n{DEMO}\n```",
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_per_token
 from swiftkv_jax.initialization import init_llama, init_swiftkv
@@ -32,7 +33,7 @@ from swiftkv_jax.train.step import (
     micro_batch_sharding,
     state_shapes,
 )
-from swiftkv_jax.transformer import Batch, Remat
+from swiftkv_jax.transformer import Remat
 
 from .kv_projection import LLAMA_8B, TINY
 from .timing import Plan, Program, Run, measure

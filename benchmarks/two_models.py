@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import train_flops_by_part
 from swiftkv_jax.layers import head_weights, norm
@@ -27,7 +28,6 @@ from swiftkv_jax.pallas_kernels.remat import checkpoint_names
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
 from swiftkv_jax.train.distill import AUTHORS, linear_kl, mean_loss
 from swiftkv_jax.transformer import (
-    Batch,
     Remat,
     run_lower_layers,
     run_upper_layers_student,

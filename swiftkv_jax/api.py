@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from . import calibration, transformer
 from .attention import Attention
+from .batch import Batch, unpacked_batch
 from .calibration import LayerFit
 from .config import Config, GeneratedKV
 from .cut import choose_generated_kv
@@ -202,7 +203,7 @@ def _logits(
     tokens: Int[Array, "B T"],
     prompt_lengths: Int[Array, " B"] | None,
 ):
-    batch = _with_own(config, transformer.unpacked_batch(tokens), prompt_lengths)
+    batch = _with_own(config, unpacked_batch(tokens), prompt_lengths)
     if delta is None:
         hidden = transformer.teacher(config, llama, batch, attention=attention)
     else:
@@ -212,9 +213,7 @@ def _logits(
     return unembed(config, llama, hidden)
 
 
-def _with_own(
-    config: Config, batch: transformer.Batch, prompt_lengths: Int[Array, " B"] | None
-) -> transformer.Batch:
+def _with_own(config: Config, batch: Batch, prompt_lengths: Int[Array, " B"] | None) -> Batch:
     """With the tokens of each row that keep their own upper keys and values, if any do."""
     if prompt_lengths is None or config.generated_kv == "boundary":
         return batch
@@ -247,7 +246,7 @@ def distill_loss(
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
     refuse_quantized((model.llama, model.swiftkv), "distill_loss")
     tokens = _rows(model.config, tokens)
-    batch = transformer.unpacked_batch(tokens, _weights(tokens, loss_mask))
+    batch = unpacked_batch(tokens, _weights(tokens, loss_mask))
     batch = _with_own(model.config, batch, _prompt_lengths(tokens, prompt_lengths))
     sums = _distill_sums(
         model.config,

@@ -24,7 +24,13 @@ QKNorm = Literal["head", "all"]
 NormOrder = Literal["pre", "post", "both"]
 Activation = Literal["silu", "gelu_tanh"]
 _POSITIVE = (
-    "norm_eps embed_scale residual_scale query_scale score_cap logit_divisor logit_cap".split()
+    "norm_eps",
+    "embed_scale",
+    "residual_scale",
+    "query_scale",
+    "score_cap",
+    "logit_divisor",
+    "logit_cap",
 )
 
 MAX_LAYERS = 1_000
@@ -217,7 +223,7 @@ class Config:
         if tail and self.generated_kv != "own":
             raise ConfigError(f"exact_tail={tail} needs generated_kv=own")
         upper = range(self.num_lower_layers, self.num_layers)
-        if self.two_queries and any(self.kind(layer).window is not None for layer in upper):
+        if self.has_two_caches and any(self.kind(layer).window is not None for layer in upper):
             raise ConfigError(
                 f"generated_kv=own with key_value_group_size={self.key_value_group_size} needs "
                 f"upper layers without windows; generated_kv=boundary does not"
@@ -227,9 +233,9 @@ class Config:
             object.__setattr__(self, "exact_tail", 0)
 
     @property
-    def two_queries(self) -> bool:
-        """Whether upper layers attend to two caches, each with queries of its own: their group's,
-        and the keys and values that tokens keep of their own."""
+    def has_two_caches(self) -> bool:
+        """Whether upper layers attend to two caches: their group's, with the student's queries, and
+        one of the keys and values that tokens keep of their own, with the teacher's queries."""
         return self.generated_kv == "own" and self.key_value_group_size > 1
 
     @property

@@ -20,6 +20,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -33,7 +34,7 @@ from .checkpoints.hf_write import write_hf
 from .checkpoints.quantization_config import read_quantization_config
 from .checkpoints.source import Source
 from .checkpoints.tensor_map import MappedLeaf
-from .checkpoints.training_run import RECIPE, is_run, open_run, run_steps
+from .checkpoints.training_run import RECIPE, exported_model, is_run, open_run, run_steps
 from .config import Config
 from .errors import CheckpointError, UsageError
 from .io.files import check_free
@@ -138,17 +139,16 @@ def _return_freed_memory() -> None:
 def _hf2orbax(args: argparse.Namespace) -> int:
     if is_run(args.src):
         raise CheckpointError(f"{args.src}: a training run; convert it with orbax2hf first")
-    if is_orbax(args.src):
-        raise CheckpointError(
-            f"{args.src}: an Orbax directory already; give a Hugging Face directory"
-        )
+    src = exported_model(Path(args.src))
+    if is_orbax(src):
+        raise CheckpointError(f"{src}: an Orbax directory already; give a Hugging Face directory")
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape))
     mesh = make_mesh(shape)
     opened = (
-        open_hf(args.src)
+        open_hf(src)
         if args.base is None
-        else open_delta(args.src, open_any(args.base, delta_config(args.src)))
+        else open_delta(src, open_any(args.base, delta_config(src)))
     )
     with _bar(opened) as advance:
         orbax_io.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
@@ -160,7 +160,7 @@ def _orbax2hf(args: argparse.Namespace) -> int:
     kind, opened = _open(args)
     if kind == HUGGING_FACE and args.format == "full":
         raise CheckpointError(
-            f"{args.src}: a Hugging Face directory in this format already; give a training run, "
+            f"{opened.path}: a Hugging Face directory in this format already; give a training run, "
             f"one written by hf2orbax or save, or another --format"
         )
     with _bar(opened) as advance:
@@ -202,7 +202,8 @@ def _open(args: argparse.Namespace) -> tuple[str, Source]:
         return RUN, open_run(args.src, args.step, args.base)
     if args.step is not None or args.base is not None:
         raise UsageError(f"--step and --base are for training runs; {args.src} holds no {RECIPE}")
-    return ORBAX if is_orbax(args.src) else HUGGING_FACE, open_any(args.src)
+    src = exported_model(Path(args.src))
+    return ORBAX if is_orbax(src) else HUGGING_FACE, open_any(src)
 
 
 def _mlp(config: Config) -> str:
@@ -254,7 +255,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         facts[row] = (
             "KV bytes per token",
             f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)"
-            + (answer if config.two_queries else ""),
+            + (answer if config.has_two_caches else ""),
         )
     return facts
 

@@ -39,9 +39,9 @@ def tail_flops(config: Config, length: int, tail: int) -> int:
 
 
 def second_query_flops(config: Config) -> int:
-    """Operations of an upper layer for one token besides those of a plain one, where it attends to
+    """Operations of an upper layer for one token beyond those of a plain one, where it attends to
     two caches: the student's queries, and the mix of shared values."""
-    if not config.two_queries:
+    if not config.has_two_caches:
         return 0
     mix = 0 if config.shared_kv_heads is None else config.head_dim
     return 2 * config.num_heads * config.head_dim * (config.embed_dim + mix)
@@ -51,7 +51,8 @@ def kv_projections(config: Config, *, swiftkv: bool) -> int:
     """Layers' projections of keys and values in a decode step.
 
     Where generated tokens keep their own, those from the boundary are computed too if there is no
-    `exact_tail`: the last token of a prompt, the input of the first step, is then no own one.
+    `exact_tail`: the last token of a prompt, the input of the first step, does not keep its own
+    then.
     """
     if not swiftkv:
         return config.num_layers
@@ -64,11 +65,17 @@ def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     """Operations for one token of one row: every layer, attention to `context` positions, its own
     among them, and the logits."""
     attention = 2 * 2 * config.num_heads * config.head_dim * visible_positions(config, context)
-    projections = kv_projections(config, swiftkv=swiftkv)
-    layers = config.num_layers * (2 * (layer_weights(config) - kv_weights(config)) + attention)
+    return config.num_layers * attention + 2 * decode_weights(config, swiftkv=swiftkv)
+
+
+def decode_weights(config: Config, *, swiftkv: bool) -> int:
+    """Entries of the weights that a token is multiplied by in a decode step, the output matrix
+    among them."""
+    layers = config.num_layers * (layer_weights(config) - kv_weights(config))
+    layers += kv_projections(config, swiftkv=swiftkv) * kv_weights(config)
     if swiftkv:
-        layers += config.num_upper_layers * second_query_flops(config)
-    return layers + projections * 2 * kv_weights(config) + 2 * config.vocab_size * config.embed_dim
+        layers += config.num_upper_layers * second_query_flops(config) // 2
+    return layers + config.vocab_size * config.embed_dim
 
 
 def train_flops_per_token(config: Config, length: int, *, remat: Remat = "none") -> float:
@@ -103,7 +110,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     layers = upper * (upper_matmul - last)
     own_kv = 2 * upper * kv_weights(config) if config.generated_kv == "own" else 0
     student_attention = upper_attention
-    if config.two_queries:
+    if config.has_two_caches:
         own_kv += upper * query
         student_attention *= 2
     again = {

@@ -9,7 +9,7 @@ key/value heads on four devices, for example).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from .mesh import FSDP, MODEL, row_axes
 from .params import (
     LLAMA_PARAMS,
     QKV,
+    SWIFTKV_PARAMS,
     Block,
     Llama,
     Param,
@@ -63,7 +64,7 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
     Called where each layer is used, inside the scan, so that a device holds one gathered layer at a
     time. The gradient is reduce-scattered at once.
     """
-    if mesh is None or mesh.shape.get(FSDP, 1) == 1:
+    if not _has_fsdp(mesh):
         return weights
 
     def gather(row: Param, weight):
@@ -75,9 +76,21 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
     return map_params(gather, weights, is_leaf=_is_quantized)
 
 
+def all_gather_mix(mesh: Mesh | None, mix: jax.Array | None) -> jax.Array | None:
+    """`all_gather_fsdp` for the value mix of one layer, K H H; None stays None."""
+    if mix is None or not _has_fsdp(mesh):
+        return mix
+    row = SWIFTKV_PARAMS.mix
+    return _gather(mesh, row.model_axes[row.stacked :], mix, 0)
+
+
 def all_gather_vocabulary(mesh: Mesh | None, matrix: jax.Array) -> jax.Array:
     """`all_gather_fsdp` for the embedding and the output matrix, V D."""
     return matrix if mesh is None else _gather(mesh, LLAMA_PARAMS.embed.model_axes, matrix, 0)
+
+
+def _has_fsdp(mesh: Mesh | None) -> TypeGuard[Mesh]:
+    return mesh is not None and mesh.shape.get(FSDP, 1) > 1
 
 
 def constrain_activations(mesh: Mesh | None, x: jax.Array, *, sequence: bool = False) -> jax.Array:

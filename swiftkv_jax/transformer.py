@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
+from .batch import Batch
 from .config import Config
 from .layers import embed, norm, norm_heads, output_and_mlp, project_heads
 from .packed_attention import (
@@ -39,7 +39,6 @@ from .packed_attention import (
 from .params import (
     QKV,
     Block,
-    Leaf,
     Llama,
     ServingBlock,
     SwiftKV,
@@ -48,7 +47,12 @@ from .params import (
 )
 from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, rope_tables, scanned_kinds
-from .sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations
+from .sharding import (
+    all_gather_fsdp,
+    all_gather_mix,
+    all_gather_vocabulary,
+    constrain_activations,
+)
 
 LayerHook = Callable[[Array, Array], Any]
 
@@ -65,28 +69,6 @@ _CHECKPOINT = {
     ),
     "layer": functools.partial(jax.checkpoint, prevent_cse=False),
 }
-
-
-@struct.dataclass
-class Batch:
-    """Packed rows of tokens."""
-
-    tokens: Leaf  # i32[B, T]
-    positions: Leaf  # i32[B, T]; restart at 0 in every document
-    segment_ids: Leaf  # i32[B, T]; equal within a document, 0 is padding
-    loss_mask: Leaf  # f32[B, T]; weight of the prediction made at this position
-    own: Leaf = None  # bool[B, T]; tokens that keep upper keys and values of their own; None: none
-
-
-def unpacked_batch(
-    tokens: Int[Array, "B T"], loss_mask: Float[Array, "B T"] | None = None
-) -> Batch:
-    """Rows that hold one document each, from position 0."""
-    ones = jnp.ones_like(tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return Batch(
-        tokens, positions, ones, ones.astype(jnp.float32) if loss_mask is None else loss_mask
-    )
 
 
 # Layers -----------------------------------------------------------------------
@@ -287,11 +269,12 @@ def run_upper_layers_student(
     """The student's upper layers on shared keys and values: (x, sum over layers of
     `layer_hook(index, input)`).
 
-    Tokens that are `own` have keys and values by the teacher's projections of their hidden state
-    before each layer (`Config.generated_kv`), and with groups the teacher's queries look for them;
-    None is none. Raises `ValueError` if those projections were dropped.
+    `own` marks the tokens that keep their own keys and values (`Config.generated_kv`); None: none.
+    These are the teacher's projections of the token's hidden state before each layer, and layers
+    that share caches attend to them with the teacher's queries. Raises `ValueError` if those
+    projections were dropped.
     """
-    config, mesh, queries = config.at_length(x.shape[1]), attention.mesh, delta_queries(delta)
+    config, mesh = config.at_length(x.shape[1]), attention.mesh
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
@@ -304,33 +287,57 @@ def run_upper_layers_student(
         group_table(config, tables),
     )
     k, v = (_repeat_groups(config, a) for a in (k, v))
-    mixes = SwiftKV(None, None, None, None, mix=delta.mix)
-    teachers = None
-    if own is not None and config.key_value_group_size > 1:
-        teachers = require_teacher(llama, "keep the own keys and values of tokens")
-    elif own is not None:
-        upper_kv = require_upper_kv(llama, "keep the own keys and values of tokens")
-        queries = with_queries(upper_kv, queries)
+    run_layer, weights = _student_layer(config, llama, delta, own, attention)
 
     def layer_step(x, layer):
-        weights, k, v, kind = layer
-        block, qkv, mixes, teachers = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        weights, mix, k, v, kind = layer
+        weights = [all_gather_fsdp(mesh, part, layer=True) for part in weights]
         rope, window = kind_of(kind)
         read = packed_reader(config, attention, segment_ids, window)
-        if own is None:
-            x = cross_layer(
-                config, block, qkv, x, rope, lambda q: mixed(read(q, k, v), mixes.mix), attention
-            )
-        elif teachers is None:
-            attend = own_attention(read, own, k, v)
-            x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
-        else:
-            attend = two_cache_attention(read, own, k, v, mixes.mix)
-            x, _ = two_cache_layer(config, block, teachers, qkv, x, rope, attend, attention)
+        x = run_layer(weights, all_gather_mix(mesh, mix), x, rope, read, k, v)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    weights = llama.upper, queries, mixes, teachers
-    return _scan_upper(config, layer_step, (weights, k, v, kinds), x, layer_hook, remat)
+    return _scan_upper(config, layer_step, (weights, delta.mix, k, v, kinds), x, layer_hook, remat)
+
+
+def _student_layer(
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV,
+    own: Bool[Array, "B T"] | None,
+    attention: Attention,
+) -> tuple[Callable[..., Float[Array, "B T D"]], tuple[Block | QKV, ...]]:
+    """How an upper layer of the student runs, and the stacked weights that it needs:
+    `run(weights, mix, x, rope, read, k, v)` with the keys and values of the layer's group."""
+    queries = delta_queries(delta)
+
+    def shared_only(weights, mix, x, rope, read, k, v):
+        block, queries = weights
+
+        def attend(q):
+            return mixed(read(q, k, v), mix)
+
+        return cross_layer(config, block, queries, x, rope, attend, attention)
+
+    def own_or_shared(weights, mix, x, rope, read, k, v):
+        block, qkv = weights
+        assert own is not None and mix is None
+        attend = own_attention(read, own, k, v)
+        return self_layer(config, block, qkv, x, rope, attend, attention)[0]
+
+    def two_caches(weights, mix, x, rope, read, k, v):
+        block, qkv, queries = weights
+        assert own is not None
+        attend = two_cache_attention(read, own, k, v, mix)
+        return two_cache_layer(config, block, qkv, queries, x, rope, attend, attention)[0]
+
+    if own is None:
+        return shared_only, (llama.upper, queries)
+    if config.key_value_group_size > 1:
+        qkv = require_teacher(llama, "keep the own keys and values of tokens")
+        return two_caches, (llama.upper, qkv, queries)
+    kv = require_upper_kv(llama, "keep the own keys and values of tokens")
+    return own_or_shared, (llama.upper, with_queries(kv, queries))
 
 
 def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[Array, "U B K T H"]:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from swiftkv_jax import Config, load, save_hf
 from swiftkv_jax.checkpoints.digest import digest_all
+from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.convert import main
 from swiftkv_jax.params import SwiftKV, swiftkv_shapes
 from swiftkv_jax.stacks import split_layers
@@ -72,6 +73,22 @@ def test_a_run_is_exported_at_its_newest_step_or_any(run, tmp_path):
     assert main(["orbax2hf", str(run), str(tmp_path / "ten"), "--step", "10"]) == 0
     assert tensors(tmp_path / "ten") == exported_at(10, tmp_path / "10")
     assert load(tmp_path / "ten").config.num_key_value_layers == 6
+
+
+def test_the_folder_of_a_calibration_is_its_model(tmp_path, capsys):
+    """As that of a run: OUTPUT_DIR and OUTPUT_DIR/model are converted alike, and served alike."""
+    exported_at(10, tmp_path / "out" / "model")
+    (tmp_path / "out" / "calibration.json").write_text("{}")
+    for source, target in ("out", "a"), ("out/model", "b"):
+        flags = ["--format", "delta"]
+        assert main(["orbax2hf", str(tmp_path / source), str(tmp_path / target), *flags]) == 0
+    assert tensors(tmp_path / "a") == tensors(tmp_path / "b")
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert ModelOptions(tmp_path / "out").path == tmp_path / "out" / "model"
+    (tmp_path / "out" / "calibration.json").unlink()
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out")]) == 4
+    assert "out: not a checkpoint" in capsys.readouterr().err
 
 
 def test_a_run_is_exported_in_every_format_and_dtype(run, tmp_path):

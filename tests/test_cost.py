@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.attenuation import score_products
 from swiftkv_jax.calibration.moments import add_batch, moment_shapes
 from swiftkv_jax.config import Config, LayerKind
@@ -19,13 +20,18 @@ from swiftkv_jax.cost import (
     train_flops_per_token,
 )
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, variant_of
-from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.lowering import (
+    DecodeProgram,
+    PrefillProgram,
+    Program,
+    UpperProgram,
+    lower_program,
+)
 from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
 from swiftkv_jax.infer.runner.weights import weight_shapes
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.train.distill import mean_loss
-from swiftkv_jax.transformer import unpacked_batch
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
 # triangles, small.
@@ -48,10 +54,9 @@ def counted_flops(compiled) -> float:
 
 @pytest.mark.parametrize("swiftkv", [False, True])
 def test_prefill(swiftkv):
-    key = "prefill", LENGTH, 1, None
     lowered = lower_program(
         CONFIG,
-        key,
+        PrefillProgram(LENGTH, 1, None),
         batch=1,
         max_model_len=LENGTH,
         page_size=LENGTH,
@@ -91,11 +96,13 @@ def own(config: Config, exact_tail: int) -> Config:
     return dataclasses.replace(config, generated_kv="own", exact_tail=exact_tail)
 
 
-def counted(config: Config, key, swiftkv: bool = True, max_model_len: int = LENGTH, **fields):
+def counted(
+    config: Config, program: Program, swiftkv: bool = True, max_model_len: int = LENGTH, **fields
+):
     """XLA's figures of one program, before it is optimised."""
     defaults = {"batch": 1, "page_size": LENGTH, "dtype": jnp.float32}
     lowered = lower_program(
-        config, key, max_model_len=max_model_len, swiftkv=swiftkv, **defaults | fields
+        config, program, max_model_len=max_model_len, swiftkv=swiftkv, **defaults | fields
     )
     figures = lowered.cost_analysis()
     assert figures is not None
@@ -106,9 +113,9 @@ def test_prefill_with_a_tail():
     """All of a chunk: XLA's program runs the upper layers for a fixed number of tokens."""
     deep = dataclasses.replace(CONFIG, num_layers=5, num_key_value_layers=2)
     for config in own(deep, LENGTH + 1), own(deep, LENGTH):
-        key = "tail", LENGTH, LENGTH, None
+        program = UpperProgram(LENGTH, LENGTH, None, scores=False)
         assert prefill_flops(config, LENGTH, swiftkv=True) == pytest.approx(
-            counted(config, key), rel=0.05
+            counted(config, program), rel=0.05
         )
     assert prefill_flops(own(deep, 1000), LENGTH, swiftkv=True) == prefill_flops(
         own(deep, LENGTH), LENGTH, swiftkv=True
@@ -126,9 +133,9 @@ def test_decode_of_own_keys_and_values():
     again = 3 * 2 * 2 * 4 * 32 * 256
     assert decode_flops(own(config, 8), LENGTH, swiftkv=True) == teacher
     assert decode_flops(own(config, 0), LENGTH, swiftkv=True) == teacher + again
-    both, one = (counted(own(config, tail), ("decode", 1)) for tail in (0, 8))
+    both, one = (counted(own(config, tail), DecodeProgram(1)) for tail in (0, 8))
     assert both - one == pytest.approx(again, rel=0.05)
-    assert one == pytest.approx(counted(config, ("decode", 1), swiftkv=False), rel=0.01)
+    assert one == pytest.approx(counted(config, DecodeProgram(1), swiftkv=False), rel=0.01)
 
 
 @pytest.mark.parametrize("tail", [0, 8])
@@ -141,17 +148,17 @@ def test_two_caches(tail):
         grouped, shared_kv_heads=(tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     )
     pairs = 2 * config.num_upper_layers * 2 * 2 * config.num_heads * config.head_dim * LENGTH
-    for key, tokens, formula in (
-        (("decode", 1), 1, lambda config: decode_flops(config, LENGTH, swiftkv=True)),
+    for program, tokens, formula in (
+        (DecodeProgram(1), 1, lambda config: decode_flops(config, LENGTH, swiftkv=True)),
         (
-            ("tail", LENGTH, LENGTH, None),
+            UpperProgram(LENGTH, LENGTH, None, scores=False),
             LENGTH,
             lambda config: prefill_flops(
                 dataclasses.replace(config, exact_tail=LENGTH), LENGTH, swiftkv=True
             ),
         ),
     ):
-        plain, two, mixing = ((formula(c), counted(c, key)) for c in (config, grouped, mixed))
+        plain, two, mixing = ((formula(c), counted(c, program)) for c in (config, grouped, mixed))
         assert mixing[1] - two[1] == pytest.approx(mixing[0] - two[0], rel=0.01)
         more = two[1] - plain[1] - (two[0] - plain[0])
         assert 0 < more < pairs * tokens
@@ -166,9 +173,10 @@ def test_prefill_of_8b_with_a_tail():
     """K = 12 of 32 layers, a prompt of 8,192 of which the last 64 run through all layers. The
     engine's teacher stops at the keys and values of its last layer; a 33rd layer stops there
     instead."""
-    config, filling = own(CONFIG_8B, 64), ("prefill", 2048, 16, None)
+    config, filling = own(CONFIG_8B, 64), PrefillProgram(2048, 16, None)
     student = 3 * counted(config, filling, **SHAPE_8B)
-    student += counted(config, ("tail", 2048, 64, None), **SHAPE_8B)
+    tail = UpperProgram(2048, 64, None, scores=False)
+    student += counted(config, tail, **SHAPE_8B)
     for layers, limit in (32, 0.42), (33, 0.41):
         plain = dataclasses.replace(LLAMA_8B, num_layers=layers, num_key_value_layers=0)
         teacher = 4 * counted(plain, filling, swiftkv=False, **SHAPE_8B)
@@ -186,7 +194,7 @@ def test_decode_of_8b(tail):
     """XLA counts one step of the loop over pages, that is almost no attention."""
     config = own(CONFIG_8B, tail)
     one, plain = (
-        counted(config, ("decode", 1), swiftkv=swiftkv, **SHAPE_8B) for swiftkv in (True, False)
+        counted(config, DecodeProgram(1), swiftkv=swiftkv, **SHAPE_8B) for swiftkv in (True, False)
     )
     without, whole = (
         decode_flops(config, context, swiftkv=True) / decode_flops(config, context, swiftkv=False)

@@ -26,12 +26,15 @@ from tests.compile import test_bundles
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+RESULT_PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 EXAMPLES = ("generate", "engine", "score")
 REAL_MODEL = "Llama-3.1-8B-Instruct"
 
@@ -129,7 +132,7 @@ def test_examples_run(name, model_folder, monkeypatch):
 # What is named exists ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + RESULT_PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if re.match(r"https?:", target):
@@ -142,9 +145,24 @@ def test_relative_links_lead_somewhere(page):
             assert fragment in map(anchor, headings), f"{page.name}: {target}"
 
 
-def test_every_page_is_linked_from_the_readme():
-    for page in PAGES[1:]:
-        assert f"({page.relative_to(ROOT)})" in text_of(README), page.name
+def linked_from(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)", text_of(page))
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_the_index_links_every_page():
+    assert set(PAGES) - {INDEX} <= linked_from(INDEX)
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, waiting = set(), [README]
+    while waiting:
+        page = waiting.pop()
+        if page in PAGES and page not in reached:
+            reached.add(page)
+            waiting += linked_from(page)
+    assert reached == set(PAGES)
 
 
 def test_every_page_begins_with_its_contents():
@@ -219,7 +237,7 @@ def strings(path: Path) -> list[str]:
 
 def test_messages_that_are_quoted_are_said():
     page = text_of(ROOT / "docs" / "errors.md")
-    _, _, table = page.partition("| message says |")
+    _, _, table = page.partition("| message |")
     messages = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
     assert len(messages) >= 8
     said = [text for path in (ROOT / "swiftkv_jax").rglob("*.py") for text in strings(path)]
@@ -234,16 +252,24 @@ def test_make_targets_that_are_named_exist():
         assert set(named) <= targets, page.name
 
 
-def test_the_tree_of_files_is_complete():
+def test_the_tree_of_packages_is_complete():
+    """Every package, and every module of the top level."""
     (tree,) = blocks(ROOT / "docs" / "architecture.md", "")
     folders, named = [], set()
     for line in tree.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
         folders[depth:] = [name]
-        if name.endswith(".py"):
-            named.add("".join(folders[:depth]) + name)
-    found = {str(path.relative_to(ROOT)) for path in (ROOT / "swiftkv_jax").rglob("*.py")}
+        named.add("".join(folders[:depth]) + name)
+    package = ROOT / "swiftkv_jax"
+    found = {str(path.relative_to(ROOT)) for path in package.glob("*.py")}
+    found |= {f"{path.parent.relative_to(ROOT)}/" for path in package.rglob("__init__.py")}
     assert named == found, f"missing {sorted(found - named)}, gone {sorted(named - found)}"
+
+
+def test_every_module_begins_with_its_purpose():
+    """The page on architecture sends readers to these docstrings."""
+    for path in (ROOT / "swiftkv_jax").rglob("*.py"):
+        assert not text_of(path) or ast.get_docstring(ast.parse(text_of(path))), path
 
 
 # Figures -----------------------------------------------------------------------
@@ -260,6 +286,16 @@ def test_a_page_out_of_date_is_noticed(tmp_path, monkeypatch, capsys):
     assert "measurements.md is out of date" in capsys.readouterr().err
     assert measurements.main([]) == 0
     assert measurements.main(["--check"]) == 0
+
+
+def test_every_page_of_results_is_written_and_linked():
+    linked = set(re.findall(r"\]\(results/([^)]+)\)", text_of(measurements.PAGE)))
+    written = {path.name for path, _ in measurements.pages()} - {measurements.PAGE.name}
+    assert linked == written == {page.name for page in RESULT_PAGES}
+
+
+def test_the_page_of_measurements_is_short():
+    assert len(text_of(measurements.PAGE).splitlines()) <= 330
 
 
 def test_figures_of_the_readme_are_the_measured_ones():
@@ -303,7 +339,7 @@ def test_quality_in_the_readme_is_the_measured_one():
 def test_figures_of_the_pages_are_the_measured_ones():
     loss, training = measurements.loss_figures(), text_of(ROOT / "docs" / "training.md")
     assert f"{loss['forward, fused']:.2f} GiB\ninstead of {loss['forward, naive']:.1f}" in training
-    kernels = text_of(ROOT / "docs" / "kernels.md")
+    kernels = text_of(ROOT / "docs" / "kernels-internals.md")
     assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
     for (chip, cache_format), (positions, *bundles) in test_bundles.DECODE.items():
         cycles = round(test_bundles.copy_cycles(chip, cache_format, positions))
@@ -330,7 +366,7 @@ def test_drawings_are_those_of_the_program(name, tmp_path):
     assert (tmp_path / "drawn").read_text() == committed.read_text()
 
 
-@pytest.mark.parametrize("name", ["prefill", "analysis", "run"])
+@pytest.mark.parametrize("name", ["prefill", "analysis", "run", "quality"])
 def test_plots_can_be_drawn_again(name, tmp_path):
     pytest.importorskip("matplotlib")
     draw, ending = pictures()[name]

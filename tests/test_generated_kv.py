@@ -11,6 +11,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import ConfigError, transformer
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.checkpoints import load
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
@@ -183,7 +184,7 @@ def test_own_tokens_anywhere(group):
         model.config,
         model.llama,
         model.swiftkv,
-        transformer.unpacked_batch(jnp.asarray(tokens)),
+        unpacked_batch(jnp.asarray(tokens)),
         own=jnp.asarray(own),
     )
     found = unembed(model.config, model.llama, hidden)
@@ -270,16 +271,23 @@ def test_bad_prompt_lengths(lengths):
 
 
 def test_boundary_is_the_same_program():
-    """With `own` None, and for a config that says nothing, nothing is computed besides."""
+    """Without `own` a layer projects no keys and values: its products are those of the teacher's
+    layer but for those two."""
     hf = tiny.hf_config()
     model = tiny.model_of(hf, tiny.tensors_for(hf))
-    batch = transformer.unpacked_batch(jnp.zeros((2, 9), jnp.int32))
+    batch = unpacked_batch(jnp.zeros((2, 9), jnp.int32))
 
-    def count(**own):
-        jaxpr = jax.make_jaxpr(
-            lambda llama, delta: transformer.student(model.config, llama, delta, batch, **own)
-        )(model.llama, model.swiftkv)
-        return str(jaxpr).count("dot_general")
+    def products(run, *weights):
+        return str(jax.make_jaxpr(run)(*weights)).count("dot_general")
 
-    assert count() == count(own=None)
-    assert count(own=jnp.ones((2, 9), bool)) == count() + 2  # a scan's body: k and v of a layer
+    def student(**own):
+        return products(
+            lambda llama, delta: transformer.student(model.config, llama, delta, batch, **own),
+            model.llama,
+            model.swiftkv,
+        )
+
+    teacher = products(lambda llama: transformer.teacher(model.config, llama, batch), model.llama)
+    # Once for each scan: k and v of a layer's own. The student has those of the boundary besides.
+    assert student() == teacher
+    assert student(own=jnp.ones((2, 9), bool)) == teacher + 2

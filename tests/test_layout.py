@@ -22,7 +22,7 @@ FLOORS = [
     {"chat_template", "config", "distributed", "mesh", "roofline"},
     {"attention", "cut", "io", "params", "presets", "rope", "topology"},
     {"initialization", "kernel_check", "quantization", "stacks"},
-    {"cache", "experts", "model", "sharding"},
+    {"batch", "cache", "experts", "model", "sharding"},
     {"layers"},
     {"packed_attention"},
     {"checkpoints", "transformer"},

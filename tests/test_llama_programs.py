@@ -13,7 +13,13 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.config import Config
-from swiftkv_jax.infer.runner.lowering import GREEDY, lower_program
+from swiftkv_jax.infer.runner.lowering import (
+    DecodeProgram,
+    PrefillProgram,
+    Program,
+    UpperProgram,
+    lower_program,
+)
 from swiftkv_jax.infer.runner.weights import serving_weights
 from swiftkv_jax.params import QKV, llama_shapes, swiftkv_shapes
 from tests import tiny
@@ -55,16 +61,16 @@ def whole_rows(swiftkv: bool, config: Config = CONFIG):
     return jax.jit(lambda model, tokens: skv.logits(model, tokens)).lower(model, tokens)
 
 
-def served(config: Config, *key):
-    return lower_program(config, key, batch=2, max_model_len=64, page_size=16, steps=2)
+def served(config: Config, program: Program):
+    return lower_program(config, program, batch=2, max_model_len=64, page_size=16, steps=2)
 
 
 PROGRAMS = {
     "teacher": lambda config: whole_rows(False, config),
     "student": lambda config: whole_rows(True, config),
-    "prefill": lambda config: served(config, "prefill", 32, 4, None),
-    "score": lambda config: served(config, "score", 32, 32, None),
-    "decode": lambda config: served(config, GREEDY, 2),
+    "prefill": lambda config: served(config, PrefillProgram(32, 4, None)),
+    "score": lambda config: served(config, UpperProgram(32, 32, None, scores=True)),
+    "decode": lambda config: served(config, DecodeProgram(2, "greedy")),
 }
 recorded = pytest.mark.skipif(jax.__version__ != "0.11.2", reason="counts are those of JAX 0.11.2")
 

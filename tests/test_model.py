@@ -11,8 +11,11 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import transformer
+from swiftkv_jax.attention import DEFAULT
+from swiftkv_jax.batch import Batch, unpacked_batch
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.layers import embed, unembed
+from swiftkv_jax.packed_attention import packed_attention
 from swiftkv_jax.rope import rope_tables
 from swiftkv_jax.stacks import split_layers, unstack
 from tests import oracle, tiny
@@ -104,7 +107,7 @@ def run(model, batch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_oracle(name):
     hf, tensors, model, tokens = setup(name)
-    runs = run(model, transformer.unpacked_batch(jnp.asarray(tokens)))
+    runs = run(model, unpacked_batch(jnp.asarray(tokens)))
     assert set(runs) == ({"teacher", "student"} if model.config.num_upper_layers else {"teacher"})
     for who, (logits, inputs) in runs.items():
         expected = oracle.forward_batch(hf, tensors, tokens, swiftkv=who == "student")
@@ -134,7 +137,7 @@ def test_bfloat16(name):
         key: np.asarray(jnp.asarray(value, jnp.bfloat16), np.float64)
         for key, value in tensors.items()
     }
-    for who, (logits, _) in run(model, transformer.unpacked_batch(jnp.asarray(tokens))).items():
+    for who, (logits, _) in run(model, unpacked_batch(jnp.asarray(tokens))).items():
         expected = oracle.forward_batch(hf, rounded, tokens, swiftkv=who == "student").logits
         error = np.asarray(logits) - expected
         assert np.sqrt(np.mean(error**2)) < 0.02 * expected.std()
@@ -175,7 +178,7 @@ def packed(documents, pad_with: int = 0, length: int = 16):
         segments + [0] * padding,
     )
     row = (jnp.asarray([x], jnp.int32) for x in (tokens, positions, segments))
-    return transformer.Batch(*row, loss_mask=jnp.ones((1, length)))
+    return Batch(*row, loss_mask=jnp.ones((1, length)))
 
 
 @pytest.mark.parametrize("name", ["g=2", "llama3 rope"])
@@ -201,9 +204,7 @@ def test_later_tokens_have_no_influence():
     hf, _, model, tokens = setup("g=2")
     changed = tokens.copy()
     changed[:, 7:] = (changed[:, 7:] + 1) % hf["vocab_size"]
-    before, after = (
-        run(model, transformer.unpacked_batch(jnp.asarray(x))) for x in (tokens, changed)
-    )
+    before, after = (run(model, unpacked_batch(jnp.asarray(x))) for x in (tokens, changed))
     for who in "teacher", "student":
         np.testing.assert_array_equal(before[who][0][:, :7], after[who][0][:, :7])
         assert jnp.abs(before[who][0][:, 7:] - after[who][0][:, 7:]).max() > 0.1
@@ -252,7 +253,7 @@ def test_where_a_fresh_student_leaves_the_teacher(group, first_difference):
     groups differ one earlier."""
     hf, _, model, tokens = setup("K=L")
     student = skv.add_swiftkv(model, 2, group)
-    batch = transformer.unpacked_batch(jnp.asarray(tokens))
+    batch = unpacked_batch(jnp.asarray(tokens))
     runs = run(student, batch)
     difference = np.abs(np.asarray(runs["teacher"][1]) - np.asarray(runs["student"][1])).max(
         axis=(1, 2, 3)
@@ -359,8 +360,8 @@ def test_layers_one_by_one_equal_the_scan():
     _, _, model, tokens = setup("biases g=2")
     config, llama, delta = model.config, model.llama, model.swiftkv
     assert delta is not None
-    batch = transformer.unpacked_batch(jnp.asarray(tokens))
-    attend = transformer.packed_attention(config, transformer.DEFAULT, batch.segment_ids, None)
+    batch = unpacked_batch(jnp.asarray(tokens))
+    attend = packed_attention(config, DEFAULT, batch.segment_ids, None)
     x, (rope,) = embed(config, llama.embed, batch.tokens), rope_tables(config, batch.positions)
     for block, qkv in zip(unstack(llama.lower), unstack(llama.lower_qkv), strict=True):
         x, _ = transformer.self_layer(config, block, qkv, x, rope, attend)
@@ -377,9 +378,7 @@ def test_layers_one_by_one_equal_the_scan():
         group = i // config.key_value_group_size
 
         def read(q, group=group):
-            return transformer.DEFAULT.prefill(
-                q, keys[group], values[group], segment_ids=batch.segment_ids
-            )
+            return DEFAULT.prefill(q, keys[group], values[group], segment_ids=batch.segment_ids)
 
         x = transformer.cross_layer(config, block, queries[i], x, rope, read)
     assert_close(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)))

@@ -5,6 +5,8 @@ import re
 import tokenize
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "swiftkv_jax").rglob("*.py"))
 
@@ -97,6 +99,23 @@ ALLOWED = {
     # A masked key.
     "unseen": "pallas_kernels/",
 }
+# Phrases that plain pages do without, and what replaces them.
+UNPLAIN = {
+    "anybody": "the subject",
+    "besides": "beyond, beside or also",
+    "nobody": "the subject",
+    "of its own": "separate, or its",
+    "of their own": "separate, or their",
+    "somebody": "the subject",
+    "stranger": "independent",
+    "that are not there": "ahead of time",
+    "whoever": "the subject",
+}
+PLAIN_PAGES = [
+    *("CONTRIBUTING.md", "SECURITY.md", "docs/README.md", "docs/architecture.md"),
+    *("docs/comparison.md", "docs/errors.md", "docs/first-hour-on-a-gpu.md", "docs/kernels.md"),
+    *("docs/kernels-internals.md", "docs/models.md", "docs/server.md"),
+]
 RETIRED |= {"lane": "dp_rank", "lanes": "dp_size"}
 
 
@@ -126,6 +145,15 @@ def test_the_glossary_names_what_replaced_them():
     words = ("page_table", "dp_rank", "dp_size", "norm_swiftkv", "Engine.from_model")
     for word in words:
         assert word in (RETIRED | RETIRED_NAMES).values() and word in glossary
+
+
+@pytest.mark.parametrize("page", PLAIN_PAGES)
+def test_pages_are_plain(page):
+    """Outside of code. Lines may break within a phrase."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+    text = " ".join(text.lower().split())
+    found = {one: word for one, word in UNPLAIN.items() if re.search(rf"\b{one}\b", text)}
+    assert not found, found
 
 
 def test_words_are_found_in_names_comments_and_strings(tmp_path):

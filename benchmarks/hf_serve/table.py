@@ -40,15 +40,16 @@ def servers(document: dict[str, Any]) -> str:
     return section(
         "Beside the server of Hugging Face transformers",
         f"`transformers serve` {versions['transformers']} on PyTorch {versions['torch']} and this "
-        "package's server, one after another on two cores, with the same random float32 weights "
-        "(16 layers of width 1,024), "
-        f"the same clients and prompts of {document['input_len']} tokens, {document['output_len']} "
-        "new ones each; every client asks once, a single one three times. SwiftKV is at half of "
-        f"the layers. The teacher's greedy text is {same} that of transformers. `python -m "
+        "package's server run one after the other on two cores, with the same random float32 "
+        "weights (16 layers of width 1,024) and the same clients. Prompts have "
+        f"{document['input_len']} tokens, answers {document['output_len']}. Every client sends one "
+        "request, a single client three. In the SwiftKV model half of the layers are lower ones. "
+        f"The teacher's greedy text is {same} that of transformers. `python -m "
         "benchmarks.hf_serve`.",
         speed,
-        "What they do with what a request asks for, on `/v1/completions`, against what is computed "
-        "from the same weights without a server (`ignored`: the answer is the one without the "
-        "parameter), and with clients that leave, that are too many, and with SIGTERM:",
+        "How the servers treat the parameters of a request to `/v1/completions`: the answer is "
+        "compared with one that is computed from the same weights without a server. `ignored` "
+        "means that it is the answer without the parameter. The last rows are clients that "
+        "disconnect, too many clients, and SIGTERM.",
         behaviour,
     )

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.bench.dummy import dummy_model
+from swiftkv_jax.infer.engine.chunk_builder import Limits
 from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
-from swiftkv_jax.infer.engine.scheduler import Limits
 from swiftkv_jax.infer.runner.shapes import Shapes
 
 from ..hf_baseline import CONFIG as MEDIUM

@@ -35,22 +35,23 @@ def cost_of_http(timed: dict[str, Any], *models: dict[str, Any]) -> str:
     """The section of the page of measurements: of the timed device, and of real models."""
     shares = [cell["served"]["client_cpu_share"] for cell in timed["cells"]]
     of_models = [
-        f"The last row is the model of `benchmarks/medium` on both cores, {model['input_len']} and "
-        f"{model['output_len']} tokens; `--medium`."
+        f"The last row is the model of `benchmarks/medium`, computed on both cores, with prompts "
+        f"of {model['input_len']} tokens and answers of {model['output_len']} (`--medium`)."
         for model in models
     ]
     return section(
         "What HTTP costs",
-        f"The same requests through the engine alone and through the server, by turns, medians of "
-        f"{timed['repetitions']}; `python -m benchmarks.http`. The device only keeps time: "
-        f"{1e3 * timed['step_seconds']:g} ms for a decode step, "
-        f"{1e3 * timed['chunk_seconds']:g} ms for a chunk of 2,048 tokens, as an H200 with "
-        f"Llama-3.1-8B may take. Prompts have {timed['input_len']} tokens, answers "
+        f"The same requests are sent to the engine alone and through the server in turn; medians "
+        f"of {timed['repetitions']}; `python -m benchmarks.http`. A simulated device computes "
+        f"nothing and takes {1e3 * timed['step_seconds']:g} ms for a decode step and "
+        f"{1e3 * timed['chunk_seconds']:g} ms for a chunk of 2,048 tokens, which is roughly what "
+        f"an H200 may take for Llama-3.1-8B. Prompts have {timed['input_len']} tokens, answers "
         f"{timed['output_len']}. There are one and a half clients for each slot, with "
-        f"{timed['requests']} requests each, in a process of their own on the same two cores "
-        f"({min(shares):.0%} to {max(shares):.0%} of one).",
+        f"{timed['requests']} requests each. They run in another process on the same two cores and "
+        f"use {min(shares):.0%} to {max(shares):.0%} of one.",
         *of_models,
-        "The last columns are what HTTP adds to the time to the first token: for requests that "
-        "find nothing running, and with arrivals at half of the bare throughput.",
+        "`bare` is the engine alone. The last three columns are what HTTP adds to the time to the "
+        "first token (TTFT): for requests that are alone, and when requests arrive at half of the "
+        "bare throughput.",
         summary([cell for document in (timed, *models) for cell in document["cells"]]),
     )

@@ -27,19 +27,61 @@ def page(document: Mapping[str, Any]) -> str:
     return "\n\n".join(sections)
 
 
-def summarised(document: Mapping[str, Any]) -> str:
-    """One section: attention and the targets."""
+SHOWN = ("prefill, 8192 in", "decode-2k", "offline, 2000 in")
+"""How the names of the serving figures that the page of measurements quotes begin."""
+
+
+def summarised(document: Mapping[str, Any], page: str) -> str:
+    """The section of the page of measurements, which refers to another `page` for the tables."""
+    required = {row["name"]: _required(row) for row in document["rows"]}
+    missed = [name for name, words in required.items() if "missed" in words]
+    met = sum(map(bool, required.values())) - len(missed)
+    figures = [
+        f"- {name}: {predicted} (a release requires {release})"
+        for name, release, _, predicted in judge(document["parts"])
+        if name.startswith(SHOWN)
+    ]
     return section(
-        f"Attention and serving on an {document['predicted_for'].upper()}, predicted",
-        "From counts of bytes, products and launches, **not measured**: `python -m "
-        "benchmarks.predict`, which has the parameters and their sources. How near "
-        "they come is not known; nearest, by their making, at head dim 128. Rows, and what a "
-        "release requires of them, are those of `python -m benchmarks.kernels`; what it requires "
-        "beside cuDNN is not predicted.",
-        attention(document),
-        "Llama-3.1-8B, K = 16, bfloat16, against the targets of `python -m benchmarks.serve`; the "
-        "host takes no time in them.",
-        targets(document),
+        title(document),
+        f"{ORIGIN} [All predictions]({page}).",
+        f"Attention: of the rows for which a release requires a rate, {met} are predicted to meet "
+        f"it and {len(missed)} to miss it: {', '.join(missed)}.",
+        "Serving Llama-3.1-8B, K = 16, bfloat16, where the host takes no time:",
+        "\n".join(figures),
+    )
+
+
+ORIGIN = (
+    "**Not measured**: nothing here has run on a GPU. The times follow from counts of bytes, "
+    "products and launches (`python -m benchmarks.predict`, which has the parameters and their "
+    "sources). How close they come is not known. The model was calibrated for head dim 128 and is "
+    "least uncertain there."
+)
+
+
+def title(document: Mapping[str, Any]) -> str:
+    return f"Attention and serving on an {document['predicted_for'].upper()}, predicted"
+
+
+def full_page(document: Mapping[str, Any]) -> str:
+    """A page of its own: attention and the targets of serving."""
+    return "\n\n".join(
+        [
+            f"# {title(document)}",
+            ORIGIN,
+            section(
+                "Attention",
+                "The rows, and what a release requires of them, are those of `python -m "
+                "benchmarks.kernels`. Requirements that compare with cuDNN are not predicted.",
+                attention(document),
+            ),
+            section(
+                "Serving",
+                "Llama-3.1-8B, K = 16, bfloat16, against the targets of `python -m "
+                "benchmarks.serve`. The host takes no time in these figures.",
+                targets(document),
+            ),
+        ]
     )
 
 
@@ -64,7 +106,7 @@ def _required(row: Mapping[str, Any]) -> str:
         if target.row == row["name"] and target.measure in row:
             is_rate = target.measure == "rate"
             bound = f"{target.value:g} {row['unit']}" if is_rate else f"{target.value:.0%}"
-            missed = "" if row[target.measure] >= target.value else ", missed by this"
+            missed = "" if row[target.measure] >= target.value else ", missed"
             cells.append(f"≥ {bound}{missed}")
     return "; ".join(cells)
 

@@ -9,9 +9,10 @@ A student has a cut (share of the layers that keep their own keys and values), a
 layers that share a cache), a start (`authors`: the mean of a group's projections; `leader`: those
 of its first layer; `closed-form`: least squares) and a number of optimiser steps of 8 rows of 512
 tokens. The authors' start is trained by the authors' recipe at the best of several learning rates,
-the others by this package's. Every student is also served with own keys and values for the tokens
-after the prompt (`own`), and for the last 64 of the prompt (`own+64`). With `--generated-kv own`
-they are fitted to and trained for that.
+the others by this package's at its default rate, or at the best of `--package-rates`. Every student
+is also served with own keys and values for the tokens after the prompt (`own`), and for the last 64
+of the prompt too (`own+64`). With `--generated-kv own` they are fitted to and trained for that;
+with groups they are trained for the boundary and then scaled, unless `--train-own` is given.
 
 Untrained students come first, then by steps. Each is kept in the folder when it is done, the same
 command continues, and the JSON in `benchmarks/results` is rewritten every time. The exit code is 0
@@ -41,10 +42,10 @@ from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report
 from ..teachers.files import TeacherFiles
-from . import generation, summary, table
+from . import generation, summary, table, verdict
 from .bench import Bench
 from .held_out import PROMPT
-from .students import AUTHORS_RATES, STARTS, Arm, Loss, plan
+from .students import AUTHORS_RATES, PACKAGE_RATES, STARTS, Arm, Loss, plan
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -90,6 +91,12 @@ def parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     flag(
+        "--train-own",
+        action="store_true",
+        help="with --generated-kv own: train students with groups for own keys and values, from "
+        "the scaled start (default: for the boundary, and scale them in the end)",
+    )
+    flag(
         "--loss",
         choices=get_args(Loss),
         default="distillation",
@@ -104,6 +111,15 @@ def parser() -> argparse.ArgumentParser:
         help="learning rates of the authors' recipe, tried upwards until one is worse (default: "
         + ",".join(f"{rate:g}" for rate in AUTHORS_RATES)
         + ")",
+    )
+    flag(
+        "--package-rates",
+        type=_rates,
+        default=PACKAGE_RATES,
+        metavar="RATE,...",
+        help="the same for this package's recipe (default: "
+        + ",".join(f"{rate:g}" for rate in PACKAGE_RATES)
+        + ", its own)",
     )
     flag("--seeds", type=int, default=3, help="of each trained student (default: 3)")
     flag("--rows", type=int, help="held-out rows (default: the first 4,096 tokens of every file)")
@@ -168,6 +184,7 @@ def measure(args: argparse.Namespace) -> int:
         num_prompts=0 if args.no_generation else args.prompts,
         sources=facts["sources_sha256"],
         rates=args.rates,
+        package_rates=args.package_rates,
     )
     drawn = summary.draws(len(bench.held_out.names))
     document: dict[str, Any] = facts | {
@@ -187,7 +204,7 @@ def measure(args: argparse.Namespace) -> int:
     if not document["rows"]:
         raise UsageError("every student diverged")
     print(table.table(document))
-    lines, kept = table.verdict(document["rows"])
+    lines, kept = verdict.verdict(document["rows"])
     print("\n" + "\n".join(lines))
     logger.info("written to %s", output)
     return cli.ERROR if args.check and not kept else cli.OK
@@ -206,13 +223,16 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
     if unknown := [start for start in starts if start not in STARTS]:
         raise UsageError(f"`starts`={unknown[0]!r}: expected some of {','.join(STARTS)}")
     chosen: list[Init] = [start for start in STARTS if start in starts]
-    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv, args.loss)
+    if args.train_own and args.generated_kv != "own":
+        raise UsageError("`train_own` needs `generated_kv`=own")
+    loss, trains_own = args.loss, args.train_own
+    arms = plan(num_layers, cuts, groups, chosen, steps, args.generated_kv, loss, trains_own)
     if not arms:
         raise UsageError(
             f"`groups`={args.groups}: with `cuts`={args.cuts} and `starts`={args.starts} there is "
             f"no student: sizes must divide the upper layers, `leader` needs more than 1, and "
             f"`generated_kv`=own the closed form, `loss`=cross-entropy steps and "
-            f"another start than the authors'"
+            f"another start than the authors', `train_own` steps and sizes of more than 1"
         )
     return arms
 

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from swiftkv_jax.checkpoints import load, open_any
+from swiftkv_jax.cut import choose_generated_kv
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io import files
 from swiftkv_jax.mesh import MeshShape, make_mesh
 from swiftkv_jax.model import Model
@@ -31,12 +33,12 @@ from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.setup import open_tokenizer
 
 from ..teachers.files import TeacherFiles
-from . import scores, students
+from . import scores, students, summary
 from .generation import Prompt, find_prompts, parsed_blocks
 from .held_out import held_out_rows
 from .scores import MODES, Mode
 from .students import Arm
-from .summary import Cell, loss
+from .summary import Cell
 
 FORMAT = 1
 """To be counted up where the content of the kept files changes."""
@@ -59,12 +61,14 @@ class Bench:
         num_prompts: int,
         sources: str,
         rates: Sequence[float] = students.AUTHORS_RATES,
+        package_rates: Sequence[float] = students.PACKAGE_RATES,
     ):
         """`layers` are the first upper layers of all students, `rows` limits the held-out rows,
-        `sources` is the digest of the code that cells are marked with, `rates` are tried with the
-        authors' recipe."""
+        `sources` is the digest of the code that cells are marked with. `rates` are tried with the
+        authors' recipe, `package_rates` with this package's, both rising."""
         self._folder, self._mesh = folder, make_mesh(mesh)
-        self._layers, self._sources, self._rates = sorted(set(layers)), sources, rates
+        self._layers, self._sources = sorted(set(layers)), sources
+        self._rates, self._package_rates = rates, package_rates
         self._recipe = dataclasses.replace(DEMO, model=str(files.model), mesh=mesh, dtype="float32")
         tokenizer, texts = open_tokenizer(self._recipe), list(files.held_out_texts())
         training = prepare(files.train, tokenizer, DEMO.max_length, folder / "data")
@@ -82,8 +86,9 @@ class Bench:
     def cells_of(self, arm: Arm, seeds: int) -> Iterator[tuple[list[Cell], list[Cell]]]:
         """(cells that count, cells of all learning rates) after each cell: the best rate of the
         first seed, then the other seeds at that rate. What diverged does not count."""
+        loss = functools.partial(summary.loss, mode=arm.generated_kv)
         tried, cells = list[Cell](), list[Cell]()
-        for rate in self._rates if arm.has_rates else (self._recipe.learning_rate,):
+        for rate in self._rates_of(arm):
             tried.append(self._cell(arm, rate, 0))
             cells = [cell for cell in sorted(tried, key=loss)[:1] if math.isfinite(loss(cell))]
             yield cells, tried
@@ -93,6 +98,12 @@ class Bench:
             cell = self._cell(arm, cells[0]["learning_rate"], seed)
             cells = cells + [cell] * math.isfinite(loss(cell))
             yield cells, tried
+
+    def _rates_of(self, arm: Arm) -> Sequence[float]:
+        """The learning rates to try, rising; nothing depends on the one of an untrained student."""
+        if not arm.steps:
+            return (self._recipe.learning_rate,)
+        return self._rates if arm.uses_authors_recipe else self._package_rates
 
     def _cell(self, arm: Arm, rate: float, seed: int) -> Cell:
         name = arm.name(rate, seed)
@@ -126,7 +137,7 @@ class Bench:
         cell["seconds"] = {part: round(value, 1) for part, value in seconds.items()}
         cell["identity"] = identity
         _keep(file, cell)
-        logger.info("%s: loss %.4f, %s", name, loss(cell), cell["seconds"])
+        logger.info("%s: loss %.4f, %s", name, summary.loss(cell), cell["seconds"])
         return cell
 
     def _measure(self, cell: Cell, model: Model, prompts: list[Prompt]) -> None:
@@ -186,8 +197,12 @@ class Bench:
 
 
 def served_modes(model: Model) -> tuple[Mode, ...]:
-    """Those that the engine has: `own` only where no layers share a cache."""
-    return MODES if model.config.key_value_group_size == 1 else MODES[:1]
+    """Those that the engine has for this architecture."""
+    try:
+        choose_generated_kv(model.config, "own")
+    except UsageError:  # groups of layers with a sliding window
+        return MODES[:1]
+    return MODES
 
 
 def _kept(file: Path, identity: dict[str, Any]) -> Cell | None:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.config import Config
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import Model
@@ -27,7 +28,7 @@ from swiftkv_jax.rope import rope_tables
 from swiftkv_jax.sharding import batch_sharding
 from swiftkv_jax.train.far_tokens import FAR_NATS, KEPT
 from swiftkv_jax.train.sweep import teacher_states
-from swiftkv_jax.transformer import Batch, run_lower_layers, run_upper_layers_student
+from swiftkv_jax.transformer import run_lower_layers, run_upper_layers_student
 
 from .held_out import PROMPT, HeldOut
 

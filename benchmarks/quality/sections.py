@@ -1,4 +1,5 @@
-"""Sections of `docs/measurements.md`: a table of all measured students of each teacher."""
+"""The measured students of each teacher: a section of `docs/measurements.md` with those at half of
+the layers, and a page in `docs/results` with all of them."""
 
 from __future__ import annotations
 
@@ -7,30 +8,176 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import markdown
+from ..teachers.__main__ import TEACHERS
+from .plot import STEPS
 from .students import STARTS
-from .table import LEGEND, Row, describe, key, rows_table, verdict
+from .table import (
+    LEGEND,
+    TERMS,
+    VERDICTS,
+    describe,
+    describe_answers,
+    rows_table,
+    steps_of,
+    verdicts,
+)
+from .verdict import Row, key, verdict
 
 TITLE = "What each cut costs in quality"
+PICTURE = "quality"
+SUMMARY_GROUPS = (1, 2, 4)
+SUMMARY_HEADER = (
+    "g",
+    "start",
+    "steps",
+    "above the teacher",
+    "after the prompt",
+    "KL",
+    "far tokens, nats lost",
+    "verdict",
+    "`own+64`: after the prompt",
+    "KL",
+    "far tokens, nats lost",
+    "verdict",
+)
 
 
 def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
     """A section for each teacher, the demo model first."""
     for teacher, document in by_teacher(documents).items():
-        about = [
-            f"{describe(document)} `python -m benchmarks.quality`, all runs together: where a "
-            "student was measured more than once, the row at the best learning rate, then that of "
-            "more seeds, then the newest.",
-            LEGEND,
-        ]
-        if teacher != "demo":
-            about = [
-                f"{describe(document)} It learned from installed packages, and other packages are "
-                "held out (`python -m benchmarks.teachers`); `python -m benchmarks.quality "
-                f"--teacher FOLDER`. Columns as [above](#{markdown.anchor(TITLE)})."
-            ]
+        table = (
+            f"The table has the students with K at half of the layers. `above the teacher` is how "
+            f"far their perplexity is above the teacher's on all tokens, `after the prompt` the "
+            f"same on the tokens after the prompt. These columns are for serving `boundary`; the "
+            f"last four are for `own+64`, with closed-form students that are fitted to `own`. "
+            f"Empty cells were not measured. [All students](results/{page_name(teacher)}) are on "
+            f"another page, with intervals."
+        )
         bars = [f"- {line}" for line in verdict(document["rows"])[0] if " (bar " in line]
-        title = TITLE if teacher == "demo" else f"{TITLE}: the teacher {teacher}"
-        yield markdown.section(title, *about, rows_table(document["rows"]), "\n".join(bars))
+        parts = [describe(document), table, summary_table(document["rows"])]
+        if teacher == "demo":
+            parts = [
+                "A student is compared with its teacher on held-out text; `python -m "
+                "benchmarks.quality`.",
+                TERMS,
+                VERDICTS,
+                *parts,
+                f"![Perplexity above the teacher and nats lost on far tokens over K]"
+                f"(img/{PICTURE}.png)",
+                f"The plot shows students after {STEPS} steps, served `boundary`. With `g = all` "
+                f"all upper layers share one cache.",
+            ]
+        else:
+            parts = [
+                f"{made_by(document)} The terms are explained [above](#{markdown.anchor(TITLE)}).",
+                *parts,
+            ]
+        yield markdown.section(title(teacher), *parts, "Requirements:", "\n".join(bars))
+
+
+def title(teacher: str) -> str:
+    return TITLE if teacher == "demo" else f"{TITLE}: the teacher {teacher}"
+
+
+def page_name(teacher: str) -> str:
+    return f"quality-{teacher}.md"
+
+
+def pages(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(file name, title and text) of the page of each teacher's students."""
+    for teacher, document in by_teacher(documents).items():
+        command = "`python -m benchmarks.quality`."
+        if teacher != "demo":
+            command = f"`python -m benchmarks.quality --teacher FOLDER`. {made_by(document)}"
+        merging = (
+            "The table joins all runs. If a student was measured more than once, it shows the best "
+            "learning rate, then the row of more seeds, then the newest."
+        )
+        about = f"{describe(document)} {describe_answers(document)}"
+        parts = [about, f"Made by {command}", merging, LEGEND]
+        lines = [f"- {line}" for line in verdict(document["rows"])[0]]
+        yield (
+            page_name(teacher),
+            "\n\n".join(
+                [
+                    f"# {title(teacher)}: all students",
+                    *parts,
+                    rows_table(document["rows"]),
+                    "## Bars and verdicts",
+                    "\n".join(lines),
+                ]
+            ),
+        )
+
+
+def made_by(document: dict[str, Any]) -> str:
+    """How the teacher that was measured is made."""
+    teacher = document["teacher"]
+    name, steps = teacher["name"], teacher.get("steps")
+    command, note = f"python -m benchmarks.teachers {name} FOLDER", ""
+    default = TEACHERS[name].steps if name in TEACHERS else steps
+    if steps is not None and steps != default:
+        command += f" --steps {steps}"
+    if steps is not None and default is not None and steps < default:
+        note = (
+            f" It is under-trained: it had {steps:,} steps ({teacher['tokens'] / 1e6:.1f}M tokens) "
+            f"and the command's default is {default:,}."
+        )
+    return (
+        f"`{command}` trains this teacher on the source of installed packages. The held-out text "
+        f"comes from other packages.{note}"
+    )
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """Students at half of the layers, one line for each group size, start and number of steps."""
+    found, shown = {key(row): row for row in rows if row["share"] == 0.5}, verdicts(rows)
+    lines = []
+    for group in SUMMARY_GROUPS:
+        for start in ("authors", "closed-form"):
+            fitted = "own" if start == "closed-form" else "boundary"
+            for steps in (0, 64, 512):
+                boundary, own = (
+                    next(
+                        (
+                            row
+                            for each, row in found.items()
+                            if each[1:] == (group, start, steps, mode, kv, "distillation")
+                        ),
+                        None,
+                    )
+                    for mode, kv in (("boundary", "boundary"), ("own+64", fitted))
+                )
+                if boundary or own:
+                    lines.append(_summary_line(boundary, own, shown))
+    return markdown.table(SUMMARY_HEADER, lines)
+
+
+def _summary_line(boundary: Row | None, own: Row | None, shown: dict) -> tuple[str, ...]:
+    row = boundary or own
+    assert row is not None
+    whole = boundary and boundary["all"]
+    return (
+        str(row["key_value_group_size"]),
+        f"`{row['start']}`",
+        steps_of(row),
+        f"{whole['above']['value']:+.2%}" if whole else "",
+        *_summary_cells(boundary, shown),
+        *_summary_cells(own, shown),
+    )
+
+
+def _summary_cells(row: Row | None, shown: dict[tuple, str]) -> tuple[str, ...]:
+    """After the prompt: perplexity above the teacher, KL, nats lost on far tokens; the verdict."""
+    if row is None:
+        return ("",) * 4
+    answers = row["answers"]
+    return (
+        f"{answers['above']['value']:+.2%}",
+        f"{answers['kl']['value']:.4f}",
+        f"{row['far']['difference']['value']:+.3f}" if row["far"] else "",
+        shown[key(row)],
+    )
 
 
 def by_teacher(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -72,14 +219,20 @@ def _text(document: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _better(before: Row, later: Row) -> Row:
-    """The row that counts, with the learning rates of both; generated blocks of either."""
-    rates = (before["perplexity_of_rates"] or {}) | (later["perplexity_of_rates"] or {})
+    """The row that counts, with the learning rates of both; generated blocks of either. The later
+    one counts where their rates were compared in different modes."""
+    comparable = before.get("rates_mode", "boundary") == later.get("rates_mode", "boundary")
+    earlier = before["perplexity_of_rates"] if comparable else None
+    rates = (earlier or {}) | (later["perplexity_of_rates"] or {})
     if before["learning_rate"] == later["learning_rate"]:
         row = max(later, before, key=lambda each: len(each["seeds"]))
+    elif not comparable:
+        row = later
     else:
         row = min(before, later, key=lambda each: rates[f"{each['learning_rate']:g}"])
     blocks = later["blocks"] or before["blocks"]
-    return row | {"perplexity_of_rates": rates or None, "blocks": blocks}
+    chosen = {"perplexity_of_rates": rates or None, "blocks": blocks}
+    return row | chosen | {"rates_mode": later.get("rates_mode", "boundary")}
 
 
 def _row_order(row: Row) -> tuple:

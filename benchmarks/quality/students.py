@@ -22,6 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
@@ -30,9 +31,9 @@ from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
 from swiftkv_jax.sharding import swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
-from swiftkv_jax.train.recipe import RECIPES, Init, Recipe
+from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
 from swiftkv_jax.train.setup import cut_model, load_model, own_tail
-from swiftkv_jax.train.start import first_delta, scale_queries
+from swiftkv_jax.train.start import initialize_delta, scale_queries
 from swiftkv_jax.train.step import (
     TrainState,
     init_state,
@@ -40,7 +41,7 @@ from swiftkv_jax.train.step import (
     make_train_step,
     micro_batch_sharding,
 )
-from swiftkv_jax.transformer import Batch, student
+from swiftkv_jax.transformer import student
 
 from ..teachers.pretrain import text_loss
 
@@ -48,6 +49,8 @@ STARTS: tuple[Init, ...] = ("authors", "leader", "closed-form")
 AUTHORS_RATES = (5e-4, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 """Learning rates that the authors' recipe is tried with, from the first up to the first that is
 worse than the one before it; the best by perplexity counts."""
+PACKAGE_RATES = (DEMO.learning_rate,)
+"""Those of this package's recipe: only its default, unless more are asked for."""
 Loss = Literal["distillation", "cross-entropy"]
 """What a student is trained with: this package's loss, or, as a control, the text alone."""
 _HEADS = "shared_kv_heads"
@@ -55,7 +58,7 @@ _HEADS = "shared_kv_heads"
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Students that differ in their seed alone, and for the authors' start in the learning rate."""
+    """Students that differ in their seed and learning rate alone."""
 
     num_key_value_layers: int
     key_value_group_size: int
@@ -64,16 +67,18 @@ class Arm:
     generated_kv: GeneratedKV = "boundary"
     """What it is fitted to and trained for; it is served in every mode. With groups it is trained
     for `boundary`, and its queries are scaled in the end (`train calibrate --keep-delta`)."""
-
-    @property
-    def scales_queries(self) -> bool:
-        return self.generated_kv == "own" and self.key_value_group_size > 1
-
     loss: Loss = "distillation"
+    trains_own: bool = False
+    """With groups and `own` the opposite order: queries are scaled first, then it is trained for
+    `own`. `swiftkv train` refuses that."""
 
     @property
-    def has_rates(self) -> bool:
-        """Whether several learning rates are tried; else it is the recipe's."""
+    def scales_trained_queries(self) -> bool:
+        return self.generated_kv == "own" and self.key_value_group_size > 1 and not self.trains_own
+
+    @property
+    def uses_authors_recipe(self) -> bool:
+        """Whether it is trained by the authors' recipe; else, if at all, by this package's."""
         return self.start == "authors" and self.steps > 0
 
     def recipe(self, base: Recipe, rate: float, seed: int) -> Recipe:
@@ -93,8 +98,10 @@ class Arm:
 
     def name(self, rate: float, seed: int) -> str:
         """`"4-2-authors-64-0.002-seed1"`; without rate and seed if nothing is trained, and
-        `"4-1-closed-form-own-0"` for own keys and values."""
-        start = self.start if self.generated_kv == "boundary" else f"{self.start}-own"
+        `"4-1-closed-form-own-0"` or `"4-2-closed-form-train-own-64-0.002-seed1"` for own keys and
+        values."""
+        own = "-train-own" if self.trains_own else "-own"
+        start = self.start if self.generated_kv == "boundary" else f"{self.start}{own}"
         if self.loss != "distillation":
             start = f"{start}-{self.loss}"
         parts = [self.num_key_value_layers, self.key_value_group_size, start, self.steps]
@@ -109,11 +116,13 @@ def plan(
     steps: Sequence[int],
     generated_kv: GeneratedKV = "boundary",
     loss: Loss = "distillation",
+    trains_own: bool = False,
 ) -> list[Arm]:
     """All arms, those of fewer steps first. A group size of None is all upper layers. With
     `generated_kv` own they are those from the closed form: copies are not fitted to anything, and
-    the authors' recipe knows no own keys and values. With the loss `cross-entropy` they are those
-    that are trained, by this package's recipe.
+    the authors' recipe has no own keys and values. With the loss `cross-entropy` they are those
+    that are trained, by this package's recipe; with `trains_own` those with groups that are
+    trained.
 
     Without groups a leader's keys and values are the mean over its group: that start is left out.
     """
@@ -124,7 +133,7 @@ def plan(
             for group in sorted({upper if size is None else size for size in groups}):
                 if upper % group == 0:
                     arms += [
-                        Arm(lower, group, start, count, generated_kv, loss)
+                        Arm(lower, group, start, count, generated_kv, loss, trains_own)
                         for start in STARTS
                         if start in starts and not (start == "leader" and group == 1)
                     ]
@@ -132,6 +141,8 @@ def plan(
         arms = [a for a in arms if a.start == "closed-form"]
     if loss == "cross-entropy":
         arms = [a for a in arms if a.start != "authors" and a.steps]
+    if trains_own:
+        arms = [a for a in arms if a.key_value_group_size > 1 and a.steps]
     return arms
 
 
@@ -143,15 +154,15 @@ def make(arm: Arm, recipe: Recipe, data: DatasetMixture, mesh: Mesh, file: Path)
     identity = json.dumps(describe(recipe, data), sort_keys=True)
     config = cut_model(recipe, open_any(recipe.model).config)
     own = {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail}
-    if arm.scales_queries:
+    if arm.scales_trained_queries:
         config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
     model = load_model(recipe, config, mesh)
     if file.exists():
         return _load(file, model, identity, mesh)
-    model, _ = first_delta(recipe, model, data, mesh)
+    model, _ = initialize_delta(recipe, model, data, mesh)
     if arm.steps:
         model = train(recipe, model, data, mesh, arm.loss)
-    if arm.scales_queries:
+    if arm.scales_trained_queries:
         model = dataclasses.replace(model, config=dataclasses.replace(model.config, **own))
         model = scale_queries(recipe, model, data, mesh)
     if arm.steps:

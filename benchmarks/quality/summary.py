@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from swiftkv_jax.config import GeneratedKV
+
 from .students import Arm
 
 RESAMPLES = 2_000
@@ -22,11 +24,14 @@ CONFIDENCE = 0.95
 
 Cell = dict[str, Any]
 """A measured student, see `__main__`."""
+_SCORED = {"boundary": "all", "own": "answers"}
+"""Mode -> the predictions by which learning rates are compared."""
 
 
-def loss(cell: Cell) -> float:
-    """Summed cross-entropy on all rows; infinite for a student that diverged."""
-    return _of(cell, "boundary", "all", "nll") if cell["modes"] else math.inf
+def loss(cell: Cell, mode: GeneratedKV = "boundary") -> float:
+    """Summed cross-entropy served as `mode` says, on all predictions, or on those after the prompt
+    with own keys and values; infinite for a student that diverged."""
+    return _of(cell, mode, _SCORED[mode], "nll") if cell["modes"] else math.inf
 
 
 def draws(num_documents: int, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
@@ -64,9 +69,11 @@ def rows_of(
     `tried` are those of all learning rates. No rows for no students."""
     if not cells:
         return []
-    tokens = math.fsum(teacher["sums"]["all"]["count"])
+    tokens = math.fsum(teacher["sums"][_SCORED[arm.generated_kv]]["count"])
     rates = {
-        f"{cell['learning_rate']:g}": math.exp(loss(cell) / tokens) if cell["modes"] else None
+        f"{cell['learning_rate']:g}": (
+            math.exp(loss(cell, arm.generated_kv) / tokens) if cell["modes"] else None
+        )
         for cell in tried
     }
     return [
@@ -76,10 +83,12 @@ def rows_of(
             "key_value_group_size": arm.key_value_group_size,
             "start": arm.start,
             "generated_kv": arm.generated_kv,
+            "trains_own": arm.trains_own,
             "steps": arm.steps,
             "loss": arm.loss,
             "learning_rate": cells[0]["learning_rate"] if arm.steps else None,
             "perplexity_of_rates": rates if arm.steps else None,
+            "rates_mode": arm.generated_kv if arm.steps else None,
             "seeds": [cell["seed"] for cell in cells],
             "mode": mode,
             "all": _text("all", mode, cells, teacher, drawn),

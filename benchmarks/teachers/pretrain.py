@@ -21,13 +21,14 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import Config, Model, save_hf
 from swiftkv_jax.attention import DEFAULT, Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.model import AuxiliaryFiles
 from swiftkv_jax.params import Llama
 from swiftkv_jax.stacks import cast
 from swiftkv_jax.train.data.loader import DatasetMixture, batches, first_batches
-from swiftkv_jax.transformer import Batch, teacher
+from swiftkv_jax.transformer import teacher
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 DECAY_SHARE = 0.3

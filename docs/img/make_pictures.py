@@ -4,7 +4,7 @@
     python docs/img/make_pictures.py pages       one
 
 The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here. The plots
-(`prefill`, `analysis`, `run`) are the package's own, drawn from committed measurements.
+(`prefill`, `analysis`, `run`, `quality`) are drawn from committed measurements.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -306,6 +307,16 @@ def run(path: Path) -> None:
     path.write_text(in_pixels, encoding="utf-8")
 
 
+def quality(path: Path) -> None:
+    """Students of the demo model over K, from all results of the quality benchmark."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    from benchmarks.quality.plot import draw
+    from benchmarks.quality.sections import by_teacher
+    from benchmarks.result_files import quality_documents
+
+    draw(by_teacher(quality_documents())["demo"], path)
+
+
 PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "swiftkv": (swiftkv, "svg"),
     "stacks": (stacks, "svg"),
@@ -314,6 +325,7 @@ PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "prefill": (prefill, "png"),
     "analysis": (analysis, "png"),
     "run": (run, "svg"),
+    "quality": (quality, "png"),
 }
 
 

@@ -15,15 +15,15 @@ import logging
 from collections.abc import Iterable
 
 from ..attention import Attention
+from ..batch import Batch
 from ..config import Config
 from ..errors import ConfigError
 from ..params import Llama
-from ..transformer import Batch
-from .attenuation import unattenuated
+from .attenuation import scale_delta_queries
 from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
-__all__ = ["SLOPE_TOKENS", "Fit", "LayerFit", "calibrate", "check_groups", "unattenuated"]
+__all__ = ["SLOPE_TOKENS", "Fit", "LayerFit", "calibrate", "check_groups", "scale_delta_queries"]
 
 SLOPE_TOKENS = 2**14
 """The first tokens, on which queries are compared with the teacher's (`attenuation`)."""
@@ -56,14 +56,14 @@ def calibrate(
     check_groups(config)
     moments, first = zero_moments(config, attention.mesh), list[Batch]()
     for batch in batches:
-        if config.two_queries and sum(one.tokens.size for one in first) < SLOPE_TOKENS:
+        if config.has_two_caches and sum(one.tokens.size for one in first) < SLOPE_TOKENS:
             first.append(batch)
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
     fit = fit_delta(config, llama, moments, attention.mesh)
-    if config.two_queries:
-        delta = unattenuated(fit.config, llama, fit.delta, first, attention=attention)
+    if config.has_two_caches:
+        delta = scale_delta_queries(fit.config, llama, fit.delta, first, attention=attention)
         fit = fit._replace(delta=delta)
     if fit.tokens < MIN_TOKENS_PER_DIMENSION * config.embed_dim:
         logger.warning(

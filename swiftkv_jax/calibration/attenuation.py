@@ -27,18 +27,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
+from ..batch import Batch
 from ..config import Config
 from ..packed_attention import head_major, packed_reader
 from ..params import Llama, SwiftKV, require_teacher
 from ..rope import group_table, scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations, to_host
-from ..transformer import (
-    Batch,
-    delta_queries,
-    project_kv,
-    run_lower_layers,
-    two_cache_layer,
-)
+from ..transformer import delta_queries, project_kv, run_lower_layers, two_cache_layer
 from .moments import attention_scores, fold_queries
 
 logger = logging.getLogger(__name__)
@@ -47,7 +42,7 @@ MIN_SLOPE = 0.5
 """Smaller slopes count as this: what is left of a score is then mostly error."""
 
 
-def unattenuated(
+def scale_delta_queries(
     config: Config,
     llama: Llama,
     delta: SwiftKV,

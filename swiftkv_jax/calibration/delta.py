@@ -158,7 +158,7 @@ def fit_layers(
         k, v = np.split(fitted.weights, 2)
         r2_k, r2_v = np.split(fitted.r2, 2)
         if config.generated_kv == "own" and config.key_value_group_size == 1:
-            k = solve.unattenuated(k, r2_k)
+            k = solve.divide_keys_by_r2(k, r2_k)
         energy = moment.query_energy.reshape(len(k), -1, moment.query_energy.shape[-1]).sum(1)
         member = solve.Member(k, v, energy, metrics[first + index])
         number = config.num_lower_layers + index

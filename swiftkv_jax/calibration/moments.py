@@ -21,13 +21,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
+from ..batch import Batch
 from ..config import Config
 from ..layers import norm, norm_heads, project_heads
 from ..mesh import FSDP, MODEL, dp_size
+from ..packed_attention import packed_attention
 from ..params import QKV, Block, Leaf, Llama, require_teacher
 from ..rope import apply_rope, scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations
-from ..transformer import Batch, packed_attention, project_q, run_lower_layers, self_layer
+from ..transformer import project_q, run_lower_layers, self_layer
 
 PROBABILITIES_PER_CHUNK = 2**26
 """Entries of the attention probabilities that exist at a time on a device, 256 MiB in float32."""

@@ -14,8 +14,8 @@ returns unchanged.
 A regression shrinks: E[W's . y] = R2 E|y|^2, so a key's score with a query that looks for it is too
 low by the factor R2 ("attenuation", Spearman 1904). That is the same for all keys as long as all
 are regressed. Where generated tokens keep the keys of the layer itself (`Config.generated_kv` own)
-it takes attention away from the prompt, and `unattenuated` divides it out. Values enter attention's
-output linearly, where least squares is right as it is.
+it takes attention away from the prompt, so `divide_keys_by_r2` divides the keys by it. Values enter
+attention's output linearly, where least squares is right as it is.
 
 The layers of a group share one basis c(s). For values, errors count as the output projection
 passes them on: with B = sum over the query heads of a key/value head of O'O, the best c of rank H
@@ -39,7 +39,7 @@ from jaxtyping import Complex, Float
 RIDGE = 1e-4
 """Ridge penalty relative to the mean eigenvalue of the inputs' second moments."""
 MIN_R2 = 0.5
-"""Keys of which less is explained are not scaled further: most of them would be error."""
+"""The smallest R2 that keys are divided by: below it most of a scaled key would be error."""
 _TINY = np.finfo(np.float64).tiny
 _SMALLEST = 1e-8  # eigenvalues of an output metric below this share of the largest count as it
 
@@ -81,9 +81,10 @@ def ridge(
     return Ridge(weights, explained / np.maximum(energy, _TINY))
 
 
-def unattenuated(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:
-    """A regression's keys, scaled so that on average they are the layer's own in the direction of
-    those: E[k_hat . k] = E|k|^2 for each head, whose `r2` counts as `MIN_R2` at least."""
+def divide_keys_by_r2(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:
+    """A regression's keys, scaled so that their projection onto the layer's own keys is right on
+    average: E[k_hat . k] = E|k|^2 for each head. Values of `r2` below `MIN_R2` count as
+    `MIN_R2`."""
     return keys / np.maximum(r2, MIN_R2)[:, None, None]
 
 
@@ -118,19 +119,18 @@ class Group(NamedTuple):
     kept_v: float
 
 
-def share(inputs: Float[Array, "E E"], members: list[Member], *, pair_heads: bool = True) -> Group:
-    """The best shared keys and values of the members, which see the same `inputs` (their mean).
+def share(inputs: Float[Array, "E E"], members: list[Member]) -> Group:
+    """The best shared keys and values of the members. `inputs` are the second moments of their
+    inputs, averaged over them.
 
-    Time and memory go into the second moments of all members' keys and values together: a product
-    of E x E and E x 2 g K H, and (g K H)^2 numbers.
+    Most time and memory goes into the second moments of all members' keys and values together: a
+    product of E x E and E x 2 g K H, and (g K H)^2 numbers.
     """
     count = len(members[0].k)
     keys = np.concatenate([_weighted_keys(member) for member in members])  # gK E F, complex
     values = np.concatenate([_weighted_values(member) for member in members])  # gK E H
     k_moments, v_moments = _key_moments(inputs, keys), _value_moments(inputs, values)
-    orders = [tuple(range(count))] * len(members)
-    if pair_heads:
-        orders = _pair(k_moments, v_moments, count)
+    orders = _pair(k_moments, v_moments, count)
     # [K][g]: the members' heads for each shared one, as `keys` and `values` count them.
     heads = np.stack([number * count + np.array(order) for number, order in enumerate(orders)], 1)
     members = [member.reordered(order) for member, order in zip(members, orders, strict=True)]
@@ -155,7 +155,7 @@ def _weighted_values(member: Member) -> Float[Array, "K E H"]:
 def _key_moments(
     inputs: Float[Array, "E E"], keys: Complex[Array, "M E F"]
 ) -> Complex[Array, "F M M"]:
-    """Of each rotary pair over heads: x' S x, with x' the conjugate transpose."""
+    """x' S x over heads, for each rotary pair, with x' the conjugate transpose."""
     seen = inputs @ np.real(keys) + 1j * (inputs @ np.imag(keys))
     return keys.transpose(2, 0, 1).conj() @ seen.transpose(2, 1, 0)
 
@@ -221,8 +221,9 @@ def _block(moments: Float[Array, "M H M H"], heads: Array) -> Float[Array, "nH n
 
 
 def _pair(k_moments: Array, v_moments: Array, count: int) -> list[tuple[int, ...]]:
-    """For each member the heads that go with the first one's: the assignment that keeps the largest
-    share of the energy, one member after another (Hungarian method)."""
+    """For each member, its heads in the order of the first member's heads that they are paired
+    with. Members are assigned one after another, each so that the largest share of the energy is
+    kept (Hungarian method)."""
     head_dim = v_moments.shape[-1]
     k_energy = np.trace(k_moments, axis1=1, axis2=2).real.sum()
     v_energy = np.trace(_block(v_moments, np.arange(len(v_moments))))

@@ -321,8 +321,8 @@ class ExpandedGroups:
 
 def with_expanded_groups(stored: Source) -> Source:
     """The same model without groups: every upper layer with keys and values of its own. Its
-    queries fit those: where tokens keep others of their own, which the teacher's queries look for
-    (`Config.two_queries`), this is the model for `boundary`.
+    queries fit those. Where the model attends to two caches (`Config.has_two_caches`), this is the
+    model for `boundary`.
 
     Raises `UsageError` if it has mixes and is quantised.
     """
@@ -332,7 +332,7 @@ def with_expanded_groups(stored: Source) -> Source:
             f"load them with `quantization`='none'"
         )
     config = stored.config
-    if config.two_queries:
+    if config.has_two_caches:
         logger.warning(
             "written without groups the model is for generated_kv=boundary: its queries fit the "
             "shared keys only"

@@ -30,10 +30,23 @@ RECIPE = "recipe.json"
 """The settings of the run: `model`, the path of its base model, and `config`, the model's
 architecture and cut."""
 
+CALIBRATION = "calibration.json"
+"""What a calibration fitted and measured."""
+EXPORT = "model"
+"""Folder of the exported model in the output folder of a run or a calibration."""
+
 
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a directory is the output folder of a training run."""
     return (Path(path) / RECIPE).is_file()
+
+
+def exported_model(path: Path) -> Path:
+    """The exported model in the output folder of a finished run or a calibration; `path` itself if
+    it is no such folder."""
+    if not (path / EXPORT).is_dir() or (path / "config.json").exists():
+        return path
+    return path / EXPORT if is_run(path) or (path / CALIBRATION).is_file() else path
 
 
 def run_steps(path: str | os.PathLike[str]) -> list[int]:

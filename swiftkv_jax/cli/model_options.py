@@ -62,8 +62,11 @@ class ModelOptions:
 
     @property
     def path(self) -> Path:
-        """The checkpoint directory."""
-        return self.model or demo.SWIFTKV
+        """The checkpoint directory; of the output folder of a run or a calibration, the exported
+        model."""
+        from ..checkpoints.training_run import exported_model
+
+        return demo.SWIFTKV if self.model is None else exported_model(self.model)
 
     @property
     def uses_swiftkv(self) -> bool | None:

@@ -86,11 +86,11 @@ def serving_configs(
     *,
     two_caches: bool = False,
 ) -> list[KernelConfig]:
-    """What an engine needs for a model with weights of `dtype`. With `two_caches`, as always for
-    `Config.two_queries`, upper layers attend to each cache in parts: to be given where requests may
-    choose it (`has_two_caches` of `infer.runner.shapes`)."""
+    """What an engine needs for a model with weights of `dtype`. With `two_caches` upper layers
+    attend to each cache in parts. `Config.has_two_caches` implies it; it has to be given where
+    requests may choose (`serves_two_caches` of `infer.runner.shapes`)."""
     kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
-    if two_caches or config.two_queries:
+    if two_caches or config.has_two_caches:
         kinds.append({"parts": True})  # these layers have no windows
     return [
         _of(op, config, dtype, cache_dtype, mesh, page_size=page_size, **kind)
@@ -172,10 +172,10 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
 
 
 def _packed_rows(ops, config: Config, dtype, mesh) -> list[KernelConfig]:
-    """Packed documents; with two queries also heads of twice the size, in which upper layers have
-    those of both side by side (`packed_attention.two_cache_attention`)."""
+    """Packed documents; with two caches also heads of twice the size, in which upper layers have
+    the queries and keys of both side by side (`packed_attention.two_cache_attention`)."""
     kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
-    if config.two_queries:
+    if config.has_two_caches:
         kinds.append({"head_dim": 2 * config.head_dim})  # these layers have no windows
     return [
         _of(op, config, dtype, dtype, mesh, packed=True, **kind) for kind in kinds for op in ops

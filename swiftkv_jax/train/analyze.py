@@ -32,6 +32,7 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
+from .arguments import add_dtype
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
 from .far_tokens import FAR_NATS
@@ -102,11 +103,7 @@ def parser() -> argparse.ArgumentParser:
         default="1x1",
         help="devices, as in training: DATAxMODEL or named axes (default: %(default)s)",
     )
-    flag(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of the weights (default: bfloat16 on accelerators, float32 on a CPU)",
-    )
+    add_dtype(result)
     flag(
         "--output-dir",
         type=Path,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ..transformer import Batch
+from ..batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)

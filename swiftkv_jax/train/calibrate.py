@@ -32,21 +32,22 @@ from .. import cli
 from ..attention import Attention
 from ..checkpoints import open_any, save_hf
 from ..checkpoints.source import Source
+from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.model_options import add_process_arguments
-from ..config import GENERATED_KV, Config
+from ..config import Config
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..io.files import write_json
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
 from ..model import Model
-from ..presets import PRESETS
 from ..stacks import cast
+from .arguments import PROCESS_ARGUMENTS, add_cut, add_dtype, add_max_length, make_recipe
 from .data.loader import DatasetMixture
 from .evaluation import held_out_batches, sums
 from .far_tokens import FAR_NATS, only_far
-from .output_folder import CALIBRATION, EXPORT, prepare_folder
+from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
     cut_model,
@@ -56,12 +57,14 @@ from .setup import (
     open_tokenizer,
     source_dtype,
 )
-from .start import first_delta, scale_queries
+from .start import initialize_delta, scale_queries
 from .step import make_eval_step
 
 logger = logging.getLogger(__name__)
 
-_PROCESSES = ("coordinator_address", "num_processes", "process_id")
+
+# Arguments that are no fields of `Recipe`.
+_NOT_IN_RECIPE = "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,30 +83,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flag("--eval-data", metavar="PATH", help="held-out text to measure on (demo: stdlib's)")
     flag("--output-dir", type=Path, help="model, record and prepared data (demo: runs/calibrate)")
-    flag(
-        "--num-key-value-layers",
-        type=int,
-        metavar="K",
-        help="layers that keep their own keys and values (default: half)",
-    )
-    flag(
-        "--key-value-group-size",
-        type=int,
-        metavar="G",
-        help="upper layers that share one key/value cache, AcrossKV (default: 1)",
-    )
-    flag(
-        "--generated-kv",
-        choices=GENERATED_KV,
-        help="fit to, measure with and export generated tokens that keep upper keys and values of "
-        "their own (default: as the model says)",
-    )
-    flag(
-        "--exact-tail",
-        type=int,
-        metavar="W",
-        help="with --generated-kv own: so do the last W tokens of a prompt (default: as the model)",
-    )
+    add_cut(result, "fit to, measure with and export")
     flag(
         "--keep-delta",
         action="store_true",
@@ -116,20 +96,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="(default: 256 per entry of the hidden state)",
     )
-    flag(
-        "--max-length",
-        type=int,
-        help=f"tokens in a packed row (default: {Recipe.max_length}; demo: {DEMO.max_length})",
-    )
+    add_max_length(result)
     flag("--batch-size", type=int, help=f"rows at a time (default: {Recipe.batch_size})")
     flag("--eval-batches", type=int, help=f"of --eval-data (default: {Recipe.eval_batches})")
     flag("--seed", type=int, help="seed of the order of the data (default: 0)")
     flag("--mesh", default="1x1", metavar="DATAxMODEL", help="as in training (default: 1x1)")
-    flag(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of the weights (default: bfloat16 on accelerators, float32 on a CPU)",
-    )
+    add_dtype(result)
     add_process_arguments(result)
     flag(
         "--dry-run",
@@ -154,8 +126,9 @@ def main(argv: list[str] | None = None) -> int:
 
             return calibration_plan.main(recipe, args.topology)
         refuse_x64()
-        join_and_emulate(recipe.mesh, *(getattr(args, name) for name in _PROCESSES))
-        return run(recipe, keep_delta=args.keep_delta)
+        join_and_emulate(recipe.mesh, *(getattr(args, name) for name in PROCESS_ARGUMENTS))
+        run(recipe, keep_delta=args.keep_delta)
+        return cli.OK
 
     return cli.run(command, arguments)
 
@@ -165,32 +138,20 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     given: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
-        if value is not None and name not in (*_PROCESSES, "dry_run", "topology", "keep_delta")
+        if value is not None and name not in _NOT_IN_RECIPE
     }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
         given["data"] = tuple(args.data)
     # A divergence between the models as they are: at temperature 1, without the hidden state's.
     given |= {"temperature": 1.0, "hidden_loss_weight": 0.0}
-    if args.model is None:
-        if args.data is not None and args.eval_data is None:
-            given["eval_data"] = None  # the demo's held-out text belongs to the demo's data
-        return dataclasses.replace(DEMO, **{"output_dir": Path("runs/calibrate"), **given})
-    if args.dry_run:  # needs the model's config only
-        given = {"data": (), "output_dir": Path("."), **given}
-    elif args.model in PRESETS and not Path(args.model).exists():
-        raise UsageError(
-            f"`model`={args.model}: the name of a shape, for `dry_run` only; calibration needs a "
-            f"checkpoint directory"
-        )
-    elif missing := [f"`{name}`" for name in ("data", "output_dir") if getattr(args, name) is None]:
-        raise UsageError(f"`model` also needs {' and '.join(missing)}")
-    return Recipe(**given)
+    demo = dataclasses.replace(DEMO, output_dir=Path("runs/calibrate"))
+    return make_recipe(args, given, demo=demo, command="calibration")
 
 
-def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
-    """Calibrate and export to `output_dir/model`. Returns the exit code. Raises as training does,
-    and `UsageError` if the folder has a model already, or `keep_delta` has nothing to scale."""
+def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
+    """Calibrate and export to `output_dir/model`. Raises as training does, and `UsageError` if the
+    folder has a model already, or `keep_delta` has nothing to scale."""
     mesh = make_mesh(recipe.mesh)
     check_all_take_part(mesh)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
@@ -198,11 +159,12 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
     config = cut_model(recipe, source.config)
     if keep_delta:
         _check_kept(source, config)
-    prepare_folder(recipe.output_dir, recipe.model)
     exported = recipe.output_dir / EXPORT
-    if exported.exists():
-        raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
-    data, eval_data = load_data(recipe, open_tokenizer(recipe))
+    with removed_if_empty(recipe.output_dir):
+        prepare_folder(recipe.output_dir, recipe.model)
+        if exported.exists():
+            raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
+        data, eval_data = load_data(recipe, open_tokenizer(recipe))
     given = load_model(recipe, config, mesh)
     model = dataclasses.replace(given, swiftkv=None)
     export_dtype = source_dtype(model)
@@ -215,7 +177,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
     if keep_delta:
         calibrated, layers = scale_queries(recipe, given, data, mesh), ()
     else:  # whatever delta the checkpoint has is left behind
-        calibrated, layers = first_delta(recipe, model, data, mesh)
+        calibrated, layers = initialize_delta(recipe, model, data, mesh)
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
@@ -226,7 +188,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
             students = {"as it was": given} | students
         else:
             copied = dataclasses.replace(recipe, init="authors")
-            students = {"copied": first_delta(copied, model, data, mesh)[0]} | students
+            students = {"copied": initialize_delta(copied, model, data, mesh)[0]} | students
         results = measure(recipe, students, eval_data, mesh)
         del students
     if is_main_process():
@@ -249,7 +211,6 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> int:
     llama, delta = (cast(tree, export_dtype) for tree in (calibrated.llama, calibrated.swiftkv))
     save_hf(dataclasses.replace(calibrated, llama=llama, swiftkv=delta), exported)
     logger.info("the model is in %s", exported)
-    return cli.OK
 
 
 def _check_kept(source: Source, config: Config) -> None:
@@ -262,7 +223,7 @@ def _check_kept(source: Source, config: Config) -> None:
             f"`keep_delta`: the model's delta is of `num_key_value_layers`={found[0]} and "
             f"`key_value_group_size`={found[1]}"
         )
-    if not config.two_queries:
+    if not config.has_two_caches:
         raise UsageError("`keep_delta` needs `generated_kv`=own and layers that share caches")
     if config.qk_norm is not None:
         raise UsageError("`keep_delta`: this model's queries have norms, which undo any scale")
@@ -275,7 +236,8 @@ def measure(
     the nats lost on the predictions that depend on the far prompt, of which there may be none."""
     first = next(iter(students.values()))
     rows = list(held_out_batches(recipe, first.config, data, mesh))
-    # Of the same rows all predictions: far ones are cut in half, whatever the roles of tokens are
+    # The same rows with all predictions: far tokens are found by halves of a row, whatever the
+    # roles of its tokens are.
     boundary = dataclasses.replace(first.config, generated_kv="boundary", exact_tail=0)
     same = boundary == first.config
     whole = rows if same else held_out_batches(recipe, boundary, data, mesh)

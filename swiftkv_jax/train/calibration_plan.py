@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..attention import Attention
+from ..batch import Batch
 from ..calibration import SLOPE_TOKENS
 from ..calibration.attenuation import score_products
 from ..calibration.moments import (
@@ -25,10 +26,10 @@ from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_par
 from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
 from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
-from ..transformer import Batch
 from .memory import sharded_bytes
 from .plan import compile_and_report, planned_model, table_of_bytes, table_of_flops
 from .recipe import Recipe
+from .serving_plan import serving_table
 from .start import calibration_tokens
 
 _ADVICE = "more devices along fsdp or model in `mesh`, or a smaller `batch_size`"
@@ -43,11 +44,12 @@ def main(recipe: Recipe, topology: str | None) -> int:
     host = host_memory(config, dtype)
     print(f"\n{table_of_bytes('memory of the host', host)}")
     print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
-    if config.two_queries:
+    if config.has_two_caches:
         batch = recipe.micro_batch_size * recipe.max_length
         tokens = math.ceil(SLOPE_TOKENS / batch) * batch
         print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
         print(table_of_flops(query_scale_flops_by_part(config, recipe.max_length)))
+    print(f"\n{serving_table(config, dtype, recipe.max_length)}")
     if topology is not None:
         _compile(recipe, config, mesh, dtype, sum(memory.values()))
     return OK
@@ -57,7 +59,7 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
     """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
     lowered, about = lower_batch(recipe, config, mesh, dtype), "weights and second moments"
     compile_and_report(lowered, mesh, "calibration", about, planned, _ADVICE)
-    if config.two_queries:
+    if config.has_two_caches:
         lowered, about = lower_query_scale(recipe, config, mesh, dtype), "weights and delta"
         compile_and_report(lowered, mesh, "scale of queries", about, planned, _ADVICE)
 

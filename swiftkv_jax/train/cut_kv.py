@@ -20,6 +20,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
+from ..batch import Batch
 from ..calibration import LayerFit
 from ..calibration.delta import fit_layers, output_metrics, share_layers
 from ..calibration.moments import (
@@ -36,7 +37,6 @@ from ..initialization import Start
 from ..params import Llama, SwiftKV, swiftkv_shapes
 from ..rope import rope_tables, scanned_kinds
 from ..sharding import all_gather_fsdp, swiftkv_shardings
-from ..transformer import Batch
 
 MOMENTS_BYTES = 2**33
 """Bytes of the second moments on one device, unless those of a single K are more."""

@@ -18,7 +18,8 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ..attention import Attention
+from ..attention import DEFAULT, Attention
+from ..batch import Batch
 from ..config import Config
 from ..layers import finish_logits, head_weights, norm, unfinished_gradient
 from ..mesh import MODEL, dp_size
@@ -26,8 +27,6 @@ from ..params import Llama, SwiftKV
 from ..sharding import all_gather_vocabulary, constrain_activations
 from ..stacks import cast
 from ..transformer import (
-    DEFAULT,
-    Batch,
     Remat,
     run_lower_layers,
     run_upper_layers_student,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..batch import Batch
 from ..config import Config
 from ..sharding import batch_sharding
-from ..transformer import Batch
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, first_batches
 from .distill import Sums

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..attention import Attention
+from ..batch import Batch
 from ..config import Config
 from ..layers import unembed
 from ..params import Llama
 from ..sharding import constrain_activations
-from ..transformer import Batch, teacher
+from ..transformer import teacher
 
 FAR_NATS = 1.0
 KEPT = 64

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,8 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from ..checkpoints import open_any, save_hf
-from ..checkpoints.training_run import run_steps
-from ..cli.exit import INTERRUPTED, OK
+from ..checkpoints.training_run import EXPORT, run_steps
 from ..config import Config
 from ..cost import train_flops_per_token
 from ..distributed import check_all_take_part, is_main_process
@@ -29,7 +28,7 @@ from .checkpointing import RunCheckpoints, check_resume
 from .data.loader import DatasetMixture, batches
 from .evaluation import evaluate, evaluations_since_best, held_out_batches
 from .metrics import EVAL_LOSS, MetricsRecorder
-from .output_folder import EXPORT, prepare_folder
+from .output_folder import prepare_folder, removed_if_empty
 from .profiling import ProfileWindow
 from .progress import PeakFlops, Progress, peak_flops
 from .recipe import Recipe
@@ -62,8 +61,17 @@ from .step import (
 logger = logging.getLogger(__name__)
 
 
-def run(recipe: Recipe) -> int:
-    """Distil a delta and export the model to `output_dir/model`. Returns the exit code.
+class RunResult(NamedTuple):
+    """How a run ended: either with its model or by a signal."""
+
+    exported: Path | None
+    """Folder of the exported model; None if the run was stopped before its last step."""
+    stopped_by: int = 0
+    """Number of the signal that stopped the run; 0 if none did."""
+
+
+def run(recipe: Recipe) -> RunResult:
+    """Distil a delta and export the model to `output_dir/model`.
 
     Continues from the newest intact checkpoint in `output_dir` if there is one. On SIGINT or
     SIGTERM the current step is finished and saved first. With several processes, all of them call
@@ -77,8 +85,9 @@ def run(recipe: Recipe) -> int:
     config = cut_model(recipe, open_any(recipe.model).config)
     check_trainable(config)
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
-    prepare_folder(recipe.output_dir, recipe.model)
-    data, eval_data = load_data(recipe, open_tokenizer(recipe))
+    with removed_if_empty(recipe.output_dir):
+        prepare_folder(recipe.output_dir, recipe.model)
+        data, eval_data = load_data(recipe, open_tokenizer(recipe))
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
 
     model = load_model(recipe, config, mesh)
@@ -87,14 +96,14 @@ def run(recipe: Recipe) -> int:
     attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
     recipe = dataclasses.replace(recipe, attention=attention)
     continues = bool(run_steps(recipe.output_dir))
-    model, first_delta = start_of_run(recipe, model, data, mesh, continues=continues)
+    model, initial_delta_digest = start_of_run(recipe, model, data, mesh, continues=continues)
     config = model.config
     logger.info("%s", describe_run(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)
     shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
     checkpoints = RunCheckpoints(
         recipe.output_dir,
-        fingerprint(recipe, model, first_delta, data, steps),
+        fingerprint(recipe, model, initial_delta_digest, data, steps),
         keep=recipe.save_total_limit,
         resume=recipe.resume,
     )
@@ -110,7 +119,7 @@ def run(recipe: Recipe) -> int:
             logger.info(
                 "finished after step %d before: the model is in %s", int(state.step), exported
             )
-            return OK
+            return RunResult(exported)
         if state is None:
             assert model.swiftkv is not None
             state = init_state(config, optimizer, mesh, model.swiftkv)
@@ -128,7 +137,7 @@ def run(recipe: Recipe) -> int:
             logger.info(
                 "stopped after step %d of %d; the same command continues", int(state.step), steps
             )
-            return INTERRUPTED if stop == signal.SIGINT else OK
+            return RunResult(None, stop)
         best = checkpoints.best_step() if recipe.load_best_model_at_end else None
         if best not in (None, int(state.step)):
             logger.info("exporting step %d, which had the lowest held-out loss", best)
@@ -142,7 +151,7 @@ def run(recipe: Recipe) -> int:
     logger.info(
         "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )
-    return OK
+    return RunResult(exported)
 
 
 class RunContext(NamedTuple):

@@ -46,7 +46,7 @@ def memory_per_device(
     }
     if config.generated_kv == "own":  # of each layer the keys and values that its tokens attend to
         layer["none"] += 2 * kv_heads * config.head_dim
-    if config.two_queries:  # heads of twice the size: queries, keys and values, and the output
+    if config.has_two_caches:  # heads of twice the size: queries, keys and values, and the output
         layer["none"] += 2 * (queries + kv_heads * config.head_dim)
         layer["mlp"] += 2 * queries
     kept = upper * token * layer[recipe.remat]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..checkpoints.states import FOLDER
-from ..checkpoints.training_run import RECIPE
+from ..checkpoints.training_run import CALIBRATION, EXPORT, RECIPE
 from ..errors import UsageError
 from .checkpointing import DAMAGED, REPLACED
 from .metrics import METRICS
@@ -13,10 +15,6 @@ from .report import REPORT
 from .setup import DATA
 from .start import START
 
-EXPORT = "model"
-"""Folder of the exported model."""
-CALIBRATION = "calibration.json"
-"""What `calibrate` fitted and measured."""
 _OF_A_RUN = {RECIPE, START, CALIBRATION, METRICS, REPORT, EXPORT, DATA, FOLDER, DAMAGED} | {
     REPLACED,
     "profile",
@@ -46,3 +44,17 @@ def prepare_folder(folder: Path, model: str) -> None:
             f"`output_dir`={folder}: it holds other files than a run's ({other[0]}"
             f"{f' and {len(other) - 1} more' if other[1:] else ''}); name another"
         )
+
+
+@contextlib.contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """If the block fails, remove `folder` and its parents as far as it made them and they are
+    empty."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty, or not made
+            for each in new:
+                each.rmdir()
+        raise

@@ -19,19 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from ..batch import Batch
 from ..checkpoints.auxiliary import read_auxiliary_files
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import stored_layer_weights, train_flops_by_part, train_flops_per_token
-from ..errors import OutOfMemoryError
+from ..errors import CheckpointError, OutOfMemoryError
 from ..hardware import GIB, HARDWARE, Hardware, hardware_of
 from ..mesh import MeshShape, make_mesh
 from ..params import llama_shapes, swiftkv_shapes
 from ..presets import PRESETS
 from ..topology import ENVIRONMENT, topology_mesh
-from ..transformer import Batch
 from .memory import fits, memory_per_device
 from .recipe import Recipe
+from .serving_plan import serving_table
 from .setup import check_trainable, cut_model
 from .start import calibration_tokens
 from .step import make_optimizer, make_train_step, state_shapes
@@ -59,9 +60,10 @@ def main(recipe: Recipe, topology: str | None) -> int:
     print(describe_plan(recipe, config, dtype))
     print(f"\n{table_of_bytes('memory per device', memory)}\n\n{table_of_flops(flops)}\n")
     print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
+    print(f"\n{serving_table(config, dtype, recipe.max_length)}")
     if recipe.init == "closed-form":
         tokens = calibration_tokens(recipe, config)
-        print(f"before it, a calibration on {tokens:,} tokens: `train calibrate --dry-run`")
+        print(f"\nbefore training, a calibration on {tokens:,} tokens: `train calibrate --dry-run`")
     if topology is not None:
         _compile(recipe, config, mesh, dtype, total)
     return OK
@@ -73,6 +75,11 @@ def planned_model(
     """The model at its cut, the mesh over the devices of `topology` or over devices that need not
     exist, the recipe with the size of that mesh, and the dtype of the weights."""
     preset = PRESETS.get(recipe.model)
+    if preset is None and not Path(recipe.model).exists():
+        raise CheckpointError(
+            f"{recipe.model}: no such file or directory, and no shape that is known by name: "
+            f"{', '.join(PRESETS)}"
+        )
     config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
     if topology is not None:
         os.environ.update(ENVIRONMENT)

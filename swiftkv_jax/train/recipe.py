@@ -27,6 +27,24 @@ Resume = Literal["auto", "must", "never"] | int
 """auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to
 start over one; a number: continue from exactly that step."""
 
+_AT_LEAST_ONE = (
+    "num_key_value_layers",
+    "key_value_group_size",
+    "calibration_tokens",
+    "max_length",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "kl_top_k",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "eval_steps",
+    "eval_batches",
+    "early_stopping_patience",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -112,13 +130,7 @@ class Recipe:
     resume: Resume = "auto"
 
     def __post_init__(self):
-        at_least_one = (
-            "max_length batch_size gradient_accumulation_steps max_steps "
-            "num_train_epochs save_steps save_total_limit"
-        )
-        at_least_one += " logging_steps eval_steps eval_batches early_stopping_patience kl_top_k"
-        at_least_one += " calibration_tokens"
-        for name in f"{at_least_one} num_key_value_layers key_value_group_size".split():
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{name}`={value}: must be at least 1")
@@ -185,6 +197,67 @@ class Recipe:
             self.hidden_loss,
         )
 
+
+# Every field of `Recipe` is in one of these three.
+STEERING = (
+    "batch_size",
+    "max_length",
+    "learning_rate",
+    "lr_schedule",
+    "warmup_ratio",
+    "max_grad_norm",
+    "temperature",
+    "kl",
+    "kl_top_k",
+    "hidden_loss_weight",
+    "hidden_loss_layer",
+    "seed",
+)
+"""Fields that steer the updates: a run continues only with the same values (see
+`setup.fingerprint`)."""
+STEERING_LATER = {
+    "loss_average": "targets",
+    "loss_mask": "shifted",
+    "hidden_loss": "absolute",
+    "padding": "separate",
+}
+"""Fields that steer the updates too, but are missing in the first checkpoints; each with the value
+that those were trained with."""
+NOT_STEERING = (
+    # Their results are in the fingerprint: weights, cut, data, number of steps.
+    "model",
+    "data",
+    "num_key_value_layers",
+    "key_value_group_size",
+    "generated_kv",
+    "exact_tail",
+    "init",
+    "calibration_tokens",
+    "max_steps",
+    "num_train_epochs",
+    "max_unreadable_share",
+    "dtype",
+    # They change only rounding.
+    "mesh",
+    "gradient_accumulation_steps",
+    "remat",
+    "attention",
+    "shard_sequence",
+    # They choose what is saved, reported and exported.
+    "output_dir",
+    "eval_data",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "report_to",
+    "profile_steps",
+    "eval_steps",
+    "eval_batches",
+    "early_stopping_patience",
+    "load_best_model_at_end",
+    "resume",
+)
+"""Fields that may change when a run is continued."""
 
 DEMO = Recipe(
     model=str(demo.LLAMA),

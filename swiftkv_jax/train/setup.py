@@ -30,7 +30,7 @@ from ..quantization import refuse_quantized
 from .data.loader import DatasetMixture
 from .data.prepare import prepare
 from .data.sources import STDLIB, parse_source
-from .recipe import Recipe
+from .recipe import STEERING, STEERING_LATER, Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -140,33 +140,21 @@ def _mixture(
 
 
 def fingerprint(
-    recipe: Recipe, model: Model, first_delta: str, data: DatasetMixture, steps: int
+    recipe: Recipe, model: Model, initial_delta_digest: str, data: DatasetMixture, steps: int
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that
-    steer the updates. `first_delta` is the digest of the delta before the first step.
+    steer the updates. `initial_delta_digest` is that of the delta before the first step.
 
-    Not the mesh, the micro-batches or what is recomputed: they change nothing but rounding.
     Settings that earlier checkpoints do not have are in it only where they differ from what those
     were trained with.
     """
-    settings = (
-        "batch_size max_length learning_rate lr_schedule warmup_ratio max_grad_norm "
-        "temperature kl kl_top_k "
-    )
-    settings += "hidden_loss_weight hidden_loss_layer seed"
-    earlier = {
-        "loss_average": "targets",
-        "loss_mask": "shifted",
-        "hidden_loss": "absolute",
-        "padding": "separate",
-    }
     later = {
         name: getattr(recipe, name)
-        for name, value in earlier.items()
-        if getattr(recipe, name) != value
+        for name, earlier in STEERING_LATER.items()
+        if getattr(recipe, name) != earlier
     }
     return (
-        {name: getattr(recipe, name) for name in settings.split()}
+        {name: getattr(recipe, name) for name in STEERING}
         | {
             "steps": steps,
             "dtype": str(model.dtype),
@@ -174,7 +162,7 @@ def fingerprint(
             "key_value_group_size": model.config.key_value_group_size,
             **own_settings(model.config),
             "base_model": digest_all(jax.tree.leaves(model.llama)),
-            "first_delta": first_delta,
+            "first_delta": initial_delta_digest,
             "data": data.fingerprint,
         }
         | later
@@ -184,7 +172,7 @@ def fingerprint(
 def check_trainable(config: Config) -> None:
     """Raise `UsageError` for a student whose layers attend to two caches. Training it makes tokens
     that depend on the far prompt worse (docs/calibration.md)."""
-    if config.two_queries:
+    if config.has_two_caches:
         raise UsageError(
             f"`generated_kv`=own with `key_value_group_size`={config.key_value_group_size}: train "
             f"with `generated_kv`=boundary, then run train calibrate --keep-delta --generated-kv "

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from ..attention import Attention
-from ..calibration import SLOPE_TOKENS, LayerFit, calibrate, unattenuated
+from ..batch import Batch
+from ..calibration import SLOPE_TOKENS, LayerFit, calibrate, scale_delta_queries
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.digest import digest_all
 from ..config import Config
@@ -22,7 +23,6 @@ from ..initialization import init_swiftkv
 from ..io.files import write_json
 from ..model import Model
 from ..sharding import batch_sharding, swiftkv_shardings
-from ..transformer import Batch
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, batches
 from .recipe import Recipe
@@ -54,7 +54,7 @@ def start_of_run(
         found = read_json(record)
         return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
     if model.swiftkv is None:
-        model, layers = first_delta(recipe, model, data, mesh)
+        model, layers = initialize_delta(recipe, model, data, mesh)
     else:
         layers = ()
     start = Start(model, digest_all(jax.tree.leaves(model.swiftkv)))
@@ -78,7 +78,7 @@ def _with_heads(model: Model, heads: list[list[int]] | None) -> Model:
     return dataclasses.replace(model, config=config, swiftkv=None)
 
 
-def first_delta(
+def initialize_delta(
     recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
 ) -> tuple[Model, tuple[LayerFit, ...]]:
     """The model with a fresh delta as `init` says, and how well it fits where that is closed-form.
@@ -109,7 +109,7 @@ def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
     count = min(math.ceil(SLOPE_TOKENS / (rows * recipe.max_length)), data.num_rows // rows)
     batches = _batches(recipe, data, mesh, max(1, count))
     attention = Attention(mesh, recipe.attention)
-    delta = unattenuated(model.config, model.llama, delta, batches, attention=attention)
+    delta = scale_delta_queries(model.config, model.llama, delta, batches, attention=attention)
     return dataclasses.replace(model, swiftkv=delta)
 
 

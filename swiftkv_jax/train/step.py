@@ -12,11 +12,11 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..attention import Attention
+from ..batch import Batch
 from ..config import Config
 from ..mesh import row_axes
 from ..params import Leaf, Llama, SwiftKV, swiftkv_shapes
 from ..sharding import batch_sharding, llama_shardings, replicated, swiftkv_shardings
-from ..transformer import Batch
 from .distill import distill_sums
 from .recipe import Recipe
 

@@ -10,9 +10,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import attenuation, moments
 from swiftkv_jax.model import Model
-from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 
 ATTENTION = Attention()
@@ -65,7 +65,7 @@ def test_scores_of_shared_keys_have_the_teachers_slope(bias):
     plain = skv.calibrate(*given, max_length=40, batch_size=12).model
     own = skv.calibrate(*given, generated_kv="own", max_length=40, batch_size=12).model
     found, before = slopes(own), slopes(plain)
-    assert own.config.two_queries and not plain.config.two_queries
+    assert own.config.has_two_caches and not plain.config.has_two_caches
     assert (before < 0.95).any() and (before[before < 1] > 0.2).all()
     kept = (before >= attenuation.MIN_SLOPE) & (before <= 1)
     assert kept.any()
@@ -87,7 +87,7 @@ def test_layer_k_stays():
     assert delta is not None
     smaller = dataclasses.replace(delta, q=0.6 * delta.q)
     for given in (delta, smaller):
-        found = attenuation.unattenuated(
+        found = attenuation.scale_delta_queries(
             model.config, model.llama, given, [batch, batch], attention=ATTENTION
         )
         np.testing.assert_allclose(found.q[0], delta.q[0], rtol=1e-4)

@@ -10,12 +10,12 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import moments
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.initialization import init_swiftkv
 from swiftkv_jax.model import Model
 from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 
 RNG = np.random.default_rng(0)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import Fit, calibrate, moments
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.sharding import batch_sharding, llama_shardings, to_host
 from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 
 HF = tiny.hf_config(num_key_value_layers=0, num_attention_heads=8, num_key_value_heads=4)

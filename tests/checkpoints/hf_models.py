@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from swiftkv_jax import Config, Model, transformer
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.layers import unembed
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 
@@ -63,9 +64,7 @@ def assert_same_files(a: Path, b: Path) -> None:
 def student_logits(model: Model) -> jax.Array:
     assert model.swiftkv is not None
     tokens = jax.random.randint(jax.random.key(7), (2, 11), 0, model.config.vocab_size)
-    hidden = transformer.student(
-        model.config, model.llama, model.swiftkv, transformer.unpacked_batch(tokens)
-    )
+    hidden = transformer.student(model.config, model.llama, model.swiftkv, unpacked_batch(tokens))
     return unembed(model.config, model.llama, hidden)
 
 

@@ -16,7 +16,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from swiftkv_jax.config import Config
-from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.infer.runner.shapes import FEW_TILES
 from swiftkv_jax.pallas_kernels import choice, cudnn, decode_attention, prefill_attention
 from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
@@ -161,7 +161,7 @@ def test_the_prefill_program_calls_cudnn(config, machine, mesh, installed):
     for own keys and one for those before them, of either size."""
     lowered = lower_program(
         few_layers(config),
-        ("prefill", 2048, 2048 // 128 + FEW_TILES, None),
+        PrefillProgram(2048, 2048 // 128 + FEW_TILES, None),
         batch=64,
         max_model_len=131_072,
         mesh=topology_mesh(machine, mesh),
@@ -173,10 +173,10 @@ def test_the_prefill_program_calls_cudnn(config, machine, mesh, installed):
 
 def test_without_cudnn_the_programs_attend_through_xla():
     """As here, where JAX finds none."""
-    for key in (("prefill", 2048, 2048 // 128 + FEW_TILES, None), ("decode", 64)):
+    for program in (PrefillProgram(2048, 2048 // 128 + FEW_TILES, None), DecodeProgram(64)):
         lowered = lower_program(
             few_layers(LLAMA_8B),
-            key,
+            program,
             batch=64,
             max_model_len=131_072,
             mesh=topology_mesh("l4:1", (1, 1)),

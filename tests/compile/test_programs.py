@@ -11,7 +11,13 @@ import pytest
 from benchmarks import command_buffers, hlo
 from benchmarks.predict import steps
 from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.infer.runner.lowering import GREEDY, lower_program
+from swiftkv_jax.infer.runner.lowering import (
+    DecodeKind,
+    DecodeProgram,
+    PrefillProgram,
+    UpperProgram,
+    lower_program,
+)
 from swiftkv_jax.presets import (
     GEMMA3_12B,
     LLAMA_8B,
@@ -66,7 +72,7 @@ def check(name, lowered, config, swiftkv: bool, kernels_on_gpu: int = 1):
 def test_decode(name):
     config, topology, mesh, _ = MACHINES[name]
     lowered = lower_program(
-        config, ("decode", SLOTS), **SHAPE, steps=8, mesh=topology_mesh(topology, mesh)
+        config, DecodeProgram(SLOTS), **SHAPE, steps=8, mesh=topology_mesh(topology, mesh)
     )
     # With one key/value head to a device a TPU turns the boundary projection around, once in a
     # call.
@@ -104,14 +110,15 @@ def test_two_caches(name, tail):
     config = dataclasses.replace(
         config, key_value_group_size=4, shared_kv_heads=heads, generated_kv="own", exact_tail=tail
     )
-    key = ("tail", CHUNK, tail, None) if tail else ("decode", SLOTS)
+    program = UpperProgram(CHUNK, tail, None, scores=False) if tail else DecodeProgram(SLOTS)
     static: dict[str, Any] = {} if tail else {"steps": 8}
-    lowered = lower_program(config, key, **SHAPE, mesh=topology_mesh(topology, mesh), **static)
+    mesh = topology_mesh(topology, mesh)
+    lowered = lower_program(config, program, **SHAPE, mesh=mesh, **static)
     compiled, kernels = with_kernels(lowered)
     assert all(kernel.spilled == 0 for kernel in kernels)
     memory: Any = compiled.memory_analysis()
     print(
-        f"{name}, two caches, {key[0]}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, "
+        f"{name}, two caches, {program}: peak {memory.peak_memory_in_bytes / GIB:.2f} GiB, "
         f"temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB"
     )
     target = "mosaic_gpu" if topology.startswith("h200") else "tpu_custom_call"
@@ -121,14 +128,19 @@ def test_two_caches(name, tail):
     assert memory.temp_size_in_bytes <= (GIB if tail else bound * MIB)
 
 
-@pytest.mark.parametrize("program", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "program",
+    [PrefillProgram(CHUNK, CHUNK // 128 + 16, None), DecodeProgram(SLOTS)],
+    ids=["prefill", "decode"],
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name, program):
     config, topology, mesh, available, bound = FAMILIES[name]
-    key = ("decode", SLOTS) if program == "decode" else ("prefill", CHUNK, CHUNK // 128 + 16, None)
-    static: dict[str, Any] = {"steps": 8} if program == "decode" else {}
+    decodes = isinstance(program, DecodeProgram)
+    static: dict[str, Any] = {"steps": 8} if decodes else {}
     devices = topology_mesh(topology, mesh)
-    compiled, kernels = with_kernels(lower_program(config, key, **SHAPE, mesh=devices, **static))
+    lowered = lower_program(config, program, **SHAPE, mesh=devices, **static)
+    compiled, kernels = with_kernels(lowered)
     assert all(kernel.spilled == 0 for kernel in kernels)
     memory: Any = compiled.memory_analysis()
     print(
@@ -139,7 +151,7 @@ def test_families(name, program):
     products = 3 if config.num_experts else 0
     assert str(compiled.as_text()).count(target) >= (1 + products) * config.num_lower_layers
     assert memory.peak_memory_in_bytes < 0.9 * available * GIB
-    if program == "decode":
+    if decodes:
         assert memory.temp_size_in_bytes <= bound * MIB
 
 
@@ -148,13 +160,13 @@ def test_greedy_decode_of_a_family(name):
     """Without the sampler's arrays, which on a v6e take it over 64 MiB."""
     config, topology, mesh, _, _ = FAMILIES[name]
     mesh = topology_mesh(topology, mesh)
-    lowered = lower_program(config, (GREEDY, SLOTS), **SHAPE, mesh=mesh, steps=8)
+    lowered = lower_program(config, DecodeProgram(SLOTS, "greedy"), **SHAPE, mesh=mesh, steps=8)
     memory: Any = with_kernels(lowered)[0].memory_analysis()
     print(f"{name}, greedy: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
     assert memory.temp_size_in_bytes <= 64 * MIB
 
 
-def lower_decode(name: str, program: str, num_layers: int | None = None, **static):
+def lower_decode(name: str, kind: DecodeKind, num_layers: int | None = None, **static):
     """A decode program with the default options of an engine: 64 rows with room for 131,072
     positions, in a pool of 2,048 for each."""
     config, topology, mesh, _ = MACHINES[name]
@@ -164,18 +176,18 @@ def lower_decode(name: str, program: str, num_layers: int | None = None, **stati
         )
     shape: dict[str, Any] = {"batch": 64, "max_model_len": 131_072, "num_pages": 64 * 16}
     mesh = topology_mesh(topology, mesh)
-    return lower_program(config, (program, 64), **shape, mesh=mesh, **static)
+    return lower_program(config, DecodeProgram(64, kind), **shape, mesh=mesh, **static)
 
 
-@pytest.mark.parametrize(("program", "bound"), [(GREEDY, 33), ("decode", 64)])
-def test_decode_in_long_tables(program, bound):
+@pytest.mark.parametrize(("kind", "bound"), [("greedy", 33), ("sampling", 64)])
+def test_decode_in_long_tables(kind, bound):
     """No temporary array has room for all positions. A greedy step has the logits, of 31.3 MiB;
     the sampler as much again, a weight for each row and token of the vocabulary."""
     name = "8B on an H200"
-    compiled, kernels = with_kernels(lower_decode(name, program, steps=8))
+    compiled, kernels = with_kernels(lower_decode(name, kind, steps=8))
     assert len(kernels) == 2
     memory: Any = compiled.memory_analysis()
-    print(f"{name}, {program}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
+    print(f"{name}, {kind}: temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB")
     assert memory.temp_size_in_bytes <= bound * MIB
 
 
@@ -184,7 +196,7 @@ def test_kernels_of_a_decode_step():
     `benchmarks.predict` counts: 15 for a lower layer, 12 for an upper one and 3 for its group."""
     counts = []
     for num_layers in (2, 4):
-        compiled = lower_decode("8B on an H200", GREEDY, num_layers=num_layers, steps=1).compile()
+        compiled = lower_decode("8B on an H200", "greedy", num_layers=num_layers, steps=1).compile()
         found = hlo.kernels(str(compiled.as_text()))
         assert not {"conditional", "while"} & {kernel.op for kernel in found}
         counts.append(len(found))
@@ -198,22 +210,22 @@ def test_kernels_of_a_decode_step():
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "branches", "loops"),
+    ("kind", "options", "branches", "loops"),
     [
-        (GREEDY, "defaults", 0, 1),  # the loop over the steps of a call
-        (GREEDY, "with loops", 0, 0),
-        ("decode", "defaults", 9, 5),  # and the sampler's, of which most lie in branches
-        ("decode", "with loops, unrolled", 0, 0),
+        ("greedy", "defaults", 0, 1),  # the loop over the steps of a call
+        ("greedy", "with loops", 0, 0),
+        ("sampling", "defaults", 9, 5),  # and the sampler's, of which most lie in branches
+        ("sampling", "with loops, unrolled", 0, 0),
     ],
 )
-def test_branches_and_loops_outside_command_buffers(program, options, branches, loops):
+def test_branches_and_loops_outside_command_buffers(kind, options, branches, loops):
     """By XLA's defaults a greedy step, attention included, is one command buffer, and the sampler
     is not in any; with loops in them a call is one."""
-    lowered = lower_decode("8B on an H200", program, num_layers=2, steps=8)
+    lowered = lower_decode("8B on an H200", kind, num_layers=2, steps=8)
     found = command_buffers.count(lowered, command_buffers.SETS[options])
-    print(f"{program}, {options}: {found}")
+    print(f"{kind}, {options}: {found}")
     assert (found["branches_outside"], found["loops_outside"]) == (branches, loops)
-    if program == GREEDY:
+    if kind == "greedy":
         assert found["command_buffers"] == (1 if options == "with loops" else 3)
         assert found["outside"] <= 1
 
@@ -222,8 +234,8 @@ def test_branches_and_loops_outside_command_buffers(program, options, branches, 
 def test_prefill(name):
     """With the most tiles that a chunk of an engine has."""
     config, topology, mesh, _ = MACHINES[name]
-    key = "prefill", CHUNK, CHUNK // 128 + 32, None
-    lowered = lower_program(config, key, **SHAPE, mesh=topology_mesh(topology, mesh))
+    program = PrefillProgram(CHUNK, CHUNK // 128 + 32, None)
+    lowered = lower_program(config, program, **SHAPE, mesh=topology_mesh(topology, mesh))
     memory = check(name, lowered, config, True)
     assert memory.temp_size_in_bytes < 2 * GIB
 
@@ -233,7 +245,7 @@ def test_decode_of_layers_with_and_without_a_window():
     kinds = LLAMA_8B.layer_kinds[0], dataclasses.replace(LLAMA_8B.layer_kinds[0], window=1000)
     config = dataclasses.replace(LLAMA_8B, layer_kinds=kinds * (LLAMA_8B.num_layers // 2))
     lowered = lower_program(
-        config, ("decode", SLOTS), **SHAPE, mesh=topology_mesh("h200:1", (1, 1))
+        config, DecodeProgram(SLOTS), **SHAPE, mesh=topology_mesh("h200:1", (1, 1))
     )
     _, kernels = with_kernels(lowered)
     names = sorted(kernel.name.rsplit("_", 1)[0] for kernel in kernels)

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import ConfigError, Model, layers, transformer
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.infer import Engine, ScoreRequest
 from swiftkv_jax.train.recipe import Init
 from swiftkv_jax.train.sweep import analyze_cuts
@@ -55,7 +56,7 @@ def student(model: Model, group: int = 1) -> Model:
 @pytest.mark.parametrize("case", most_long("qwen2", "qwen3-moe", "gemma3", "olmo3", "smollm3"))
 def test_a_fresh_delta_leaves_the_first_upper_layer_as_it_was(case, load):
     model = skv.add_swiftkv(load(case), 3)
-    config, batch = model.config, transformer.unpacked_batch(jnp.asarray(tokens()))
+    config, batch = model.config, unpacked_batch(jnp.asarray(tokens()))
     assert model.swiftkv is not None
 
     def entering(index, x):
@@ -222,7 +223,7 @@ def test_calibration_and_analysis(case, load):
         "leader": divergence(copied),
     }
     assert expected["closed-form"] < 0.8 * expected["leader"]
-    batch = transformer.unpacked_batch(jnp.asarray(tokens()))
+    batch = unpacked_batch(jnp.asarray(tokens()))
     mask = batch.loss_mask.at[:, -1].set(0.0)
     for init, kl in expected.items():
         analysis = analyze_cuts(
@@ -233,7 +234,7 @@ def test_calibration_and_analysis(case, load):
             prompt_length=100,
             attention=Attention(),
             init=init,
-            calibration=[transformer.unpacked_batch(jnp.asarray(rows))],
+            calibration=[unpacked_batch(jnp.asarray(rows))],
         )
         assert analysis.cuts[0].kl == pytest.approx(kl, rel=2e-2)
 

@@ -9,12 +9,13 @@ from collections import abc
 import numpy as np
 
 from swiftkv_jax.config import Config, LayerKind
+from swiftkv_jax.infer.engine.chunk_builder import Limits
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, Sequence
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
-from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS, Limits
+from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.shapes import Shapes
 

@@ -43,7 +43,7 @@ def serve(config, **options):
 def test_what_a_model_with_two_queries_serves_with():
     plain = grouped().config
     own = dataclasses.replace(plain, generated_kv="own")
-    assert own.two_queries and not plain.two_queries
+    assert own.has_two_caches and not plain.has_two_caches
     both = [*serve(plain), *map(in_parts, serve(plain))]
     assert serve(own) == serve(plain, two_caches=True) == both
     assert needed_from("cudnn", serve(own)) == serve(plain)[:1]

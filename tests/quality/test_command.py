@@ -14,13 +14,14 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import bench, scores, students
+from benchmarks.quality.generation import find_prompts, parsed_blocks
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.recipe import DEMO, Recipe
-from swiftkv_jax.train.setup import load_data
+from swiftkv_jax.train.setup import check_trainable, load_data
 from swiftkv_jax.train.step import init_state
-from swiftkv_jax.transformer import Batch
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,8 @@ def test_interrupted_and_continued(tmp_path, monkeypatch, texts, training_text):
         ("--seeds 0", "--seeds 0"),
         ("--rows 0", "--rows 0"),
         ("--mesh 2", "--mesh '2'"),
+        ("--train-own", "--generated-kv"),
+        ("--train-own --generated-kv own --groups 1", "--train-own"),
     ],
 )
 def test_bad_arguments_are_one_line(flags, expected, capsys, tmp_path):
@@ -95,6 +98,40 @@ def test_bad_arguments_are_one_line(flags, expected, capsys, tmp_path):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and expected in error and error.count("\n") == 1
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("arm", "best", "tried"),
+    [
+        (students.Arm(4, 2, "authors", 64), 0.2, [0.1, 0.2, 0.3]),
+        (students.Arm(4, 2, "closed-form", 64), 2.0, [1.0, 2.0, 3.0]),
+        (students.Arm(4, 1, "closed-form", 64, "own"), 3.0, [1.0, 2.0, 3.0, 4.0]),
+        (students.Arm(4, 2, "closed-form", 0), DEMO.learning_rate, [DEMO.learning_rate]),
+    ],
+)
+def test_learning_rates_are_tried_upwards(arm, best, tried, monkeypatch):
+    """Of either recipe, up to the first that is worse than the one before it; the other seeds are
+    trained at the best. What is trained for own keys and values is compared with them."""
+    measured = []
+
+    def cell(bench, arm, rate, seed):
+        measured.append((rate, seed))
+        losses = {
+            "boundary": ("all", abs(rate - 2) * abs(rate - 0.2)),
+            "own": ("answers", abs(rate - 3)),
+        }
+        modes = {mode: {name: {"nll": [loss]}} for mode, (name, loss) in losses.items()}
+        return {"learning_rate": rate, "seed": seed, "modes": modes}
+
+    measuring = object.__new__(bench.Bench)
+    monkeypatch.setattr(bench.Bench, "_cell", cell)
+    vars(measuring).update(
+        _rates=(0.1, 0.2, 0.3, 0.4), _package_rates=(1.0, 2.0, 3.0, 4.0), _recipe=DEMO
+    )
+    *_, (cells, all_tried) = measuring.cells_of(arm, 2)
+    assert [one["learning_rate"] for one in all_tried] == tried
+    assert {one["learning_rate"] for one in cells} == {best}
+    assert measured[len(tried) :] == ([(best, 1)] if arm.steps else [])
 
 
 def demo_recipe(arm: students.Arm, training_text: Path, folder: Path) -> Recipe:
@@ -130,6 +167,48 @@ def test_what_was_trained_is_kept(tmp_path, training_text, tokenizer, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, read.swiftkv, trained.swiftkv)
     with pytest.raises(UsageError, match="another recipe"):
         students.make(arm, dataclasses.replace(recipe, seed=1), data, mesh, file)
+
+
+def test_groups_trained_for_own_start_scaled(tmp_path, training_text, tokenizer, monkeypatch):
+    """In the usual order they are trained for the boundary and scaled then. `swiftkv train` refuses
+    the other one."""
+    arm, mesh = students.Arm(6, 2, "closed-form", 1, "own", trains_own=True), make_mesh("1x1")
+    recipe = demo_recipe(arm, training_text, tmp_path)
+    data, _ = load_data(recipe, tokenizer)
+    started, train = [], students.train
+
+    def recorded(recipe, model, *rest):
+        started.append(jax.tree.map(np.asarray, model))
+        return train(recipe, model, *rest)
+
+    monkeypatch.setattr(students, "train", recorded)
+    trained = students.make(arm, recipe, data, mesh, tmp_path / "trained.npz")
+    usual = dataclasses.replace(arm, trains_own=False)
+    scaled = students.make(usual, recipe, data, mesh, tmp_path / "scaled.npz")
+    first, second = started
+    assert trained.config == scaled.config == first.config and first.config.has_two_caches
+    assert not second.config.has_two_caches
+    assert not np.array_equal(first.swiftkv.q, second.swiftkv.q), "scaled"
+    assert students.is_finite(trained) and trained.swiftkv is not None
+    assert not np.array_equal(trained.swiftkv.q, first.swiftkv.q), "trained"
+    with pytest.raises(UsageError, match="keep-delta"):
+        check_trainable(first.config)
+
+
+def test_blocks_are_generated_in_every_mode(tmp_path, training_text, tokenizer):
+    """Also where layers share a cache, unless they have a sliding window."""
+    arm = students.Arm(6, 2, "authors", 0)
+    recipe = demo_recipe(arm, training_text, tmp_path)
+    data, _ = load_data(recipe, tokenizer)
+    model = students.make(arm, recipe, data, make_mesh("1x1"), tmp_path / "none.npz")
+    assert bench.served_modes(model) == scores.MODES
+    prompts = find_prompts([("text", training_text.read_text())], tokenizer, count=1)
+    assert len(parsed_blocks(model, prompts, scores.MODES[-1], new_tokens=2)) == 1
+
+    windows = tuple(dataclasses.replace(kind, window=16) for kind in model.config.layer_kinds)
+    for group, modes in (1, scores.MODES), (2, scores.MODES[:1]):
+        config = dataclasses.replace(model.config, layer_kinds=windows, key_value_group_size=group)
+        assert bench.served_modes(dataclasses.replace(model, config=config)) == modes
 
 
 def test_cross_entropy_needs_no_teacher(tmp_path, training_text, tokenizer):

@@ -1,16 +1,15 @@
-"""Intervals, rows, the verdict and the table."""
+"""Intervals, rows and the table."""
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.quality import students, summary, table
-from benchmarks.quality.held_out import PROMPT
-from benchmarks.quality.sections import merged, sections
-from swiftkv_jax.train.recipe import DEMO, Init
+from benchmarks.quality import students, summary, table, verdict
+from benchmarks.quality.sections import merged
+from swiftkv_jax.train.recipe import DEMO
+from tests.quality.made_rows import HALF, cell, document, rows, trained
 
 
 def test_interval_of_two_documents():
@@ -41,51 +40,6 @@ def test_nothing_counted_has_no_interval():
     assert summary.interval([0, 2, 0], [0, 1, 0], drawn) == {"value": 2, "low": 2, "high": 2}
 
 
-def sums(nll: float, first: float = 0.5) -> dict[str, list[float]]:
-    """Of two documents of 10 tokens."""
-    return {
-        "nll": [10 * nll] * 2,
-        "kl": [1.0] * 2,
-        "agreement": [8.0] * 2,
-        "first": [10 * first] * 2,
-    }
-
-
-TEACHER: dict[str, Any] = {
-    "layers": 8,
-    "blocks": [True, True],
-    "sums": {
-        name: sums(2.0) | {"count": [10, 10]}
-        for name in ("all", "answers", "far", "others", "recall")
-    },
-}
-
-
-def cell(
-    nll: float, *, far: float = 2.0, modes: tuple[str, ...] = ("boundary",), rate=2e-3, seed=0
-):
-    parts = {name: sums(nll) for name in ("all", "answers", "others")}
-    parts |= {"far": sums(far), "recall": sums(nll, first=0.4)}
-    return {
-        "learning_rate": rate,
-        "seed": seed,
-        "modes": {
-            mode: {
-                name: part for name, part in parts.items() if name != "all" or mode == "boundary"
-            }
-            for mode in modes
-        },
-        "blocks": {"boundary": [True, False]},
-    }
-
-
-HALF = students.Arm(4, 1, "closed-form", 0)
-
-
-def rows(arm: students.Arm, *cells) -> list[table.Row]:
-    return summary.rows_of(arm, cells, cells, TEACHER, summary.draws(2))
-
-
 def test_a_row_compares_with_the_teacher():
     arm = students.Arm(4, 1, "closed-form", 64)
     found, own = rows(
@@ -110,46 +64,6 @@ def test_a_row_compares_with_the_teacher():
     assert found["blocks"] == {"prompts": 2, "teacher": 2, "student": 1} and own["blocks"] is None
 
 
-def test_verdict():
-    """Bars, the authors' recipe, and students that lose the far prompt."""
-    good, bad = (rows(HALF, cell(2 + gap)) for gap in (0.006, 0.008))
-    lines, kept = table.verdict(good)
-    assert kept and any(line.startswith("met: 50.0%, g = 1") for line in lines)
-    assert sum(line.startswith("not measured:") for line in lines) == len(table.BARS) - 1
-    lines, kept = table.verdict(bad)
-    assert not kept and any(line.startswith("not met: 50.0%") for line in lines)
-
-    assert table.verdict([trained("authors", (2e-3, 2.1))])[1], "nothing to compare with"
-
-    lines, kept = table.verdict(rows(HALF, cell(2.0, far=2.2)))
-    assert kept and lines[-1].startswith("refused: 50.0%, g = 1, closed-form, untrained, boundary")
-    assert "0.20 nats [0.20, 0.20] on the 20 tokens" in lines[-1]
-
-
-def trained(start: Init, *rates_and_losses: tuple[float, float], seeds: int = 1) -> table.Row:
-    """The row of a student of several learning rates, of which the first counts."""
-    arm = students.Arm(4, 2, start, 32)
-    tried = [cell(loss, rate=rate) for rate, loss in rates_and_losses]
-    first = [
-        dict(tried[0], seed=seed) | {"modes": cell(rates_and_losses[0][1] + seed / 100)["modes"]}
-        for seed in range(seeds)
-    ]
-    (row,) = summary.rows_of(arm, first, tried, TEACHER, summary.draws(2))
-    return row
-
-
-def document(*found: table.Row, **facts) -> dict[str, Any]:
-    return {
-        "command": "quality",
-        "date": "2026-01-01",
-        "layers": 8,
-        "documents": 2,
-        "prompt": PROMPT,
-        "tokens_per_step": 4096,
-        "rows": list(found),
-    } | facts
-
-
 def test_the_better_learning_rate_counts():
     untrained, early = rows(HALF, cell(2.1))[0], trained("authors", (4e-3, 2.3), (2e-3, 2.4))
     later = trained("authors", (8e-3, 2.2), (1.6e-2, 2.5))
@@ -159,6 +73,19 @@ def test_the_better_learning_rate_counts():
     worse = trained("authors", (1.6e-2, 2.5))
     (kept,) = merged([document(early), document(worse)])["rows"]
     assert kept["learning_rate"] == 4e-3 and len(kept["perplexity_of_rates"]) == 3
+
+
+def test_the_better_rate_of_this_packages_recipe_counts_too():
+    """Rates compared in another mode, as older files have them, say nothing about the new ones."""
+    early, later = (trained("closed-form", (rate, loss)) for rate, loss in ((2e-3, 2.1), (4e-3, 2)))
+    (found,) = merged([document(early), document(later)])["rows"]
+    assert found["learning_rate"] == 4e-3
+    assert sorted(found["perplexity_of_rates"]) == ["0.002", "0.004"]
+    assert "| 32 at 0.004 |" in table.rows_table([found])
+    assert "| 32 |" in table.rows_table([early])
+    worse = trained("closed-form", (4e-3, 2.2)) | {"rates_mode": "own"}
+    (found,) = merged([document(early), document(worse)])["rows"]
+    assert found["learning_rate"] == 4e-3 and list(found["perplexity_of_rates"]) == ["0.004"]
 
 
 def test_more_seeds_count_then_the_newest():
@@ -190,61 +117,6 @@ def test_merged_rows():
         merged([document(generated), document(newer, documents=3, command="other")])
 
 
-def test_a_section_for_each_teacher():
-    mine, t1 = document(*rows(HALF, cell(2.1))), {"name": "t1"}
-    other = document(*rows(HALF, cell(2.2)), teacher=t1, date="2025-01-01")
-    pair = [
-        trained("closed-form", (2e-3, 2.1)),
-        trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)),
-    ]
-    demo, of_t1 = sections([other, mine, document(*pair)])
-    assert demo.startswith("## What each cut costs in quality\n") and table.LEGEND in demo
-    assert of_t1.startswith("## What each cut costs in quality: the teacher t1\n")
-    assert table.LEGEND not in of_t1 and "- not met: 50.0%, g = 1" in of_t1
-    verdicts = [line.split("|")[-2].strip() for line in demo.splitlines() if "| 32 " in line]
-    assert verdicts == ["", "better"] and "met: 50.0%, g = 2" not in demo
-
-
-@pytest.mark.parametrize(
-    ("ours", "rates", "seeds", "outcome"),
-    [
-        (2.1, [(4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)], 1, "met"),
-        (2.3, [(4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)], 1, "not met"),
-        (2.1, [(4e-3, 2.2), (2e-3, 2.3)], 1, "undecided"),  # a larger one may be better
-        (2.19, [(4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)], 3, "undecided"),  # within the seeds' spread
-        (2.3, [(4e-3, 2.2), (2e-3, 2.3)], 1, "not met"),
-    ],
-)
-def test_against_the_authors_recipe(ours, rates, seeds, outcome):
-    pair = [trained("closed-form", (2e-3, ours), seeds=seeds), trained("authors", *rates)]
-    lines, kept = table.verdict(pair)
-    (line,) = (line for line in lines if "authors' recipe" in line)
-    assert line.startswith(f"{outcome}: 50.0%, g = 2") and kept == (outcome != "not met")
-    assert ("the last one tried" in line) == (len(rates) == 2)
-    assert line.endswith("far tokens +0.000 nats, theirs +0.000 nats")
-
-
-def test_with_one_seed_each_the_intervals_must_not_overlap():
-    ours = trained("closed-form", (2e-3, 2.19))
-    authors = trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3))
-    assert table.against(ours, authors) == "met"
-    ours["all"]["above"]["high"] = authors["all"]["above"]["low"] + 1e-3
-    assert table.against(ours, authors) == "undecided"
-    worse = trained("closed-form", (2e-3, 2.25))
-    assert table.against(worse, authors) == "not met"
-    worse["all"]["above"]["low"] = authors["all"]["above"]["high"] - 1e-3
-    assert table.against(worse, authors) == "undecided"
-
-
-def test_tables_have_every_column():
-    arm = students.Arm(4, 1, "authors", 64)
-    found = document(*rows(arm, cell(2.1, far=2.2, modes=("boundary", "own"))))
-    lines = [line for line in table.table(found).splitlines() if line.startswith("|")]
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert "64 at 0.002" in lines[2] and "+10.52% [+10.52%, +10.52%]" in lines[2]
-    assert "+0.200 [+0.200, +0.200]" in lines[2] and lines[2].endswith("| refused |")
-
-
 def test_the_plan():
     """Group sizes divide the upper layers, a leader needs a group, few steps come first."""
     arms = students.plan(8, [3, 4], [1, 2, 4, None], ["authors", "leader"], [64, 0])
@@ -262,14 +134,14 @@ def test_the_plan():
     assert [arm.steps for arm in arms] == [0] * 8 + [64] * 8
     names = {arm.name(rate, seed) for arm in arms for rate in (0.1, 0.2) for seed in (0, 1)}
     assert len(names) == 8 + 4 * 8
-    assert sum(arm.has_rates for arm in arms) == 5, "the authors' recipe, trained"
+    assert sum(arm.uses_authors_recipe for arm in arms) == 5, "the authors' recipe, trained"
 
 
 def test_the_plan_for_own_keys_and_values():
     """The closed form, under names of its own."""
     arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own")
     assert [dataclasses.astuple(arm) for arm in arms] == [
-        (4, group, "closed-form", steps, "own", "distillation")
+        (4, group, "closed-form", steps, "own", "distillation", False)
         for steps in (0, 64)
         for group in (1, 2)
     ]
@@ -280,25 +152,21 @@ def test_the_plan_for_own_keys_and_values():
     assert all(arm.recipe(DEMO, 0.002, 0).generated_kv == "own" for arm in arms)
 
 
+def test_the_plan_for_training_with_own_keys_and_values():
+    """What is trained with groups; its rows stand apart from those that are scaled in the end."""
+    arms = students.plan(8, [4], [1, 2], students.STARTS, [0, 64], "own", trains_own=True)
+    assert [arm.name(0.002, 0) for arm in arms] == ["4-2-closed-form-train-own-64-0.002-seed0"]
+    assert not arms[0].scales_trained_queries
+    scaled = dataclasses.replace(arms[0], trains_own=False)
+    found = merged([document(*rows(arm, cell(2.1, modes=("own",)))) for arm in (scaled, arms[0])])
+    shown = table.rows_table(found["rows"])
+    assert "| closed-form, own |" in shown and "| closed-form, own (trained for it) |" in shown
+
+
 def test_the_plan_for_cross_entropy():
     """What is trained, by this package's recipe, and compared with no bar."""
     arms = students.plan(8, [4], [2], students.STARTS, [0, 64], "boundary", "cross-entropy")
     assert [(arm.start, arm.steps) for arm in arms] == [("leader", 64), ("closed-form", 64)]
     assert arms[1].name(0.002, 1) == "4-2-closed-form-cross-entropy-64-0.002-seed1"
     (row,) = rows(arms[1], cell(9.0))
-    assert row["loss"] == "cross-entropy" and table.verdict([row])[1]
-
-
-def test_bars_of_own_keys_and_values_are_of_students_fitted_to_them():
-    served, fitted = (
-        rows(
-            students.Arm(4, 1, "closed-form", 0, generated_kv),
-            cell(2.0, far=2.2, modes=("boundary", "own")),
-        )
-        for generated_kv in ("boundary", "own")
-    )
-    assert table.verdict(served)[1]
-    lines, kept = table.verdict(fitted)
-    assert not kept and any(
-        "not met: 50.0%, g = 1, closed-form, own, untrained, own: far" in x for x in lines
-    )
+    assert row["loss"] == "cross-entropy" and verdict.verdict([row])[1]

@@ -13,6 +13,7 @@ import pytest
 
 from swiftkv_jax import Config, LayerKind, Model, Rope, add_swiftkv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration import LayerFit, calibrate
 from swiftkv_jax.calibration.moments import zero_moments
 from swiftkv_jax.initialization import init_llama, init_swiftkv
@@ -26,7 +27,7 @@ from swiftkv_jax.train.distill import Objective, distill_sums
 from swiftkv_jax.train.far_tokens import only_far
 from swiftkv_jax.train.recipe import Init
 from swiftkv_jax.train.sweep import Analysis, CutResult, analyze_cuts, possible_cuts
-from swiftkv_jax.transformer import Batch, run_lower_layers, teacher
+from swiftkv_jax.transformer import run_lower_layers, teacher
 
 CONFIG = Config(
     vocab_size=61,

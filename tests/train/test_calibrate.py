@@ -15,14 +15,15 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train import calibrate as train_calibrate
 from swiftkv_jax.train import far_tokens
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
-from swiftkv_jax.transformer import unpacked_batch
 from tests import tiny
 from tests.test_cost import CONFIG
 
@@ -103,7 +104,7 @@ def test_queries_of_a_given_delta_are_scaled(folder, capsys):
     before, once, later = (
         skv.load(folder / name / "model") for name in ("shared", "at once", "later")
     )
-    assert later.config == once.config and later.config.two_queries
+    assert later.config == once.config and later.config.has_two_caches
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4), later.swiftkv, once.swiftkv
     )
@@ -163,7 +164,25 @@ def test_bad_input_is_one_line(flags, folder, capsys):
     assert error.endswith("\n") and "Traceback" not in error
 
 
+def test_a_run_without_data_leaves_nothing(folder):
+    """Neither the output folder nor parents that it made; a folder that was there stays."""
+    command = ["--model", str(folder / "teacher"), "--data", "/nonexist", "--max-length", "64"]
+    (folder / "old").mkdir()
+    for name in ("new/none", "old/none", "old"):
+        for start in (["calibrate"], []):
+            assert main([*start, *command, "--output-dir", str(folder / name)]) == 2
+    assert not (folder / "new").exists()
+    assert list((folder / "old").iterdir()) == []
+
+
 # The plan ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["calibrate"], []])
+def test_a_plan_for_an_unknown_shape_lists_the_known_ones(command, capsys):
+    assert main([*command, "--model", "llama-3.1-9b", "--dry-run"]) == 4
+    error = capsys.readouterr().err
+    assert "llama-3.1-9b: no such file" in error and all(name in error for name in PRESETS)
 
 
 @pytest.mark.parametrize(

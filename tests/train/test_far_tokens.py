@@ -8,12 +8,12 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.model import Model
 from swiftkv_jax.sharding import batch_sharding
 from swiftkv_jax.train import far_tokens
 from swiftkv_jax.train.far_tokens import only_far
-from swiftkv_jax.transformer import Batch
 from tests import tiny
 
 LENGTH, DOCUMENT = 24, 14

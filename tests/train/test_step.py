@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from swiftkv_jax.batch import Batch
 from swiftkv_jax.config import Config
 from swiftkv_jax.initialization import init_llama, init_swiftkv
 from swiftkv_jax.mesh import make_mesh, parse_mesh
@@ -24,7 +25,6 @@ from swiftkv_jax.train.step import (
     micro_batch_sharding,
     state_shapes,
 )
-from swiftkv_jax.transformer import Batch
 
 CONFIG = Config(
     vocab_size=328,

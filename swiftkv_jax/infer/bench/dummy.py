@@ -66,7 +66,7 @@ def dummy_model(
 def _without_teacher(config: Config, llama: Llama) -> Llama:
     """Without the upper q, k, v, or with what is needed of them if tokens keep their own."""
     kept = None
-    if config.two_queries:
+    if config.has_two_caches:
         kept = llama.upper_qkv
     elif config.generated_kv == "own" and llama.upper_qkv is not None:
         kept = dataclasses.replace(llama.upper_qkv, q=None, q_bias=None)

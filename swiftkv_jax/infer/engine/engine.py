@@ -28,7 +28,7 @@ import numpy as np
 from ...config import Config
 from ...errors import UsageError
 from .cache_events import CacheEvents
-from .checks import check_fits, check_request, iterate, own_start
+from .checks import check_fits, check_request, own_start
 from .grammar import fill_masks, mask_words
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
@@ -36,6 +36,7 @@ from .outputs import Scores, Sent, failed_output, sequence_output
 from .page_pool import PagePool, PrefixStats
 from .request_state import Chunk, RequestState, Sequence
 from .requests import Request, RequestOutput, ScoreRequest
+from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
 from .stats import Load, Stats
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
     from ...model import Model
     from ...pallas_kernels import Implementation
     from ..runner.model_runner import ModelRunner
-
-MAX_ADDED_PER_STEP = 32
-"""Requests that `Engine.run` takes from an iterator between two steps: making one may cost the
-caller time (tokenising), in which the device may run out of work."""
 
 
 class Engine[R: ModelRunnerBase]:
@@ -91,7 +88,6 @@ class Engine[R: ModelRunnerBase]:
         self._sent: deque[Sent] = deque()
         self._scores: dict[int, Scores] = {}
         self.stats = Stats()
-        model_runner.num_compilations()
 
     @staticmethod
     def from_model(
@@ -175,12 +171,15 @@ class Engine[R: ModelRunnerBase]:
     def add_request(self, request: Request | ScoreRequest) -> int:
         """Queue a request and return its id, which its outputs carry. Raises `UsageError` for one
         that can never run."""
+        return self._add(request).request_id
+
+    def _add(self, request: Request | ScoreRequest) -> RequestState:
         check_request(request, self.config, self.options)
         state = RequestState(next(self._ids), request, own_start(request, self.config))
         check_fits(state, self._pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state
         self._scheduler.add(state)
-        return state.request_id
+        return state
 
     def abort_request(self, request_id: int, sample: int | None = None) -> None:
         """End a request, or one of its samples: it has no further outputs, and its pages and slots
@@ -222,43 +221,16 @@ class Engine[R: ModelRunnerBase]:
         caller stops iterating (the generator is closed), all unfinished requests are aborted.
         Outputs of requests that were added otherwise are dropped.
         """
-        if in_flight is not None and in_flight < 1:
-            raise UsageError(f"`in_flight`={in_flight} must be at least 1")
-        unfinished: dict[int, tuple[int, RequestState]] = {}
-        source, count, exhausted = iterate(requests), itertools.count(), False
-        at_once = in_flight is None and isinstance(requests, abc.Sequence)
+        run = Run(requests, self._add, in_flight=in_flight, on_invalid=on_invalid)
         try:
-            while unfinished or not exhausted:
-                room = None if at_once else MAX_ADDED_PER_STEP
-                if room is not None and in_flight is not None:
-                    room = min(room, in_flight - len(unfinished))
-                added = 0
-                while not exhausted and (room is None or added < room):
-                    try:
-                        request = next(source)
-                    except StopIteration:
-                        exhausted = True
-                        break
-                    if request is None:
-                        break
-                    number, added = next(count), added + 1
-                    try:
-                        request_id = self.add_request(request)
-                    except UsageError as error:
-                        if on_invalid is None:
-                            raise UsageError(f"request {number}: {error}") from error
-                        on_invalid(number, error)
-                        continue
-                    unfinished[request_id] = number, self._requests[request_id]
+            while not run.is_over:
+                run.add_requests()
                 for output in self.step() if self.has_work else ():
-                    if output.request_id in unfinished:
-                        number, state = unfinished[output.request_id]
-                        if output.sample not in state.aborted:
-                            yield number, output
-                for request_id in unfinished.keys() - self._requests.keys():
-                    del unfinished[request_id]
+                    if (number := run.number_of(output)) is not None:
+                        yield number, output
+                run.keep(self._requests.keys())
         finally:
-            for request_id in unfinished:
+            for request_id in run.unfinished:
                 self.abort_request(request_id)
 
     # Steps --------------------------------------------------------------------

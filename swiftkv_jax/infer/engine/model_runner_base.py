@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..runner.shapes import Shapes
+    from .chunk_builder import Limits
     from .request_state import Chunk, Sequence
-    from .scheduler import Limits
 
 
 class ModelRunnerBase(Protocol):
@@ -22,11 +22,12 @@ class ModelRunnerBase(Protocol):
     limits: Limits
 
     def prepare(self) -> None:
-        """Compile everything and allocate the memory. After this nothing is compiled."""
+        """Compile everything, allocate the memory, and start counting compilations: after this
+        there should be none."""
         ...
 
     def num_compilations(self) -> int:
-        """Programs that the process has compiled since the first call."""
+        """Programs that the process has compiled since the first `prepare` ended."""
         ...
 
     def remove_sequences(self, slots: Seq[int]) -> None:

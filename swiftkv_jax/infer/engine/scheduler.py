@@ -183,9 +183,9 @@ class Scheduler:
         return None
 
     def _allocate(self, state: RequestState, dp_rank: int, cached: list[int]) -> bool:
-        """Reserve pages and slots of one shard; False, and nothing reserved, if there are too few
-        pages."""
-        pool, slots = self.pools[dp_rank], self._free_slots[dp_rank]
+        """Reserve pages of one shard and make the sequences of a request; False, and nothing
+        reserved, if there are too few pages."""
+        pool = self.pools[dp_rank]
         needs = state.pages_at_first(pool, self.reserve_tokens)
         more = pool.total(needs) - len(cached) + state.pages_of_others(pool)
         reserved = pool.reserve(cached, more)
@@ -195,33 +195,33 @@ class Scheduler:
         state.dp_rank = dp_rank
         state.pages, state.own_pages = _take(pool, unused, needs)
         state.num_computed_tokens = len(cached) * self.page_size
+        self._make_sequences(state, needs, unused)
         if not state.num_preemptions:
             state.num_cached_tokens = state.num_computed_tokens
+            pool.stats.queries += len(state.prefill_token_ids)
+            pool.stats.hits += state.num_cached_tokens
+        return True
+
+    def _make_sequences(
+        self, state: RequestState, needs: PageNeeds, unused: abc.Iterator[int]
+    ) -> None:
+        """Make a sequence in a slot for each sample of a request. The first has the request's
+        pages; the others share those that prefill fills, and take the rest from `unused`."""
+        pool, slots = self.pools[state.dp_rank], self._free_slots[state.dp_rank]
         shared = state.shared_by_samples(pool)
-        others = PageNeeds(*(a - b for a, b in zip(needs, shared, strict=True)))
+        rest = PageNeeds(*(a - b for a, b in zip(needs, shared, strict=True)))
         for index in range(state.num_samples):
             pages, own_pages = state.pages, state.own_pages
             if index:
                 pages, own_pages = pages[: shared.pages], own_pages[: shared.own_pages]
                 pool.share_pages([*pages, *itertools.chain.from_iterable(own_pages)])
-                mine = _take(pool, unused, others)
-                pages, own_pages = pages + mine[0], own_pages + mine[1]
-            matcher = None if state.matcher is None else state.matcher.copy()
-            state.sequences.append(
-                Sequence(
-                    state,
-                    index,
-                    slots.pop(),
-                    pages,
-                    own_pages,
-                    state.num_remaining_tokens,
-                    matcher=matcher,
-                )
+                more_pages, more_own_pages = _take(pool, unused, rest)
+                pages, own_pages = pages + more_pages, own_pages + more_own_pages
+            sequence = Sequence(
+                state, index, slots.pop(), pages, own_pages, state.num_remaining_tokens
             )
-        if not state.num_preemptions:
-            pool.stats.queries += len(state.prefill_token_ids)
-            pool.stats.hits += state.num_cached_tokens
-        return True
+            sequence.matcher = None if state.matcher is None else state.matcher.copy()
+            state.sequences.append(sequence)
 
     # Decoding -----------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
 from .mix import fold_mix, order_heads
 from .model_runner import ModelRunner
-from .shapes import Shapes, choose_shapes, has_two_caches, kv_programs, with_contexts
+from .shapes import Shapes, choose_shapes, kv_programs, serves_two_caches, with_contexts
 from .weights import served_config, serving_weights, shard_model
 
 
@@ -46,7 +46,7 @@ def build_model_runner(
     config = model.config.at_length(options.max_model_len or model.config.max_position_embeddings)
     served = served_config(config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed)
     kv = kv_programs(served, mixed=mixed)
-    two_caches = has_two_caches(served, kv)
+    two_caches = serves_two_caches(served, kv)
     if kv != "boundary":
         _check_own_kv(model, two_caches)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)

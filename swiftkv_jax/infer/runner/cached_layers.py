@@ -19,10 +19,9 @@ from ...attention import Attention, merge_attention
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
 from ...layers import embed
-from ...packed_attention import head_major, mixed
+from ...packed_attention import Attend, head_major, mixed
 from ...rope import Tables, group_table, rope_tables, table_of
 from ...transformer import (
-    Attend,
     cross_layer,
     project_fused_kv,
     self_layer,

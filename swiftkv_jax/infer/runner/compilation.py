@@ -12,17 +12,16 @@ from typing import Any
 import jax
 
 from ...errors import UsageError
-from .lowering import Key
 
 _REFUSALS = "No such compile option", "While setting option"
 """What XLA's errors say of an option that it does not have, and of a value that does not fit."""
 
 
-def compile_all(
-    lowered: dict[Key, Callable[[], jax.stages.Lowered]],
+def compile_all[Program](
+    lowered: dict[Program, Callable[[], jax.stages.Lowered]],
     progress: Callable[[], object] = lambda: None,
     options: Mapping[str, str | int | float | bool] | None = None,
-) -> dict[Key, jax.stages.Compiled]:
+) -> dict[Program, jax.stages.Compiled]:
     """Lower the programs one after the other and compile as many at once as there are cores;
     `progress` is called after each. The result has the order of `lowered`. Raises `UsageError` for
     compiler options that XLA refuses."""
@@ -55,13 +54,18 @@ class CompileCounter:
     _count: int | None = None
 
     @classmethod
-    def read(cls) -> int:
-        """Programs compiled since the first call."""
+    def start(cls) -> None:
+        """Start counting; later calls do nothing."""
         with cls._lock:
             if cls._count is None:
                 cls._count = 0
                 jax.monitoring.register_event_duration_secs_listener(cls._on_event)
-            return cls._count
+
+    @classmethod
+    def read(cls) -> int:
+        """Programs compiled since `start` was first called; 0 if it never was."""
+        with cls._lock:
+            return cls._count or 0
 
     @classmethod
     def _on_event(cls, event: str, duration_secs: float, **_: Any) -> None:

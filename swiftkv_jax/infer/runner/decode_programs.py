@@ -31,7 +31,7 @@ from .cached_layers import (
 from .constraints import keep_cache_sharding, pool_sharding, replicate, split_rows
 from .decode_state import DecodeBatch, DecodeState
 from .prefill_chunk import INVALID_PAGE
-from .shapes import KVPrograms, has_two_caches
+from .shapes import KVPrograms, serves_two_caches
 from .weights import Weights
 
 
@@ -102,7 +102,7 @@ def decode_logits(
     )
     if kv == "boundary":
         x = run_upper_layers(config, weights, x, tables, cache, read, attention)
-    elif has_two_caches(config, kv):
+    elif serves_two_caches(config, kv):
         position = length - batch.own_start  # among the tokens that keep their own
         own_lengths = jnp.where(active, jnp.maximum(position + 1, 0), 0)
         own = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +30,69 @@ INSERT_SEQUENCES = 8
 COPY_PAGES = 16
 """Pages copied in one call, on each data-parallel shard."""
 
-GREEDY = "decode greedy"
-SINGLE_STEP = {"decode": "decode single", GREEDY: "decode greedy single"}
-"""Program -> the same of one step."""
-CONSTRAINED = "decode constrained"
-DECODE = "decode", GREEDY, *SINGLE_STEP.values(), CONSTRAINED
-"""Names of the programs that decode; the first for all sequences without a grammar, the second for
-those whose `SamplingParams.is_plain_greedy`, the last for those with a grammar, one step."""
 
-CHUNKED = "prefill", "tail", "score"
-"""Names of the programs that run a chunk."""
+@dataclasses.dataclass(frozen=True)
+class PrefillProgram:
+    """Runs a chunk through the lower layers."""
 
-Key = tuple[Any, ...]
-"""Name of a program: ("prefill", tokens, query tiles, context pages), ("tail", tokens,
-tokens that run through all layers, context pages), ("score", tokens, the same with those that are
-scored, context pages), ("decode", rows), ("decode greedy", rows), these with
-" single", ("decode constrained", rows), ("insert",), ("page_tables",),
-("token_counts",) or ("copy",)."""
+    tokens: int
+    tiles: int
+    """Query tiles."""
+    context: int | None
+    """Pages that are gathered for the chunk to read; None: it reads the cache in place."""
+
+    def __str__(self) -> str:
+        return f"prefill of {self.tokens} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class UpperProgram:
+    """Runs a chunk through the lower layers, and some of its tokens through the upper ones."""
+
+    tokens: int
+    upper_tokens: int
+    """Tokens that run through the upper layers."""
+    context: int | None
+    """As in `PrefillProgram`."""
+    scores: bool
+    """Whether those tokens are scored; else they only fill the cache."""
+
+    def __str__(self) -> str:
+        what = "score" if self.scores else "prefill through all layers"
+        return f"{what} of {self.upper_tokens} of {self.tokens} tokens"
+
+
+DecodeKind = Literal["sampling", "greedy", "constrained"]
+"""How a decode call selects tokens: `greedy` if all its sequences are plain greedy
+(`SamplingParams.is_plain_greedy`), `constrained` if they follow a grammar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProgram:
+    """Decodes the next tokens of sequences."""
+
+    rows: int
+    """Sequences of each data-parallel shard."""
+    kind: DecodeKind = "sampling"
+    single_step: bool = False
+    """Whether it emits one token of each sequence; else `Shapes.decode_steps`. A constrained
+    program always emits one."""
+
+    def __str__(self) -> str:
+        steps = ", single step" if self.single_step else ""
+        return f"{self.kind} decode of {self.rows} sequences{steps}"
+
+
+StateUpdate = Literal["insert", "page_tables", "token_counts", "copy"]
+"""The programs that write sequences, page tables, token counts or pages into the decode state."""
+
+Program = PrefillProgram | UpperProgram | DecodeProgram | StateUpdate
+"""Identifies a compiled program of an engine."""
 
 
 def lower_all(
     layout: Layout, shapes: Shapes, weights: Weights, attention: Attention
-) -> dict[Key, Callable[[], jax.stages.Lowered]]:
+) -> dict[Program, Callable[[], jax.stages.Lowered]]:
     """Every program of an engine, each lowered when called. `weights` are arrays or their shapes,
     with shardings."""
     served = layout.config
@@ -58,10 +100,10 @@ def lower_all(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
     )
     state = layout.state(shapes)
-    lower: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+    lower: dict[Program, Callable[[], jax.stages.Lowered]] = {}
 
-    def add(key: Key, program, *operands, **static):
-        lower[key] = functools.partial(_lower, program, *operands, **static)
+    def add(program: Program, function, *operands, **static):
+        lower[program] = functools.partial(_lower, function, *operands, **static)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return layout.array(shape, jnp.int32)
@@ -70,46 +112,50 @@ def lower_all(
         for context in shapes.contexts:
             for tiles in shapes.tiles(tokens):
                 operands = served, weights, _chunk(layout, shapes, tokens, tiles, context)
-                key = "prefill", tokens, tiles, context
-                add(key, prefill_chunk, *operands, state.cache, attention=attention)
+                program = PrefillProgram(tokens, tiles, context)
+                add(program, prefill_chunk, *operands, state.cache, attention=attention)
             chunk = _chunk(layout, shapes, tokens, shapes.tiles(tokens)[-1], context)
             for upper in shapes.tails(tokens):
                 operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
-                add(("tail", tokens, upper, context), prefill_tail, *operands, attention=attention)
+                program = UpperProgram(tokens, upper, context, scores=False)
+                add(program, prefill_tail, *operands, attention=attention)
             for upper in shapes.scored(tokens):
                 operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
                 static = {"attention": attention, "kv": shapes.kv}
-                add(("score", tokens, upper, context), score_chunk, *operands, **static)
+                program = UpperProgram(tokens, upper, context, scores=True)
+                add(program, score_chunk, *operands, **static)
     for rows in shapes.decode_rows:
         operands = served, weights, ints(shapes.dp_size * rows), state
         static = {"steps": shapes.decode_steps, "attention": attention, "kv": shapes.kv}
-        add(("decode", rows), decode, *operands, **static)
+        add(DecodeProgram(rows), decode, *operands, **static)
         one_step = static | {"steps": 1}
         if single := rows in shapes.single_step_sizes:
-            add((SINGLE_STEP["decode"], rows), decode, *operands, **one_step)
+            add(DecodeProgram(rows, single_step=True), decode, *operands, **one_step)
         if shapes.greedy_programs:
-            add((GREEDY, rows), decode, *operands, **static, greedy=True)
+            add(DecodeProgram(rows, "greedy"), decode, *operands, **static, greedy=True)
             if single:
-                add((SINGLE_STEP[GREEDY], rows), decode, *operands, **one_step, greedy=True)
+                program = DecodeProgram(rows, "greedy", single_step=True)
+                add(program, decode, *operands, **one_step, greedy=True)
         if shapes.structured_outputs:
             words = mask_words(served.vocab_size)
             masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)
-            add((CONSTRAINED, rows), decode, *operands, **one_step, masks=masks)
+            program = DecodeProgram(rows, "constrained", single_step=True)
+            add(program, decode, *operands, **one_step, masks=masks)
     new = layout.batch(INSERT_SEQUENCES, shapes)
-    add(("insert",), insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
+    add("insert", insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     tables = PageTables(new.page_table, new.own_page_table)
-    add(("page_tables",), update_page_tables, state.batch, ints(INSERT_SEQUENCES), tables)
+    add("page_tables", update_page_tables, state.batch, ints(INSERT_SEQUENCES), tables)
     counts = layout.array((served.vocab_size,), jnp.uint16)
-    add(("token_counts",), insert_token_counts, state.token_counts, ints(), counts)
+    add("token_counts", insert_token_counts, state.token_counts, ints(), counts)
     pages = ints(shapes.dp_size * COPY_PAGES)
-    add(("copy",), copy_pages, served, pages, pages, state.cache, attention=attention)
+    add("copy", copy_pages, served, pages, pages, state.cache, attention=attention)
     return lower
 
 
-def _lower(program, *operands, **static) -> jax.stages.Lowered:
+def _lower(function, *operands, **static) -> jax.stages.Lowered:
     """One program. Its types are the same whether JAX_ENABLE_X64 is set or not."""
     with jax.enable_x64(False):
-        return program.lower(*operands, **static)
+        return function.lower(*operands, **static)
 
 
 def _chunk(
@@ -152,7 +198,7 @@ def _tiles(
 
 def lower_program(
     config: Config,
-    key: Key,
+    program: Program,
     *,
     batch: int,
     max_model_len: int,
@@ -169,29 +215,28 @@ def lower_program(
     """One program for `batch` sequences of at most `max_model_len` tokens, lowered without a
     checkpoint.
 
-    `key` is one of `Key`; `num_pages` are those of the KV cache, None as many as prompts of all
-    sequences can fill. The devices of `mesh` need not exist (`topology.topology_mesh`).
+    `num_pages` are those of the KV cache, None as many as prompts of all sequences can fill. The
+    devices of `mesh` need not exist (`topology.topology_mesh`).
     """
     shards, served = dp_size(mesh), served_config(config, swiftkv).at_length(max_model_len)
     table_pages = -(-max_model_len // page_size)
-    chunked = key[0] in CHUNKED
     shapes = Shapes(
         dp_size=shards,
         page_size=page_size,
         num_pages=(num_pages or batch * table_pages) // shards,
         table_pages=table_pages,
         slots=batch // shards,
-        decode_rows=key[1:] if key[0] in DECODE else (batch // shards,),
+        decode_rows=(batch // shards,),
         decode_steps=steps,
-        greedy_programs=key[0] == GREEDY,
-        chunks=key[1:2] if chunked else (page_size,),
-        spare_tiles=(key[2] - -(-key[1] // page_size) if key[0] == "prefill" else 0,),
-        contexts=key[-1:] if chunked else (None,),
-        scoring=key[0] == "score",
+        greedy_programs=False,
+        chunks=(page_size,),
+        spare_tiles=(0,),
+        contexts=(None,),
+        scoring=False,
         kv=kv_programs(served),
-        pages_per_own_page=served.pages_per_own_page if served.two_queries else 0,
-        tail=key[2] if key[0] == "tail" else 0,
+        pages_per_own_page=served.pages_per_own_page if served.has_two_caches else 0,
     )
+    shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
     weights = weight_shapes(config, swiftkv, dtype, quantization)
     where = None if mesh is None else weight_shardings(config, swiftkv, mesh, quantization)
     if where is None:
@@ -204,4 +249,18 @@ def lower_program(
         )
     attention = Attention(mesh, implementation)
     layout = Layout(served, cache_dtype or dtype, mesh)
-    return lower_all(layout, shapes, weights, attention)[key]()
+    return lower_all(layout, shapes, weights, attention)[program]()
+
+
+def _shapes_of(program: Program, page_size: int) -> dict[str, Any]:
+    """The fields of `Shapes` for which `lower_all` has `program`."""
+    match program:
+        case PrefillProgram(tokens, tiles, context):
+            spare = tiles - -(-tokens // page_size)
+            return {"chunks": (tokens,), "spare_tiles": (spare,), "contexts": (context,)}
+        case UpperProgram(tokens, upper_tokens, context, scores):
+            upper = {"scoring": True} if scores else {"tail": upper_tokens}
+            return {"chunks": (tokens,), "contexts": (context,), **upper}
+        case DecodeProgram(rows, kind):
+            return {"decode_rows": (rows,), "greedy_programs": kind == "greedy"}
+    return {}

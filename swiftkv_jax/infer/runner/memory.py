@@ -51,11 +51,11 @@ class MemoryPlan:
 
 
 def memory_plan(
-    weights, cache, rows, compiled: Mapping[tuple[Any, ...], jax.stages.Compiled], limit: int | None
+    weights, cache, rows, compiled: Mapping[Any, jax.stages.Compiled], limit: int | None
 ) -> MemoryPlan:
     """The plan for arrays, or their shapes with shardings, and the programs that run on them."""
     temporaries, program = max(
-        (_temporaries(program), " ".join(map(str, key))) for key, program in compiled.items()
+        (_temporaries(executable), str(program)) for program, executable in compiled.items()
     )
     return MemoryPlan(
         bytes_per_device(weights),
@@ -106,9 +106,9 @@ def _shard_bytes(leaf) -> int:
     return math.prod(shape) * leaf.dtype.itemsize
 
 
-def _temporaries(program: jax.stages.Compiled) -> int:
+def _temporaries(executable: jax.stages.Compiled) -> int:
     """Bytes of temporaries, and of results that do not reuse the memory of arguments."""
-    figures = program.memory_analysis()
+    figures = executable.memory_analysis()
     if figures is None:
         return 0
     return figures.temp_size_in_bytes + max(

@@ -31,14 +31,13 @@ from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, PageTables, make_batch, page_tables
 from .layout import Layout
 from .lowering import (
-    CHUNKED,
-    CONSTRAINED,
     COPY_PAGES,
-    DECODE,
-    GREEDY,
     INSERT_SEQUENCES,
-    SINGLE_STEP,
-    Key,
+    DecodeKind,
+    DecodeProgram,
+    PrefillProgram,
+    Program,
+    UpperProgram,
     lower_all,
 )
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
@@ -92,12 +91,12 @@ class ModelRunner:
         self._memory_limit, self._shrink_cache = memory_limit, shrink_cache
         self._compiler_options = compiler_options
         self.limits = shapes.limits
-        self._compiled: dict[Key, Any] = {}
+        self._compiled: dict[Program, Any] = {}
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token of a prompt, on all devices together; one of an
-        answer has `shapes.pages_per_own_page` times as many besides."""
+        """Bytes of keys and values of one token of a prompt, on all devices together. One of an
+        answer takes `shapes.pages_per_own_page` times as many in addition."""
         return bytes_per_token(self.config, self.cache_dtype)
 
     # Before the first request -------------------------------------------------
@@ -112,9 +111,9 @@ class ModelRunner:
             return
         plan = self._compile()
         if plan.over and self._shrink_cache:
-            shapes, page_bytes = self.shapes, self.layout.page_bytes(self.shapes.page_size)
-            num_pages = shapes.num_pages - -(-plan.over // page_bytes)
-            shapes = dataclasses.replace(shapes, num_pages=num_pages)
+            page_bytes = self.layout.page_bytes(self.shapes.page_size)
+            num_pages = self.shapes.num_pages - -(-plan.over // page_bytes)
+            shapes = dataclasses.replace(self.shapes, num_pages=num_pages)
             max_tokens = shapes.table_pages * shapes.page_size
             self.shapes = check_pages(shapes, max_tokens, page_bytes)
             plan = self._compile()
@@ -130,6 +129,7 @@ class ModelRunner:
         _wait_at_exit()
         _prepared.add(self)
         self._warm_up()
+        CompileCounter.start()
 
     def wait(self) -> None:
         """Wait for all calls in flight and for copies to the host; their errors are dropped."""
@@ -145,7 +145,7 @@ class ModelRunner:
             self.wait()
 
     def num_compilations(self) -> int:
-        """Programs that the process has compiled since the first call."""
+        """See `ModelRunnerBase`."""
         return CompileCounter.read()
 
     def _compile(self) -> MemoryPlan:
@@ -172,13 +172,13 @@ class ModelRunner:
         first few."""
         empty: ScheduledShards = [[] for _ in range(self.shapes.dp_size)]
         for _ in range(3 if self._device.platform == "gpu" else 1):
-            for key in self._compiled:
-                if key[0] in CHUNKED:
-                    self._prefill(key, empty)
-                elif key[0] in DECODE:
-                    words = self.shapes.dp_size * key[1], mask_words(self.config.vocab_size)
-                    masks = np.zeros(words, np.uint32) if key[0] == CONSTRAINED else None
-                    self._decode(key, [[] for _ in empty], masks)
+            for program in self._compiled:
+                if isinstance(program, PrefillProgram | UpperProgram):
+                    self._prefill(program, empty)
+                elif isinstance(program, DecodeProgram):
+                    words = self.shapes.dp_size * program.rows, mask_words(self.config.vocab_size)
+                    masks = np.zeros(words, np.uint32) if program.kind == "constrained" else None
+                    self._decode(program, [[] for _ in empty], masks)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
             self._insert_token_counts(0, [], 0)
@@ -196,15 +196,14 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             states = [sequence.request_state for sequence in some]
+            own_start = [state.own_start for state in states]
             batch = make_batch(
                 tokens=[state.prefill_token_ids[-1] for state in states],
                 lengths=[state.prefill_target for state in states],
                 remaining=[sequence.num_remaining_tokens for sequence in some],
                 page_tables=self._page_tables(some),
                 sampling=[self._sampling(sequence) for sequence in some],
-                own_start=[state.own_start for state in states]
-                if self.shapes.has_own_start
-                else None,
+                own_start=own_start if self.shapes.has_own_start else None,
             )
             self._insert([sequence.slot for sequence in some], batch)
         for sequence in sequences:
@@ -226,33 +225,32 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         output = None
         if any(chunk.shards):
-            output = self._prefill(self._prefill_key(chunk.shards), chunk.shards)
+            output = self._prefill(self._prefill_program(chunk.shards), chunk.shards)
         self._copy(chunk.page_copies)
         return output
 
-    def _prefill_key(self, shards: ScheduledShards) -> Key:
+    def _prefill_program(self, shards: ScheduledShards) -> PrefillProgram | UpperProgram:
         """The smallest compiled program that can run a chunk."""
         shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
         most_tiles = max(needs.tiles, needs.upper_tiles)  # own pages may divide tokens otherwise
         size, tiles, context = shapes.chunk(needs.tokens, most_tiles, needs.context_pages)
         if not needs.upper_tokens:
-            return "prefill", size, tiles, context
+            return PrefillProgram(size, tiles, context)
         scores = any(scheduled.scored for shard in shards for scheduled in shard)
         upper = next(
             n
             for n in (shapes.scored if scores else shapes.tails)(size)
             if n >= needs.upper_tokens and shapes.tiles(n)[-1] >= needs.upper_tiles
         )
-        return "score" if scores else "tail", size, upper, context
+        return UpperProgram(size, upper, context, scores)
 
     def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
-        kind = GREEDY if plain and self.shapes.greedy_programs else "decode"
-        if steps != self.shapes.decode_steps:
-            kind = SINGLE_STEP[kind]
-        return AsyncOutput(self._decode((kind, size), slots), index)
+        kind: DecodeKind = "greedy" if plain and self.shapes.greedy_programs else "sampling"
+        program = DecodeProgram(size, kind, single_step=steps != self.shapes.decode_steps)
+        return AsyncOutput(self._decode(program, slots), index)
 
     def run_decode_constrained(
         self, sequences: abc.Sequence[Sequence], masks: np.ndarray
@@ -261,7 +259,8 @@ class ModelRunner:
         slots, size, index = self._decode_rows(sequences)
         padded = np.zeros((self.shapes.dp_size * size, masks.shape[1]), np.uint32)
         padded[index] = masks
-        return AsyncOutput(self._decode((CONSTRAINED, size), slots, padded), index)
+        program = DecodeProgram(size, "constrained", single_step=True)
+        return AsyncOutput(self._decode(program, slots, padded), index)
 
     def _decode_rows(
         self, sequences: abc.Sequence[Sequence]
@@ -285,44 +284,46 @@ class ModelRunner:
 
     # Calls --------------------------------------------------------------------
 
-    def _prefill(self, key: Key, shards: ScheduledShards) -> AsyncOutput:
-        shapes, (tokens, context) = self.shapes, (key[1], key[-1])
-        tiles = key[2] if key[0] == "prefill" else shapes.tiles(tokens)[-1]
+    def _prefill(
+        self, program: PrefillProgram | UpperProgram, shards: ScheduledShards
+    ) -> AsyncOutput:
+        shapes, tokens = self.shapes, program.tokens
         common = {
             "page_size": shapes.page_size,
             "table_pages": shapes.table_pages,
-            "context_pages": context,
+            "context_pages": program.context,
         }
-        chunk = pack_chunk(shards, tokens=tokens, tiles=tiles, **common)
-        if key[0] == "prefill":
-            cache, done = self._compiled[key](self.weights, chunk, self._state.cache)
+        if isinstance(program, PrefillProgram):
+            chunk = pack_chunk(shards, tokens=tokens, tiles=program.tiles, **common)
+            cache, done = self._compiled[program](self.weights, chunk, self._state.cache)
             output = AsyncOutput(done)
         else:
+            chunk = pack_chunk(shards, tokens=tokens, tiles=shapes.tiles(tokens)[-1], **common)
             upper = pack_upper(
                 shards,
-                tokens=key[2],
-                tiles=shapes.tiles(key[2])[-1],
+                tokens=program.upper_tokens,
+                tiles=shapes.tiles(program.upper_tokens)[-1],
                 own_start=shapes.has_own_start,
                 pages_per_own_page=shapes.pages_per_own_page,
                 **common,
             )
-            cache, result = self._compiled[key](self.weights, chunk, upper, self._state.cache)
-            if key[0] == "tail":
-                output = AsyncOutput(result)
-            else:
+            cache, result = self._compiled[program](self.weights, chunk, upper, self._state.cache)
+            if program.scores:
                 output = AsyncOutput(self._to_host(result), scored_index(shards))
+            else:
+                output = AsyncOutput(result)
         self._state = dataclasses.replace(self._state, cache=cache)
         return output
 
     def _decode(
-        self, key: Key, slots: list[list[int]], masks: np.ndarray | None = None
+        self, program: DecodeProgram, slots: list[list[int]], masks: np.ndarray | None = None
     ) -> SamplerOutput:
         past_the_last = self.shapes.dp_size * self.shapes.slots
-        padded = np.full((self.shapes.dp_size, key[1]), past_the_last, np.int32)
+        padded = np.full((self.shapes.dp_size, program.rows), past_the_last, np.int32)
         for row, shard in zip(padded, slots, strict=True):
             row[: len(shard)] = shard
         more = {} if masks is None else {"masks": masks}
-        self._state, sampled = self._compiled[key](
+        self._state, sampled = self._compiled[program](
             self.weights, padded.reshape(-1), self._state, **more
         )
         return self._to_host(sampled)
@@ -342,7 +343,7 @@ class ModelRunner:
                 some = shard[start : start + COPY_PAGES]
                 row[: len(some)] = np.array(some, np.int32).reshape(-1, 2)
             source, target = pairs[..., 0].reshape(-1), pairs[..., 1].reshape(-1)
-            cache = self._compiled[("copy",)](source, target, self._state.cache)
+            cache = self._compiled["copy"](source, target, self._state.cache)
             self._state = dataclasses.replace(self._state, cache=cache)
 
     def _insert(self, slots: abc.Sequence[int], batch: DecodeBatch) -> None:
@@ -350,7 +351,7 @@ class ModelRunner:
         batch = jax.tree.map(
             lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]), batch
         )
-        batch = self._compiled[("insert",)](self._state.batch, self._padded(slots), batch)
+        batch = self._compiled["insert"](self._state.batch, self._padded(slots), batch)
         self._state = dataclasses.replace(self._state, batch=batch)
 
     def _update_pages(self, slots: abc.Sequence[int], tables: PageTables) -> None:
@@ -358,7 +359,7 @@ class ModelRunner:
         tables = jax.tree.map(
             lambda table: np.pad(table, ((0, missing), *((0, 0),) * (table.ndim - 1))), tables
         )
-        batch = self._compiled[("page_tables",)](self._state.batch, self._padded(slots), tables)
+        batch = self._compiled["page_tables"](self._state.batch, self._padded(slots), tables)
         self._state = dataclasses.replace(self._state, batch=batch)
 
     def _padded(self, slots: abc.Sequence[int]) -> np.ndarray:
@@ -371,7 +372,7 @@ class ModelRunner:
         self, slot: int, tokens: abc.Sequence[int], num_generated: int
     ) -> None:
         counts = token_counts_of(tokens, num_generated, self.config.vocab_size)
-        token_counts = self._compiled[("token_counts",)](
+        token_counts = self._compiled["token_counts"](
             self._state.token_counts, np.int32(slot), counts
         )
         self._state = dataclasses.replace(self._state, token_counts=token_counts)

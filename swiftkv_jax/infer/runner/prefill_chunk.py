@@ -74,10 +74,10 @@ class UpperTokens:
     target: Leaf  # i32[A, M]; the token that follows it, -1 if it is not scored, and for padding
     num_logprobs: Leaf  # i32[A, M]; how many of the likeliest tokens to report; -1 for padding
     tiles: QueryTiles  # of these tokens; `tile_index` is A M
-    own_start: Leaf = None  # i32[W]; see `RequestState`; None where all of these tokens are own
-    # Where upper layers attend to two caches: tiles of the tokens that are own, at offsets in the
-    # pages that hold their own keys and values. `page` is W O, `page_table` W P O; positions count
-    # from `own_start`, and `tile_index` is -1 for tokens that are not own.
+    own_start: Leaf = None  # i32[W]; see `RequestState`; None if all keep their own keys and values
+    # Where upper layers attend to two caches: tiles of the tokens that keep their own keys and
+    # values, at offsets in own pages. `page` is W O, `page_table` W P O; positions count from
+    # `own_start`, and `tile_index` is -1 for the other tokens.
     own_tiles: QueryTiles | None = None
 
 

@@ -10,8 +10,8 @@ from ...config import Config
 from ...cost import mlp_width
 from ...errors import OutOfMemoryError, UsageError
 from ...hardware import GIB
+from ..engine.chunk_builder import Limits
 from ..engine.options import EngineOptions
-from ..engine.scheduler import Limits
 from .decode_state import DecodeBatch, empty_batch
 from .memory import host_memory
 
@@ -167,6 +167,59 @@ def choose_shapes(
     weights, `memory_limit` those that may be used (None: the device does not say). Raises
     `UsageError` if the cache cannot hold one sequence of `max_model_len`.
     """
+    length, page_size = _max_model_len(config, options), options.page_size
+    slots, table_pages = -(-options.max_num_seqs // dp_size), -(-length // page_size)
+    chunks = options.chunks or _chunk_sizes(options, length, platform)
+    decode_rows = options.decode_rows or buckets(
+        slots, smallest=1, count=1 if options.one_size else 4
+    )
+    if decode_rows[-1] != slots or any(
+        sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
+    ):
+        raise UsageError(
+            f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
+            f"`decode_rows` the {slots} sequences of each device"
+        )
+    kv = kv_programs(config, mixed=options.mixed_generated_kv)
+    pages_per_own_page = config.pages_per_own_page if serves_two_caches(config, kv) else 0
+    if options.kv_cache_memory is not None:
+        _check_memory(options.kv_cache_memory, weight_bytes, memory_limit)
+        num_pages = options.kv_cache_memory // page_bytes
+    elif memory_limit is not None:
+        num_pages = (memory_limit - weight_bytes - _temporaries(config, chunks[-1])) // page_bytes
+    else:
+        num_pages = min(
+            slots * table_pages * (1 + pages_per_own_page),
+            max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes),
+        )
+    shapes = Shapes(
+        dp_size=dp_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        table_pages=table_pages,
+        slots=slots,
+        decode_rows=decode_rows,
+        decode_steps=options.decode_steps,
+        # By default command buffers of XLA's GPU backend hold no loop, and so no sampler: at its
+        # branch the host waits for the device, once a step.
+        greedy_programs=platform == "gpu" and not options.one_size,
+        chunks=chunks,
+        spare_tiles=_spare_tiles(options, slots, platform),
+        contexts=(None,),
+        scoring=options.scoring,
+        single_step_rows=_single_step_rows(options, slots, platform),
+        structured_outputs=options.structured_outputs,
+        kv=kv,
+        pages_per_own_page=pages_per_own_page,
+        tail=_tail(
+            config, mixed=options.mixed_generated_kv, preempts=options.reserve_tokens < length
+        ),
+    )
+    return check_pages(shapes, length, page_bytes)
+
+
+def _max_model_len(config: Config, options: EngineOptions) -> int:
+    """Tokens of the longest sequence. Raises `UsageError` if the model, or a page, does not fit."""
     positions = config.max_position_embeddings
     length = positions if options.max_model_len is None else options.max_model_len
     if length > positions:
@@ -177,84 +230,45 @@ def choose_shapes(
         raise UsageError(
             f"`page_size`={options.page_size} is more than the model's {positions} positions"
         )
-    size, slots = options.page_size, -(-options.max_num_seqs // dp_size)
-    table_pages = -(-length // size)
+    return length
+
+
+def _chunk_sizes(options: EngineOptions, length: int, platform: str) -> tuple[int, ...]:
+    """`Shapes.chunks` by default."""
     tokens = options.max_num_batched_tokens or (512 if platform == "cpu" else 2048)
-    count = 1 if options.one_size else 2
     longest = max(16, 1 << (length - 1).bit_length())
-    chunks = options.chunks or buckets(min(tokens, longest), smallest=16, count=count)
-    # A request has at most one tile more than its tokens fill.
+    return buckets(min(tokens, longest), smallest=16, count=1 if options.one_size else 2)
+
+
+def _spare_tiles(options: EngineOptions, slots: int, platform: str) -> tuple[int, ...]:
+    """`Shapes.spare_tiles`: a request has at most one tile more than its tokens fill."""
     most = 4 if platform == "cpu" else 32
-    spare = (most if options.scoring else min(most, slots + 1),)
-    if spare[0] >= 2 * FEW_TILES and not options.one_size:
-        spare = FEW_TILES, *spare
-    decode_rows = options.decode_rows or buckets(slots, smallest=1, count=count**2)
-    if decode_rows[-1] != slots or any(
-        sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
-    ):
-        raise UsageError(
-            f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
-            f"`decode_rows` the {slots} sequences of each device"
+    spare = most if options.scoring else min(most, slots + 1)
+    return (FEW_TILES, spare) if spare >= 2 * FEW_TILES and not options.one_size else (spare,)
+
+
+def _check_memory(kv_cache_memory: int, weight_bytes: int, memory_limit: int | None) -> None:
+    """Raise `OutOfMemoryError` if the weights and the cache that was asked for do not fit."""
+    has = host_memory() if memory_limit is None else memory_limit
+    if kv_cache_memory + weight_bytes > has:
+        raise OutOfMemoryError(
+            f"`kv_cache_memory`={kv_cache_memory / GIB:.2f} GiB and "
+            f"{weight_bytes / GIB:.2f} GiB of weights are more than the "
+            f"{has / GIB:.2f} GiB that may be used"
         )
-    kv = kv_programs(config, mixed=options.mixed_generated_kv)
-    pages_per_own_page = config.pages_per_own_page if has_two_caches(config, kv) else 0
-    if options.kv_cache_memory is not None:
-        pages = options.kv_cache_memory // page_bytes
-        has = host_memory() if memory_limit is None else memory_limit
-        if options.kv_cache_memory + weight_bytes > has:
-            raise OutOfMemoryError(
-                f"`kv_cache_memory`={options.kv_cache_memory / GIB:.2f} GiB and "
-                f"{weight_bytes / GIB:.2f} GiB of weights are more than the "
-                f"{has / GIB:.2f} GiB that may be used"
-            )
-    elif memory_limit is not None:
-        left = memory_limit - weight_bytes - _temporaries(config, chunks[-1])
-        pages = left // page_bytes
-    else:
-        pages = min(
-            slots * table_pages * (1 + pages_per_own_page),
-            max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes),
-        )
-    return check_pages(
-        Shapes(
-            dp_size=dp_size,
-            page_size=size,
-            num_pages=pages,
-            table_pages=table_pages,
-            slots=slots,
-            decode_rows=decode_rows,
-            decode_steps=options.decode_steps,
-            # By default command buffers of XLA's GPU backend hold no loop, and so no sampler: at
-            # its branch the host waits for the device, once a step.
-            greedy_programs=platform == "gpu" and not options.one_size,
-            chunks=chunks,
-            spare_tiles=spare,
-            contexts=(None,),
-            scoring=options.scoring,
-            single_step_rows=_single_step_rows(options, slots, platform),
-            structured_outputs=options.structured_outputs,
-            kv=kv,
-            pages_per_own_page=pages_per_own_page,
-            tail=_tail(
-                config, mixed=options.mixed_generated_kv, preempts=options.reserve_tokens < length
-            ),
-        ),
-        length,
-        page_bytes,
-    )
 
 
 def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
     """The keys and values that serving `config` computes; `mixed` if each request chooses."""
     if config.num_upper_layers and mixed:
         return "both"
-    # Without a tail the last token of a prompt, the input of the first decode step, is no own one.
+    # The first decode step takes the last token of a prompt, which keeps its own keys and values
+    # only if it is in the tail.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
 
 
-def has_two_caches(config: Config, kv: KVPrograms) -> bool:
-    """Whether upper layers attend to the cache of their group and to keys and values that tokens
-    keep of their own (`Config.two_queries`), in programs for `kv`."""
+def serves_two_caches(config: Config, kv: KVPrograms) -> bool:
+    """Whether upper layers attend to two caches (`Config.has_two_caches`) in programs for `kv`."""
     return kv != "boundary" and config.key_value_group_size > 1
 
 

@@ -37,7 +37,7 @@ from ...quantization import (
 from ...sharding import llama_shardings, swiftkv_shardings
 from ...stacks import unstack
 from ...transformer import delta_queries
-from .shapes import has_two_caches, kv_programs
+from .shapes import kv_programs, serves_two_caches
 
 
 @struct.dataclass
@@ -79,11 +79,10 @@ def served_config(
     config = choose_generated_kv(config, generated_kv, exact_tail)
     if mixed:
         choose_generated_kv(config, "own")
-    heads = config.shared_kv_heads
-    if has_two_caches(config, kv_programs(config, mixed=mixed)):
-        heads = heads and (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
-    else:
-        heads = None  # mixes are folded into output projections
+    heads = None  # mixes are folded into output projections, unless layers attend to two caches
+    two_caches = serves_two_caches(config, kv_programs(config, mixed=mixed))
+    if two_caches and config.shared_kv_heads is not None:
+        heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     return dataclasses.replace(config, shared_kv_heads=heads)
 
 
@@ -214,12 +213,12 @@ def weight_shapes(
 ) -> Weights:
     """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is
     that of the weights that are not quantised."""
-    if not config.two_queries:
+    if not config.has_two_caches:
         config = dataclasses.replace(config, shared_kv_heads=None)
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
     own_kv = config.generated_kv == "own"
-    make = functools.partial(serving_weights, own_kv=own_kv, two_caches=config.two_queries)
+    make = functools.partial(serving_weights, own_kv=own_kv, two_caches=config.has_two_caches)
     return jax.eval_shape(make, llama, delta)
 
 
@@ -278,7 +277,8 @@ def weight_shardings(
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
         upper_kv=layers(
-            llama.upper_qkv if config.two_queries else _kv(llama.upper_qkv), config.num_upper_layers
+            llama.upper_qkv if config.has_two_caches else _kv(llama.upper_qkv),
+            config.num_upper_layers,
         )
         if config.generated_kv == "own"
         else (),

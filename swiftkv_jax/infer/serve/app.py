@@ -52,6 +52,7 @@ class App:
         prefill_rate: float,
         compiler: Compiler | None,
         followers: Followers | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         """Take requests, now that the engine is ready; the arguments are those of `Loaded`, and
         the other processes of the engine's mesh."""
@@ -59,7 +60,7 @@ class App:
         self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
         self.max_body_size = self.options.body_limit(engine.max_model_len)
         self.scoring = options.scoring
-        self.fingerprint = _fingerprint(engine)
+        self.fingerprint = system_fingerprint(engine, facts or {})
         self.encoder = PromptEncoder(
             tokenizer,
             max_model_len=engine.max_model_len,
@@ -154,9 +155,10 @@ class App:
         return self.grammars is None or self.grammars.close()
 
 
-def _fingerprint(engine: Engine) -> str:
-    """Equal for servers that answer a seed alike: version, architecture, cut and cache."""
+def system_fingerprint(engine: Engine, facts: Mapping[str, str]) -> str:
+    """Equal for servers that answer a seed alike: version, weights, architecture, cut, cache, mesh
+    and kind of device. `facts` are those of `Loaded`."""
     options = engine.options
-    facts = repr((engine.config, options.kv_cache_dtype, options.page_size, options.generated_kv))
-    digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
-    return f"swiftkv-{__version__}-{digest}"
+    cache = options.kv_cache_dtype, options.page_size, options.generated_kv
+    digest = hashlib.sha256(repr((engine.config, cache, sorted(facts.items()))).encode())
+    return f"swiftkv-{__version__}-{digest.hexdigest()[:8]}"

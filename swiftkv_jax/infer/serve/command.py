@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import Mesh
 
 from ...chat_template import render_chat
@@ -34,6 +35,7 @@ from ...cli.model_options import (
 )
 from ...distributed import announces_several
 from ...errors import DataError, UsageError
+from ...model import Model
 from ..commands.engine_options import (
     add_engine_arguments,
     given_engine_options,
@@ -230,6 +232,7 @@ def main(args: argparse.Namespace) -> int:
         tokenizer = model.tokenizer
         if template is not None:
             set_chat_template(tokenizer, template, str(args.chat_template))
+        facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))
         say("compiling")
         compiler, chosen = None, engine_options
         if chosen.structured_outputs:
@@ -244,7 +247,7 @@ def main(args: argparse.Namespace) -> int:
                 chosen = dataclasses.replace(chosen, structured_outputs=False)
         engine = start_engine(model, mesh, chosen, model_options)
         say("warming")
-        return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler)
+        return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler, facts)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
         if not has_tokenizer(open_model(model_options).auxiliary_files):
@@ -282,6 +285,20 @@ def set_chat_template(tokenizer: Any, template: str, name: str) -> None:
         render_chat(tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=True)
     except DataError as error:
         raise UsageError(f"`chat_template`={name}: {error}") from None
+
+
+def model_facts(model: Model, mesh: Mesh | None, swiftkv: bool) -> dict[str, str]:
+    """What the answers to a seed depend on, for `system_fingerprint`. The digest of the weights is
+    one read of them by the devices; with several processes, all of them call this."""
+    from ...checkpoints.digest import digest_all
+
+    shape = {} if mesh is None else {name: size for name, size in mesh.shape.items() if size > 1}
+    return {
+        "weights": digest_all(jax.tree.leaves((model.llama, model.swiftkv))),
+        "swiftkv": str(swiftkv),
+        "mesh": str(shape),
+        "device": jax.devices()[0].device_kind,
+    }
 
 
 def warm(engine: Engine) -> float:

@@ -177,7 +177,9 @@ class _Collector:
             "swiftkv:client_disconnects", "Clients that left.", "state", metrics.disconnects, STATES
         )
         yield self._gauge(
-            "swiftkv:loop_lag_seconds", "Delay of the connections' thread.", metrics.loop_lag
+            "swiftkv:loop_lag_seconds",
+            "Longest delay of the connections' thread in the last minute.",
+            metrics.loop_lag.value,
         )
         yield self._gauge("swiftkv:connections", "Open connections.", metrics.num_connections())
         answers = CounterMetricFamily(

@@ -39,7 +39,12 @@ class Form:
         """What reads the calls of one answer; None if there are none."""
         if not self.tools:
             return None
-        return ToolCallParser(self.tools, self.tool_format, single=self.single_call)
+        return ToolCallParser(
+            self.tools,
+            self.tool_format,
+            single=self.single_call,
+            forced=self.grammar is not None,
+        )
 
 
 def form_of(body: Sampling, tool_format: str | None) -> Form:

@@ -1,8 +1,9 @@
-"""Histograms of plain integers."""
+"""Histograms of plain integers, and the largest value of the last while."""
 
 from __future__ import annotations
 
 import bisect
+import collections
 from collections.abc import Sequence
 
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -35,3 +36,26 @@ class Histogram:
             total += count
             rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
         return rows
+
+
+class RecentMaximum:
+    """The largest value of the last seconds. Every scrape in this time sees it, however many there
+    are."""
+
+    def __init__(self, seconds: int):
+        self._seconds = seconds
+        self._maxima: collections.deque[tuple[int, float]] = collections.deque()
+        """(second, the largest value in it)"""
+
+    def add(self, now: float, value: float) -> None:
+        second = int(now)
+        if self._maxima and self._maxima[-1][0] == second:
+            value = max(value, self._maxima.pop()[1])
+        self._maxima.append((second, value))
+        while second - self._maxima[0][0] > self._seconds:
+            self._maxima.popleft()
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return max((value for _, value in self._maxima), default=0.0)

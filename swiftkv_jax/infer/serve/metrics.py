@@ -10,7 +10,7 @@ from typing import Any
 
 from ..engine.requests import RequestOutput
 from .generation import Generation, Part
-from .histogram import Histogram, token_buckets
+from .histogram import Histogram, RecentMaximum, token_buckets
 
 # Buckets of vLLM 0.33, `v1/metrics/loggers.py`, in seconds or tokens.
 TTFT_BUCKETS = (
@@ -26,6 +26,8 @@ LATENCY_BUCKETS = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 N_BUCKETS = (1, 2, 5, 10, 20)
+LAG_SECONDS = 60
+"""Prometheus scrapes at least once a minute by default."""
 
 
 class Metrics:
@@ -33,7 +35,8 @@ class Metrics:
 
     def __init__(self):
         self.finished: collections.Counter[str] = collections.Counter()
-        """`finish_reason` of sequences, with `abort` and `error`."""
+        """How sequences ended, in vLLM's words: stop (with calls of tools too), length, abort or
+        error."""
         self.disconnects: collections.Counter[str] = collections.Counter()
         self.http: collections.Counter[tuple[str, int]] = collections.Counter()
         """(route, status) -> answers."""
@@ -41,7 +44,8 @@ class Metrics:
         """Tokens behind the end of an answer or after an abort; streams aborted unread."""
         self.generation_tokens = 0
         """Tokens of answers, as `usage` counts them."""
-        self.loop_lag = 0.0
+        self.loop_lag = RecentMaximum(LAG_SECONDS)
+        """Delays of the connections' thread in seconds."""
         self.num_connections: Callable[[], int] = lambda: 0
         self.ttft, self.itl = Histogram(TTFT_BUCKETS), Histogram(TPOT_BUCKETS)
         self.tpot, self.e2e = Histogram(TPOT_BUCKETS), Histogram(LATENCY_BUCKETS)
@@ -93,7 +97,8 @@ class Metrics:
         failed = generation.error is not None and generation.error.status == 500
         other = "error" if failed else "abort"
         for choice in generation.choices:
-            self.finished[choice.finish_reason or other] += 1
+            reason = choice.finish_reason or other
+            self.finished["stop" if reason == "tool_calls" else reason] += 1
             self.answer_lengths.observe(choice.num_tokens)
         self._observe_times(generation)
 

@@ -46,6 +46,9 @@ class Loaded(NamedTuple):
     """Tokens/s, as measured before the first request; 0 if it is not known."""
     compiler: GrammarCompiler | None = None
     """For structured outputs; None refuses them."""
+    facts: Mapping[str, str] = {}
+    """What draws depend on besides the engine's options: the digest of the weights, the mesh, the
+    kind of device."""
 
 
 BACKLOG = 2048
@@ -139,7 +142,15 @@ async def serve(
         if not loading.done():
             return await _abandon(server, web, followers)
         loaded, compiler = loading.result()
-        app.open(*loaded[:-1], compiler, followers)
+        app.open(
+            loaded.engine,
+            loaded.tokenizer,
+            loaded.sampling_defaults,
+            loaded.prefill_rate,
+            compiler,
+            followers,
+            loaded.facts,
+        )
         # Everything that is there now stays: a full collection would stop both threads.
         gc.collect()
         gc.freeze()

@@ -33,6 +33,8 @@ MAX_WAITING_IN_ENGINE = MAX_SKIPS
 """Requests that the engine has not begun, at most: it looks no farther down its queue."""
 MOST_PAGES = 0.9
 """Share of the pages in use above which prompts may wait for pages."""
+HEARTBEAT_SECONDS = 0.1
+TICK_SECONDS = 1.0
 RATE_SECONDS = 30
 """Seconds over which the rate of prefill is measured."""
 
@@ -254,12 +256,17 @@ class Service:
     # Time -----------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Every second: deadlines, the rate of prefill, whether the engine still runs."""
+        """Every second: deadlines, the rate of prefill, whether the engine still runs. Ten times a
+        second: how late this thread is."""
+        last_tick = time.monotonic()
         while True:
             before = time.monotonic()
-            await asyncio.sleep(1.0)
-            self.metrics.loop_lag = max(time.monotonic() - before - 1.0, 0.0)
-            self.tick(time.monotonic())
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            now = time.monotonic()
+            self.metrics.loop_lag.add(now, max(now - before - HEARTBEAT_SECONDS, 0.0))
+            if now - last_tick >= TICK_SECONDS:
+                last_tick = now
+                self.tick(now)
 
     def tick(self, now: float) -> None:
         """What `watch` does at a time."""

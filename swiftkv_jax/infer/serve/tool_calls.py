@@ -57,9 +57,13 @@ def format_of(template: str) -> str | None:
 class ToolCallParser:
     """Reads one answer."""
 
-    def __init__(self, names: Collection[str], format: str, *, single: bool = False):
-        """`names` are the declared ones. With `single` the answer ends with its first call."""
+    def __init__(
+        self, names: Collection[str], format: str, *, single: bool = False, forced: bool = False
+    ):
+        """`names` are the declared ones. With `single` the answer ends with its first call. With
+        `forced` a grammar lets the model write nothing but calls."""
         self._names, self._markers, self._single = names, FORMATS[format], single
+        self._forced = forced
         self._text = ""
         """What is not certain yet."""
         self._state = self._read_text
@@ -87,9 +91,10 @@ class ToolCallParser:
         return parts
 
     def finish(self) -> str:
-        """The end of the text: what was held back is content."""
+        """The end of the text: what was held back is content, or a call that was cut short where
+        calls are forced."""
         rest, self._text = self._text, ""
-        if self._state not in (self._read_text, self._read_object):
+        if self._forced or self._state not in (self._read_text, self._read_object):
             return ""
         separators = self._state == self._read_text and not self._without_gap(rest)
         return "" if self._follows_call and separators else rest

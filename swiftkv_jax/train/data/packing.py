@@ -67,7 +67,7 @@ class PackedRow:
         padding: Padding = "separate",
         own_tail: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """The fields of `transformer.Batch` for this row, each [length].
+        """The fields of `batch.Batch` for this row, each [length].
 
         row      a a a b b .        two documents and one position left over
         segment  1 1 1 2 2 0

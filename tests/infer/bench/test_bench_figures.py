@@ -18,7 +18,7 @@ from swiftkv_jax.infer.bench.cells import Cell
 from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, Variant
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.presets import PRESETS
@@ -49,7 +49,7 @@ def test_flops_are_those_that_xla_counts(swiftkv):
         "swiftkv": swiftkv,
         "dtype": jnp.float32,
     }
-    counted = lower_program(config, ("decode", 1), **common).compile().cost_analysis()
+    counted = lower_program(config, DecodeProgram(1), **common).compile().cost_analysis()
     assert counted is not None
     assert decode_flops(config, 16, swiftkv=swiftkv) == pytest.approx(counted["flops"], rel=0.05)
 
@@ -165,7 +165,7 @@ def test_bytes_of_prefill_are_what_its_program_takes(swiftkv):
         swiftkv=swiftkv,
     )
     variant = variant_of(STUDENT if swiftkv else TEACHER, engine)
-    program = engine.model_runner._compiled["prefill", 16, 3, None].memory_analysis()
+    program = engine.model_runner._compiled[PrefillProgram(16, 3, None)].memory_analysis()
     cache = jax.tree.leaves(engine.model_runner._state.cache)
     rest = (
         program.argument_size_in_bytes - sum(leaf.nbytes for leaf in cache) - variant.prefill_bytes

@@ -3,6 +3,7 @@ chunks."""
 
 import dataclasses
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -18,7 +19,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.infer.runner.lowering import DECODE, GREEDY, SINGLE_STEP
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, UpperProgram
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.infer.runner.shapes import with_contexts
 from swiftkv_jax.mesh import make_mesh
@@ -165,11 +166,15 @@ def test_soak(format, swiftkv, compilations):
     assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
     assert len(finished) > 50
     if format == "int8":
-        of_16 = {key[2] for key in programs.keys_used if key[:2] == ("prefill", 16)}
-        assert {"decode", GREEDY, *SINGLE_STEP.values()} == {*DECODE} & {
-            key[0] for key in programs.keys_used
-        } and len(of_16) == 2
-        pages = {key[-1] for key in programs.keys_used if key[0] in ("prefill", "score")}
+        used = programs.keys_used
+        prefills = {program for program in used if isinstance(program, PrefillProgram)}
+        scores = {program for program in used if isinstance(program, UpperProgram)}
+        decodes = {program for program in used if isinstance(program, DecodeProgram)}
+        assert len({program.tiles for program in prefills if program.tokens == 16}) == 2
+        assert {(program.kind, program.single_step) for program in decodes} == {
+            *itertools.product(("sampling", "greedy"), (False, True))
+        }
+        pages = {program.context for program in prefills | scores}
         assert pages == {*engine.model_runner.shapes.contexts} and len(pages) > 1
     for id, sample in finished:
         if id not in live:

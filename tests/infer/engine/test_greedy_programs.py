@@ -9,7 +9,6 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.infer.runner.lowering import GREEDY
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from tests.infer.engine.test_engine import collect, model, options, prompts_of
 
@@ -41,9 +40,9 @@ def test_rows_with_penalties_join_greedy_rows(monkeypatch):
     engine, kinds = engine_with(True), []
     decode = engine.model_runner._decode
 
-    def recorded(key, slots):
-        kinds.append(key[0])
-        return decode(key, slots)
+    def recorded(program, slots):
+        kinds.append(program.kind)
+        return decode(program, slots)
 
     monkeypatch.setattr(engine.model_runner, "_decode", recorded)
     prompts, requests = prompts_of(8, 6), {}
@@ -71,7 +70,10 @@ def test_rows_with_penalties_join_greedy_rows(monkeypatch):
             add(prompt, dataclasses.replace(PLAIN, max_tokens=12, **penalties))
         step_until(lambda: len(unfinished) == 2)
     step_until(lambda: not unfinished)
-    assert [kind for kind, _ in itertools.groupby(kinds)] == [GREEDY, *["decode", GREEDY] * 2]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == [
+        "greedy",
+        *["sampling", "greedy"] * 2,
+    ]
     for id, request in requests.items():
         assert outputs[id] == alone(request), request
         plain = dataclasses.replace(PLAIN, max_tokens=request.params.max_tokens)

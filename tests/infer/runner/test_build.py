@@ -1,8 +1,10 @@
 """Which programs an engine has, by the implementation of attention that will run."""
 
 import contextlib
+import dataclasses
 import functools
 from collections import Counter
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.cache import KVCacheDtype
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.infer.runner.lowering import Key, lower_all
+from swiftkv_jax.infer.runner.lowering import PrefillProgram, Program, UpperProgram, lower_all
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.pallas_kernels import Implementation, choice
 from tests import tiny
@@ -36,12 +38,17 @@ def programs(
     format: KVCacheDtype,
     attention: Implementation | None = None,
     mesh_shape: tuple[int, int] | None = None,
-) -> list[Key]:
+) -> list[Program]:
     """The programs of an engine with a cache of this format, not compiled."""
     options = EngineOptions(kv_cache_dtype=format, max_num_seqs=4, scoring=True)
     mesh = None if mesh_shape is None else make_mesh(mesh_shape)
     runner = build_model_runner(served, options, attention=attention, mesh=mesh)
     return list(lower_all(runner.layout, runner.shapes, runner.weights, runner._attention))
+
+
+def chunked(found: list[Program]) -> list[Any]:
+    """Those that run a chunk."""
+    return [program for program in found if isinstance(program, PrefillProgram | UpperProgram)]
 
 
 IN_PLACE = {  # device, dtype of the weights, head dim, attention: the pages are read as they are
@@ -62,7 +69,7 @@ def test_a_cache_of_8_bits_takes_no_more_programs(name, format, monkeypatch):
     with under(device) if device else contextlib.nullcontext():
         found, wide = (programs(served, each, attention) for each in (format, "auto"))
     assert found == wide
-    assert all(key[-1] is None for key in found if key[0] in ("prefill", "score"))
+    assert all(program.context is None for program in chunked(found))
 
 
 @pytest.mark.parametrize("device", ["H100", "v5e"])
@@ -71,10 +78,14 @@ def test_pages_are_gathered_for_a_kernel_that_would_widen_all(device):
     served = model("bfloat16", 64)
     with under(device):
         found, wide = (programs(served, format) for format in ("int8", "auto"))
-    chunked = [key for key in wide if key[0] in ("prefill", "score")]
-    gathered = [(*key[:-1], pages) for key in chunked for pages in (8, 64, 512)]
-    assert len(chunked) > 2 and {key[-1] for key in chunked} == {None}
-    assert Counter(found) == Counter(wide) - Counter(chunked) + Counter(gathered)
+    in_place = chunked(wide)
+    gathered = [
+        dataclasses.replace(program, context=pages)
+        for program in in_place
+        for pages in (8, 64, 512)
+    ]
+    assert len(in_place) > 2 and {program.context for program in in_place} == {None}
+    assert Counter(found) == Counter(wide) - Counter(in_place) + Counter(gathered)
 
 
 def test_pages_are_not_gathered_on_a_mesh_of_cpus():

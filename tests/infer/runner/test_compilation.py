@@ -13,6 +13,7 @@ from tests import tiny
 
 
 def test_all_are_compiled_and_counted():
+    CompileCounter.start()
     before, done = CompileCounter.read(), []
     lowered = {
         ("double", n): (lambda n=n: jax.jit(lambda x: x * 2 + n).lower(1.0)) for n in range(3)

@@ -45,9 +45,9 @@ def test_an_engine_on_a_kernel(implementation, dtype, page_size, contexts):
         assert engine.model_runner.shapes.contexts == contexts
         used, prefill = set(), engine.model_runner._prefill
 
-        def recorded(key, shards):
-            used.add(key[-1])
-            return prefill(key, shards)
+        def recorded(program, shards):
+            used.add(program.context)
+            return prefill(program, shards)
 
         engine.model_runner._prefill = recorded
         assert answer(engine) == expected

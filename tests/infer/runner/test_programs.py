@@ -26,7 +26,13 @@ from swiftkv_jax.infer.runner.decode_state import (
     empty_batch,
     make_batch,
 )
-from swiftkv_jax.infer.runner.lowering import lower_program
+from swiftkv_jax.infer.runner.lowering import (
+    DecodeProgram,
+    PrefillProgram,
+    Program,
+    UpperProgram,
+    lower_program,
+)
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
 from swiftkv_jax.infer.runner.shapes import Shapes
@@ -277,7 +283,7 @@ def test_decode_holds_one_cache(swiftkv, steps, format):
     config = config_from_hf(tiny.hf_config(key_value_group_size=2, max_position_embeddings=4096))
     shape = {"batch": 4, "max_model_len": 4096, "dtype": jnp.float32, "cache_dtype": format}
     memory = (
-        lower_program(config, ("decode", 4), steps=steps, swiftkv=swiftkv, **shape)
+        lower_program(config, DecodeProgram(4), steps=steps, swiftkv=swiftkv, **shape)
         .compile()
         .memory_analysis()
     )
@@ -288,9 +294,9 @@ def test_decode_holds_one_cache(swiftkv, steps, format):
     assert memory.temp_size_in_bytes < cache / 2
 
 
-def flops(key, swiftkv: bool, max_model_len: int) -> float:
+def flops(program: Program, swiftkv: bool, max_model_len: int) -> float:
     cost = lower_program(
-        LLAMA_8B, key, batch=1, max_model_len=max_model_len, swiftkv=swiftkv
+        LLAMA_8B, program, batch=1, max_model_len=max_model_len, swiftkv=swiftkv
     ).cost_analysis()
     assert cost is not None
     return cost["flops"]
@@ -298,9 +304,8 @@ def flops(key, swiftkv: bool, max_model_len: int) -> float:
 
 @pytest.mark.parametrize("max_model_len", [512, pytest.param(2048, marks=pytest.mark.long)])
 def test_prefill_costs_half(max_model_len):
-    ratio = flops(("prefill", 512, 4, None), True, max_model_len) / flops(
-        ("prefill", 512, 4, None), False, max_model_len
-    )
+    program = PrefillProgram(512, 4, None)
+    ratio = flops(program, True, max_model_len) / flops(program, False, max_model_len)
     print(
         f"prefill operations, student to teacher, at Llama-3.1-8B's shape and {max_model_len} "
         f"positions: {ratio:.4f}"
@@ -311,9 +316,8 @@ def test_prefill_costs_half(max_model_len):
 @pytest.mark.long
 def test_a_score_of_a_short_continuation_costs_little_more_than_half():
     """Compared with the teacher and a full forward pass: 2,048 tokens, 32 of them scored."""
-    ratio = flops(("score", 2048, 32, None), True, 2048) / flops(
-        ("score", 2048, 2048, None), False, 2048
-    )
+    some, all = (UpperProgram(2048, scored, None, scores=True) for scored in (32, 2048))
+    ratio = flops(some, True, 2048) / flops(all, False, 2048)
     print(f"operations of a score, student to full forward pass: {ratio:.4f}")
     assert ratio == pytest.approx(0.52, abs=5e-3)
 
@@ -338,8 +342,8 @@ def test_a_score_costs_what_is_scored_and_little_more():
         assert next(size for size in shapes.scored(2048) if size >= scored) <= max(
             32, 8 * scored if scored < 256 else 2 * scored
         )
-    whole = flops(("score", 2048, 2048, None), False, 2048)
-    assert flops(("score", 2048, 512, None), True, 2048) / whole <= 0.66
+    some, all = (UpperProgram(2048, scored, None, scores=True) for scored in (512, 2048))
+    assert flops(some, True, 2048) / flops(all, False, 2048) <= 0.66
 
 
 def test_prefill_reads_no_upper_layer_and_no_head():
@@ -347,7 +351,7 @@ def test_prefill_reads_no_upper_layer_and_no_head():
         config = config_from_hf(tiny.hf_config(vocab_size=59))
         text = lower_program(
             config,
-            ("prefill", 8, 1, None),
+            PrefillProgram(8, 1, None),
             batch=1,
             max_model_len=16,
             swiftkv=swiftkv,
@@ -379,6 +383,6 @@ def test_a_plan_for_each_window(monkeypatch):
             for theta, w in zip((1e4, 2e4, 3e4, 3e4), windows, strict=True)
         )
         layers = dataclasses.replace(config, layer_kinds=kinds)
-        lower_program(layers, ("decode", 2), batch=2, max_model_len=32, page_size=4)
+        lower_program(layers, DecodeProgram(2), batch=2, max_model_len=32, page_size=4)
         assert planned == list(dict.fromkeys(windows))
         planned.clear()

@@ -98,6 +98,21 @@ def test_required_calls(start, format):
     running.check_empty()
 
 
+def test_forced_calls_that_are_cut_short(start, says):
+    """What the grammar had begun at `max_tokens` is no content."""
+    running = start(engine=ROOM, tool_call_parser="llama3_json")
+    says(f"{CALL}; {CALL}")
+    for tokens in (8, len(CALL) - 6, len(CALL), len(CALL) + 20):
+        body = chat(tools=TOOLS, tool_choice="required", max_tokens=tokens, temperature=0)
+        (whole,) = running.post(CHAT, body)[1]["choices"]
+        assert whole["finish_reason"] == "length"
+        assert not whole["message"]["content"], tokens
+        assert len(whole["message"].get("tool_calls", ())) == int(tokens > 8)
+        deltas = [event["choices"][0]["delta"] for event in running.events(CHAT, body)[:-1]]
+        assert not any(delta.get("content") for delta in deltas)
+    running.check_empty()
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_calls_in_a_stream_are_those_of_the_whole_answer(start, says, single):
     running = start(engine=ROOM, tool_call_parser="llama3_json")

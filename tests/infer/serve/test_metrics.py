@@ -4,11 +4,12 @@ import json
 import logging
 import re
 import threading
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv_jax.infer.serve.metrics import Histogram, token_buckets
+from swiftkv_jax.infer.serve.metrics import Histogram, RecentMaximum, token_buckets
 from tests.infer.serve.process import ROOT
 
 BODY = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
@@ -145,6 +146,23 @@ def test_tokens_behind_a_stop_string_are_no_answer(start):
     assert value(found, "swiftkv:wasted_tokens", "_total") > 6
 
 
+def test_calls_of_tools_have_stopped(start, says):
+    """The label has no other values than vLLM's, for panels that divide by `stop`."""
+    running = start(engine={"max_model_len": 512})
+    says('{"name": "now", "parameters": {}}')
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "now"}}],
+        "temperature": 0,
+    }
+    _, answer = running.post("/v1/chat/completions", chat)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    running.check_empty()
+    samples = families(running)["vllm:request_success"].samples
+    counts = {one.labels["finished_reason"]: one.value for one in samples}
+    assert counts == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+
+
 def test_requests_wait_for_capacity(start):
     running = start(engine={"slots": 1}, step_seconds=0.05, max_num_queued_reqs=8)
     threads = [
@@ -179,6 +197,30 @@ def test_histograms_cumulate():
     assert found.cumulated() == [("1.0", 2), ("2.0", 3), ("5.0", 7), ("+Inf", 8)]
     assert found.sum == 22
     assert token_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
+
+
+def test_the_largest_value_of_the_last_while():
+    found = RecentMaximum(60)
+    assert found.value == 0
+    for now, value in ((0.1, 0.2), (0.3, 0.7), (0.9, 0.1), (5, 0.5), (60.5, 0.0)):
+        found.add(now, value)
+        assert found.value == (0.2 if now == 0.1 else 0.7)
+    found.add(61, 0.1)
+    assert found.value == 0.5
+    found.add(200, 0.1)
+    assert found.value == 0.1
+
+
+def test_every_scrape_sees_a_loop_that_was_blocked(start):
+    running = start()
+    running.app.service._loop.call_soon_threadsafe(time.sleep, 0.4)
+
+    def lag() -> float:
+        return value(families(running), "swiftkv:loop_lag_seconds")
+
+    running.until(lambda: lag() >= 0.29)
+    time.sleep(0.3)
+    assert lag() >= 0.29, "still, after two more heartbeats"
 
 
 def test_headers_tell_the_times(running):

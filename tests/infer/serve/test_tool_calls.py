@@ -131,6 +131,23 @@ def test_random_texts_do_not_depend_on_how_they_come():
     assert calls > 100
 
 
+@pytest.mark.parametrize(
+    ("format", "key", "between"),
+    [("llama3_json", "parameters", "; "), ("hermes", "arguments", "\n")],
+)
+def test_a_forced_call_that_is_cut_short_is_no_content(format, key, between):
+    """Wherever the answer ends, and however it comes."""
+    call = f'{{"name": "get_weather", "{key}": {{"city": "Rome"}}}}'
+    if format == "hermes":
+        call = f"<tool_call>\n{call}\n</tool_call>"
+    text = call + between + call
+    for end in range(1, len(text) + 1):
+        for size in (1, 8, 10**6):
+            content, calls = parse(text[:end], size, format, forced=True)
+            assert content == "" and len(calls) <= 2, text[:end]
+    assert len(parse(text, 8, format, forced=True)[1]) == 2
+
+
 def test_held_text_is_bounded():
     """Spaces, quotes and braces for ever cost a bounded time and come out in the end."""
     for text in (" " * 5000, '{"name' + " " * 5000, '{"' * 3000, '{"name": "' + "f" * 5000):

@@ -1,0 +1,252 @@
+"""Whether students meet the bars, are better than the authors' recipe, or are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+Row = dict[str, Any]
+Outcome = Literal["met", "not met", "mixed", "undecided"]
+
+MAX_FAR_LOSS = 0.15
+"""Nats lost on far-dependent tokens above which a student is refused, whatever its averages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A figure of one row that must not exceed a limit."""
+
+    share: float
+    """Of the layers that are lower ones."""
+    key_value_group_size: int
+    steps: int
+    mode: str
+    figure: str
+    """`above` on whole rows, `answers above` after the prompt, `far` nats."""
+    limit: float
+
+    def row(self, rows: Sequence[Row]) -> Row | None:
+        """The closed-form student that the bar is about, if it has been measured: one fitted to
+        what it is served with."""
+        wanted = (
+            self.share,
+            self.key_value_group_size,
+            "closed-form",
+            self.steps,
+            self.mode,
+            "boundary" if self.mode == "boundary" else "own",
+            "distillation",
+        )
+        return next((row for row in rows if (row["share"], *key(row)[1:]) == wanted), None)
+
+
+BARS = (
+    Bar(0.5, 1, 0, "boundary", "above", 0.007),
+    Bar(0.5, 1, 0, "own", "answers above", 0.001),
+    Bar(0.5, 1, 0, "own", "far", 0.03),
+    Bar(0.5, 2, 64, "boundary", "above", 0.035),
+    Bar(0.5, 4, 64, "boundary", "above", 0.075),
+    Bar(0.375, 1, 0, "own+64", "answers above", 0.01),
+    Bar(0.375, 1, 0, "own+64", "far", MAX_FAR_LOSS),
+)
+
+
+_FIGURES = {
+    "above": "perplexity above the teacher",
+    "answers above": "perplexity above the teacher after the prompt",
+    "far": "far tokens",
+}
+
+
+def key(row: Row) -> tuple[int, int, str, int, str, str, str]:
+    return (
+        row["num_key_value_layers"],
+        row["key_value_group_size"],
+        row["start"],
+        row["steps"],
+        row["mode"],
+        "train-own" if row.get("trains_own") else row.get("generated_kv", "boundary"),
+        row.get("loss", "distillation"),
+    )
+
+
+def name(row: Row) -> str:
+    steps = f"{row['steps']} steps" if row["steps"] else "untrained"
+    return (
+        f"{row['share']:.1%}, g = {row['key_value_group_size']}, {start_of(row)}, {steps}, "
+        f"{row['mode']}"
+    )
+
+
+def start_of(row: Row) -> str:
+    """As the table has it."""
+    fitted_to = {"boundary": "", "own": ", own", "train-own": ", own (trained for it)"}
+    return row["start"] + fitted_to[key(row)[5]]
+
+
+# Verdict ----------------------------------------------------------------------
+
+
+def verdict(rows: Sequence[Row]) -> tuple[list[str], bool]:
+    """(a line for each bar and each refused student, whether no measured bar is missed)."""
+    lines, kept = [], True
+    for line, met in itertools.chain(_bars(rows), _against_authors(rows)):
+        lines.append(line)
+        kept &= met
+    return lines + list(_refused(rows)), kept
+
+
+def _bars(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    for bar in BARS:
+        row = bar.row(rows)
+        value = None if row is None else _figure(row, bar.figure)
+        if row is None or value is None:
+            yield f"not measured: {_bar_name(bar)}", True
+            continue
+        met = value <= bar.limit
+        shown, limit = (
+            (f"{value:+.3f} nats", f"{bar.limit:+.3f}")
+            if bar.figure == "far"
+            else (f"{value:+.2%}", f"{bar.limit:+.2%}")
+        )
+        words = f"{name(row)}: {_FIGURES[bar.figure]} {shown} (bar {limit})"
+        yield f"{'met' if met else 'not met'}: {words}", met
+
+
+def _bar_name(bar: Bar) -> str:
+    steps = f"{bar.steps} steps" if bar.steps else "untrained"
+    start = "closed-form" if bar.mode == "boundary" else "closed-form, own"
+    return (
+        f"{bar.share:.1%}, g = {bar.key_value_group_size}, {start}, {steps}, "
+        f"{bar.mode}: {_FIGURES[bar.figure]}"
+    )
+
+
+def _figure(row: Row, figure: str) -> float | None:
+    match figure:
+        case "above" if row["all"]:
+            return row["all"]["above"]["value"]
+        case "answers above":
+            return row["answers"]["above"]["value"]
+        case "far" if row["far"]:
+            return row["far"]["difference"]["value"]
+    return None
+
+
+def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    """At equal tokens the closed form must be better than the authors' recipe at its best rate, in
+    every mode."""
+    for ours, authors in of_authors(rows):
+        own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
+        outcome = against(ours, authors)
+        yield (
+            f"{outcome}: {name(ours)}: perplexity {own['perplexity']:.3f}, authors' recipe at "
+            f"its best rate ({_rate(authors)}) {theirs['perplexity']:.3f}"
+            + "; far tokens {}, theirs {}".format(*map(_far_loss, (ours, authors))),
+            outcome in ("met", "undecided"),
+        )
+
+
+def of_authors(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each student that is distilled from the closed form, and the authors' of the same cut, steps
+    and mode, where it has been measured."""
+    trained = {key(row): row for row in rows if row["steps"]}
+    for (lower, group, start, steps, mode, _, loss), ours in trained.items():
+        authors = trained.get((lower, group, "authors", steps, mode, "boundary", "distillation"))
+        if (start, loss) == ("closed-form", "distillation") and authors is not None:
+            yield ours, authors
+
+
+def against(ours: Row, authors: Row) -> Outcome:
+    """How a student compares with the authors' by perplexity and by the loss on far tokens.
+
+    Two figures differ where they are more than two standard errors over seeds apart, or, with one
+    seed each, where their intervals over the files do not overlap. A loss below 0 on far tokens is
+    no gain and counts as 0. A lower figure of ours does not count where the authors' best rate is
+    the smallest or the largest that was tried: another rate may be better.
+
+    `met`: perplexity is lower and the far loss is not higher. `mixed`: one is lower, the other is
+    higher. `not met`: one is higher and none is lower. Else `undecided`: a lower far loss alone is
+    not enough.
+    """
+    signs = [_sign(*map(figure, (ours, authors))) for figure in (_perplexity, _clipped_far_loss)]
+    if _at_edge(authors):
+        signs = [max(sign, 0) for sign in signs]
+    if 1 in signs:
+        return "mixed" if -1 in signs else "not met"
+    return "met" if signs[0] < 0 else "undecided"
+
+
+class _Figure(NamedTuple):
+    """A mean over seeds, its standard deviation over them, and its interval over the files in the
+    unit of another figure of the same kind."""
+
+    mean: float
+    spread: float
+    seeds: int
+    low: float
+    high: float
+
+
+def _perplexity(row: Row) -> _Figure:
+    found = row["all"] or row["answers"]
+    above = found["above"]
+    mean, spread = found["perplexity"], found["perplexity_std"]
+    return _Figure(mean, spread, len(row["seeds"]), above["low"], above["high"])
+
+
+def _clipped_far_loss(row: Row) -> _Figure | None:
+    if not row["far"]:
+        return None
+    lost, spread = row["far"]["difference"], row["far"]["student_std"]
+    mean, low, high = (max(lost[part], 0.0) for part in ("value", "low", "high"))
+    return _Figure(mean, spread, len(row["seeds"]), low, high)
+
+
+def _sign(ours: _Figure | None, theirs: _Figure | None) -> int:
+    """-1 where ours is lower, 1 where it is higher, 0 where they do not differ or one is unknown.
+    A figure of one seed counts as spread like the other."""
+    if ours is None or theirs is None:
+        return 0
+    both = ours, theirs
+    gap, known = ours.mean - theirs.mean, [each.spread for each in both if each.seeds > 1]
+    if known:
+        spreads = (each.spread if each.seeds > 1 else known[0] for each in both)
+        variances = (spread**2 / each.seeds for spread, each in zip(spreads, both, strict=True))
+        differ = abs(gap) > 2 * math.sqrt(sum(variances))
+    else:
+        lower, higher = sorted(both, key=lambda each: each.mean)
+        differ = lower.high < higher.low
+    return int(math.copysign(differ, gap))
+
+
+def _at_edge(row: Row) -> bool:
+    """Whether the best learning rate is the smallest or the largest that was tried."""
+    rates = sorted(map(float, row["perplexity_of_rates"]))
+    return row["learning_rate"] in (rates[0], rates[-1])
+
+
+def _rate(row: Row) -> str:
+    edge = ", the last one tried" if _at_edge(row) else ""
+    return f"{row['learning_rate']:g}{edge}"
+
+
+def _far_loss(row: Row) -> str:
+    return f"{row['far']['difference']['value']:+.3f} nats" if row["far"] else "unknown"
+
+
+def _refused(rows: Sequence[Row]) -> Iterator[str]:
+    for row in filter(is_refused, rows):
+        loss = row["far"]["difference"]
+        yield (
+            f"refused: {name(row)}: loses {loss['value']:.2f} nats [{loss['low']:.2f}, "
+            f"{loss['high']:.2f}] on the {row['far']['tokens']:,} tokens that depend on the far "
+            f"prompt, whatever its averages"
+        )
+
+
+def is_refused(row: Row) -> bool:
+    return bool(row["far"]) and row["far"]["difference"]["value"] > MAX_FAR_LOSS

@@ -1,0 +1,88 @@
+"""The committed results: the newest file of each subject, and the page that lists them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .markdown import table
+
+RESULTS = Path(__file__).parent / "results"
+RESULT_NAMES = {
+    "prefill": "infer-prefill-cpu",
+    "prefill lengths": "infer-prefill-lengths-cpu",
+    "decode": "infer-decode-cpu",
+    "decode rows": "infer-decode-rows-cpu",
+    "transformers": "hf-baseline-cpu",
+    "servers": "hf-serve-cpu",
+    "HTTP": "http-timed-device-cpu",
+    "HTTP, a model": "http-medium-cpu",
+    "8 bits": "kv-quantization-cpu",
+    "closed form": "closed-form-cpu",
+    "hidden loss": "hidden-loss-cpu",
+    "loss": "loss-compiled-for-h200",
+    "train step": "train-step-compiled-for-h200",
+    "kv projection": "kv-projection-compiled-for-h200",
+    "predictions": "predicted-for-h200",
+}
+"""Subject -> what the names of its result files begin with; they end in the time."""
+OPTIONAL = {"hidden loss"}
+"""Subjects that may have no result file yet; their sections are left out then."""
+QUALITY = "quality-*.json"
+"""All files count: each has some of the students."""
+
+
+def newest_path(subject: str) -> Path:
+    """The newest result file of a subject. Raises `FileNotFoundError`."""
+    name = f"{RESULT_NAMES[subject]}-2*.json"
+    if not (found := sorted(RESULTS.glob(name))):
+        raise FileNotFoundError(f"{RESULTS} has no {name}")
+    return found[-1]
+
+
+def is_measured(subject: str) -> bool:
+    """Whether there is a result file of an optional subject; the others must have one."""
+    if subject not in OPTIONAL:
+        return True
+    return any(RESULTS.glob(f"{RESULT_NAMES[subject]}-2*.json"))
+
+
+def newest(subject: str) -> dict[str, Any]:
+    return json.loads(newest_path(subject).read_text(encoding="utf-8"))
+
+
+def quality_documents() -> list[dict[str, Any]]:
+    """The results of `benchmarks.quality`."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(QUALITY))]
+
+
+def files_page() -> str:
+    rows = []
+    paths = [(subject, newest_path(subject)) for subject in RESULT_NAMES if is_measured(subject)]
+    paths += [("quality", path) for path in sorted(RESULTS.glob(QUALITY))]
+    for subject, path in paths:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        where = result["device"]["kind"]
+        for verb in ("compiled", "predicted"):
+            if machine := result.get(f"{verb}_for"):
+                where = f"{verb} for {machine}"
+        versions = result["versions"]
+        link = f"[{path.name}](../../benchmarks/results/{path.name})"
+        rows.append(
+            (
+                subject,
+                link,
+                where,
+                f"Python {versions['python']}, JAX {versions['jax']}",
+                result["date"][:10],
+            )
+        )
+    return "\n\n".join(
+        [
+            "# Result files",
+            "The pages of measurements are made from these results. Each file holds its command, "
+            "versions and commit. Older files call modules by the names that they had then.",
+            table(("subject", "file", "device", "versions", "date"), rows),
+        ]
+    )

@@ -1,0 +1,94 @@
+"""Sections and pages of each teacher: the summary, the full table, how the teacher is made."""
+
+from benchmarks.quality import plot, students, table
+from benchmarks.quality.sections import made_by, page_name, pages, sections, summary_table
+from swiftkv_jax.config import GENERATED_KV
+from tests.quality.made_rows import HALF, cell, document, rows, trained
+
+PAIR = [
+    trained("closed-form", (2e-3, 2.1)),
+    trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3)),
+]
+
+
+def documents():
+    other = document(*rows(HALF, cell(2.2)), teacher={"name": "t1"}, date="2025-01-01")
+    return [other, document(*rows(HALF, cell(2.1))), document(*PAIR)]
+
+
+def test_a_section_for_each_teacher():
+    demo, of_t1 = sections(documents())
+    assert demo.startswith("## What each cut costs in quality\n")
+    assert table.TERMS in demo and table.VERDICTS in demo
+    assert of_t1.startswith("## What each cut costs in quality: the teacher t1\n")
+    assert table.TERMS not in of_t1 and "- not met: 50.0%, g = 1" in of_t1
+    assert "met: 50.0%, g = 2" not in demo and f"(results/{page_name('t1')})" in of_t1
+
+
+def test_a_page_for_each_teacher():
+    (name, demo), (other, of_t1) = pages(documents())
+    assert [name, other] == ["quality-demo.md", "quality-t1.md"]
+    assert demo.startswith("# What each cut costs in quality: all students\n")
+    assert table.LEGEND in demo and table.LEGEND in of_t1
+    verdicts = [line.split("|")[-2].strip() for line in demo.splitlines() if "| 32 " in line]
+    assert verdicts == ["", "better"] and "- met: 50.0%, g = 2, closed-form, 32 steps" in demo
+
+
+def test_a_teacher_is_made_by_its_command():
+    """With its number of steps where that is not the default."""
+    facts = {"name": "t1", "parameters": 7e6, "steps": 1200, "tokens": 4_915_200}
+    found = made_by({"teacher": facts})
+    assert found.startswith("`python -m benchmarks.teachers t1 FOLDER --steps 1200` trains")
+    assert "under-trained: it had 1,200 steps (4.9M tokens) and the command's default is 4,90" in (
+        found
+    )
+    whole = made_by({"teacher": facts | {"steps": 4900}})
+    assert "`python -m benchmarks.teachers t1 FOLDER` trains" in whole and "under" not in whole
+
+
+def test_the_summary_has_half_of_the_layers():
+    """A line for each student, with the figures of `own+64` where they were measured: those of the
+    closed form that is fitted to it."""
+    modes = ("boundary", "own", "own+64")
+    plain, fitted = (
+        rows(students.Arm(4, 1, "closed-form", 0, kv), cell(2.0 + loss, far=2.2, modes=modes))
+        for kv, loss in zip(GENERATED_KV, (0.1, 0.01), strict=True)
+    )
+    copied = rows(students.Arm(4, 2, "authors", 0), cell(2.3))
+    lower = rows(students.Arm(6, 1, "closed-form", 0), cell(2.0))
+    header, _, *lines = summary_table([*lower, *plain, *fitted, *copied]).splitlines()
+    assert len({line.count("|") for line in (header, *lines)}) == 1
+    figures = "+10.52% | +10.52% | 0.1000 | +0.200 | refused | +1.01% | 0.1000 | +0.200 | refused"
+    assert lines == [
+        f"| 1 | `closed-form` | 0 | {figures} |",
+        "| 2 | `authors` | 0 | +34.99% | +34.99% | 0.1000 | +0.000 |  |  |  |  |  |",
+    ]
+
+
+def test_a_line_of_the_plot_is_one_group_size():
+    """Without own keys and values, and for all upper layers where their number is theirs."""
+    arms = [
+        students.Arm(lower, 2, "closed-form", plot.STEPS, generated_kv)
+        for lower in (4, 6)
+        for generated_kv in GENERATED_KV
+    ]
+    found = [row for arm in arms for row in rows(arm, cell(2.1, modes=("boundary", "own")))]
+    of_two, of_all = (plot.rows_of(found, 8, group, "closed-form") for group in (2, None))
+    assert [row["num_key_value_layers"] for row in of_two] == [6, 4]
+    assert [row["num_key_value_layers"] for row in of_all] == [6]
+    assert not plot.rows_of(found, 8, 2, "authors")
+
+
+def test_tables_have_every_column():
+    arm = students.Arm(4, 1, "authors", 64)
+    found = document(*rows(arm, cell(2.1, far=2.2, modes=("boundary", "own"))))
+    lines = [line for line in table.table(found).splitlines() if line.startswith("|")]
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert "64 at 0.002" in lines[2] and "+10.52% [+10.52%, +10.52%]" in lines[2]
+    assert "+0.200 [+0.200, +0.200] | 0.100 |" in lines[2] and lines[2].endswith("| refused |")
+
+
+def test_older_results_have_no_divergence_on_far_tokens():
+    (row,) = rows(HALF, cell(2.1, far=2.2))
+    del row["far"]["kl"]
+    assert "+0.200 [+0.200, +0.200] |  |" in table.rows_table([row])

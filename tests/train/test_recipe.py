@@ -1,0 +1,104 @@
+"""Recipes: the authors' settings, and the fields that a run must keep to be continued."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from swiftkv_jax.checkpoints.digest import digest_all
+from swiftkv_jax.train.__main__ import parser, recipe_from
+from swiftkv_jax.train.recipe import (
+    AUTHORS_RECIPE,
+    NOT_STEERING,
+    STEERING,
+    STEERING_LATER,
+    Recipe,
+)
+from swiftkv_jax.train.setup import fingerprint
+from tests import tiny
+
+AUTHORS = {
+    "init": "authors",
+    "loss_average": "positions",
+    "loss_mask": "unshifted",
+    "padding": "joined",
+    "hidden_loss": "absolute",
+    "hidden_loss_weight": 1.0,
+}
+
+
+def test_the_authors_recipe():
+    """The settings of the authors' trainer, on the command line as in Python, and others over
+    them."""
+    assert AUTHORS_RECIPE == AUTHORS
+    flags = ["--model", "m", "--data", "d", "--output-dir", "o"]
+    plain = recipe_from(parser().parse_args(flags))
+    authors = recipe_from(parser().parse_args([*flags, "--recipe", "authors"]))
+    assert authors == dataclasses.replace(plain, **AUTHORS)
+    changed = {name: value for name, value in AUTHORS.items() if getattr(plain, name) != value}
+    assert changed == AUTHORS
+    mixed = parser().parse_args([*flags, "--recipe", "authors", "--padding", "separate"])
+    assert recipe_from(mixed) == dataclasses.replace(authors, padding="separate")
+
+
+# Continuing a run -------------------------------------------------------------
+
+
+def found(**fields: Any) -> dict[str, Any]:
+    hf = tiny.hf_config()
+    model = tiny.model_of(hf, tiny.tensors_for(hf))
+    recipe = Recipe(**{"model": "m", "data": ("d",), "output_dir": Path("o")} | fields)
+    data: Any = SimpleNamespace(fingerprint="0badc0de")
+    result = fingerprint(recipe, model, "5eed", data, 7)
+    assert result.pop("base_model") == digest_all(jax.tree.leaves(model.llama))
+    return result
+
+
+RECORDED = {
+    "batch_size": 8,
+    "max_length": 8192,
+    "learning_rate": 2e-4,
+    "lr_schedule": "linear",
+    "warmup_ratio": 0.05,
+    "max_grad_norm": 1.0,
+    "temperature": 2.0,
+    "kl": "forward",
+    "kl_top_k": None,
+    "hidden_loss_weight": 0.1,
+    "hidden_loss_layer": -2,
+    "seed": 0,
+    "steps": 7,
+    "dtype": "float32",
+    "num_key_value_layers": 2,
+    "key_value_group_size": 1,
+    "first_delta": "5eed",
+    "data": "0badc0de",
+}
+"""The fingerprint in the checkpoints of runs with the first recipe."""
+
+
+def test_the_fingerprint_of_earlier_runs():
+    """With another fingerprint they could not be continued."""
+    assert found(**STEERING_LATER) == RECORDED
+    assert found() == RECORDED | {"hidden_loss": "relative"}
+    authors = {name: AUTHORS[name] for name in ("loss_average", "loss_mask", "padding")}
+    assert found(**AUTHORS) == RECORDED | authors | {"hidden_loss_weight": 1.0}
+
+
+def test_every_field_says_whether_it_steers_the_updates():
+    names = [*STEERING, *STEERING_LATER, *NOT_STEERING]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(Recipe))
+
+
+OTHER = {"lr_schedule": "cosine", "kl": "jsd", "kl_top_k": 5, "hidden_loss_layer": -3}
+
+
+@pytest.mark.parametrize("name", STEERING)
+def test_a_run_is_not_continued_with_another(name):
+    value = OTHER.get(name)
+    if value is None:
+        value = getattr(Recipe, name) * 2 or 1
+    assert found(**STEERING_LATER, **{name: value}) == RECORDED | {name: value}

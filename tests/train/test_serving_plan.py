@@ -1,0 +1,63 @@
+"""What a plan prints about serving."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from swiftkv_jax.cost import decode_weights
+from swiftkv_jax.params import llama_shapes
+from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.serving_plan import serving_table
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-405b"])
+def test_weights_of_the_teacher_are_its_matrices(name):
+    """All but the norms and the embedding, of which a step reads single rows."""
+    config = PRESETS[name].cut(PRESETS[name].num_layers)
+    llama = dataclasses.replace(llama_shapes(config), embed=None)
+    matrices = [
+        leaf for leaf in jax.tree.leaves(llama) if leaf.ndim > 2 or config.vocab_size in leaf.shape
+    ]
+    assert decode_weights(config, swiftkv=False) == sum(leaf.size for leaf in matrices)
+
+
+@pytest.mark.parametrize(
+    ("served", "lines"),
+    [
+        (
+            {},
+            ["served (boundary)", "68.17    127.96   53%", "19.30     19.30  100%"]
+            + ["16.08     16.08  100%", "128.00    128.00  100%", "128.00    128.00  100%"],
+        ),
+        (
+            {"generated_kv": "own"},
+            ["served (own)", "68.17    127.96   53%", "19.57     19.30  101%"]
+            + ["16.35     16.08  102%", "128.00    128.00  100%", "128.00    128.00  100%"],
+        ),
+        (
+            {"generated_kv": "own", "exact_tail": 64, "key_value_group_size": 4},
+            ["served (own, tail 64)", "67.10    127.96   52%", "19.84     19.30  103%"]
+            + ["16.62     16.08  103%", "80.00    128.00   62%", "160.00    128.00  125%"],
+        ),
+    ],
+)
+def test_table(served, lines):
+    config = dataclasses.replace(PRESETS["llama-3.1-8b"], num_key_value_layers=16, **served)
+    printed = serving_table(config, BFLOAT16, 8192).splitlines()
+    assert len(printed) == len(lines)
+    for line, expected in zip(printed, lines, strict=True):
+        assert expected in line
+
+
+@pytest.mark.parametrize("command", [[], ["calibrate"]])
+def test_dry_runs_print_it(command, capsys):
+    flags = "--dry-run --model llama-3.1-8b --generated-kv own --exact-tail 64".split()
+    if command:
+        flags += ["--output-dir", "unused"]
+    assert main([*command, *flags]) == 0
+    assert "served (own, tail 64)" in capsys.readouterr().out
