@@ -86,7 +86,7 @@ def add_machine(parser: argparse._ActionsContainer) -> None:
     flag(
         "--remat",
         choices=("none", "mlp", "layer"),
-        help=f"what is computed again backward ({Recipe.remat}; demo: none)",
+        help=f"what the backward pass recomputes ({Recipe.remat}; demo: none)",
     )
     flag(
         "--shard-sequence",
@@ -234,7 +234,7 @@ def add_checkpoints_and_reports(parser: argparse._ActionsContainer) -> None:
     flag(
         "--save-total-limit",
         type=int,
-        help=f"newest checkpoints kept, besides the best (default: {Recipe.save_total_limit})",
+        help=f"newest checkpoints kept, and the best (default: {Recipe.save_total_limit})",
     )
     flag(
         "--logging-steps", type=int, help=f"steps between metrics (default: {Recipe.logging_steps})"
@@ -292,14 +292,14 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
     flag(
         "--generated-kv",
         choices=GENERATED_KV,
-        help=f"{what_for} generated tokens that keep upper keys and values of their own "
+        help=f"{what_for} generated tokens that keep each upper layer's own keys and values "
         "(default: as the model says)",
     )
     flag(
         "--exact-tail",
         type=int,
         metavar="W",
-        help="with --generated-kv own: so do the last W tokens of a prompt (default: as the model)",
+        help="with --generated-kv own: also the last W tokens of a prompt (default: as the model)",
     )
 
 

@@ -105,14 +105,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--generated-kv",
         choices=GENERATED_KV,
-        help="own: generated tokens keep their own upper keys and values (default: the "
+        help="own: generated tokens keep each upper layer's own keys and values (default: the "
         "checkpoint's, or boundary)",
     )
     add(
         "--exact-tail",
         type=token_count,
         metavar="N",
-        help="with own: so do the last N tokens of a prompt (default: the checkpoint's, or 0)",
+        help="with own: also the last N tokens of a prompt (default: the checkpoint's, or 0)",
     )
     add(
         "--compiler-option",
