@@ -63,7 +63,7 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
     flag(
         "--max-unreadable-share",
         type=float,
-        help=f"share of a source's rows; more stop the run "
+        help=f"share of unreadable rows in a source above which the run stops "
         f"(default: {Recipe.max_unreadable_share:g})",
     )
     flag(
@@ -103,7 +103,7 @@ def add_machine(parser: argparse._ActionsContainer) -> None:
     flag(
         "--dry-run",
         action="store_true",
-        help="print memory per device, time and the reasons, from config.json alone",
+        help="print memory per device and predicted times, from config.json alone",
     )
     flag(
         "--topology",
@@ -150,7 +150,7 @@ def add_optimisation(parser: argparse._ActionsContainer) -> None:
     flag(
         "--max-grad-norm",
         type=float,
-        help=f"longer gradients are scaled down (default: {Recipe.max_grad_norm:g})",
+        help=f"gradients with a larger norm are scaled down (default: {Recipe.max_grad_norm:g})",
     )
     flag("--seed", type=int, help=f"seed of the data order (default: {Recipe.seed})")
 
