@@ -126,13 +126,13 @@ def _attention(model: Model, *, gradient: bool) -> Attention:
 
 @functools.cache
 def _checked(configs: tuple[KernelConfig, ...], device: Any) -> Implementation | None:
-    """`checked_implementation`, whose verdicts are read once a process, not at every call."""
+    """`checked_implementation`, whose verdicts are read only once in a process."""
     return checked_implementation(None, configs, device)
 
 
 def _rows(config: Config, tokens: Any) -> Int[Array, "B T"]:
-    """`tokens` as an array, also those that come as lists. Ids are checked where they are known:
-    not while they are traced, nor where other processes hold some of them."""
+    """`tokens`, arrays or lists, as an array. Ids are checked unless they are traced or other
+    processes hold some of them."""
     try:
         tokens = jnp.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -214,7 +214,8 @@ def _logits(
 
 
 def _with_own(config: Config, batch: Batch, prompt_lengths: Int[Array, " B"] | None) -> Batch:
-    """With the tokens of each row that keep their own upper keys and values, if any do."""
+    """The batch with `own` set for the tokens that keep their own upper keys and values, if there
+    are any."""
     if prompt_lengths is None or config.generated_kv == "boundary":
         return batch
     first = jnp.asarray(prompt_lengths) - config.exact_tail

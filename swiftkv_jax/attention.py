@@ -1,7 +1,7 @@
 """Attention as the model calls it: the two ops of `pallas_kernels`, on one device or on a mesh.
 
-A kernel is opaque to XLA's partitioner, which would gather its operands on every device. So on a
-mesh the ops run under `jax.shard_map`: rows are split over `data` and `fsdp`, heads over `model`.
+XLA's partitioner cannot split a kernel and would gather its operands on every device. On a mesh the
+ops therefore run under `jax.shard_map`: rows are split over `data` and `fsdp`, heads over `model`.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Attention:
         window: int | None = None,
         score_cap: float | None = None,
     ) -> DecodePlan | None:
-        """`pallas_kernels.plan_decode` on this mesh: make it once a step and give it to `decode` in
-        all layers with this window. Of `q` and `k` only shapes and dtypes count.
+        """`pallas_kernels.plan_decode` on this mesh. Make the plan once a step and pass it to
+        `decode` in all layers with this window. Only the shapes and dtypes of `q` and `k` are used.
 
         Each data-parallel shard plans its own rows, for the heads that one of its devices has: the
         plans of the shards follow one another, and an entry counts from its shard's first row.
@@ -230,8 +230,8 @@ def merge_attention(
     b: Float[Array, "B T N H"],
     b_lse: Float[Array, "B T N"],
 ) -> Float[Array, "B T N H"]:
-    """Attention to two sets of keys, from that to each and the log-sum-exp of its scores, -inf for
-    an empty one. Where both are empty it is zero."""
+    """Merge attention to two sets of keys from the attention to each and the log-sum-exp of its
+    scores, which is -inf for an empty set. If both are empty, the result is zero."""
     largest = jnp.maximum(a_lse, b_lse)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     a_weight, b_weight = jnp.exp(a_lse - largest)[..., None], jnp.exp(b_lse - largest)[..., None]

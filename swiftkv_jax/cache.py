@@ -1,10 +1,10 @@
-"""The static key/value cache: for every cache layer a pool of pages of keys and one of values, in 8
-bits if asked for.
+"""The static key/value cache: each cache layer has a pool of pages of keys and one of values,
+optionally in 8 bits.
 
 The student has pools for each lower layer and for each *group* of upper layers: AcrossKV shares
 memory, not only work. A page holds the keys or values of `page_size` consecutive positions of one
 row, head-major; a page table says which page holds which positions of which row
-(`infer.engine.page_pool`). Serving an unmodified teacher is serving the cut at `num_layers`: pools
+(`infer.engine.page_pool`). An unmodified teacher is served as the cut at `num_layers`, with pools
 for each layer.
 
 On a mesh whose rows are split, each data-parallel shard has its own part of every pool, and page
@@ -39,8 +39,8 @@ _EIGHT_BITS: dict[Any, quantization.Format] = {
 
 @struct.dataclass
 class Pool:
-    """Keys, or values, of one cache layer; a value is what is stored, times its scale if there are
-    scales."""
+    """Keys, or values, of one cache layer: the stored numbers, times their scales if there are
+    any."""
 
     values: Leaf  # X K page H
     scale: Leaf = None  # f32[X, K, page], one per position and head; None unless in 8 bits
@@ -115,8 +115,8 @@ def _rows(mesh: Mesh) -> tuple[str, ...] | str | None:
 
 
 def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool = True) -> int:
-    """Bytes of one token's keys and values in every cache layer, with SwiftKV or without it;
-    `scales` False leaves out theirs."""
+    """Bytes of one token's keys and values in all cache layers, with SwiftKV or without it.
+    `scales` False does not count the scales."""
     layers = config.num_cache_layers if swiftkv else config.num_layers
     scale = 4 if scales and jnp.dtype(dtype) in _EIGHT_BITS else 0
     return 2 * layers * config.num_kv_heads * (config.head_dim * jnp.dtype(dtype).itemsize + scale)
@@ -190,7 +190,7 @@ def _write_token(pool: Pool, new, page, position) -> Pool:
     values, scale = _stored(pool, new)
     row = jnp.arange(page.shape[0] * heads)
     line = (jnp.repeat(page, heads) * heads + row % heads) * size + jnp.repeat(position, heads)
-    # Lines past the end are dropped; each is a different one, so that indices are unique.
+    # Lines past the end are dropped. Each has a different index, so that indices are unique.
     line = jnp.where(jnp.repeat(page, heads) < pages, line, pages * heads * size + row)
 
     def scatter(old, new):

@@ -1,5 +1,5 @@
-"""Chat templates are programs that come with a checkpoint. They run here, within a deadline and a
-limit of memory, and every failure of one becomes a `DataError` of one line."""
+"""Runs chat templates, which are programs that come with a checkpoint, within a deadline and a
+memory limit. Every failure of a template becomes a `DataError` of one line."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _limited(work: Callable[[], Any], deadline_s: float, max_memory: int) -> Any
 
 
 def _leave(thread: int) -> None:
-    """End the run of this thread, or wait for the exception of the watcher, which was quicker."""
+    """End the run of this thread; if the watcher has stopped it already, wait for its exception."""
     while _runs.pop(thread, None) is None:
         time.sleep(_POLL_S)
 

@@ -34,18 +34,18 @@ _POSITIVE = (
 )
 
 MAX_LAYERS = 1_000
-"""Far more than any model has. Names, programs and lists grow with the layers, so that a slip in a
-`config.json` would fill the memory."""
+"""Far more than any model has. Names, programs and lists grow with the layers, so a wrong number in
+a `config.json` would fill the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What attention may differ in from layer to layer."""
+    """Properties of attention that may differ from layer to layer."""
 
     rope: Rope | None = Rope()
     """None: queries and keys are not rotated."""
     window: int | None = None
-    """A token sees this many positions, its own among them; None: all up to its own."""
+    """Number of positions that a token sees, including its own; None: all up to its own."""
 
     def __post_init__(self):
         if self.window is not None and (type(self.window) is not int or self.window < 1):
@@ -73,9 +73,10 @@ class Config:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
-    """The kind of each layer; one entry where all are of it."""
+    """The kind of each layer; a single entry if all layers are of one kind."""
     family: str = "llama"
-    """Whose names a checkpoint's tensors and fields have: a key of `checkpoints.families`."""
+    """The family whose tensor and field names a checkpoint uses: a key of
+    `checkpoints.families`."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QKNorm | None = None
@@ -88,22 +89,22 @@ class Config:
     norm_wide: bool = False
     """Whether a norm multiplies by its scale in float32, before it rounds."""
     activation: Activation = "silu"
-    """Of the gate of the MLP."""
+    """Activation function of the MLP gate."""
     num_experts: int = 0
     """Mixture of experts: the MLPs of each layer, `mlp_dim` wide each; 0: one MLP, no router."""
     num_experts_per_token: int = 0
     renormalize_experts: bool = False
     """Whether the router's probabilities of a token's experts are divided by their sum."""
     embed_scale: float = 1.0
-    """What embeddings are multiplied by."""
+    """Factor of the embeddings."""
     round_embed_scale: bool = False
     """Whether `embed_scale` is first rounded to the embedding's dtype."""
     residual_scale: float = 1.0
-    """What attention and MLP add to the residual is multiplied by."""
+    """Factor of what attention and MLP add to the residual."""
     query_scale: float | None = None
-    """What scores are multiplied by; None is 1 / sqrt(head_dim)."""
+    """Factor of the attention scores; None is 1 / sqrt(head_dim)."""
     score_cap: float | None = None
-    """c of c tanh(score / c), before the mask; None: no cap."""
+    """The c in c tanh(score / c), applied before the mask; None: no cap."""
     logit_divisor: float = 1.0
     logit_cap: float | None = None
     """As `score_cap`, of logits, after `logit_divisor`."""
@@ -111,17 +112,18 @@ class Config:
     """K of the paper; 0 means all layers, as in the authors' configuration."""
     key_value_group_size: int = 1
     shared_kv_heads: tuple[tuple[int, ...], ...] | None = None
-    """[U][K]: the head of its group's cache that each key/value head of an upper layer reads, for a
-    student whose layers make values of their own of the shared ones (`SwiftKV.mix`); None where
-    every head reads the one of its number, as in the authors' models."""
+    """[U][K]: for each key/value head of an upper layer, the head of its group's cache that it
+    reads. Set for students whose layers compute their values from the shared ones (`SwiftKV.mix`);
+    None: every head reads the head with its own number, as in the authors' models."""
     generated_kv: GeneratedKV = "boundary"
     """`boundary`: every token's upper keys and values come from the hidden state that enters layer
     `num_key_value_layers`. `own`: those of a generated token come from its own hidden state before
-    each upper layer, by the teacher's projections. Queries are the student's in both; only where
-    layers share caches, the teacher's queries look for those that tokens keep of their own."""
+    each upper layer, by the teacher's projections. Queries are the student's in both, with one
+    exception: where layers share caches, tokens' own keys are looked up with the teacher's
+    queries."""
     exact_tail: int = 0
-    """Number of tokens at a prompt's end that also keep their own upper keys and values, and so run
-    through all layers; needs `own`."""
+    """Number of tokens at a prompt's end that also keep their own upper keys and values, and
+    therefore run through all layers; needs `own`."""
 
     def __post_init__(self):
         for field in (
@@ -240,9 +242,9 @@ class Config:
 
     @property
     def pages_per_own_page(self) -> int:
-        """Pages of the cache that hold the own upper keys and values of as many tokens as a page
-        has positions, where upper layers attend to two caches. Each page has room for one layer's
-        in the pools of each cache layer."""
+        """Where upper layers attend to two caches: number of cache pages that hold the tokens' own
+        upper keys and values for `page_size` tokens. In each pool a page has room for one
+        layer's."""
         return -(-self.num_upper_layers // self.num_cache_layers)
 
     def own_start(self, prompt_length: int) -> int:
@@ -262,7 +264,7 @@ class Config:
 
     @property
     def window(self) -> int | None:
-        """Positions that a token sees in the layer that sees most; None for all of them."""
+        """Largest window of all layers; None if a layer has no window."""
         windows = [kind.window for kind in self.kinds if kind.window is not None]
         return max(windows) if len(windows) == len(self.kinds) else None
 
@@ -272,11 +274,12 @@ class Config:
         return tuple(dict.fromkeys(kind.rope for kind in self.kinds if kind.rope is not None))
 
     def at_length(self, length: int) -> Config:
-        """The same model for texts of at most `length` tokens: LongRoPE divides by its short or its
-        long factors, and windows that hide nothing are gone.
+        """The same model for texts of at most `length` tokens: LongRoPE uses its short or its long
+        factors, and windows that hide nothing are removed.
 
         Serving takes the longest text that it accepts for all texts, so that cached keys stay
-        valid, as vLLM does; Hugging Face takes the length of each text. Once long, factors stay so.
+        valid, as vLLM does; Hugging Face takes the length of each text. Long factors are never
+        changed back to short ones.
         """
 
         def fit(kind: LayerKind) -> LayerKind:
@@ -293,7 +296,7 @@ class Config:
 
     @property
     def q_norm_dim(self) -> int:
-        """Scales of a layer's norm of queries; `k_norm_dim` those of its norm of keys."""
+        """Number of scales in a layer's norm of queries; `k_norm_dim` is that of keys."""
         return self.head_dim * (self.num_heads if self.qk_norm == "all" else 1)
 
     @property

@@ -1,7 +1,7 @@
 """Floating-point operations of prefill, decoding and training, counted from the shapes.
 
-A multiply-add is two operations. Only matrix products and attention are counted, causal attention
-with the pairs that its mask and its windows leave.
+A multiply-add is two operations. Only matrix products and attention are counted; attention counts
+the pairs of positions that the causal mask and the windows leave.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def second_query_flops(config: Config) -> int:
 
 
 def kv_projections(config: Config, *, swiftkv: bool) -> int:
-    """Layers' projections of keys and values in a decode step.
+    """Number of key/value projections in a decode step.
 
     Where generated tokens keep their own, those from the boundary are computed too if there is no
     `exact_tail`: the last token of a prompt, the input of the first step, does not keep its own
@@ -183,7 +183,7 @@ def _attention_flops(config: Config, layers: range, length: int) -> int:
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Number of pairs of a query and a key that it sees."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 

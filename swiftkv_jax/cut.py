@@ -12,8 +12,8 @@ from .errors import ConfigError, UsageError
 def choose_cut(
     config: Config, num_key_value_layers: int | None = None, key_value_group_size: int | None = None
 ) -> Config:
-    """The architecture at the given cut; where it is None, at the cut that `config` has, else with
-    half of its layers upper ones and no groups.
+    """The architecture at the given cut. Numbers that are None are those of the cut that `config`
+    has; without one, half of the layers are upper layers, without groups.
 
     Raises `UsageError` if the layers cannot be cut so.
     """
@@ -42,8 +42,8 @@ def has_same_delta(config: Config, other: Config) -> bool:
 def choose_generated_kv(
     config: Config, generated_kv: GeneratedKV | None = None, exact_tail: int | None = None
 ) -> Config:
-    """`config` with these fields; where they are None, with its own, of which `exact_tail` falls
-    away with `generated_kv` own.
+    """`config` with these fields; fields that are None keep the values of `config`, except that
+    `exact_tail` is 0 unless `generated_kv` is own.
 
     Raises `UsageError` if the model cannot have them.
     """

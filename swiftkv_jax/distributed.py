@@ -45,8 +45,8 @@ def join_processes(
     *,
     timeout: int | None = None,
 ) -> int:
-    """Connect to the other processes, if there are any; returns how many there are, as far as the
-    launcher said, else 1.
+    """Connect to the other processes, if there are any. Returns their number as the launcher gives
+    it, else 1.
 
     Recognised, and left to JAX to ask for the rest: Slurm (`srun`), Open MPI (`mpirun`), GKE with
     TPUs, Cloud TPU, and Indexed Jobs and JobSets of Kubernetes where `jax[k8s]` is installed. The
@@ -73,8 +73,8 @@ def join_processes(
         _check_launcher()
     timeout = _join_timeout() if timeout is None else timeout
     logger.info("%s, for at most %d s", _waiting(*given), timeout)
-    # Training finishes the step, saves and exits on SIGTERM by a handler of its own. JAX's would
-    # swallow a signal that comes before the first step.
+    # Training has its own handler of SIGTERM, which finishes the step, saves and exits. JAX's
+    # handler would swallow a signal that comes before the first step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         _initialize(*given, timeout=timeout)
@@ -134,7 +134,7 @@ def smallest(value: int) -> int:
 
 
 def from_process_0[T](value: T) -> T:
-    """The `value` that process 0 has, in all processes.
+    """Return process 0's `value` in all processes.
 
     A pytree of arrays and numbers, of the same shapes and types in all processes; arrays come back
     as NumPy's.
@@ -149,7 +149,7 @@ def from_process_0[T](value: T) -> T:
 
 
 def run_on_process_0[T](work: Callable[[], T], otherwise: T) -> T:
-    """What `work` returns in process 0, in all processes.
+    """Return the result of `work` in process 0 in all processes.
 
     The result is a pytree as `from_process_0` takes it, shaped like `otherwise`. An error of `work`
     is raised in process 0, and in the others a `DataError` that refers to it: none of them waits

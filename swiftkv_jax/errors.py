@@ -32,6 +32,6 @@ class OutOfMemoryError(RuntimeError):
 
 
 def name_attention(refusal: NotImplementedError) -> str:
-    """Message of a refusal by the attention ops, whose argument `implementation` is the option
-    `attention` of everything above them."""
+    """Message of an error raised by the attention ops, with their argument `implementation` renamed
+    to the option `attention`."""
     return re.sub("^implementation=", "`attention`=", str(refusal))

@@ -79,8 +79,8 @@ def _run(
     experts: tuple[Leaf, Leaf, Leaf],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "B T D"]:
-    """The part of the sum that is over the experts at hand, of which number 0 is the model's
-    `first`; `plain` forbids kernels."""
+    """The part of the sum over the experts of this device, of which number 0 is expert `first` of
+    the model. `plain` forbids kernels."""
     x = h.reshape(-1, h.shape[-1])
     probabilities, chosen = route(config, x, router)
     num_experts = _values(experts[0]).shape[0]
@@ -121,7 +121,8 @@ def _by_rows(activate: Activate, inputs, x, expert, experts, per_token: int):
         out = grouped.rows_product(x, values, sizes, inputs, dtype)
         return _rescaled(out, weight, of_row, x.dtype)
 
-    # Rows after the last group hold anything, in the backward pass too: they are no token's.
+    # Rows after the last group hold arbitrary numbers, in the backward pass too: they belong to no
+    # token.
     token = jnp.where(expert[order] < num_experts, order // per_token, x.shape[0])
     rows = x.at[token].get(mode="fill", fill_value=0)
     out = _mlp(activate, product, rows, experts)

@@ -1,5 +1,5 @@
-"""What the makers publish of the devices this package is meant for: the ceilings of a time and
-memory plan."""
+"""Published figures of the devices that this package is meant for: the upper limits in plans of
+time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device as JAX counts them."""
+    """One device, as JAX counts devices."""
 
     name: str
     flops: float

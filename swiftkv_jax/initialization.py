@@ -1,4 +1,4 @@
-"""What parameters start from: random weights, and a delta copied from its teacher."""
+"""Initial parameters: random weights, and a delta copied from its teacher."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def init_llama(config: Config, key: jax.Array, dtype=jnp.float32, *, scale: floa
 
 
 Start = Literal["authors", "leader"]
-"""How `init_swiftkv` makes a group's keys and values of its layers': `authors` the mean over them
-(ArcticTraining `projects/swiftkv/train.py`), `leader` those of the first. Without groups both are
-the layer's own."""
+"""How `init_swiftkv` makes a group's keys and values from those of its layers: `authors` the mean
+over them (ArcticTraining `projects/swiftkv/train.py`), `leader` those of the first. Without groups
+both are the layer's own."""
 
 
 def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "authors") -> SwiftKV:

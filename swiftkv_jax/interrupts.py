@@ -42,8 +42,8 @@ class _State:
 
 
 def install() -> None:
-    """Handle SIGINT from now on, in the main thread. Where it is ignored, as under nohup, or
-    handled by others, it stays so."""
+    """Start handling SIGINT, in the main thread. Changes nothing if SIGINT is ignored, as under
+    nohup, or has another handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _State.main_thread = _thread.get_ident()
         signal.signal(signal.SIGINT, _end_at_once)
@@ -108,7 +108,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _watch() -> None:
-    """Raise the interrupt again where it was swallowed; in the end, end the process."""
+    """Raise the interrupt again while it is swallowed; after the grace period, end the process."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.02)

@@ -60,7 +60,7 @@ def rms_norm(
 def norm(
     config: Config, x: Float[Array, "*B D"], scale: Float[Array, "*_ D"] | None
 ) -> Float[Array, "*B D"]:
-    """`rms_norm` as the model has it; `x` itself where it has none."""
+    """The model's `rms_norm`; `x` itself if it has none here."""
     if scale is None:
         return x
     return rms_norm(x, scale, config.norm_eps, config.norm_offset, config.norm_wide)
@@ -95,7 +95,7 @@ def project_heads(
 def mix_values(
     attended: Float[Array, "B T N H"], mix: Float[Array, "K H H"]
 ) -> Float[Array, "B T N H"]:
-    """What attention to the layer's own values returns, from attention to those of its group."""
+    """Turn attention to the values of the group into attention to the layer's own values."""
     heads = attended.reshape(*attended.shape[:2], mix.shape[0], -1, attended.shape[-1])
     return jnp.einsum("BTKRH,KGH->BTKRG", heads, mix).reshape(attended.shape)
 
@@ -107,7 +107,7 @@ def output_and_mlp(
     attended: Float[Array, "B T N H"],
     attention: Attention = DEFAULT,
 ) -> Float[Array, "B T D"]:
-    """All that follows attention: output projection, residual, gated MLP or mixture of them,
+    """Everything after attention: output projection, residual, gated MLP or mixture of experts,
     residual. Experts run on the mesh of `attention`."""
     with jax.named_scope("attention_output"):
         heads = attended.reshape(*x.shape[:2], -1)
@@ -174,7 +174,8 @@ def finish_logits(config: Config, logits: Float[Array, "*B V"]) -> Float[Array, 
 def unfinished_gradient(
     config: Config, gradient: Float[Array, "*B V"], logits: Float[Array, "*B V"]
 ) -> Float[Array, "*B V"]:
-    """The gradient in what `finish_logits` makes `logits` of, from that in `logits`."""
+    """The gradient with respect to the input of `finish_logits`, from the gradient with respect to
+    its result `logits`."""
     if config.logit_cap is not None:
         gradient = gradient * (1 - jnp.square(logits / config.logit_cap))
     return gradient if config.logit_divisor == 1.0 else gradient / config.logit_divisor

@@ -23,7 +23,8 @@ DATA, FSDP, MODEL = "data", "fsdp", "model"
 
 
 class MeshShape(NamedTuple):
-    """Devices along each axis; one of them may be -1, the rest of the devices."""
+    """Number of devices along each axis; one number may be -1, which stands for the rest of the
+    devices."""
 
     data: int = 1
     fsdp: int = 1
@@ -71,8 +72,8 @@ def parse_mesh(spec: str) -> MeshShape:
 
 
 def emulate_cpu_devices(count: int) -> bool:
-    """Ask for `count` CPU devices, for machines without an accelerator. True if that changes what
-    this process sees.
+    """Request `count` CPU devices, for machines without an accelerator. Returns whether that
+    changes the devices of this process.
 
     Must run before JAX touches a device, and does nothing where an accelerator is the default
     device. XLA's CPU runtime takes its thread count from the number of cores; collectives between

@@ -1,4 +1,4 @@
-"""A model as users hold it: architecture, weights, and what came with them."""
+"""A model as users have it: architecture, weights, and the files that came with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stacks import split_layers
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AuxiliaryFiles:
-    """Files of a checkpoint that are carried along unread: tokenizer, chat template, generation
+    """Files of a checkpoint that are kept without being read: tokenizer, chat template, generation
     defaults.
 
     Compared by identity, so a `Model` can cross `jax.jit`.

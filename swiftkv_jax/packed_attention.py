@@ -45,13 +45,13 @@ def packed_attention(
 
 
 def mixed(attended: Heads, mix: Float[Array, "K H H"] | None) -> Heads:
-    """Attention to a layer's values, from that to the values of its group."""
+    """Turn attention to the values of a group into attention to the layer's own values."""
     return attended if mix is None else mix_values(attended, mix)
 
 
 def own_attention(read: Reader, own: Bool[Array, "B T"], k: KV, v: KV) -> Attend:
-    """`packed_attention` in which tokens that are not `own` have the keys and values `k` and
-    `v`."""
+    """`packed_attention` in which `k` and `v` are the keys and values of all tokens but those in
+    `own`."""
 
     def attend(q, own_k, own_v):
         keep = own[:, None, :, None]
@@ -66,11 +66,11 @@ def own_attention(read: Reader, own: Bool[Array, "B T"], k: KV, v: KV) -> Attend
 def two_cache_attention(
     read: Reader, own: Bool[Array, "B T"], k: KV, v: KV, mix: Float[Array, "K H H"] | None
 ) -> Attend:
-    """`attend(shared_q, q, own_k, own_v)`, one softmax over two kinds of tokens: those that are
-    `own` by `q` and their `own_k` and `own_v`; the others by `shared_q`, `k`, and `v` times `mix`.
+    """`attend(shared_q, q, own_k, own_v)`: one softmax over two kinds of tokens. Those in `own` are
+    attended to with `q`, `own_k` and `own_v`, the others with `shared_q`, `k`, and `v` times `mix`.
 
-    Queries and keys of both kinds stand side by side, and where a key is zero the other one counts:
-    scores cost twice as much as with one kind. Differentiable as `read` is.
+    Queries and keys of both kinds are concatenated; of each pair of keys one is zero, so that only
+    the other counts. Scores cost twice as much as with one kind. Differentiable as `read` is.
     """
 
     def attend(shared_q, q, own_k, own_v):

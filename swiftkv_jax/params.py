@@ -79,10 +79,10 @@ class Param:
     """Name in a Hugging Face checkpoint; of a stacked parameter the part after
     `model.layers.<layer>.`, with `EXPERT` for an expert's number where each has its own tensor."""
     init: Literal["normal", "one", "zeros"] = "normal"
-    """`one`: as much as leaves what it scales as it is (`Config.norm_offset`)."""
+    """`one` leaves what it scales unchanged (`Config.norm_offset`)."""
     split: str | None = None
-    """Letter of the axis that tensor parallelism splits. The axis over `fsdp` follows from the
-    shape: see `sharding`."""
+    """Letter of the axis that tensor parallelism splits. The axis that `fsdp` splits follows from
+    the shape: see `sharding`."""
     in_axes: int | None = None
     """How many of the last axes a product sums over; its other axes are output channels. None for
     what is never quantised."""
@@ -185,7 +185,7 @@ def _norm_after(config: Config) -> bool:
 
 @struct.dataclass
 class Block:
-    """What every layer has besides its query, key and value projections. `?` is L or U."""
+    """The parameters of a layer other than its query, key and value projections. `?` is L or U."""
 
     attn_norm: Annotated[Leaf, norm_scale("? D", "input_layernorm.weight", when=_norm_before)]
     o: Annotated[Leaf, matrix("? D N H", "self_attn.o_proj.weight", split="N", in_axes=2)]
@@ -233,7 +233,7 @@ class ServingBlock:
 
 @struct.dataclass
 class QKV:
-    """Projections of a layer that owns its keys and values. `?` is L or U."""
+    """Query, key and value projections of a layer. `?` is L or U."""
 
     q: Annotated[Leaf, matrix("? N H D", "self_attn.q_proj.weight", split="N")]
     k: Annotated[Leaf, matrix("? K H D", "self_attn.k_proj.weight", split="K")]

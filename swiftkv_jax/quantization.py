@@ -56,8 +56,8 @@ class Scheme:
             "int8",
             "native",
         ):
-            # Activations have outliers that eight evenly spaced bits per token do not hold; see
-            # arXiv:2208.07339.
+            # Activations have outliers that 8-bit integers with one scale per token cannot
+            # represent; see arXiv:2208.07339.
             raise UsageError(
                 f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, "
                 f"or native with fp8"

@@ -58,8 +58,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
     mesh: Mesh | None, weights: Tree, *, layer: bool
 ) -> Tree:
-    """All-gather weights over `fsdp`; they stay split over `model`. `layer` says that they are one
-    layer out of a stack.
+    """All-gather weights over `fsdp`; they stay split over `model`. `layer` says whether they are
+    one layer of a stack or the whole stack.
 
     Called where each layer is used, inside the scan, so that a device holds one gathered layer at a
     time. The gradient is reduce-scattered at once.
@@ -104,8 +104,8 @@ def constrain_activations(mesh: Mesh | None, x: jax.Array, *, sequence: bool = F
 
 
 def to_host(array: jax.Array, *index: int) -> np.ndarray:
-    """All of an array, or entry `index` of its leading axes; of one that is spread over processes,
-    on each of them."""
+    """All of an array, or entry `index` of its leading axes, in NumPy. If the array is spread over
+    processes, each of them gets the result."""
     if array.is_fully_addressable:
         return np.asarray(array[index] if index else array)
     assert isinstance(array.sharding, NamedSharding)

@@ -5,11 +5,11 @@
                                           +-> s = RMSNorm(x) -> k, v of every upper group
                                           +-> upper layers with the delta's q on them = student
 
-There are two layer kinds: `self_layer` has keys and values of its own, `cross_layer` only queries.
-(`two_cache_layer` has both, where tokens keep their own beside caches that layers share.) All take
-an `attend` callable, so training, prefill and decode run the same layer on keys and
-values that are stored differently. Here whole sequences run through stacks of layers (`lax.scan`);
-`infer.runner.cached_layers` runs the same layers one by one over a cache.
+There are two kinds of layers: `self_layer` computes its own keys and values, `cross_layer` only
+queries. (`two_cache_layer` does both, where layers share caches and tokens also keep their own keys
+and values.) All take an `attend` callable, so training, prefill and decode run the same layer on
+keys and values that are stored differently. Here whole sequences run through stacks of layers
+(`lax.scan`); `infer.runner.cached_layers` runs the same layers one by one over a cache.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from .sharding import (
 LayerHook = Callable[[Array, Array], Any]
 
 Remat = Literal["none", "mlp", "layer"]
-"""What the backward pass computes again: elementwise operations only; all of an upper layer but its
-attention; or all of it from its input."""
+"""What the backward pass recomputes: only elementwise operations (`none`); all of an upper layer
+but its attention (`mlp`); or the whole layer from its input (`layer`)."""
 # Inside a scan `prevent_cse` is not needed.
 _CHECKPOINT = {
     "none": lambda step: step,
@@ -83,9 +83,8 @@ def self_layer(
     attend: Attend,
     attention: Attention = DEFAULT,
 ):
-    """A layer with keys and values of its own: (x, state), where `attend(q, k, v)` returns
-    (attended, state). `rope` is the table of its kind, or None; experts run on the mesh of
-    `attention`."""
+    """A layer with its own keys and values: (x, state), where `attend(q, k, v)` returns (attended,
+    state). `rope` is the table of its kind, or None; experts run on the mesh of `attention`."""
     with jax.named_scope("qkv"):
         q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
@@ -102,8 +101,8 @@ def cross_layer(
     attend: Attend,
     attention: Attention = DEFAULT,
 ):
-    """An upper layer of the student, with queries of its own: x. `attend(q)` attends to the keys
-    and values of its group; of `queries` only those of q count."""
+    """An upper layer of the student, which computes only queries: x. `attend(q)` attends to the
+    keys and values of its group. Only the parameters of q in `queries` are used."""
     with jax.named_scope("q"):
         q = project_q(config, queries, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
@@ -121,9 +120,9 @@ def two_cache_layer(
     attend: Attend,
     attention: Attention = DEFAULT,
 ):
-    """An upper layer of the student whose tokens attend to their group's keys and values, with the
-    student's `queries`, and to what tokens keep of their own, with the teacher's `qkv`: (x, state),
-    where `attend(shared_q, q, k, v)` returns (attended, state)."""
+    """An upper layer of the student that attends to its group's keys and values with the student's
+    `queries`, and to tokens' own keys and values with the teacher's `qkv`: (x, state), where
+    `attend(shared_q, q, k, v)` returns (attended, state)."""
     with jax.named_scope("qkv"):
         h = norm(config, x, block.attn_norm)
         shared_q = project_q(config, queries, h, rope)
@@ -141,8 +140,8 @@ def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):
 
 
 def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
-    """Rotated queries. Attention multiplies scores by 1 / sqrt(head_dim): what `query_scale` is
-    besides is in the queries."""
+    """Rotated queries. Attention multiplies scores by 1 / sqrt(head_dim), so the queries are
+    multiplied by the rest of `query_scale`."""
     q = norm_heads(config, project_heads(h, queries.q, queries.q_bias), queries.q_norm)
     scale = config.query_scale
     return apply_rope(q, rope, 1.0 if scale is None else scale * config.head_dim**0.5)
@@ -163,7 +162,7 @@ def project_kv(
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
     """Keys and values of every upper group from the hidden state that enters layer K.
 
-    A prompt token needs no more of the upper layers than this. Keys are returned rotated, by the
+    A prompt token needs nothing else from the upper layers. Keys are returned rotated, by the
     `group_table`, once per group: the layers of a group share positions, so they share the rotated
     keys.
     """
@@ -185,8 +184,8 @@ def project_fused_kv(
     x,
     rope,
 ) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """`project_kv` with keys' and values' weights in one array: one product for all groups. Serving
-    joins them once."""
+    """`project_kv` with the weights of keys and values joined in one array, so that there is one
+    product for all groups. Serving joins them once."""
     with jax.named_scope("project_kv"):
         s = norm(config, x, delta_norm)
         out = product("BTD,PJKHD->PBTJKH", s, kv)

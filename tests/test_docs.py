@@ -12,17 +12,15 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
 from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
-from benchmarks.serve_targets import judge
+from benchmarks.quality import table
+from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import main
-from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.presets import PRESETS
 from tests import tiny
 from tests.compile import test_bundles
 
@@ -202,7 +200,7 @@ def command_of(words: list[str]) -> list[str]:
     start = 3 if words[0] == "python" else 2
     found = words[:start]
     subcommands = {"chat", "serve", "score", "bench", "analyze", "prepare", "show", "report"}
-    subcommands |= {"calibrate", "hf2orbax", "orbax2hf", "inspect"}
+    subcommands |= {"hf2orbax", "orbax2hf", "inspect"}
     if len(words) > start and words[start] in subcommands:
         found.append(words[start])
     elif found == ["swiftkv", "infer"]:
@@ -301,37 +299,51 @@ def test_the_page_of_measurements_is_short():
 
 
 def test_figures_of_the_readme_are_the_measured_ones():
-    readme, prefill = text_of(README), measurements.prefill_figures()
-    assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']}" in readme
-    (block,) = (block for block in blocks(README, "") if "prefill FLOPs" in block)
-    assert len(block.splitlines()) == 6
-    assert set(block.splitlines()) <= set(recorded.DEMO.splitlines())
-    asserted = dict((what, how) for what, how, _ in recorded.ASSERTED)
-    assert "0.535 of the teacher's" in asserted.values()
-    assert "0.535 of the teacher's" in readme
-    targets = judge(measurements.newest("predictions")["parts"])
-    predicted = {name: figure for name, _, _, figure in targets}
-    name = "prefill, 8192 in, 1 out, 1 prompts: rate over the teacher's"
-    assert f"8,192 tokens | {predicted[name]} times as fast | **predicted**" in readme
-    config = PRESETS["llama-3.1-8b"]
-    whole, two, four = (
-        bytes_per_token(config.cut(16, group), jnp.bfloat16) // 1024 for group in (1, 2, 4)
+    prefill = measurements.prefill_figures()
+    assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']} by operations" in text_of(
+        README
     )
-    assert f"{whole} KiB; groups of two {two}, groups of four {four}" in readme
+    assert recorded.DEMO in text_of(README)
+    assert (
+        "0.535 of the teacher's" in dict((what, how) for what, how, _ in recorded.ASSERTED).values()
+    )
+    assert "0.535 of the teacher's" in text_of(README)
 
 
-def test_predicted_times_of_training_are_those_of_a_dry_run(capsys):
-    assert main(["train", "--dry-run", "--mesh", "8x1", "--model", "llama-3.1-8b"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    page = text_of(ROOT / "docs" / "training.md")
-    for device in "A100 SXM 80 GB", "H100 SXM", "TPU v5p":
-        (line,) = (line for line in printed if line.startswith(f"  8 x {device} "))
-        speed = line.removeprefix(f"  8 x {device} ").split()[0]
-        hours = 1e9 / float(speed.replace(",", "")) / 3600
-        assert f"| {device} | {speed} | {hours:.1f} h |" in page
-    planning = text_of(ROOT / "docs" / "planning.md")
-    quoted = [line for line in planning.splitlines() if re.match("total |  8 x ", line)]
-    assert len(quoted) >= 5 and set(quoted) <= set(printed)
+def test_quality_in_the_readme_is_the_measured_one():
+    """Perplexity above the teacher's and nats on far tokens, of each row and group size."""
+    teachers = by_teacher(measurements.quality_documents())
+    found = {
+        (name, *table.key(row)): row
+        for name in ("demo", "t1")
+        for row in teachers[name]["rows"]
+    }
+    lines = {
+        line.split("|")[1].strip(): line for line in text_of(README).splitlines() if "|" in line
+    }
+    for name, teacher, lower, start, steps in (
+        ("calibrated, no training", "demo", 4, "closed-form", 0),
+        ("and 64 steps (0.26M tokens)", "demo", 4, "closed-form", 64),
+        ("and 512 steps", "demo", 4, "closed-form", 512),
+        ("the authors' recipe, 64 steps", "demo", 4, "authors", 64),
+        ("the authors' recipe, 512 steps", "demo", 4, "authors", 512),
+        ("second teacher: calibrated, no training", "t1", 8, "closed-form", 0),
+        ("second teacher: and 64 steps", "t1", 8, "closed-form", 64),
+        ("second teacher: the authors' recipe, 64 steps", "t1", 8, "authors", 64),
+    ):
+        cells = []
+        for group in 1, 2, 4:
+            mode = "boundary", "boundary", "distillation"
+            row = found[teacher, lower, group, start, steps, *mode]
+            above, far = row["all"]["above"]["value"], row["far"]["difference"]["value"]
+            digits = 0 if above > 0.1 and start == "authors" else 1
+            cells.append(f"{100 * above:.{digits}f} %, {far:.2f}")
+            if teacher == "t1" and group > 1:
+                assert far > verdict.MAX_FAR_LOSS, "all groups are refused"
+        assert lines[name] == f"| {name} | {' | '.join(cells)} |"
+    row = found["demo", 4, 1, "closed-form", 0, "own+64", "own", "distillation"]
+    above, far = row["answers"]["above"]["value"], row["far"]["difference"]["value"]
+    assert f"with the last 64: {100 * above:.1f} %, {far:.2f}." in text_of(README)
 
 
 def test_figures_of_the_pages_are_the_measured_ones():

@@ -2,7 +2,7 @@
 state that enters layer K, on some ten thousand tokens of text, without training.
 
 `moments` gathers second moments in one pass of the teacher per batch, `solve` has the formulas,
-`delta` makes the delta of them, and `attenuation` scales its queries where they need it.
+`delta` makes the delta from them, and `attenuation` scales its queries where they need it.
 
 Cost: one forward pass, of which the products for the moments are a few percent, and a factorisation
 of one D x D matrix per upper layer on the host; where `attenuation` is needed, a second pass over
@@ -26,7 +26,8 @@ from .moments import add_batch, zero_moments
 __all__ = ["SLOPE_TOKENS", "Fit", "LayerFit", "calibrate", "check_groups", "scale_delta_queries"]
 
 SLOPE_TOKENS = 2**14
-"""The first tokens, on which queries are compared with the teacher's (`attenuation`)."""
+"""Number of tokens, the first ones, on which queries are compared with the teacher's
+(`attenuation`)."""
 MIN_TOKENS_PER_DIMENSION = 32
 """Calibration tokens per entry of the hidden state below which `calibrate` warns."""
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def check_groups(config: Config) -> None:
     """Raise `ConfigError` if layers of `config` share caches and their keys have norms: the closed
-    form folds a shared basis of keys into queries, and a norm between would not let it."""
+    form folds a shared basis of keys into queries, which a norm between them prevents."""
     if config.key_value_group_size > 1 and config.qk_norm is not None:
         raise ConfigError(
             f"key_value_group_size={config.key_value_group_size}: there is no closed form for "

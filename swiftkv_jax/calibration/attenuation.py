@@ -1,4 +1,4 @@
-"""The scale of queries for shared keys, where they stand beside keys that tokens keep of their own.
+"""Scales the queries for shared keys where tokens also keep their own keys.
 
 Shared keys are fitted, and a score with a fitted key is on average closer to the mean than the
 teacher's score is ("attenuation", Spearman 1904; `solve` says the same of keys). Beside exact
@@ -8,8 +8,8 @@ tokens that each sees, weighted by the teacher's attention p, and with p's means
 
     slope = sum p (t - mean t) s / sum p (t - mean t)^2
 
-is what the student makes of a difference of one, and its queries are divided by it. Unlike the R2
-of keys this counts errors where attention is.
+is the student's score difference where the teacher's is one, and its queries are divided by it.
+Unlike the R2 of keys this counts errors where attention is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .moments import attention_scores, fold_queries
 logger = logging.getLogger(__name__)
 
 MIN_SLOPE = 0.5
-"""Smaller slopes count as this: what is left of a score is then mostly error."""
+"""The smallest slope that is corrected: below it a score is mostly error."""
 
 
 def scale_delta_queries(
@@ -50,9 +50,9 @@ def scale_delta_queries(
     *,
     attention: Attention,
 ) -> SwiftKV:
-    """The delta with the queries of each layer and key/value head divided by its slope, which is
-    `MIN_SLOPE` to 1, on the tokens of `batches`; none of them is taken as one that keeps its own
-    keys. Queries are not normed (`calibration.check_groups`).
+    """The delta with the queries of each layer and key/value head divided by its slope, from
+    `MIN_SLOPE` to 1. The slopes are measured on the tokens of `batches`, all of which count as
+    prompt tokens. Queries must not have norms (`calibration.check_groups`).
 
     Costs a forward pass of the teacher with three products of scores instead of one. Raises
     `ValueError` if the teacher's upper projections were dropped.

@@ -24,20 +24,20 @@ from .moments import Moments, first_upper_norm
 
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
-    """How well an upper layer's keys and values follow from the input of layer K, as shares of
-    their mean square on the calibration tokens themselves, averaged over key/value heads."""
+    """How well the input of layer K predicts an upper layer's keys and values: explained shares of
+    their mean square on the calibration tokens, averaged over key/value heads."""
 
     layer: int
     r2_k: float
     r2_v: float
     kept_k: float
-    """Share that the layer's group keeps of what its layers have together; 1 without groups."""
+    """Share of its layers' energy that the group's shared basis keeps; 1 without groups."""
     kept_v: float
 
 
 class Fit(NamedTuple):
     config: Config
-    """With `shared_kv_heads` where layers share caches."""
+    """The config of the delta: with `shared_kv_heads` where layers share caches."""
     delta: SwiftKV
     layers: tuple[LayerFit, ...]
     tokens: int
@@ -47,8 +47,8 @@ class Fit(NamedTuple):
 def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None) -> Fit:
     """The delta of the cut of `config`, in the dtype of `llama` and sharded like it.
 
-    `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values, and the second
-    moments of one layer at a time in float64. With several processes all of them call this; the
+    `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values and, one layer
+    at a time, the second moments in float64. With several processes all of them call this; the
     result is that of process 0. Raises `ValueError` if the teacher's upper projections were
     dropped.
     """
@@ -106,11 +106,11 @@ def _copy(leaf: jax.Array | None) -> jax.Array | None:
 
 
 class FittedLayer(NamedTuple):
-    """Keys and values of an upper layer of its own, before it shares them."""
+    """An upper layer's own keys and values, before the layers of a group share them."""
 
     layer: int
     entry: int
-    """Of the layer in the moments."""
+    """Index of the layer's entry in the moments."""
     member: solve.Member
     r2_k: float
     r2_v: float
@@ -129,7 +129,7 @@ class FittedGroup(NamedTuple):
     kept_v: float
 
     def expanded(self) -> list[tuple[Float[np.ndarray, "K H E"], Float[np.ndarray, "K H E"]]]:
-        """Keys and values of each layer as projections of its own, for the teacher's queries."""
+        """Each layer's keys and values as separate projections, for the teacher's queries."""
         layers = []
         for heads, factors, mix in zip(
             self.shared_kv_heads, self.query_factors, self.mix, strict=True
@@ -168,7 +168,8 @@ def fit_layers(
 def share_layers(
     layers: Iterable[FittedLayer], group_size: int, moments: Moments
 ) -> Iterator[tuple[FittedGroup, list[LayerFit]]]:
-    """Groups of `group_size` successive layers; with several processes that of process 0."""
+    """Fits of groups of `group_size` successive layers; with several processes, the fits of process
+    0."""
     for layers_of_group in itertools.batched(layers, group_size):
         members = [layer.member for layer in layers_of_group]
         entries = [layer.entry for layer in layers_of_group]

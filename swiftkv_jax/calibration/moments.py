@@ -32,7 +32,7 @@ from ..sharding import all_gather_fsdp, constrain_activations
 from ..transformer import project_q, run_lower_layers, self_layer
 
 PROBABILITIES_PER_CHUNK = 2**26
-"""Entries of the attention probabilities that exist at a time on a device, 256 MiB in float32."""
+"""Attention probabilities that a device holds at a time, 256 MiB in float32."""
 
 
 @struct.dataclass
@@ -47,7 +47,7 @@ class Moments:
 
 
 def moment_shapes(config: Config, layers: int | None = None) -> Moments:
-    """Of `layers` layers; None is all upper ones."""
+    """Shapes of the moments of `layers` layers; None: all upper layers."""
     u = config.num_upper_layers if layers is None else layers
     n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
     e = config.embed_dim + config.qkv_bias
@@ -98,7 +98,7 @@ def zero_moments(config: Config, mesh: Mesh | None, layers: int | None = None) -
 def add_batch(
     config: Config, attention: Attention, moments: Moments, llama: Llama, batch: Batch
 ) -> Moments:
-    """`moments` with those of one more batch of packed rows."""
+    """Add one more batch of packed rows to `moments`."""
     config = config.at_length(batch.tokens.shape[1])
     mesh, segment_ids = attention.mesh, batch.segment_ids
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
@@ -155,7 +155,7 @@ def layer_moments(
     for the first axis. `x` enters the layer, `kind` is its rotary table and window. Keys are taken
     before their norm, which the student has too."""
     real = (segment_ids > 0).astype(jnp.float32)
-    # As in `self_layer`: where that runs too, the compiler keeps one of both.
+    # As in `self_layer`: where that runs too, the compiler keeps only one of them.
     h, (rope, window) = norm(config, x, block.attn_norm), kind
     q = project_q(config, qkv, h, rope)
     k, v = project_heads(h, qkv.k, qkv.k_bias), project_heads(h, qkv.v, qkv.v_bias)
@@ -177,7 +177,7 @@ def layer_moments(
 def add_layer(
     config: Config, mesh: Mesh | None, moments: Moments, added: Moments, index: Int[Array, ""]
 ) -> Moments:
-    """`moments` with those of a layer, `added`, in entry `index`; the number of tokens stays."""
+    """Add those of a layer, `added`, to entry `index` of `moments`. The number of tokens stays."""
 
     def add(total, part):
         if total.ndim == 0:
@@ -200,7 +200,7 @@ def _products(spec: str, weighted: Float[Array, "B T E"], other: Array) -> Array
     if other.dtype != jnp.bfloat16:
         other = other.astype(jnp.float32)
         return jnp.einsum(spec, weighted, other, precision=jax.lax.Precision.HIGHEST)
-    # Not a cast and back, which XLA may leave out
+    # Not a cast to bfloat16 and back, which XLA may remove.
     high = jax.lax.reduce_precision(weighted, exponent_bits=8, mantissa_bits=7)
     parts = (part.astype(jnp.bfloat16) for part in (high, weighted - high))
     high, low = (
@@ -223,8 +223,8 @@ def received_attention(
     score_cap: float | None = None,
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
-    """Sum over heads and queries of the squared attention probability of each key, for rotated
-    `q` and `k` in packed causal rows; of padding, whatever it is."""
+    """Sum over heads and queries of the squared attention probability of each key, for rotated `q`
+    and `k` in packed causal rows; padding may get any value."""
 
     def add(total, queries, visible, real):
         scores = attention_scores(queries[0], k)

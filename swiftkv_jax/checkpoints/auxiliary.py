@@ -1,4 +1,4 @@
-"""What a checkpoint brings besides weights: config.json, generation defaults, and the tokenizer's
+"""Files of a checkpoint other than weights: config.json, generation defaults, and the tokenizer's
 files."""
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
-    """config.json, the other side files, and the tokens that end a generation. Of a model that
-    wraps a text model, config.json is what that would have by itself; the log says so.
+    """config.json, the other side files, and the tokens that end a generation. If the model wraps a
+    text model, config.json is that of the text model alone; this is logged.
 
     Raises `ConfigError` naming config.json if it is malformed or not supported, `CheckpointError`
     for other files.
@@ -70,7 +70,7 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
 
 @functools.cache
 def _warn_of_images(path: Path, model_type: str) -> None:
-    """Once for a directory, however often a command reads it."""
+    """Warn that images are not supported, once per directory."""
     logger.warning(
         "%s: of this %s model only the text model is read: images are not supported, and the "
         "tensors of the vision side are not read",

@@ -28,12 +28,12 @@ from .weight_format import (
 )
 
 ROUTERS = r"re:.*\.mlp\.gate$"
-"""What leaves the routers of experts out: they are never quantised."""
+"""Excludes the routers of experts, which are never quantised."""
 # Names and patterns of modules that only images go through, and of nothing besides.
 _VISION = re.compile(r"\^?(\.\*)?(model\\?\.)?(vision_tower|multi_modal_projector)[\w.*\\$]*")
 _HEADS = {"lm_head", "language_model.lm_head", "re:.*lm_head", "re:.*lm_head.*"}
 SCALE_SUFFIX = "_scale"
-"""A weight's name and this is its scale's."""
+"""Suffix that turns a weight's name into its scale's."""
 
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})
@@ -84,7 +84,7 @@ _ACTIVATIONS = {
     "scale_dtype": (None,),
     "zp_dtype": (None, "torch.int8"),
 }
-# Of MXFP4 alone, the same for weights and activations.
+# For MXFP4 only; the same for weights and activations.
 _BYTES = {"scale_dtype": (None, "torch.uint8"), "zp_dtype": (None, "torch.uint8")}
 _MXFP4_GROUP_SIZE = 32
 _ACTIVATIONS_OTHERS = frozenset({"group_size"})
@@ -108,7 +108,7 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name, group in groups.items()
     )
     wide = read_names(f"{where}.ignore", fields.get("ignore"))
-    # By name or by a pattern of them. Of a model that takes images too only the text model is read.
+    # By name or by pattern. If a model also takes images, only its text model is read.
     others = {
         name
         for name in wide

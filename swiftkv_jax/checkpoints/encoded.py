@@ -25,7 +25,7 @@ _ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
 
 @dataclasses.dataclass(frozen=True)
 class EncodedMatrix:
-    """A matrix of several tensors, unread. To what reads it, a tensor `X.weight` of float32."""
+    """A matrix of several tensors, unread. Readers see it as a float32 tensor `X.weight`."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class EncodedMatrix:
 
 
 type Tensor = Stored | EncodedMatrix
-"""What holds the values of one name."""
+"""The tensor with the values of one name."""
 
 
 def join_tensors(
@@ -166,7 +166,7 @@ class _Part:
     transposed: bool = False
     """Whether inputs come first."""
     dtype: np.dtype | None = None
-    """Of its elements, where the file's dtype says only how many bits they have."""
+    """Dtype of its elements, if the file's dtype says only how many bits they have."""
 
     @property
     def is_scalar(self) -> bool:
@@ -229,7 +229,7 @@ def _problems(
         "scaled": _ACTIVATION_SCALES if format.activation_scales else (),
         "packed": (),
         "mxfp4": (),
-        # Exporters write a bias of zeros for matrices that have none, and `_check_values` both.
+        # Exporters write a bias of zeros for matrices without one; `_check_values` checks both.
         "gptq": ("g_idx", "bias"),
         "awq": (),
     }[format.layout]

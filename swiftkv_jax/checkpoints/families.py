@@ -1,5 +1,5 @@
-"""The families of models whose checkpoints load: of each, what is its own in `config.json` and
-among the names of tensors.
+"""The supported families of models: for each, its particular fields of `config.json` and names of
+tensors.
 
 The layer is the same for all (`layers`, `transformer`): a family is the options that it sets in a
 `Config`. Fields, class defaults and names are those of transformers 5.23 (`models/<family>/`).
@@ -23,15 +23,15 @@ class Family:
     architecture: str
     """The name that its classes begin with."""
     read: Callable[[Fields], dict[str, Any]]
-    """The options of a `Config` that its fields say, defaults among them."""
+    """Makes the options of a `Config` from its fields, including defaults."""
     write: Callable[[Config], dict[str, Any]]
-    """The fields that say those options."""
+    """Makes the fields from those options."""
     fields: str = ""
-    """Fields that it has besides the common ones, and that change the model."""
+    """Fields beyond the common ones that change the model."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Fields of which only these values are supported: they change nothing."""
+    """Fields with the only values that are supported, which do not change the model."""
     defaults: Fields = dataclasses.field(default_factory=dict)
-    """What fields stand for that a file leaves out."""
+    """Values of fields that are missing in a file."""
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field of `params` -> its tensor's name within a layer, where that is not Llama's."""
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)

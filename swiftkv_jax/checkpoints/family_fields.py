@@ -1,5 +1,5 @@
-"""How each family's options stand in a `config.json`: `read_<family>` makes options of a `Config`
-from the fields, defaults among them, and `write_<family>` the fields of a `Config`."""
+"""How a `config.json` states each family's options: `read_<family>` makes options of a `Config`
+from the fields, including defaults, and `write_<family>` makes the fields from a `Config`."""
 
 from __future__ import annotations
 

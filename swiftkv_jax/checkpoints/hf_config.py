@@ -23,7 +23,7 @@ SWIFTKV, SHARED_BASIS = "_swiftkv", "_swiftkv_shared_basis"
 the authors' classes do not know, because they would load it and leave the mixes out."""
 MODEL_TYPES = tuple(name + end for name in FAMILIES for end in ("", SWIFTKV, SHARED_BASIS))
 
-# Fields whose only supported value leaves the computation as it is, whatever the family.
+# Fields whose only supported value does not change the computation, for all families.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "is_encoder_decoder": (False, None),
@@ -48,7 +48,7 @@ _NULLABLE = frozenset(
     """.split()
 )
 
-# What JSON may hold besides null in the fields that are used.
+# Types of the fields that are used; null is also allowed.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "an integer": (
         (int,),

@@ -1,5 +1,5 @@
-"""The kinds of a model's layers, as the fields of a `config.json` say them: windows, rotary
-embeddings, which layers have which."""
+"""The kinds of a model's layers from the fields of a `config.json`: windows, rotary embeddings, and
+which layers have which."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ MAX_NUMBER = 3.4e38
 
 
 class _Short(reprlib.Repr):
-    """Long values are cut in the middle, so that an error stays one line that can be read."""
+    """Long values are shortened in the middle, so that an error stays one readable line."""
 
     def __init__(self):
         super().__init__()

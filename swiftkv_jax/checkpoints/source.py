@@ -41,11 +41,11 @@ from .tensor_map import MappedLeaf, by_name, leaves, to_trees
 logger = logging.getLogger(__name__)
 
 Quantization = Literal["none", "fp8", "int8"]
-"""What a caller may ask for, besides None: as stored."""
+"""Values of the argument `quantization`; None keeps weights as they are stored."""
 
 
 class LeafReader(Protocol):
-    """Where the arrays of a `Source` come from."""
+    """Reads the arrays of a `Source`."""
 
     def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """One leaf in `dtype`, where `sharding` says. Raises `CheckpointError` for damage."""
@@ -70,7 +70,7 @@ class Source:
     digests: bool = False
     """Whether damage to a weight's bytes is detected."""
     quantization: Format | None = None
-    """How its matrices are stored; None for those that are not quantised."""
+    """Format of its matrices; None if they are not quantised."""
 
     @property
     def has_delta(self) -> bool:

@@ -22,19 +22,19 @@ from ..errors import CheckpointError
 from .digest import digest
 
 FOLDER = "checkpoints"
-"""Within the run's output folder."""
+"""Folder of the states, in the run's output folder."""
 STATE = "state"
 """What Orbax calls the one tree in each of its checkpoints; its leaves are stored flat, by path:
 `delta.q`."""
 
 
 class DamagedError(CheckpointError):
-    """A state that was complete once and cannot be used now."""
+    """A state that was once complete but cannot be used any more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What is stored beside the arrays of a state."""
+    """Metadata that is stored beside the arrays of a state."""
 
     fingerprint: dict[str, Any]
     """Identifies the run."""

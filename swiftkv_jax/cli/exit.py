@@ -90,7 +90,7 @@ def fail(error: object, code: int, parser: argparse.ArgumentParser | None = None
 
 
 def report(error: Exception, parser: argparse.ArgumentParser | None = None) -> int:
-    """Say what `error` is; returns the exit code."""
+    """Print `error`; returns the exit code."""
     text = str(error)
     match error:
         case UsageError():
@@ -159,7 +159,8 @@ def _wrong_platforms(error: Exception) -> str | None:
 
 
 def _fail_unforeseen(error: Exception) -> int:
-    """A defect of this program, most likely: one line, and the traceback on request."""
+    """Print an unexpected error, most likely a defect of this program: one line, and the traceback
+    if it was asked for."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     reason = str(error).strip().splitlines() or [""]

@@ -1,5 +1,6 @@
-"""Standard error as JSON, an object a line: the package's log, that of libraries, warnings, and
-whatever else is written to `sys.stderr`. What compiled code writes past Python is not."""
+"""Standard error as JSON, one object on each line: the logs of the package and of libraries,
+warnings, and everything else that is written to `sys.stderr`. Output that compiled code writes
+directly is not converted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class JSONStderr(io.TextIOBase):
         self.stream, self._line = stream, ""
 
     def write(self, text: str, /) -> int:
-        """What ends with a line break is a message, of one line or several."""
+        """Text that ends with a line break is a message of one or more lines."""
         self._line += text
         if self._line.endswith("\n"):
             line, self._line = self._line.strip("\n"), ""
@@ -44,7 +45,7 @@ class JSONStderr(io.TextIOBase):
 
 
 class _Handler(logging.Handler):
-    """Of the root logger, for what libraries log."""
+    """Handler of the root logger, for records of libraries."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -66,7 +67,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def begin() -> None:
-    """From now on, until `end`."""
+    """Replace standard error until `end`."""
     if sys.stderr is not None and not isinstance(sys.stderr, JSONStderr):
         sys.stderr = JSONStderr(sys.stderr)
         logging.getLogger().addHandler(_HANDLER)
@@ -74,7 +75,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Does nothing without a `begin`."""
+    """Restore standard error. Does nothing without a `begin`."""
     if isinstance(sys.stderr, JSONStderr):
         sys.stderr = sys.stderr.stream
         logging.getLogger().removeHandler(_HANDLER)

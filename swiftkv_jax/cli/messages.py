@@ -61,8 +61,8 @@ def log_parser() -> argparse.ArgumentParser | None:
 
 @contextlib.contextmanager
 def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
-    """While a command runs, the package's log goes nowhere but to standard error: absl, which Orbax
-    uses, adds a handler to the root logger, which would repeat it."""
+    """While a command runs, the package's log goes only to standard error. Orbax uses absl, whose
+    handler of the root logger would repeat it."""
     configure_logging(parser)
     logger = logging.getLogger(LOGGER)
     before, logger.propagate = logger.propagate, False

@@ -50,8 +50,8 @@ class ModelOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """From the arguments of `add_model_arguments`. Raises `UsageError` for a mesh that is
-        none."""
+        """Make options from the arguments of `add_model_arguments`. Raises `UsageError` for an
+        invalid mesh."""
         names = (field.name for field in dataclasses.fields(cls))
         given: dict[str, Any] = {name: getattr(args, name, None) for name in names}
         given["mesh"] = parse_mesh(given["mesh"] or "1x1")
@@ -149,8 +149,8 @@ def load_model(options: ModelOptions) -> tuple[Model, Mesh | None]:
 
 
 def open_model(options: ModelOptions) -> Source:
-    """The checkpoint without its weights, before the devices are set up: most mistakes show here.
-    Raises `UsageError` and `CheckpointError`."""
+    """Open the checkpoint without its weights, before the devices are set up. Most user errors are
+    found here. Raises `UsageError` and `CheckpointError`."""
     from ..checkpoints import open_any
 
     _check_demo(options)

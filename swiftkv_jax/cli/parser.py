@@ -9,7 +9,7 @@ from .exit import USAGE
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that says what is wrong in one line, as all errors are."""
+    """`argparse.ArgumentParser` whose errors are one line, as all errors are."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"error: {message} ({self.prog} --help lists the arguments)\n")

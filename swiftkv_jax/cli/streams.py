@@ -1,4 +1,5 @@
-"""Standard input, output and error of a command, where the environment left them unusable."""
+"""Makes standard input, output and error of a command usable if the environment has left them
+unusable."""
 
 from __future__ import annotations
 
@@ -39,5 +40,6 @@ def prepare() -> None:
 
 
 def discard_stdout() -> None:
-    """Send what is still to be written to standard output nowhere: its reader has ended."""
+    """Discard everything that is still to be written to standard output, because its reader has
+    ended."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

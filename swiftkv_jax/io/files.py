@@ -1,4 +1,4 @@
-"""Files and directories that appear complete or not at all, and never in the place of another."""
+"""Files and directories that appear complete or not at all, and never replace others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..errors import UsageError
 
 
 def check_absent(option: str, path: Path | None) -> None:
-    """Before an hour of work rather than after it: raise `UsageError` if `path`, the value of
-    `option`, exists or cannot be made."""
+    """Raise `UsageError` if `path`, the value of `option`, exists or cannot be made. Call this
+    before a long computation."""
     if path is None:
         return
     if path.exists():
@@ -64,8 +64,8 @@ def private_directory(option: str, folder: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def noting(action: str) -> Iterator[None]:
-    """Add to an `OSError` what could not be done, as `cannot write out.json`. Commands print that
-    first."""
+    """Add a note to an `OSError` that says what could not be done, as in `cannot write out.json`.
+    Commands print it first."""
     try:
         yield
     except OSError as error:
@@ -132,7 +132,7 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that were killed left of this directory."""
+    """Remove temporary siblings of this directory that killed processes left behind."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         number = left.name.rpartition("-")[2]
         # In a container this process and the one that was killed may both have the number 1.

@@ -138,7 +138,7 @@ class AnalyzeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SweepSettings:
-    """What is analysed, as follows from the options and the model's config alone."""
+    """What is analysed, according to the options and the model's config alone."""
 
     model: str
     data: tuple[str, ...]
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
 def analyze(options: AnalyzeOptions) -> int:
     """Print the table and write the files. Returns the exit code.
 
-    Raises `UsageError` for options that do not fit the model.
+    Resolve the options for the model. Raises `UsageError` for options that do not fit it.
     """
     join_and_emulate(options.mesh)
     mesh, settings = make_mesh(options.mesh), settle(options)
@@ -317,7 +317,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
 
 
 def _describe_far(analysis: Analysis) -> str:
-    """What the far tokens are."""
+    """A sentence about the far tokens."""
     return (
         f"far nats: lost on the {analysis.far_tokens:,} tokens on which the teacher loses more "
         f"than {FAR_NATS:g} nat without the far part of the row"
@@ -325,7 +325,7 @@ def _describe_far(analysis: Analysis) -> str:
 
 
 def _describe_init(analysis: Analysis) -> str:
-    """What the students start from."""
+    """A phrase for the start of the students."""
     if analysis.init != "closed-form":
         return f"copied ({analysis.init})"
     return f"in closed form from {analysis.calibration_tokens:,} other tokens"

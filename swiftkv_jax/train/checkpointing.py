@@ -37,7 +37,7 @@ from .step import TrainState
 logger = logging.getLogger(__name__)
 
 DAMAGED, REPLACED = "checkpoints-damaged", "checkpoints-replaced"
-"""Folders beside `checkpoints`: for states that cannot be read, and for those after the step that
+"""Folders beside `checkpoints` for states that are damaged, and for states after the step that
 `resume` names."""
 
 
@@ -118,7 +118,7 @@ class RunCheckpoints:
     def _open(self) -> None:
         """Make the folder ready for saving."""
         for step in list_steps(self._folder):
-            # An older damaged state is not needed now; `load` would report it.
+            # An older damaged state is not needed now. `load` would report it.
             with contextlib.suppress(DamagedError):
                 self._policy.add_score(step, read_metadata(self._folder / str(step)).score)
         if is_main_process():
@@ -206,7 +206,7 @@ class RunCheckpoints:
             self._finish()
         finally:
             if self._checkpointer is not None:
-                # A failed save is raised again here: it has been reported.
+                # A failed save raises again here, but has been reported already.
                 with contextlib.suppress(Exception):
                     self._checkpointer.close()
             self._quiet.close()

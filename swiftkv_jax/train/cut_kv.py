@@ -1,8 +1,9 @@
 """The keys and values that the upper layers of every cut start from, for `sweep`.
 
-Each is a stack of projections with an entry per upper layer of the lowest cut, whatever the cut:
-its upper layers come first, each with keys and values of its own, those that it makes of its
-group's. With them it needs no queries but the teacher's (`calibration.delta.FittedGroup.expanded`).
+For every cut this is a stack of projections with as many entries as the lowest cut has upper
+layers. The upper layers of the cut come first, each with separate keys and values, which it makes
+from its group's. With these it needs only the teacher's queries
+(`calibration.delta.FittedGroup.expanded`).
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ States = tuple[Batch, Float[Array, "L B T D"], Float[Array, "B T D"]]
 
 
 class CutKV(NamedTuple):
-    """What the upper layers of a cut start from."""
+    """The start of the upper layers of a cut."""
 
     kv: SwiftKV
     """k, v, their biases and the norms of k, of every upper layer."""
     layers: tuple[LayerFit, ...]
-    """How well they follow; of copies nothing is known."""
+    """How well they are fitted; None for copies."""
 
 
 def copied_kv(

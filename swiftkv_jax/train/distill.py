@@ -1,9 +1,9 @@
 """The distillation loss: the student's divergence from the teacher, and its distance from one
 hidden state.
 
-Teacher and student share embedding and lower layers, so those run once. The logits exist for one
-chunk of positions at a time, and the gradient is formed in that same pass: long rows never meet a
-large vocabulary in one `B T V` array.
+Teacher and student share embedding and lower layers, so those run once. Logits are computed for one
+chunk of positions at a time, and the gradient in the same pass, so there is never a `B T V` array
+of long rows times a large vocabulary.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ..transformer import (
 from .divergence import Divergence, divergence_and_gradient
 
 LOGITS_PER_CHUNK = 2**26
-"""Entries of one chunk's logits on one device, 256 MiB in float32; see `chunk_length`."""
+"""Largest number of logits in a chunk on one device, 256 MiB in float32; see `chunk_length`."""
 LossAverage = Literal["targets", "positions"]
 """What the summed KL divergence is divided by: the predictions that count (the sum of `loss_mask`),
 or all positions that hold a token, as in the authors' trainer. Padding counts in neither."""
 
 HiddenLoss = Literal["relative", "absolute"]
-"""Mean squared difference of the hidden states: of each token relative to the teacher's mean square
-there, or as it is, as in the authors' trainer."""
+"""Mean squared difference of the hidden states: for each token relative to the teacher's mean
+square, or absolute, as in the authors' trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Objective:
     """Temperature of both softmaxes; the divergence is multiplied by its square."""
     divergence: Divergence = "forward"
     top_k: int | None = None
-    """Number of the teacher's likeliest tokens that are compared, both distributions renormalised
-    over them; None compares all."""
+    """Number of the teacher's likeliest tokens that are compared, with both distributions
+    renormalised over them; None compares all."""
     hidden_weight: float = 1.0
     """Weight of the hidden-state error in the loss."""
     hidden_layer: int = -2
@@ -333,7 +333,7 @@ def _scan_chunks(
 
 
 def _same_first(student, teacher):
-    """1.0 where the teacher's likeliest token is the student's too."""
+    """1.0 where teacher and student have the same likeliest token."""
     is_best = teacher == teacher.max(axis=-1, keepdims=True)
     students_logit = jnp.where(is_best, student, -jnp.inf).max(axis=-1)
     return (students_logit == student.max(axis=-1)).astype(jnp.float32)

@@ -41,8 +41,8 @@ def evaluate(
     """Perplexities, agreement, divergence and hidden loss per token, under names that begin with
     `eval_`.
 
-    They are means over the predictions of targets (`hidden_loss`: over tokens), whatever the
-    recipe's `loss_average` and `loss_mask` are: those are about the loss that is trained on.
+    They are means over the predictions of targets (`hidden_loss`: over tokens). The recipe's
+    `loss_average` and `loss_mask` affect only the training loss.
     """
     means = {name: float(value) for name, value in sums(step, batches).means().items()}
     return {
@@ -54,7 +54,7 @@ def evaluate(
 
 
 def sums(step: Callable[[Batch], Sums], batches: Iterable[Batch]) -> Sums:
-    """Sums over all batches, of the predictions that their `loss_mask` leaves."""
+    """Sums over the predictions in all batches that their `loss_mask` keeps."""
     parts = [step(batch) for batch in batches]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
 

@@ -31,9 +31,10 @@ _CHUNK = 256  # positions whose logits exist at a time
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def only_far(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Batch:
-    """The batch with a `loss_mask` that leaves the far-dependent predictions; with `own` tokens, if
-    `config` has any, from `exact_tail` before the second half on, whichever the batch has: were the
-    far prompt own too, nothing there could be lost."""
+    """The batch with a `loss_mask` that keeps only the far-dependent predictions. If tokens of
+    `config` keep their own keys and values, `own` marks those from `exact_tail` before the second
+    half on. What the batch marks is ignored: if the far prompt kept its own too, nothing in it
+    could be lost."""
     length = batch.tokens.shape[1]
     at, half = jnp.arange(length), length // 2
     near = at >= half - min(KEPT, length // 4)

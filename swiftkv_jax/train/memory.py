@@ -22,8 +22,8 @@ def memory_per_device(
 ) -> dict[str, float]:
     """Bytes of one device at the peak of a step, by kind.
 
-    The peak is the backward pass through the upper layers: by then the logits are gone, and what
-    the forward pass kept is still there.
+    The peak is in the backward pass through the upper layers, when the logits have been freed but
+    the activations of the forward pass have not.
     """
     size, tp = dtype.itemsize, mesh.shape[MODEL]
     rows, positions = recipe.micro_batch_size // recipe.mesh.rows, recipe.max_length
@@ -64,7 +64,7 @@ def memory_per_device(
         f"delta in {dtype}, and its gradient": delta * size / 4 + delta,
         f"kept by the forward pass, remat {recipe.remat}": kept,
         "the student's shared keys and values": shared,
-        # Of the MLP's six arrays two are kept where nothing is recomputed.
+        # Two of the MLP's six arrays are kept where nothing is recomputed.
         "one layer's backward pass": token
         * ((4 if recipe.remat == "none" else 6) * mlp + 5 * width),
     }
@@ -94,6 +94,6 @@ def _whole_weights(config: Config, tp: int, size: int) -> float:
 
 
 def fits(memory: float, hardware: Hardware) -> bool:
-    """Whether so many bytes fit, with a tenth left for the runtime and for what the plan leaves
-    out."""
+    """Whether so many bytes fit. A tenth is left for the runtime and for what is not in the
+    plan."""
     return memory <= 0.9 * hardware.memory_bytes

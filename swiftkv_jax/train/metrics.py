@@ -1,8 +1,8 @@
 """The metrics of a run: one row of numbers per logged step and per evaluation.
 
-`metrics.jsonl` is always written, and what a resumed run and the report read. TensorBoard and
-Weights & Biases get the same rows on request. The numbers of a step are read when the next one has
-been started, so that the devices do not wait for the host.
+`metrics.jsonl` is always written; a resumed run and the report read it. TensorBoard and Weights &
+Biases get the same rows on request. The numbers of a step are read after the next step has been
+started, so that the devices do not wait for the host.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _package(name: str) -> Any:
 class MetricsLog:
     """The rows of a run, in every place named in `report_to`. Only process 0 of several writes.
 
-    A resumed run goes on after `first_step`: rows of later steps, which an earlier attempt wrote,
-    are removed, so that there is one row of every step.
+    A resumed run continues after `first_step`: rows of later steps by an earlier attempt are
+    removed, so that there is one row for each step.
 
     Rows may hold device scalars; writing such a row waits for them.
     """
@@ -114,8 +114,8 @@ def _complete_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 class _JsonLines:
-    """Rows up to the step that a resumed run starts from, which was evaluated before it was saved,
-    are kept."""
+    """Keeps the rows up to the step that a resumed run starts from. That step was evaluated before
+    it was saved."""
 
     def __init__(self, path: Path, first_step: int):
         kept = []
@@ -137,8 +137,8 @@ def _is_kept(row: dict[str, Any], first_step: int) -> bool:
 
 
 class _TensorBoard:
-    """Event files under one folder, one more for each resumption; TensorBoard skips what comes
-    after `purge_step` in older ones."""
+    """Event files in one folder, one for each start of the run. In older files TensorBoard skips
+    the steps after `purge_step`."""
 
     def __init__(self, folder: Path, first_step: int):
         purge_step = first_step + 1 if first_step else 0
@@ -246,7 +246,7 @@ class MetricsRecorder:
         self.held_out_losses.append(results[EVAL_LOSS])
 
     def close(self) -> None:
-        """Close all places. A last step that was not read is left out, as after a kill."""
+        """Close all outputs. A last step that was not read is not written, as after a kill."""
         with contextlib.closing(self._log):
             self._progress.close()
 

@@ -1,4 +1,5 @@
-"""The plan of a run: memory per device by kind, time, and the reasons, from `config.json` alone.
+"""The plan of a run, from `config.json` alone: memory per device by kind, time, and how they are
+made up.
 
 The recipe's `model` may also be one of `presets.PRESETS`. With a `topology` the train step is also
 compiled, for machines that need not exist, which gives their compiler's own figures.
@@ -137,7 +138,7 @@ def table_of_flops(parts: dict[str, float]) -> str:
 
 
 def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:
-    """What a step takes at the assumed utilisation on each machine, and whether it fits."""
+    """For each machine, the time of a step at the assumed utilisation, and whether it fits."""
     per_token, devices = (
         train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
         math.prod(recipe.mesh),
@@ -221,9 +222,9 @@ def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planne
 def compile_and_report(
     lowered: jax.stages.Lowered, mesh: Mesh, what: str, arguments: str, planned: float, advice: str
 ) -> None:
-    """Compile `lowered`, `what` it is, and print its compiler's figures beside the `planned` bytes;
-    `arguments` are what it is given. Raises `OutOfMemoryError`, with the `advice`, if it does not
-    fit."""
+    """Compile `lowered` and print the compiler's figures beside the `planned` bytes. `what` names
+    the program and `arguments` its arguments in the text. Raises `OutOfMemoryError`, with the
+    `advice`, if it does not fit."""
     device = mesh.devices.flat[0]
     logger.info("compiling the %s for %d x %s", what, mesh.devices.size, device.device_kind)
     start = time.perf_counter()

@@ -20,7 +20,7 @@ class ProfileWindow:
                 profile.step(n, state)      # before step n is started
                 state = train_step(state)
 
-    None traces nothing. Raises `UsageError` for text that is not two numbers in order.
+    `None` traces nothing. Raises `UsageError` for text that is not two numbers in order.
     """
 
     def __init__(self, steps: str | None, folder: Path):

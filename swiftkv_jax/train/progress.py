@@ -30,7 +30,7 @@ _SHOWN = {
 
 @dataclasses.dataclass(frozen=True)
 class PeakFlops:
-    """The rate that MFU, the model FLOPs utilisation, is a share of."""
+    """The peak rate to which MFU, the model FLOPs utilisation, is relative."""
 
     flops: float
     """FLOP/s of all devices together."""
@@ -91,7 +91,7 @@ class Progress:
         self._bar.update()
 
     def restart_clock(self) -> None:
-        """Forget the time so far: compilation, evaluation and saving are not training speed."""
+        """Restart the clock: compilation, evaluation and saving do not count as training time."""
         self._since, self._done_before = time.perf_counter(), self._steps_done()
 
     def report(

@@ -60,18 +60,18 @@ class Recipe:
     output_dir: Path
     mesh: MeshShape = MeshShape()
     num_key_value_layers: int | None = None
-    """K, the layers that keep their own keys and values. None is that of the model's own delta, or
-    half the layers."""
+    """K, the number of layers that keep their own keys and values. None: as in the model's delta,
+    or half of the layers."""
     key_value_group_size: int | None = None
-    """Upper layers that share one key/value cache. None is that of the model's own delta, or 1."""
+    """Upper layers that share one key/value cache. None: as in the model's delta, or 1."""
     generated_kv: GeneratedKV | None = None
     """Where generated tokens take their upper keys and values from, in training and in the exported
-    model (`Config.generated_kv`); None is as the model says."""
+    model (`Config.generated_kv`); None: as in the model."""
     exact_tail: int | None = None
-    """`Config.exact_tail`; None is as the model says."""
+    """`Config.exact_tail`; None: as in the model."""
     init: Init = "closed-form"
-    """What a delta starts from where the checkpoint has none at this cut: least squares on
-    calibration tokens (`calibration`), or a copy of the teacher's projections
+    """Start of the delta if the checkpoint has none at this cut: least squares on calibration
+    tokens (`calibration`), or a copy of the teacher's projections
     (`initialization.init_swiftkv`)."""
     calibration_tokens: int | None = None
     """Tokens of the training data that `closed-form` is fitted to. None is 256 per entry of the
@@ -98,11 +98,11 @@ class Recipe:
     hidden_loss_weight: float = 0.1
     hidden_loss_layer: int = AUTHORS.hidden_layer
     loss_average: LossAverage = "targets"
-    """Number that the summed KL divergence of a step is divided by."""
+    """What the summed KL divergence of a step is divided by."""
     loss_mask: LossMask = "shifted"
     """Positions whose predictions count in the KL divergence."""
     padding: Padding = "separate"
-    """What the padding at a row's end is: left out of every mean, or part of the last document."""
+    """How the padding at a row's end counts: not at all, or as part of the last document."""
     dtype: str | None = None
     """Dtype of the frozen weights and the arithmetic; the delta and its moments are always
     float32."""
@@ -110,8 +110,8 @@ class Recipe:
     attention: Implementation | None = None
     """Implementation of attention; None chooses for the device."""
     shard_sequence: bool = False
-    """Whether what the forward pass keeps is split along the sequence, over the `model` devices:
-    for long rows."""
+    """Whether the activations that the forward pass keeps are split along the sequence over the
+    `model` devices; for long rows."""
     seed: int = 0
     save_steps: int = 200
     save_total_limit: int = 3
@@ -270,8 +270,8 @@ DEMO = Recipe(
     remat="none",
     save_steps=50,
 )
-"""What runs when no model is named: the demo teacher on the standard library, a few minutes on two
-CPU cores."""
+"""The run without a named model: the demo teacher on the standard library, a few minutes on two CPU
+cores."""
 
 AUTHORS_RECIPE: dict[str, Any] = {
     "init": "authors",
@@ -281,10 +281,10 @@ AUTHORS_RECIPE: dict[str, Any] = {
     "hidden_loss": "absolute",
     "hidden_loss_weight": AUTHORS.hidden_weight,
 }
-"""The settings in which the defaults differ from the authors' trainer. It starts from the mean of a
-group's projections, divides both losses by all positions, padding among them, which continues the
-last document, counts the prediction at position n if token n, not token n + 1, is a target, and
-does not scale the hidden-state error."""
+"""The settings in which the defaults differ from the authors' trainer. The authors' trainer starts
+from the mean of a group's projections. It divides both losses by all positions; padding is included
+and continues the last document. It counts the prediction at position n if token n, not token n + 1,
+is a target. It does not scale the hidden-state error."""
 
 RECIPES = {"authors": AUTHORS_RECIPE}
 """Settings that go together, by name."""

@@ -143,10 +143,10 @@ def fingerprint(
     recipe: Recipe, model: Model, initial_delta_digest: str, data: DatasetMixture, steps: int
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued: weights, data, and the settings that
-    steer the updates. `initial_delta_digest` is that of the delta before the first step.
+    steer the updates. `initial_delta_digest` is the digest of the delta before the first step.
 
-    Settings that earlier checkpoints do not have are in it only where they differ from what those
-    were trained with.
+    Settings that earlier checkpoints do not have are included only if they differ from the values
+    that those were trained with.
     """
     later = {
         name: getattr(recipe, name)
@@ -181,7 +181,7 @@ def check_trainable(config: Config) -> None:
 
 
 def own_settings(config: Config) -> dict[str, Any]:
-    """What a fingerprint says of tokens with upper keys and values of their own; nothing where
+    """The part of a fingerprint about tokens that keep their own upper keys and values; empty if
     there are none, as in earlier checkpoints."""
     if config.generated_kv == "boundary":
         return {}

@@ -34,7 +34,7 @@ class StopSignals:
         """Number of a signal that any process has received, 0 for none: the same in all of them.
         All of them call this once a step.
 
-        With several processes it is the answer of one step ago, which has arrived by now.
+        With several processes this is the answer of the step before, which has arrived by now.
         """
         if jax.process_count() == 1:
             return self.received

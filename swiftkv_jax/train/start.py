@@ -30,7 +30,7 @@ from .recipe import Recipe
 logger = logging.getLogger(__name__)
 
 START = "start.json"
-"""The record of a run's first delta, in its output folder."""
+"""The record of a run's initial delta, in its output folder."""
 TOKENS_PER_DIMENSION = 256
 """Calibration tokens per entry of the hidden state, by default."""
 
@@ -39,7 +39,7 @@ class Start(NamedTuple):
     """What a run starts from."""
 
     model: Model
-    """With its delta, unless the run continues: then None stands in its place."""
+    """Without a delta if the run continues, else with it."""
     digest: str
     """`digest_all` of the delta."""
 
@@ -47,8 +47,8 @@ class Start(NamedTuple):
 def start_of_run(
     recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, *, continues: bool
 ) -> Start:
-    """The model with the delta that the recipe's `init` says; one that came with the checkpoint
-    stays. Of a run that continues only the record is read."""
+    """The model with its initial delta: the checkpoint's own if it has one, else as the recipe's
+    `init` says. If the run continues, only the record is read."""
     record = recipe.output_dir / START
     if continues and record.is_file():
         found = read_json(record)
@@ -102,8 +102,8 @@ def initialize_delta(
 
 
 def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
-    """The model with its queries for shared keys as they should be beside keys that tokens keep of
-    their own (`calibration.attenuation`), by the rows that training begins with."""
+    """The model with its queries scaled for shared keys beside tokens' own keys
+    (`calibration.attenuation`), measured on the rows that training begins with."""
     delta, rows = model.swiftkv, recipe.micro_batch_size
     assert delta is not None
     count = min(math.ceil(SLOPE_TOKENS / (rows * recipe.max_length)), data.num_rows // rows)

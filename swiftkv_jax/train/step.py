@@ -23,7 +23,7 @@ from .recipe import Recipe
 
 @struct.dataclass
 class TrainState:
-    """What training changes, and what a checkpoint holds."""
+    """The state that training changes and checkpoints hold."""
 
     step: Leaf  # i32[]; optimiser steps taken
     delta: SwiftKV  # float32 master copy
@@ -95,8 +95,8 @@ def make_train_step(
     *,
     chunk: int | None = None,
 ):
-    """Compile-on-first-use `(state, llama, micro_batches) -> (state, metrics)`. The state is
-    donated, the frozen weights are not.
+    """Make the function `(state, llama, micro_batches) -> (state, metrics)`, which is compiled at
+    its first call. The state is donated, the frozen weights are not.
 
     The fields of `micro_batches` are A B T. Sums are divided by the tokens of all A of them, so the
     update depends neither on how the rows are divided into micro-batches nor on the mesh. `chunk`
@@ -158,7 +158,7 @@ def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
-    """Compile-on-first-use `(delta, llama, batch) -> Sums`."""
+    """Make the function `(delta, llama, batch) -> Sums`, which is compiled at its first call."""
     attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
     sums = functools.partial(distill_sums, config, objective=recipe.objective, attention=attention)
     return jax.jit(

@@ -3,8 +3,8 @@
 The weights are one stack of all layers. The teacher runs once per batch and keeps the hidden state
 that enters each layer. From those states the student of any cut starts: where its upper layers
 begin is an argument of one program, not a shape, so a model of 126 layers compiles as quickly as
-one of 8. Every upper layer reads keys and values of its own there, those that it makes of its
-group's (see `cut_kv`), so that groups are no shapes either.
+one of 8. There every upper layer reads separate keys and values, which it makes from its group's
+(see `cut_kv`), so the group size is not a shape either.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Analysis:
     """Measurements on one text."""
 
     init: Init
-    """What the students start from."""
+    """The start of the students."""
     tokens: int
     """Number of predicted tokens."""
     far_tokens: int

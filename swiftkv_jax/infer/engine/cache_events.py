@@ -1,5 +1,5 @@
-"""What enters and leaves the prefix cache, for routers that send a request to where its prefix is
-cached. Imports no JAX."""
+"""Records what enters and leaves the prefix cache, for routers that send a request to the server
+that has its prefix cached. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class TokenSource(Protocol):
-    """What has the tokens of pages."""
+    """Anything that has the tokens of pages."""
 
     @property
     def cache_salt(self) -> str: ...
@@ -22,7 +22,7 @@ class TokenSource(Protocol):
 
 
 class PagesStored(NamedTuple):
-    """Consecutive pages of a sequence that are cached now, and were not."""
+    """Consecutive pages of a sequence that have been added to the cache."""
 
     keys: list[bytes]
     """As of `page_pool.page_keys`."""
@@ -34,7 +34,7 @@ class PagesStored(NamedTuple):
 
 
 class PageRemoved(NamedTuple):
-    """A page that is cached no more."""
+    """A page that was removed from the cache."""
 
     key: bytes
 
@@ -43,8 +43,8 @@ CacheEvent = PagesStored | PageRemoved
 
 
 class CacheEvents:
-    """Changes of the prefix cache since they were last taken, in their order. A page that several
-    data-parallel shards have cached is cached once."""
+    """Changes of the prefix cache since the last `take`, in order. A page that several
+    data-parallel shards have cached counts once."""
 
     def __init__(self, page_size: int):
         self._page_size = page_size
@@ -53,8 +53,8 @@ class CacheEvents:
         self._events: list[CacheEvent] = []
 
     def store(self, keys: abc.Sequence[bytes], numbers: list[int], source: TokenSource) -> None:
-        """A shard has cached the pages `numbers`, ascending, of a sequence whose pages have `keys`
-        and whose tokens `source` has."""
+        """Record that a shard has cached the pages `numbers`, ascending, of a sequence with the
+        page keys `keys`. `source` has its tokens."""
         new = [number for number in numbers if not self._shards[keys[number]]]
         self._shards.update(keys[number] for number in numbers)
         first = 0
@@ -70,7 +70,8 @@ class CacheEvents:
             )
 
     def remove(self, key: bytes) -> None:
-        """A shard has given up a page. One that was cached before the events began is left out."""
+        """Record that a shard has evicted a page. Pages that were cached before recording began are
+        ignored."""
         count = self._shards.pop(key, 0)
         if count == 1:
             self._events.append(PageRemoved(key))

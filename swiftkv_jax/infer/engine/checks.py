@@ -79,7 +79,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
 
 
 def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
-    """Raise `UsageError` for a request that the whole cache, or all slots, could not hold."""
+    """Raise `UsageError` for a request that is too large for the whole cache or for all slots
+    together."""
     needed = pool.total(state.pages_of_one(pool)) + state.pages_of_others(pool)
     if needed > shapes.num_pages or state.num_samples > shapes.slots:
         raise UsageError(
@@ -91,7 +92,7 @@ def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
 
 
 def own_start(request: Request | ScoreRequest, config: Config) -> int:
-    """`RequestState.own_start` of a request that has been checked, for the served `config`."""
+    """`RequestState.own_start` of a checked request, for the served `config`."""
     length = len(request.prompt) if isinstance(request, Request) else request.start
     if request.generated_kv is not None:
         config = choose_generated_kv(config, request.generated_kv, request.exact_tail)

@@ -10,7 +10,7 @@ from .request_state import RequestState, ScheduledTokens
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The shapes that were compiled, of each data-parallel shard."""
+    """Limits of the compiled shapes, for each data-parallel shard."""
 
     max_num_seqs: int
     """Slots."""
@@ -25,7 +25,7 @@ class Limits:
 
 
 class ChunkBuilder:
-    """The part of a chunk of one data-parallel shard while it is planned."""
+    """One data-parallel shard's part of a chunk while it is planned."""
 
     def __init__(self, limits: Limits, page_size: int):
         self._page_size, self._context_pages = page_size, limits.context_pages
@@ -64,11 +64,12 @@ class ChunkBuilder:
         return stop
 
     def _last_of_tiles(self, start: int, tiles: int) -> int:
-        """The end of the last of so many pages, the first of which holds position `start`."""
+        """The position after the last of `pages` pages, the first of which holds position
+        `start`."""
         return (start // self._page_size + tiles) * self._page_size
 
     def _add_context(self, pages: list[int]) -> bool:
-        """Let the chunk read these pages too; False if they are too many."""
+        """Add pages that the chunk reads; False if these are too many."""
         if self._context_pages is None:
             return True
         context = self._context.union(page for page in pages if page != RELEASED)

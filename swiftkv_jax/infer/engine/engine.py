@@ -6,9 +6,9 @@ decode call, then reads the results of the step before: the host is one step beh
 always has work. Sequences are added and removed between steps. All programs are compiled before the
 first step, none after.
 
-A sequence that follows a grammar decodes one token a step, in a call of its own before that of the
-others: which tokens may come next depends on the token before, so its result is read before the
-next step is sent, while the device decodes the others.
+Sequences that follow a grammar decode one token a step, in a separate call before that of the
+others. Which tokens may come next depends on the token before, so the result of this call is read
+before the next step is sent, while the device decodes the others.
 
 An engine is not thread-safe: one thread makes all calls. With several processes over one mesh, each
 process has an engine and makes the same calls in the same order; each gets all outputs.
@@ -133,13 +133,14 @@ class Engine[R: ModelRunnerBase]:
         return PrefixStats(*(sum(column) for column in zip(*each, strict=True)))
 
     def reset_stats(self) -> None:
-        """Count from now on."""
+        """Set all counters to zero."""
         self.stats = Stats()
         for pool in self._pools:
             pool.stats = PrefixStats()
 
     def record_cache_events(self) -> CacheEvents:
-        """Record from now on what enters and leaves the prefix cache, for who takes it then."""
+        """Start recording what enters and leaves the prefix cache. Events are kept until the caller
+        drains them."""
         events = CacheEvents(self.model_runner.shapes.page_size)
         for pool in self._pools:
             pool.events = events
@@ -209,13 +210,13 @@ class Engine[R: ModelRunnerBase]:
 
         Requests are numbered from 0 in the order of `requests`. With `in_flight`, or for an
         iterable that is not a sequence, they are taken when they can run: at most `in_flight`
-        unfinished ones (None: any number), and at most 32 between two steps. None in the place of a
-        request means that there is no request now: the next is asked for after the next step. None
-        does not count. A sequence without `in_flight` is queued at once.
+        unfinished ones (None: any number), and at most 32 between two steps. None instead of a
+        request means that there is no request now; the iterator is asked again after the next step.
+        None is not numbered. A sequence without `in_flight` is queued at once.
 
-        A request that can never run raises `UsageError` with its number, for a queued sequence
-        before the first request runs; with `on_invalid` that is called with number and error
-        instead, and the run goes on.
+        A request that can never run raises `UsageError` with its number; for requests in a queued
+        sequence that happens before the first one runs. With `on_invalid` this is called with the
+        number and the error instead, and the run goes on.
 
         The caller may end a request or a sample between two outputs with `abort_request`. When the
         caller stops iterating (the generator is closed), all unfinished requests are aborted.
@@ -289,7 +290,8 @@ class Engine[R: ModelRunnerBase]:
     def _masks(
         self, sequences: list[Sequence], outputs: list[RequestOutput]
     ) -> tuple[list[Sequence], np.ndarray]:
-        """(sequences that can go on, the tokens that each may emit). The others end."""
+        """Return (sequences that can continue, the tokens that each may emit), and end the
+        others."""
         masks = np.zeros((len(sequences), mask_words(self.config.vocab_size)), np.uint32)
         matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
         fill_masks(matchers, masks)
@@ -302,7 +304,7 @@ class Engine[R: ModelRunnerBase]:
         return list(itertools.compress(sequences, good)), masks[good]
 
     def _receive_constrained(self, sent: Sent) -> list[RequestOutput]:
-        """Read what sequences that follow a grammar have emitted, once."""
+        """Read the tokens of sequences that follow a grammar, if they have not been read yet."""
         if sent.constrained_tokens is None:
             return []
         sampled, sent.constrained_tokens = self._read(sent.constrained_tokens), None
@@ -335,7 +337,8 @@ class Engine[R: ModelRunnerBase]:
             self.stats.wait_seconds += time.perf_counter() - start
 
     def _add_tokens(self, sequence: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
-        """The new tokens of a sequence, which ends with them if an end is among them."""
+        """The output with the new tokens of a sequence. If one of them ends the sequence, it is
+        finished."""
         output, count = sequence_output(sequence, sampled, row, self.eos_token_ids)
         self.stats.new_tokens += count
         if output.finish_reason is not None:

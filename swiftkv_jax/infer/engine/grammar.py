@@ -1,5 +1,5 @@
-"""Grammars, as the engine sees them: which tokens may come next. What makes them of JSON schemas or
-regular expressions is `infer.structured_outputs`. Imports no JAX."""
+"""The engine's view of a grammar: which tokens may come next. `infer.structured_outputs` makes
+grammars from JSON schemas or regular expressions. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Matcher(Protocol):
-    """One sequence within a grammar."""
+    """The state of one sequence in a grammar."""
 
     @staticmethod
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
@@ -23,7 +23,7 @@ class Matcher(Protocol):
         ...
 
     def copy(self) -> Self:
-        """Another one in the same state."""
+        """A copy in the same state."""
         ...
 
     @property
@@ -33,17 +33,17 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it cannot go on, for example a limit of time that it has reached; "" if it can."""
+        """Why the sequence cannot continue, for example a time limit; "" if it can."""
         ...
 
 
 def fill_masks(matchers: Sequence[Matcher], masks: np.ndarray) -> None:
-    """`Matcher.fill_masks` of each kind among `matchers`."""
+    """Call `Matcher.fill_masks` once for each kind of matcher among `matchers`."""
     fill_rows(dict(enumerate(matchers)), masks)
 
 
 def fill_rows(matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:
-    """`fill_masks` of some rows, by their number; the others stay as they are."""
+    """Fill the masks of the rows with these numbers; the others are unchanged."""
     for kind in dict.fromkeys(map(type, matchers.values())):
         rows = [row for row, one in matchers.items() if type(one) is kind]
         found = np.zeros_like(masks[rows])
@@ -57,7 +57,8 @@ def mask_words(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
-    """u32[ceil(V/32)] with the bits of `token_ids`, which are below `vocab_size`; None is all."""
+    """u32[ceil(V/32)] with the bits of `token_ids`, which are below `vocab_size`; None: all
+    tokens."""
     if token_ids is None:
         mask = np.full(mask_words(vocab_size), 2**32 - 1, np.uint32)
         if rest := vocab_size % 32:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunnerBase(Protocol):
-    """What the engine asks of a model runner. A test double needs no model."""
+    """What the engine needs of a model runner. A test double needs no model."""
 
     shapes: Shapes
     limits: Limits
@@ -31,7 +31,7 @@ class ModelRunnerBase(Protocol):
         ...
 
     def remove_sequences(self, slots: Seq[int]) -> None:
-        """Stop the sequences in these slots: they emit nothing more."""
+        """Stop the sequences in these slots."""
         ...
 
     def add_sequences(self, sequences: Seq[Sequence]) -> None:
@@ -39,7 +39,7 @@ class ModelRunnerBase(Protocol):
         ...
 
     def update_pages(self, sequences: Seq[Sequence]) -> None:
-        """Let sequences that decode use all of their `pages`, of which there are more now."""
+        """Let running sequences use the pages that were added to them."""
         ...
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:

@@ -28,23 +28,22 @@ class EngineOptions:
     max_num_seqs: int = 64
     """Sequences that decode together, on all devices."""
     max_num_batched_tokens: int | None = None
-    """Tokens of a chunk of prefill on each data-parallel shard, of which there are at most
-    `decode_steps` before a decode call. A larger chunk delays decoding; one below some hundreds of
-    tokens leaves a device's arithmetic unused. None is 2048, on a CPU 512."""
+    """Tokens of a prefill chunk on each data-parallel shard. At most `decode_steps` chunks run
+    before a decode call. A larger chunk delays decoding; with fewer than some hundreds of tokens a
+    device's arithmetic is not fully used. None is 2048, on a CPU 512."""
     decode_steps: int = 8
-    """Tokens that each sequence decodes in one call, and most chunks of prefill before it: fewer
-    come out sooner, more cost the host less."""
+    """Tokens that each sequence decodes in one call, and the largest number of prefill chunks
+    before it. With fewer, tokens are returned sooner; with more, the host has less work."""
     single_step_rows: int | None = 0
-    """Sequences up to which a call decodes one token of each all the same: with few, the host keeps
-    up, and their tokens come out one by one. Such calls have programs of their own. None is 32, on
-    a CPU 0."""
+    """Up to this many sequences, a call decodes one token of each, whatever `decode_steps` is: the
+    host keeps up with few sequences, and their tokens are returned one by one. Such calls have
+    separate programs. None is 32, on a CPU 0."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Format of the KV cache: "auto" (the weights' dtype), "float32", "bfloat16", "fp8" or
     "int8"."""
     kv_cache_memory: int | None = None
-    """Bytes of KV cache on each device. None is what is left of `memory_utilization`; on a CPU,
-    what `max_num_seqs` sequences of `max_model_len` can fill, at most a quarter of the machine's
-    memory."""
+    """Bytes of KV cache on each device. None: the rest of `memory_utilization`; on a CPU, enough
+    for `max_num_seqs` sequences of `max_model_len`, at most a quarter of the machine's memory."""
     memory_utilization: float = 0.9
     """Share of the device memory that JAX may use, for weights, cache and temporaries together. On
     a GPU JAX may use three quarters unless the environment variable XLA_CLIENT_MEM_FRACTION sets
@@ -54,16 +53,16 @@ class EngineOptions:
     128."""
     reserve_tokens: int = 512
     """New tokens for which a sequence reserves pages at a time. When no page is left for the next
-    ones, the request that came last goes back to the queue, and later runs its prompt and its
-    answer so far through prefill: the answer goes on as if nothing had been. A request with several
-    samples reserves all of its `max_tokens`. Few tokens let more sequences run at once."""
+    ones, the request that came last is preempted: it returns to the queue, and later runs its
+    prompt and its answer so far through prefill. Its output is unchanged. A request with several
+    samples reserves all of its `max_tokens`. With a smaller number more sequences run at once."""
     enable_prefix_caching: bool = True
     """Keep the pages of prompts and answers for later requests that begin with the same tokens.
-    Tokens that keep their own keys and values are not kept for others."""
+    Pages of tokens that keep their own keys and values are never shared."""
     generated_kv: GeneratedKV | None = None
-    """Where generated tokens of a student, and the continuation that is scored, take their upper
-    keys and values from; None is the model's `Config.generated_kv`. A teacher's are always its
-    own."""
+    """Where a student's generated tokens, and a scored continuation, take their upper keys and
+    values from; None is the model's `Config.generated_kv`. Has no effect on a teacher, whose tokens
+    always have their own."""
     exact_tail: int | None = None
     """Tokens at a prompt's end that keep their own keys and values too; None is the model's."""
     mixed_generated_kv: bool = False
@@ -82,8 +81,8 @@ class EngineOptions:
     compiler_options: Mapping[str, str | int | float | bool] = dataclasses.field(
         default_factory=dict, hash=False
     )
-    """Options of XLA, fields of its `DebugOptions`, for all programs of the engine. A list is a
-    string with commas. XLA keeps none of them stable from version to version."""
+    """XLA's options (fields of its `DebugOptions`) for all programs of the engine. A list is a
+    string with commas. XLA may change any of them between versions."""
 
     def __post_init__(self):
         for name, value in self.compiler_options.items():

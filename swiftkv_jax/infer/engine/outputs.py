@@ -1,4 +1,4 @@
-"""From what a model runner returns to the outputs of requests. Imports no JAX."""
+"""Turns the results of a model runner into outputs of requests. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .requests import (
 from .sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
 
 MAX_SCORES = 2048
-"""Scores in one output: their objects and their JSON hold up nothing else for long."""
+"""Most scores in one output: making their objects and their JSON must not delay other work for
+long."""
 
 
 @dataclasses.dataclass
@@ -40,7 +41,7 @@ class Sent:
 def sequence_output(
     sequence: Sequence, sampled: SamplerOutput, row: int, eos_token_ids: Seq[int]
 ) -> tuple[RequestOutput, int]:
-    """(output of the new tokens in one row of `sampled`, which `sequence` has then; how many they
+    """Add the new tokens in one row of `sampled` to `sequence`: (their output, how many there
     are)."""
     state, params = sequence.request_state, sequence.params
     tokens = sampled.token[row].tolist()
@@ -100,7 +101,7 @@ def failed_output(sequence: Sequence, error: str) -> RequestOutput:
 
 
 class Scores:
-    """The scores of a `ScoreRequest` that no output has had: fewer than `MAX_SCORES`."""
+    """The scores of a `ScoreRequest` that are in no output yet: fewer than `MAX_SCORES`."""
 
     def __init__(self, state: RequestState):
         assert isinstance(state.request, ScoreRequest)
@@ -109,8 +110,8 @@ class Scores:
         self._logprobs: list[LogprobArrays] = []
 
     def add(self, scores: SamplerOutput, entries: range, *, last: bool) -> Iterator[RequestOutput]:
-        """Add `entries` of what a chunk returned, the request's last ones with `last`, and yield
-        the outputs that are complete."""
+        """Add `entries` of the scores that a chunk returned, and yield complete outputs. `last`
+        says that these are the request's last ones."""
         while entries:
             room = MAX_SCORES - len(self._likeliest)
             taken, entries = entries[:room], entries[room:]

@@ -41,7 +41,7 @@ class PrefixStats:
     hits: int = 0
     """Prompt tokens whose pages were found."""
     evictions: int = 0
-    """Cached pages that were given up for others."""
+    """Cached pages that were evicted."""
 
 
 class PageNeeds(NamedTuple):
@@ -50,7 +50,7 @@ class PageNeeds(NamedTuple):
     pages: int
     """Pages for all of its positions."""
     own_pages: int
-    """Besides, tuples of pages for the upper keys and values that its tokens keep of their own."""
+    """Own pages: tuples of pages for the upper keys and values that its tokens keep."""
 
 
 class PagePool:
@@ -66,16 +66,15 @@ class PagePool:
         window: int | None = None,
         pages_per_own_page: int = 0,
     ):
-        """With `share` False no page is cached. `window` is the number of positions that a token
-        sees at most, its own among them (see `Config.window`); None for all.
-        `pages_per_own_page` is `Config.pages_per_own_page` where upper layers attend to two
-        caches, else 0."""
+        """With `share` False no page is cached. `window` is the largest number of positions that a
+        token sees, including its own (see `Config.window`); None: all. `pages_per_own_page` is
+        `Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
         self.num_pages, self.page_size = num_pages, page_size
         self.pages_per_own_page = pages_per_own_page
         self.share, self.window = share, window
         self.stats = PrefixStats()
         self.events: CacheEvents | None = None
-        """Where changes of the prefix cache are recorded; None records none."""
+        """Records changes of the prefix cache; None: they are not recorded."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -85,7 +84,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `reserve` can give: free ones, and cached ones without users."""
+        """Pages that `reserve` can return: free ones, and cached ones without users."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -94,8 +93,8 @@ class PagePool:
         return self.num_pages - self.available
 
     def needs(self, positions: int, own_start: int) -> PageNeeds:
-        """What `positions` need of which those from `own_start` on keep their own upper keys and
-        values."""
+        """Pages for `positions` positions, of which those from `own_start` on keep their own upper
+        keys and values."""
         own = max(positions - own_start, 0) if self.pages_per_own_page else 0
         return PageNeeds(-(-positions // self.page_size), -(-own // self.page_size))
 
@@ -112,8 +111,9 @@ class PagePool:
         return page_keys(tokens, self.page_size, cache_salt, after) if self.share else []
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The cached pages of the longest prefix of `keys` whose next token finds all that it sees,
-        not reserved (see `reserve`); `RELEASED` for those that it does not see."""
+        """The cached pages of the longest prefix of `keys` after which the next token finds all
+        pages that it sees; `RELEASED` for pages that it does not see. They are not reserved (see
+        `reserve`)."""
         pages: list[int] = []
         missing, length = -1, 0  # the last page that is not cached; pages of the prefix
         for number, key in enumerate(keys):
@@ -143,8 +143,9 @@ class PagePool:
         start: int = 0,
         stop: int | None = None,
     ) -> None:
-        """Cache pages `start .. stop-1` (None: all) of a sequence, which hold the tokens of `keys`,
-        one each. Of two equal pages the first is cached. `source` has the tokens, for `events`."""
+        """Cache pages `start .. stop-1` (None: all) of a sequence; `keys` are the keys of its
+        pages. If two pages are equal, only the first is cached. `source` has the tokens, for
+        `events`."""
         cached = []
         least = min(len(keys), len(pages))
         for number in range(start, least if stop is None else min(stop, least)):
@@ -159,8 +160,8 @@ class PagePool:
     # Pages --------------------------------------------------------------------
 
     def reserve(self, shared: Sequence[int], count: int) -> list[int] | None:
-        """The page table of a sequence: `shared` pages and `count` unused ones. None, and nothing
-        reserved, if there are too few."""
+        """Reserve the `shared` pages and `count` unused ones: the page table of a sequence. If
+        there are too few, returns None and reserves nothing."""
         unused = sum(page != RELEASED and self._users[page] == 0 for page in shared)
         if count > self.available - unused:
             return None
@@ -175,8 +176,8 @@ class PagePool:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one user less of `pages`. The last page of a sequence is evicted before its first,
-        which more sequences can share."""
+        """Count one user less of `pages`. The last page of a sequence is evicted before its first
+        page, because more sequences can share the first."""
         for page in reversed(pages):
             if page == RELEASED:
                 continue

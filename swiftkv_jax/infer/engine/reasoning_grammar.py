@@ -23,9 +23,10 @@ class ReasoningGrammar:
         begin_token: int | None,
         end_token_ids: Sequence[int],
     ):
-        """The reasoning ends with the token that completes `end_tag`, and may have any tokens but
-        `end_token_ids`. It has begun already, or with `begin_token` it begins if that is the first
-        token; any other first token is the grammar's. Ids are below `vocab_size`."""
+        """The reasoning ends with the token that completes `end_tag`, and may contain any tokens
+        but `end_token_ids`. Without `begin_token` it has begun already. With it, reasoning begins
+        only if that is the first token; any other first token belongs to the grammar. Ids are below
+        `vocab_size`."""
         self.grammar, self.end_tag, self._spelling_of = grammar, end_tag, spelling_of
         self.begin_token = begin_token
         """None once the first token has come."""
@@ -65,7 +66,7 @@ class ReasoningGrammar:
             self._error = "the answer cannot go on: its reasoning ends within a token"
 
     def copy(self) -> Self:
-        """Another one in the same state."""
+        """A copy in the same state."""
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__
         made.grammar = self.grammar.copy()

@@ -26,9 +26,9 @@ class RequestState:
         self.prefill_token_ids: abc.Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
         )
-        """Tokens that are there before decoding: the prompt, and after a preemption what had been
-        generated until then. All but the last run through prefill, which is the first input of
-        decoding; a `ScoreRequest` has no other tokens."""
+        """Tokens that exist before decoding: the prompt and, after a preemption, the tokens
+        generated until then. All but the last run through prefill; the last is the first input of
+        decoding. A `ScoreRequest` has no other tokens."""
         self.scored = (
             range(request.start - 1, self.prefill_target)
             if isinstance(request, ScoreRequest)
@@ -45,12 +45,11 @@ class RequestState:
         """Keys of the full pages of `prefill_token_ids` that other requests may share
         (`PagePool.keys`): those before `own_start`."""
         self.pages: list[int] = []
-        """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no token
-        to come sees."""
+        """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no later
+        token sees."""
         self.own_pages: list[tuple[int, ...]] = []
-        """Where upper layers attend to two caches: for each `page_size` positions from `own_start`
-        on the `Config.pages_per_own_page` pages that hold the upper keys and values that they
-        keep."""
+        """Where upper layers attend to two caches: own pages, for each `page_size` positions from
+        `own_start` on a tuple of `Config.pages_per_own_page` pages."""
         self.sequences: list[Sequence] = []
         """Sequences that have not ended; empty before the request is admitted."""
         self.num_remaining_tokens = 0
@@ -67,8 +66,8 @@ class RequestState:
 
     @property
     def prefill_target(self) -> int:
-        """Positions to cache. The last token is the input of the first decode step; and no token
-        follows the last one that is scored."""
+        """Number of positions to cache: all but the last. The last token is the input of the first
+        decode step; of a score, no token follows it."""
         return len(self.prefill_token_ids) - 1
 
     @property
@@ -90,7 +89,7 @@ class RequestState:
         return self.request.cache_salt
 
     def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
-        """Tokens at positions `start .. stop-1`, as far as they are there before decoding."""
+        """Tokens at positions `start .. stop-1` that exist before decoding."""
         return self.prefill_token_ids[start:stop]
 
     @property
@@ -127,12 +126,13 @@ class RequestState:
         return PageNeeds(target // size, own // size)
 
     def pages_of_others(self, pool: PagePool) -> int:
-        """Pages that all sequences but the first need besides those that they share."""
+        """Pages that all sequences but the first need in addition to the shared ones."""
         unshared = pool.total(self.pages_of_one(pool)) - pool.total(self.shared_by_samples(pool))
         return max(self.num_samples - 1, 0) * unshared
 
     def preempt(self, sequence: Sequence) -> None:
-        """Let its only sequence wait again: its tokens so far are cached anew, then it goes on."""
+        """Let the only sequence wait again. Its tokens so far are cached again before it
+        continues."""
         self.prefill_token_ids = [*self.prefill_token_ids, *sequence.token_ids]
         self.num_remaining_tokens = sequence.num_remaining_tokens
         self.matcher = sequence.matcher
@@ -154,11 +154,11 @@ class Sequence:
     num_remaining_tokens: int
     """Tokens that the sequence may still emit."""
     num_in_flight_tokens: int = 0
-    """Tokens that calls which have not been read yet may emit; part of `num_remaining_tokens`."""
+    """Tokens that calls in flight may emit; part of `num_remaining_tokens`."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    """Tokens emitted so far, an end token among them."""
+    """Tokens emitted so far, including an end token."""
     matcher: Matcher | None = None
-    """Grammar that the sequence follows; None if it is free."""
+    """Grammar that the sequence follows; None: no grammar."""
 
     @property
     def cache_salt(self) -> str:
@@ -205,8 +205,8 @@ class ScheduledTokens:
         return range(max(self.start - start, 0), max(self.stop - start, 0))
 
     def read_pages(self, page_size: int) -> list[int]:
-        """Pages that these tokens read: up to the last of them, then those of `own`. `RELEASED`
-        for those that they do not see."""
+        """Pages that these tokens read: those up to their last position, then own pages. `RELEASED`
+        for pages that they do not see."""
         state, own = self.request_state, -(-self.own.stop // page_size)
         return [
             *state.pages[: -(-self.stop // page_size)],

@@ -27,8 +27,8 @@ class Request:
     """A prompt to continue, `params.n` times."""
 
     prompt: Sequence[int]
-    """Token ids. As an array 131,072 of them are queued in 2 ms of a CPU core, as a list in 14, and
-    with `page_keys` in 0.1."""
+    """Token ids. Queuing 131,072 of them takes 2 ms of a CPU core as an array, 14 ms as a list, and
+    0.1 ms with `page_keys`."""
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     rng_stream: int = 0
     """Random stream of the prompt, usually its number in the call: prompts with one seed and
@@ -43,7 +43,7 @@ class Request:
     """`EngineOptions.exact_tail` for this request; None is the engine's."""
     page_keys: Sequence[bytes] | None = None
     """`page_pool.page_keys(prompt, page_size, cache_salt)`, where another thread has made them.
-    They are believed; None makes them when the request is queued."""
+    They are not verified; None makes them when the request is queued."""
     grammar: Matcher | None = None
     """Grammar that every sample follows, with `EngineOptions.structured_outputs`; each has a copy
     of it."""
@@ -79,8 +79,8 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogprobArrays(Sequence[Logprob]):
-    """Log-probabilities of T tokens with k alternatives each, as arrays: 8 + 8 k bytes a token.
-    Its items are made when they are asked for."""
+    """Log-probabilities of T tokens with k alternatives each, as arrays: 8 + 8 k bytes per token.
+    Items are made on access."""
 
     logprob: np.ndarray
     """f32[T]"""
@@ -118,8 +118,8 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """New tokens of one sample of a request, or the next scores of a `ScoreRequest`, 2,048 at
-    most: those of longer texts come in parts, from the first position to the last."""
+    """New tokens of one sample of a request, or the next scores of a `ScoreRequest`, 2,048 at most:
+    scores of longer texts are returned in parts, from the first position to the last."""
 
     request_id: int
     """Id that `Engine.add_request` returned."""
@@ -135,7 +135,7 @@ class RequestOutput:
     """Reason of the end, on a sample's last output; None before."""
     timing: Timing
     num_cached_tokens: int
-    """Prompt tokens whose keys and values were in the cache already."""
+    """Prompt tokens whose keys and values were already in the cache."""
     stop_token: int | None = None
     """Token that ended the sample, one of the model's end tokens or of `stop_token_ids`."""
     stop_logprob: Logprob | None = None

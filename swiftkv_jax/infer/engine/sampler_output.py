@@ -1,11 +1,11 @@
-"""What a model runner's calls give back. Imports no JAX."""
+"""Results of a model runner's calls. Imports no JAX."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 NON_FINITE = -2
-"""A token that marks logits that are not finite numbers: nothing follows it."""
+"""Marks a row whose logits are not finite; no token follows it."""
 
 
 class SamplerOutput(NamedTuple):
@@ -23,7 +23,7 @@ class SamplerOutput(NamedTuple):
 
 
 class AsyncOutput(NamedTuple):
-    """The result of a call that may still run."""
+    """The result of a call that may still be running."""
 
     result: Any
     index: Any = None

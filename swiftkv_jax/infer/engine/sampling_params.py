@@ -74,7 +74,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
-    """Most new tokens, the end token included."""
+    """Largest number of new tokens, including the end token."""
     temperature: float = 0.0
     """0 takes the likeliest token."""
     top_k: int = 0
@@ -98,8 +98,9 @@ class SamplingParams:
     n: int = 1
     """Samples of each prompt."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text: before the first of them after `min_tokens`. For callers that make
-    text of the tokens (`generate`, the commands); an `Engine`, which sees token ids, runs on."""
+    """Strings that end the text: before the first of them after `min_tokens`. Only callers that
+    turn tokens into text handle them (`generate`, the commands); an `Engine` sees only token ids
+    and does not stop."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as the model's own end tokens do."""
     min_tokens: int = 0
@@ -147,7 +148,7 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether each token is the likeliest one of the model, and nothing else is asked."""
+        """Whether each token is simply the model's likeliest one and no other feature is used."""
         changes = self.has_penalty or self.logit_bias or self.min_tokens
         return self.temperature == 0 and not changes and self.logprobs is None
 

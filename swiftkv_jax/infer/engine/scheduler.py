@@ -5,11 +5,11 @@ Requests wait in one queue. A request is admitted when there are slots for its s
 for its prompt and the first `reserve_tokens` new tokens; for more of them it gets pages as it
 decodes. When there are none, the running request that came last is preempted: its pages and slot
 become free, and it waits first in the queue, to run its prompt and its answer so far through
-prefill. So the request that came first always runs on, and all end. Where every layer has a window,
-pages before the widest go back before each chunk and each decode call. Pages serve long and short
-requests alike: a request reserves what its own length needs. Requests are admitted in the order of
-their arrival with one exception: while one has no room, later ones that have may go before it, at
-most `max_skips` of them.
+prefill. The request that came first is never preempted, so all requests end. Where every layer has
+a window, pages before the widest go back before each chunk and each decode call. Pages serve long
+and short requests alike: a request reserves what its own length needs. Requests are admitted in the
+order of their arrival, with one exception: while there is no room for one, up to `max_skips` later
+ones for which there is room go before it.
 
 With rows split over devices each data-parallel shard (`dp_rank`) has its own pages and slots, and
 its own part of each chunk. A request stays on one shard.
@@ -28,8 +28,8 @@ from .page_pool import PageNeeds, PagePool
 from .request_state import Chunk, RequestState, Sequence
 
 MAX_SKIPS = 32
-"""Requests that may be admitted before an earlier one that has no room yet; also how far down the
-queue the scheduler looks for them."""
+"""Most later requests that are admitted before one for which there is no room yet; also how far
+down the queue the scheduler looks for them."""
 
 
 class Scheduler:
@@ -43,15 +43,15 @@ class Scheduler:
         reserve_tokens: int,
         max_skips: int = MAX_SKIPS,
     ):
-        """`reserve_tokens` as in `EngineOptions`, at least those of a decode call: a sequence runs
-        in the step in which its prefill ends."""
+        """`reserve_tokens` as in `EngineOptions`, at least the tokens of one decode call: a
+        sequence decodes in the step in which its prefill ends."""
         self.pools, self.limits, self.max_skips = list(pools), limits, max_skips
         self.reserve_tokens = reserve_tokens
         self.page_size = pools[0].page_size
         self.waiting: dict[RequestState, None] = {}
         """Requests that are not admitted yet, in the order of their arrival."""
         self.prefilling: list[RequestState] = []
-        """Requests that are admitted and not planned to their ends yet."""
+        """Admitted requests whose prefill is not completely planned."""
         self.running: dict[int, Sequence] = {}
         """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
         self.pending_removals: list[int] = []
@@ -125,12 +125,12 @@ class Scheduler:
             self._extend(state, builders[dp_rank], chunk)
 
     def _extend(self, state: RequestState, builder: ChunkBuilder, chunk: Chunk) -> None:
-        """Plan as much of a request as the chunk has room for; after the last of it, its sequences
-        can decode."""
+        """Plan as much of a request as the chunk has room for. When all of it is planned, its
+        sequences can decode."""
         if state.timing.started is None:
             state.timing.started = time.perf_counter()
         pool, begun = self.pools[state.dp_rank], state.num_computed_tokens // self.page_size
-        # Not sooner: within one chunk another request would write what this one reads.
+        # Not earlier: another request in the same chunk would write pages that this one reads.
         for pages in [one.pages for one in state.sequences] or [state.pages]:
             pool.release_hidden(pages, state.num_computed_tokens)
         full = builder.add(state) // self.page_size
@@ -146,8 +146,8 @@ class Scheduler:
                 chunk.page_copies[state.dp_rank] += self._unshared(state, sequence)
 
     def _unshared(self, state: RequestState, sequence: Sequence) -> list[tuple[int, int]]:
-        """Pages (source, target) with the end of a prompt, which a further sample of it copies:
-        partly filled, they are its own."""
+        """Pages (source, target) that a further sample copies: those with the end of the prompt.
+        They are partly filled, so they cannot be shared."""
         pool = self.pools[state.dp_rank]
         filled, shared = (
             pool.needs(state.prefill_target, state.own_start),
@@ -161,9 +161,9 @@ class Scheduler:
         return copies
 
     def _admit(self, state: RequestState, builders: list[ChunkBuilder]) -> int | None:
-        """Give a request slots and pages on the shard that has most of its prefix cached, or else
-        most free pages. Returns its `dp_rank`; None if no shard has the room, or room in its part
-        of the chunk."""
+        """Give a request slots and pages on the shard with the longest cached prefix, or else with
+        most free pages. Returns its `dp_rank`; None if no shard has enough of both, and room in its
+        part of the chunk."""
         candidates = [
             dp_rank
             for dp_rank, slots in enumerate(self._free_slots)
@@ -183,8 +183,8 @@ class Scheduler:
         return None
 
     def _allocate(self, state: RequestState, dp_rank: int, cached: list[int]) -> bool:
-        """Reserve pages of one shard and make the sequences of a request; False, and nothing
-        reserved, if there are too few pages."""
+        """Reserve pages of one shard and make the sequences of a request. If there are too few
+        pages, returns False and reserves nothing."""
         pool = self.pools[dp_rank]
         needs = state.pages_at_first(pool, self.reserve_tokens)
         more = pool.total(needs) - len(cached) + state.pages_of_others(pool)
@@ -227,16 +227,16 @@ class Scheduler:
 
     @property
     def most_running(self) -> int:
-        """Sequences that decode on the shard that has most of them."""
+        """Largest number of sequences that decode on one shard."""
         slots = self.limits.max_num_seqs
         counts = collections.Counter(slot // slots for slot in self.running)
         return max(counts.values(), default=0)
 
     def grow(self, steps: int) -> list[Sequence]:
-        """Give running sequences pages for a decode call of `steps`, those that came first before
-        the others; where there are none, preempt the last. Returns those that got pages. One for
-        which there are none sits out: the pages are with requests in prefill, or with samples that
-        share a prompt."""
+        """Give running sequences pages for a decode call of `steps` in the order of their arrival.
+        If pages run out, preempt the sequence that came last. Returns those that got pages. A
+        sequence may still get none, if requests in prefill or samples that share a prompt hold the
+        pages; it skips the call."""
         self._without_pages.clear()
         for sequence in self.running.values():
             state = sequence.request_state
@@ -269,8 +269,8 @@ class Scheduler:
         return grown
 
     def _missing(self, sequence: Sequence, steps: int) -> tuple[int, PageNeeds]:
-        """Pages that a sequence needs besides its own to emit up to `steps` more tokens, and of
-        which kinds."""
+        """Pages that a sequence needs in addition to emit up to `steps` more tokens: (their number,
+        by kind)."""
         state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
         new = min(sequence.num_in_flight_tokens + steps, sequence.num_remaining_tokens)
         cached = state.prefill_target + len(sequence.token_ids)
@@ -327,8 +327,8 @@ class Scheduler:
         return sequences
 
     def schedule_constrained(self) -> list[Sequence]:
-        """Sequences that follow a grammar, which emit one token in a call: the next mask depends on
-        it, so none of them has one in flight."""
+        """Sequences that follow a grammar. They emit one token in a call, because the next mask
+        depends on it, and have no token in flight here."""
         return [
             sequence
             for sequence in self.running.values()
@@ -336,9 +336,9 @@ class Scheduler:
         ]
 
     def finish(self, sequence: Sequence, *, aborted: bool = False) -> None:
-        """Free the slot and pages of a sequence that has ended; the pages can be shared, unless
-        generated tokens kept their own keys and values. An `aborted` one still has to be removed
-        from the model runner."""
+        """Free the slot and pages of a sequence that has ended. Later requests can share the pages,
+        unless generated tokens kept their own keys and values. An `aborted` sequence still has to
+        be removed from the model runner."""
         state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
         if self.running.pop(sequence.slot, None) is not None:
             if aborted:
@@ -377,7 +377,7 @@ class Scheduler:
 def _take(
     pool: PagePool, pages: abc.Iterator[int], needs: PageNeeds
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The next pages of both kinds."""
+    """The next `needs` of `pages`: (pages, own pages)."""
     first = [*itertools.islice(pages, needs.pages)]
     own = itertools.islice(pages, needs.own_pages * pool.pages_per_own_page)
     return first, [*itertools.batched(own, max(pool.pages_per_own_page, 1))]

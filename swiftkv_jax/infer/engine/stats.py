@@ -26,12 +26,12 @@ class Stats:
     wait_seconds: float = 0.0
     """Seconds that `step` waited for the device."""
     preemptions: int = 0
-    """Requests that went back to the queue, to make room for earlier ones."""
+    """Requests that were preempted to make room for earlier ones."""
     compilations: int = 0
     """Programs compiled during steps; 0, since all are compiled before the first."""
 
     def add_chunk(self, chunk: Chunk) -> None:
-        """Count the tokens of a chunk, and the prompts that it ends."""
+        """Count the tokens of a chunk and the prompts that it completes."""
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
         tokens = sum(scheduled.num_tokens for scheduled in scheduled_tokens)
         self.chunks += tokens > 0
@@ -50,7 +50,7 @@ class Load(NamedTuple):
     """What is queued and running in an engine between two steps, and the memory that it holds."""
 
     num_waiting: int
-    """Requests that wait to begin, or after a preemption to go on."""
+    """Requests that wait to start, or to continue after a preemption."""
     num_prefilling: int
     """Requests whose prompts are being cached, or whose tokens are being scored."""
     num_running: int

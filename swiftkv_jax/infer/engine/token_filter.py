@@ -56,7 +56,7 @@ class TokenFilter:
             self.grammar.accept(token_id)
 
     def copy(self) -> Self:
-        """Another one in the same state."""
+        """A copy in the same state."""
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__
         if self.grammar is not None:

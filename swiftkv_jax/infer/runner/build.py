@@ -51,8 +51,8 @@ def build_model_runner(
         _check_own_kv(model, two_caches)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     mesh = mesh or mesh_of(model.llama.embed)
-    # All arrays are committed to their devices from the start: a program compiled for uncommitted
-    # arrays would be another one.
+    # All arrays are committed to their devices from the start, because a program compiled for
+    # uncommitted arrays is a different one.
     if mesh is None:
         device = min(model.llama.embed.devices(), key=lambda device: device.id)
     else:
@@ -111,8 +111,8 @@ def _check_own_kv(model: Model, two_caches: bool) -> None:
 def _widens_pool(layout: Layout, shapes: Shapes, dtype: Any, attention: Attention) -> bool:
     """Whether attention of a chunk to a cache of this layout would widen all of it.
 
-    Asked for one tile on each shard. A kernel may refuse more of them, whose page tables it has no
-    room for, and leave them to XLA, which reads gathered pages too.
+    Tested with one tile on each shard. A kernel may refuse more tiles, if it has no room for their
+    page tables; XLA then runs them, and can read gathered pages too.
     """
     config, shards = layout.config, shapes.dp_size
     q = jax.ShapeDtypeStruct((shards, shapes.page_size, config.num_heads, config.head_dim), dtype)

@@ -110,9 +110,9 @@ def run_upper_layers_own(
     read: Read,
     attention: Attention,
 ) -> tuple[Float[Array, "A T D"], KVCache]:
-    """The upper layers, for tokens whose keys and values come from their own hidden state before
-    each: (hidden state before the final norm, cache with the keys and values that `write` takes).
-    A token whose keys and values it leaves out attends to its boundary ones."""
+    """The upper layers for tokens that keep their own keys and values: (hidden state before the
+    final norm, cache with the keys and values that `write` takes). Tokens whose keys and values
+    `write` does not take attend to those from the boundary."""
     pools = list(zip(cache.k, cache.v, strict=True))
     layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
     for i, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
@@ -124,7 +124,7 @@ def run_upper_layers_own(
 
 
 class OwnCache(NamedTuple):
-    """Pages with keys and values that tokens keep of their own, beside those that layers share."""
+    """Own pages of tokens, beside the caches that layers share."""
 
     write: Write
     read: ReadWithLse
@@ -144,8 +144,9 @@ def run_upper_layers_two_caches(
     (hidden state before the final norm, cache with those that `own` writes).
 
     Two softmaxes are merged: one over the positions that `read_shared` sees, in the pool of the
-    layer's group, with the student's queries; and one over what tokens keep, with the teacher's.
-    Of that, layer u has pool u modulo C of the C cache layers, in pages of `own[u // C]`.
+    layer's group, with the student's queries; and one over tokens' own keys, with the teacher's.
+    The own keys and values of upper layer u are in pool u modulo C of the C cache layers, in pages
+    of `own[u // C]`.
     """
     pools = list(zip(cache.k, cache.v, strict=True))
     layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)

@@ -14,7 +14,7 @@ import jax
 from ...errors import UsageError
 
 _REFUSALS = "No such compile option", "While setting option"
-"""What XLA's errors say of an option that it does not have, and of a value that does not fit."""
+"""Parts of XLA's errors for an unknown option and for a value that does not fit."""
 
 
 def compile_all[Program](
@@ -42,7 +42,7 @@ def compile_all[Program](
                     raise
                 raise UsageError(f"`compiler_options`: {refusal[0]}") from error
             progress()
-    # Not in the order of their ends: every process must run them in the same order.
+    # Not in the order in which they finished: every process must run them in the same order.
     return {key: compiled[key] for key in lowered}
 
 

@@ -1,4 +1,4 @@
-"""Where arrays of compiled serving programs are on a mesh."""
+"""Sharding constraints of arrays in compiled serving programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .decode_state import DecodeBatch
 
 
 def pool_sharding(config: Config, attention: Attention) -> NamedSharding | None:
-    """That of the cache's pools; None without a mesh."""
+    """Sharding of the cache's pools; None without a mesh."""
     return None if attention.mesh is None else cache_sharding(config, attention.mesh)
 
 

@@ -179,7 +179,7 @@ def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:
 def _tiles(
     layout: Layout, shapes: Shapes, tokens: int, tiles: int, *, own: bool = False
 ) -> QueryTiles:
-    """Of tokens in their pages, or in those of `own` keys and values."""
+    """Query tiles of `tokens` tokens; with `own` those in own pages."""
     count = shapes.dp_size * tiles
     each, pages = layout.rows(count), (shapes.pages_per_own_page,) if own else ()
     return QueryTiles(

@@ -64,7 +64,7 @@ class ModelRunner:
     _state: Any = None
     """Decode state; None before `prepare`."""
     _last_result: SamplerOutput | None = None
-    """Result of the last call that has one, being copied to the host."""
+    """Result of the last call with one; it is being copied to the host."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class ModelRunner:
             jax.device_get(self._last_result)
 
     def __del__(self) -> None:
-        # XLA aborts the process if its client is destroyed while a call is in flight. At exit
-        # `_wait_at_exit` has waited before.
+        # XLA aborts the process if its client is destroyed while a call is in flight. At exit,
+        # `_wait_at_exit` has already waited.
         if self._state is not None and not sys.is_finalizing():
             self.wait()
 
@@ -168,8 +168,8 @@ class ModelRunner:
         return memory_plan(self.weights, state.cache, rows, self._compiled, limit)
 
     def _warm_up(self) -> None:
-        """Run every program: the first runs cost more. On a GPU, XLA records the launches of the
-        first few."""
+        """Run every program, because first runs are slower. On a GPU, XLA records the launches of
+        the first few runs."""
         empty: ScheduledShards = [[] for _ in range(self.shapes.dp_size)]
         for _ in range(3 if self._device.platform == "gpu" else 1):
             for program in self._compiled:
@@ -363,7 +363,7 @@ class ModelRunner:
         self._state = dataclasses.replace(self._state, batch=batch)
 
     def _padded(self, slots: abc.Sequence[int]) -> np.ndarray:
-        """i32[E]: these slots, then one past the last."""
+        """i32[E]: these slots, padded with the number after the last slot."""
         past_the_last = self.shapes.dp_size * self.shapes.slots
         missing = INSERT_SEQUENCES - len(slots)
         return np.array([*slots, *[past_the_last] * missing], np.int32)
@@ -390,8 +390,8 @@ class ModelRunner:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """Let the interpreter wait for calls in flight before it ends. Exit handlers run in reverse
-    order, so this one before that of JAX, which destroys the client."""
+    """Let the interpreter wait for calls in flight before it exits. Exit handlers run in reverse
+    order, so this one runs before that of JAX, which destroys the client."""
 
     def wait() -> None:
         for runner in list(_prepared):

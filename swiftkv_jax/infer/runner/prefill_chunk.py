@@ -34,7 +34,7 @@ from ..engine.request_state import ScheduledTokens, num_tiles
 from ..engine.requests import ScoreRequest
 
 INVALID_PAGE = 2**30
-"""A page number that is in no pool: nothing is written there."""
+"""A page number outside every pool: writes to it are dropped."""
 
 ScheduledShards = list[list[ScheduledTokens]]
 """Scheduled tokens of each data-parallel shard."""
@@ -87,7 +87,7 @@ class UpperTokens:
 def unpack(
     x: Float[Array, "A T N H"], tiles: QueryTiles, page_size: int
 ) -> Float[Array, "W page N H"]:
-    """Packed rows at their offsets in their pages. Other offsets hold any row."""
+    """Packed rows at their offsets in their pages. Other offsets hold arbitrary rows."""
     shards, tokens = x.shape[:2]
     index = tiles.source[:, None] + jnp.arange(page_size) - tiles.query_start[:, None]
     index = jnp.clip(index, 0, tokens - 1).reshape(shards, -1)
@@ -148,7 +148,7 @@ def pack_upper(
     pages_per_own_page: int = 0,
 ) -> UpperTokens:
     """The tokens of the same chunk that run through all layers, `tokens` and `tiles` on each shard;
-    `own_start` says whether that of each request is needed, `pages_per_own_page` is that of
+    `own_start` says whether each request's `own_start` is needed, `pages_per_own_page` is that of
     `Shapes`."""
     index = np.zeros((len(shards), tokens), np.int32)
     target = np.full((len(shards), tokens), -1, np.int32)
@@ -298,7 +298,7 @@ def scored_index(shards: ScheduledShards) -> tuple[np.ndarray, np.ndarray]:
         at = 0
         for scheduled in shard:
             at += len(scheduled.upper)
-            # What is scored is at the end of what runs through all layers.
+            # Scored tokens are at the end of those that run through all layers.
             entries += [(dp_rank, index) for index in range(at - len(scheduled.scored), at)]
     dp_rank, index = np.array(entries, np.int32).reshape(-1, 2).T
     return dp_rank, index

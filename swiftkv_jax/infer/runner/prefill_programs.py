@@ -53,7 +53,7 @@ def prefill_chunk(
     *,
     attention: Attention = DEFAULT,
 ) -> tuple[KVCache, Int[Array, ""]]:
-    """Write the keys and values of a chunk's tokens into the cache (`prefill_chunk` draws a chunk).
+    """Write the keys and values of a chunk's tokens into the cache (see module `prefill_chunk`).
     The earlier tokens of their requests must be cached.
 
     Also returns a number to wait for: the cache itself is donated to the next call before this one
@@ -186,7 +186,7 @@ def _own_cache(
     read = _reader(config, tiles, gathered_pages, attention)
 
     def read_own(q, k: Pool, v: Pool, window: int | None):
-        # Other tokens see none of these keys, and what `pack` gives them is of some other token.
+        # Other tokens see none of these keys, and `pack` gives them the row of some other token.
         out, lse = read(q, k, v, window, return_lse=True)
         out = jnp.where(is_own[..., None, None], out, 0)
         return out, jnp.where(is_own[..., None], lse, -jnp.inf)
@@ -229,7 +229,8 @@ def _reader(
     def read(q, k: Pool, v: Pool, window: int | None, *, kv_lengths=None, return_lse=False):
         page_size = k.values.shape[2]
         if gathered_pages is not None:
-            # Attention widens the whole pool that it is given: so only what the chunk reads.
+            # Attention widens the whole pool that it is given, so it gets only what the chunk
+            # reads.
             k = gather_pages(k, gathered_pages, sharding)
             v = gather_pages(v, gathered_pages, sharding)
         if kv_lengths is not None:

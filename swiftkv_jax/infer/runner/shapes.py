@@ -22,23 +22,23 @@ CPU_CACHE_SHARE = 0.25
 
 KVPrograms = Literal["boundary", "own", "both"]
 """Upper keys and values that programs compute for tokens that run through all layers: those from
-the boundary, the tokens' own, or both, and each token keeps those of its kind."""
+the boundary, the tokens' own, or both, of which each token keeps one kind."""
 
 MIXED_TAIL = 64
 """Tokens of the tail for which programs are compiled where each request chooses its own."""
 
 SINGLE_STEP_ROWS = 32
-"""Sequences whose tokens the host can take one at a time while a device decodes the next: some 15
-microseconds each, for a step of 2 to 5 ms."""
+"""Number of sequences for which the host can process single tokens while a device decodes the next
+ones: about 15 microseconds each, for a step of 2 to 5 ms."""
 
 FEW_TILES = 4
-"""Spare query tiles of a chunk of few requests, which long prompts are."""
+"""Spare query tiles of a chunk with few requests, as with long prompts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes that the programs are compiled for, of each data-parallel shard. A call uses the
-    smallest of several sizes that is enough."""
+    """The shapes that the programs are compiled for, on each data-parallel shard. A call uses the
+    smallest size that is large enough."""
 
     dp_size: int
     """Data-parallel shards."""
@@ -52,7 +52,8 @@ class Shapes:
     """Sizes of a decode call, ascending; the last is `slots`."""
     decode_steps: int
     greedy_programs: bool
-    """Whether calls of sequences that are all plain greedy have decode programs of their own."""
+    """Whether there are separate decode programs for calls in which all sequences are plain
+    greedy."""
     chunks: tuple[int, ...]
     """Sizes of a prefill chunk in tokens, ascending."""
     spare_tiles: tuple[int, ...]
@@ -64,14 +65,15 @@ class Shapes:
     scoring: bool
     """Whether tokens of a chunk can be scored."""
     single_step_rows: int = 0
-    """Sequences up to which a decode call emits one token of each; 0 if there is no such call."""
+    """Largest number of sequences for which a decode call emits one token of each; 0 if there is no
+    such call."""
     structured_outputs: bool = False
     """Whether there are decode programs for sequences that follow a grammar."""
     kv: KVPrograms = "boundary"
     """Upper keys and values of tokens that run through all layers."""
     tail: int = 0
-    """Tokens of a prompt, at least, for which there is a prefill program that runs them through all
-    layers; 0 if there is none."""
+    """Fewest prompt tokens that a prefill program can run through all layers; 0 if there is no such
+    program."""
     pages_per_own_page: int = 0
     """`Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
 
@@ -92,7 +94,7 @@ class Shapes:
 
     @property
     def limits(self) -> Limits:
-        """What the scheduler may plan."""
+        """The limits of what the scheduler may plan."""
         longest = self.chunks[-1]
         return Limits(
             max_num_seqs=self.slots,
@@ -104,7 +106,7 @@ class Shapes:
 
     @property
     def single_step_sizes(self) -> tuple[int, ...]:
-        """Those of `decode_rows` of which there is a program of one step."""
+        """Those of `decode_rows` that have a single-step program."""
         rows = self.single_step_rows
         largest = next((size for size in self.decode_rows if size >= rows), self.slots)
         return tuple(size for size in self.decode_rows if rows and size <= largest)
@@ -115,8 +117,7 @@ class Shapes:
         return tuple(-(-tokens // self.page_size) + spare for spare in self.spare_tiles)
 
     def chunk(self, tokens: int, tiles: int, context_pages: int) -> tuple[int, int, int | None]:
-        """The smallest chunk for so many tokens, query tiles and pages to read, as its numbers of
-        them."""
+        """The smallest compiled chunk that fits: (its tokens, query tiles, pages to read)."""
         size = next(n for n in self.chunks if n >= tokens and self.tiles(n)[-1] >= tiles)
         return (
             size,
@@ -142,8 +143,8 @@ class Shapes:
 def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:
     """`largest` and eighths of it, down to `smallest`: at most `count`, ascending.
 
-    A program for fewer tokens or rows reads the same weights, so on an accelerator what it saves is
-    small until here.
+    A program for fewer tokens or rows reads the same weights, so on an accelerator smaller steps
+    between sizes would save little.
     """
     sizes = [largest]
     while len(sizes) < count and sizes[-1] > smallest:
@@ -281,8 +282,8 @@ def _single_step_rows(options: EngineOptions, slots: int, platform: str) -> int:
 
 
 def _tail(config: Config, *, mixed: bool, preempts: bool) -> int:
-    """`Shapes.tail`: the last token of a prompt is decoded, not prefilled. After a preemption the
-    tokens that were generated are."""
+    """`Shapes.tail`. The last token of a prompt is decoded, not prefilled. Generated tokens are
+    prefilled after a preemption."""
     least = MIXED_TAIL if mixed and config.num_upper_layers else 0
     if preempts and config.num_upper_layers and config.generated_kv == "own":
         least = max(least, 1)
@@ -292,8 +293,8 @@ def _tail(config: Config, *, mixed: bool, preempts: bool) -> int:
 def with_contexts(shapes: Shapes) -> Shapes:
     """`shapes` for chunks whose pages are gathered first, with up to three numbers of them.
 
-    For attention that widens the whole pool that it is given (`Attention.widens_pool`): so it gets
-    only what a chunk reads.
+    For attention that widens the whole pool that it is given (`Attention.widens_pool`): it gets
+    only the pages that a chunk reads.
     """
     tiles = shapes.tiles(shapes.chunks[-1])[-1]
     most = shapes.table_pages * (1 + shapes.pages_per_own_page)

@@ -1,4 +1,4 @@
-"""The weights in serving form: one tuple entry per layer, nothing that serving does not read."""
+"""The weights in serving form: one tuple entry per layer, and only what serving reads."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def _experts(block: Block) -> tuple[Any, Any, Any]:
 
 
 def _inputs_first(weight: Any) -> Any:
-    """Matrices of experts, plain, quantised or None, as E in out: a TPU would copy those that are E
-    out in, in every step."""
+    """Matrices of experts (plain, quantised or None) with axes E in out: a TPU would copy matrices
+    with axes E out in, in every step."""
     if isinstance(weight, Quantized):
         return dataclasses.replace(weight, values=_inputs_first(weight.values))
     return None if weight is None else weight.swapaxes(1, 2)
@@ -287,7 +287,7 @@ def weight_shardings(
 
 
 def shard_model(model: Model, mesh: Mesh) -> Model:
-    """The model with its weights on `mesh`; those that are there already are not moved."""
+    """The model with its weights on `mesh`. Weights that are already there are not moved."""
     scheme = scheme_of(model.llama)
     shardings = llama_shardings(model.config, mesh, scheme)
     if model.llama.upper_qkv is None:

@@ -36,7 +36,7 @@ def gather_logprobs(
 def empty_logprobs(
     batch: int,
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """The result of `gather_logprobs` for rows that ask for nothing."""
+    """The result of `gather_logprobs` for rows without log-probabilities."""
     shape = batch, MAX_LOGPROBS
     return (
         jnp.zeros(batch, jnp.float32),

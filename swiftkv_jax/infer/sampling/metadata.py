@@ -18,7 +18,8 @@ _NONE = -1
 
 @struct.dataclass
 class SamplingMetadata:
-    """What each row asks for, all of it in arrays: a change of value never recompiles."""
+    """The sampling parameters of each row, all in arrays, so that a changed value never
+    recompiles."""
 
     temperature: Leaf  # f32[B]; 0 is greedy
     top_k: Leaf  # i32[B]; 0 is off
@@ -77,8 +78,7 @@ def sampling_row(
 
 
 def empty_sampling(batch: int) -> SamplingMetadata:
-    """Metadata in NumPy of B rows that are greedy and ask for nothing: sampling them costs no more
-    than an argmax."""
+    """Metadata in NumPy of B plain greedy rows: sampling them costs no more than an argmax."""
     row = sampling_row(SamplingParams(), eos_token_ids=(), prompt_length=0)
     return jax.tree.map(lambda leaf: np.stack([leaf] * batch), row)
 

@@ -62,8 +62,9 @@ def apply_penalties(
     position: Int[Array, " B"],
     then: Callable[[Float[Array, "..."]], Float[Array, "..."]] = lambda logits: logits,
 ) -> Float[Array, "B V"]:
-    """Logits after the mask of `min_tokens`, the bias and the penalties, in vLLM's order; or what
-    `then` makes of them, element by element, without an array of the logits themselves."""
+    """Logits after the mask of `min_tokens`, the bias and the penalties, in vLLM's order. With
+    `then`, the result of this elementwise function on them, without storing the logits
+    themselves."""
     rows, vocab_size = jnp.arange(len(logits))[:, None], logits.shape[-1]
 
     def penalized(logits, counts):

@@ -30,8 +30,8 @@ def sample(
     `reported`, where these are not the ones to choose from.
 
     The randomness of a draw is fold_in of the row's stream and `position` into key(seed): the same
-    for every batch, slot, chunk size and number of steps per call. What no row asks for is not
-    computed.
+    for every batch, slot, chunk size and number of steps per call. Features that no row uses are
+    not computed.
     """
     changes = jnp.any(changes_logits(sampling, position))
     draws = jnp.any(sampling.temperature > 0)
@@ -66,20 +66,20 @@ def sample(
         )
         return SamplerOutput(token, *logprobs)
 
-    # One branch around all: on a GPU the host waits for the predicate of each.
+    # One branch around all of it: on a GPU the host waits for the predicate of each branch.
     return jax.lax.cond(changes | draws | reports, full, lambda: sample_greedy(logits))
 
 
 def apply_masks(logits: Float[Array, "B V"], masks: UInt32[Array, "B _"]) -> Float[Array, "B V"]:
-    """`logits`, minus infinity where a token's bit is 0 (`Matcher.fill_masks`). What is no number
-    stays, so that it is noticed."""
+    """`logits` with minus infinity where a token's bit is 0 (`Matcher.fill_masks`). NaN is kept, so
+    that it is noticed."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     bits = bits.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
     return jnp.where((bits == 1) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def sample_greedy(logits: Float[Array, "B V"]) -> SamplerOutput:
-    """`sample` for rows that ask for nothing but the likeliest token."""
+    """`sample` for rows that need only the likeliest token."""
     token, largest = _likeliest(logits)
     return SamplerOutput(_mark_non_finite(token, largest), *empty_logprobs(logits.shape[0]))
 

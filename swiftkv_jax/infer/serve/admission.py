@@ -1,4 +1,4 @@
-"""Who gets in, and in which order: what is counted at the door, and the queue before the engine's.
+"""Admission control: limits on what requests hold, and the queue before the engine's.
 
 A request reserves what it may cost before anything expensive happens to it: its sequences, its
 bytes, and its prompt tokens, which are estimated from the bytes until they are counted. One that

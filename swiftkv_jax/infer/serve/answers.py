@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..engine.requests import Logprob
-from .generation import Choice, Generation, Part, TextDelta
+from .generation import Choice, EngineRequest, Generation, TextDelta
 from .token_text import TokenSpellings
 
 LOWEST = -9999.0
@@ -129,7 +129,7 @@ class Writer:
         chunk = head | {"choices": choices, "system_fingerprint": self._fingerprint} | fields
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def first(self, part: Part, choice: Choice, **fields: Any) -> list[bytes]:
+    def first(self, part: EngineRequest, choice: Choice, **fields: Any) -> list[bytes]:
         """Events that come before the text of a choice."""
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ class Writer:
         """What a chunk says of a choice."""
         raise NotImplementedError
 
-    def _choice(self, part: Part, choice: Choice) -> dict[str, Any]:
+    def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
     def _ids(self, delta: TextDelta) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class ChatWriter(Writer):
             extra["prompt_token_ids"] = generation.parts[0].prompt.token_ids.tolist()
         return super().whole(generation) | extra
 
-    def _choice(self, part: Part, choice: Choice) -> dict[str, Any]:
+    def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         delta = choice.take()
         logprobs = chat_logprobs(delta, self._spellings) if self.with_logprobs else None
         return {
@@ -167,7 +167,7 @@ class ChatWriter(Writer):
             **self._ids(delta),
         }
 
-    def first(self, part: Part, choice: Choice, **fields: Any) -> list[bytes]:
+    def first(self, part: EngineRequest, choice: Choice, **fields: Any) -> list[bytes]:
         delta = {"role": "assistant", "content": ""}
         found = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self._with_token_ids and not choice.index:
@@ -230,7 +230,7 @@ class CompletionWriter(Writer):
         super().__init__(*args, **fields)
         self._echo, self._prompt_texts = echo, prompt_texts
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self.scores: list[Part] = []
+        self.scores: list[EngineRequest] = []
         """Of each prompt, for `echo`: its tokens, and their scores if they were asked for."""
         self.generates = True
         """False if nothing but the prompts is asked for."""
@@ -252,12 +252,12 @@ class CompletionWriter(Writer):
     def _lists(self, index: int) -> CompletionLogprobs:
         return self._logprobs.setdefault(index, CompletionLogprobs(self._spellings))
 
-    def _of_prompt(self, index: int, part: Part) -> dict[str, Any]:
+    def _of_prompt(self, index: int, part: EngineRequest) -> dict[str, Any]:
         """Lists of a prompt's tokens, the first of which nothing predicts."""
         ids = part.prompt.token_ids.tolist()
         return self._lists(index).of(ids, [None, *part.logprobs])
 
-    def _choice(self, part: Part, choice: Choice) -> dict[str, Any]:
+    def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         delta, number = choice.take(), choice.index // max(len(part.choices), 1)
         text, logprobs = delta.text, None
         if self.with_logprobs:
@@ -274,7 +274,7 @@ class CompletionWriter(Writer):
             result |= self._ids(delta) | {"prompt_token_ids": part.prompt.token_ids.tolist()}
         return result
 
-    def first(self, part: Part, choice: Choice, **fields: Any) -> list[bytes]:
+    def first(self, part: EngineRequest, choice: Choice, **fields: Any) -> list[bytes]:
         found: dict[str, Any] = {"index": choice.index, "text": "", "logprobs": None}
         found |= {"finish_reason": None, "stop_reason": None}
         if self._echo:

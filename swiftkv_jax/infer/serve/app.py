@@ -18,8 +18,9 @@ from .followers import Followers
 from .forms import Form, form_of
 from .grammars import Compiler, GrammarQueue
 from .options import ServerOptions
-from .prompts import LONG, Prompt, PromptEncoder
-from .protocol import MAX_MESSAGES, ChatBody, Sampling, TokenizeBody
+from .params import truncation_of
+from .prompts import LONG, Prompt, PromptEncoder, Truncation
+from .protocol import MAX_MESSAGES, ChatBody, CompletionBody, Sampling, TokenizeBody
 from .reasoning import Reasoning, reasoning_of
 from .service import Service
 from .template_options import template_options, variables_of
@@ -131,8 +132,13 @@ class App:
             add_generation_prompt=generation_prompt,
             continue_final_message=go_on,
             add_special_tokens=bool(body.add_special_tokens),
+            truncation=None if isinstance(body, TokenizeBody) else self.truncation_of(body),
             tools=None if body.tools is None else msgspec.to_builtins(body.tools),
         )
+
+    def truncation_of(self, body: ChatBody | CompletionBody) -> Truncation | None:
+        """How the prompts of a body are shortened. Raises `APIError`."""
+        return truncation_of(body, self.service.max_model_len)
 
     async def form_of(self, body: Sampling, tool_format: str | None, num_bytes: int) -> Form:
         """The form that a body of some `num_bytes` asks for: schemas of a megabyte take a tenth of

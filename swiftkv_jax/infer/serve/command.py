@@ -18,6 +18,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance")
 """What the extra `serve` installs."""
+PACKAGED_TEMPLATE = "plain"
+"""Name of the chat template that is packaged."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,13 +74,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("directory", nargs="?", type=Path, metavar="DIR", help="the checkpoint, as --model")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
+    add("--uds", type=Path, metavar="FILE", help="Unix domain socket, in place of host and port")
+    add("--root-path", metavar="PATH", help="path under which a proxy serves this, like /llm")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of TLS, in PEM")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key, without a password")
     add(
         "--served-model-name",
         action="append",
         metavar="NAME",
         help="name of the model; repeat to add more (default: its folder's)",
     )
-    add("--api-key", action="append", metavar="KEY", help="let in who brings it; repeatable")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="accept requests with this key; repeatable",
+    )
     add("--api-key-file", type=Path, metavar="FILE", help="a key a line, NAME:KEY; mode 600")
     add("--insecure", action="store_true", help="listen beyond this machine without keys")
     add("--metrics-public", action="store_true", default=None, help="/metrics needs no key")
@@ -100,7 +112,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="Jinja, in place of the checkpoint's chat template",
+        help="Jinja, in place of the checkpoint's chat template; `plain` is packaged: a "
+        "conversation as plain text",
     )
     _add_listed(
         parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
@@ -143,6 +156,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompt tokens that wait (default: 30 s of prefill)",
     )
+    add("--max-queued-bytes", **number, help="bytes of bodies in memory (default: 256 MiB)")
     add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
     add("--overload-status", type=int, choices=(429, 503), help="(default: 429)")
     add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
@@ -190,6 +204,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="no page to talk to the model at /",
     )
+    add(
+        "--enable-per-request-metrics",
+        dest="request_metrics",
+        action="store_true",
+        default=None,
+        help="`metrics` in answers: the times of the request",
+    )
+    add(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        default=None,
+        help="log the beginning of prompts",
+    )
+    add("--max-log-len", **number, help="characters of them (default: 200)")
     add("--log-json", action="store_true", default=None, help="a log of JSON, an object a line")
     add(
         "--kv-events-config",
@@ -222,7 +251,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given_sampling_params(args)
     SamplingParams(**sampling)
-    template = None if args.chat_template is None else _text(args.chat_template)
+    template = None if args.chat_template is None else chat_template_text(args.chat_template)
     from ...checkpoints.auxiliary import has_tokenizer
     from . import processes, server  # after the look for their packages
 
@@ -252,26 +281,36 @@ def main(args: argparse.Namespace) -> int:
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
         if not has_tokenizer(open_model(model_options).auxiliary_files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
-        listener = server.listen(args.host, args.port)
-        port = listener.getsockname()[1]
-        at = f"[{args.host}]" if ":" in args.host else args.host
-        logger.info(f"listening on http://{at}:{port}")
+        if args.uds is not None:
+            listener, at = server.listen_unix(args.uds), f"unix:{args.uds}"
+        else:
+            listener = server.listen(args.host, args.port)
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            scheme = "http" if options.ssl_certfile is None else "https"
+            at = f"{scheme}://{host}:{listener.getsockname()[1]}"
+        logger.info(f"listening on {at}")
         name = model_options.path.resolve().name
         again = None if args.api_key_file is None else (lambda: _keys(args))
         with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
             served = server.serve(
                 options, name, listener, load, read_keys=again, followers=followers
             )
-            return runner.run(served) or OK
+            try:
+                return runner.run(served) or OK
+            finally:
+                if args.uds is not None:
+                    args.uds.unlink(missing_ok=True)
 
     if announces_several(model_options.coordinator_address):
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
     return serve(lambda say: load(setup_model_devices(model_options), say))
 
 
-def _text(file: Path) -> str:
-    """Of a chat template. Raises `UsageError`."""
+def chat_template_text(file: Path) -> str:
+    """A chat template's, of a file or of the one that is packaged. Raises `UsageError`."""
     try:
+        if str(file) == PACKAGED_TEMPLATE and not file.exists():
+            return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"`chat_template`={file}: {error}") from None
@@ -323,13 +362,13 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     given["api_keys"] = _keys(args)
     if args.kv_events_config is not None:
         given["kv_events_config"] = KVEventsConfig.from_json(args.kv_events_config)
-    loopback = is_loopback(args.host)
+    loopback = args.uds is not None or is_loopback(args.host)
     if not loopback and not given["api_keys"] and not args.insecure:
         raise UsageError(
             f"`host`={args.host} can be reached from other machines: give `api_key` or "
             f"`api_key_file`, or say `insecure`"
         )
-    if loopback and args.allowed_hosts is None:
+    if loopback and args.uds is None and args.allowed_hosts is None:
         given["allowed_hosts"] = ("localhost", "127.0.0.1", "[::1]", args.host)
     return ServerOptions(**given)
 

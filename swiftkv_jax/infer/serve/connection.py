@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -62,18 +63,25 @@ class Connection(H11Protocol):
     transport: Transport  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._deadline: asyncio.TimerHandle | None = None
-        self._phase = ""
-        app = self.app
+        self.on_lost: Callable[[], None] | None = None
+        """Called when the connection has ended."""
+        self._phase, self._deadline = "", math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        """Runs out at the deadline, or before it and is set anew: a new deadline is an assignment.
+        """
+        app, root = self.app, self.options.root_path
 
         async def run(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {CONNECTION: self}
+            if root and scope["path"].startswith(f"{root}/"):  # a proxy may have removed it
+                scope["path"] = scope["path"].removeprefix(root)
             await app(scope, receive, send)
 
         self.app = run
         super().connection_made(Transport(transport))  # type: ignore[arg-type]
         # What is sent next waits until the system has what was sent before: `flow.drain`.
-        transport.set_write_buffer_limits(0)
+        # Not 0: uvloop's TLS would count an empty buffer as full.
+        transport.set_write_buffer_limits(high=1, low=0)
         if len(self.connections) > self.options.max_connections:
             message = f"there are {self.options.max_connections} connections"
             self._refuse(APIError(503, "too_many_connections", message))
@@ -81,12 +89,13 @@ class Connection(H11Protocol):
         self._enter("idle", self.options.keep_alive_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._enter("", None)
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        if self._phase == "idle":
-            self._enter("headers", self.options.header_timeout)
         super().data_received(data)
         self._follow()
 
@@ -112,7 +121,7 @@ class Connection(H11Protocol):
                 seconds = options.header_timeout if buffered else options.keep_alive_timeout
                 self._enter(phase, seconds)
         else:
-            self._enter("", None)
+            self._enter("", math.inf)
             # uvicorn stops reading while a request runs, and would not notice that the client
             # leaves.
             if self.flow.read_paused and buffered < MAX_HEADER_BYTES:
@@ -132,16 +141,21 @@ class Connection(H11Protocol):
         self.transport.write(head.encode() + content)
         self.transport.close()
 
-    def _enter(self, phase: str, seconds: float | None) -> None:
-        """Give the next phase its time; None gives it any."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._phase, self._deadline = phase, None
-        if seconds is not None:
-            self._deadline = self.loop.call_later(seconds, self._expire)
+    def _enter(self, phase: str, seconds: float) -> None:
+        """Give the next phase its time."""
+        self._phase, self._deadline = phase, self.loop.time() + seconds
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and seconds < math.inf:
+            self._timer = self.loop.call_at(self._deadline, self._expire)
 
     def _expire(self) -> None:
-        self.transport.abort()
+        self._timer = None
+        if (left := self._deadline - self.loop.time()) <= 0:
+            self.transport.abort()
+        elif left < math.inf:
+            self._timer = self.loop.call_at(self._deadline, self._expire)
 
 
 def with_options(options: ServerOptions) -> type[Connection]:

@@ -80,7 +80,7 @@ class EngineThread:
         self.iteration_tokens = Histogram(ITERATION_BUCKETS)
         """Tokens that a step sent through prefill, and that it received; steps without any are left
         out. Written by the engine's thread."""
-        self.snapshot = self._look()
+        self.snapshot = self._take_snapshot()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -124,7 +124,7 @@ class EngineThread:
                 if engine.has_work:
                     events += self._step()
                     self._take_cache_events()
-                self.snapshot = self._look()
+                self.snapshot = self._take_snapshot()
                 if events:
                     self._deliver(events)
                 if not engine.has_work and not self._submitted and not self._aborted:
@@ -143,7 +143,7 @@ class EngineThread:
             if found := self._cache_events.take():
                 self._on_cache_events(found)
 
-    def _look(self) -> Snapshot:
+    def _take_snapshot(self) -> Snapshot:
         engine = self._engine
         stats = Stats(**vars(engine.stats))
         return Snapshot(

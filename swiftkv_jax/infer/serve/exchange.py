@@ -40,7 +40,7 @@ def error_events(error: APIError) -> bytes:
     return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
 
 
-class Exchange:
+class HTTPExchange:
     """A request, and the one answer to it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float):
@@ -64,7 +64,6 @@ class Exchange:
         self.on_gone: Callable[[], None] = lambda: None
         self.error_events = error_events
         """What ends a stream that cannot go on."""
-        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def method(self) -> str:
@@ -136,17 +135,16 @@ class Exchange:
     def watch(self) -> None:
         """From now on `is_gone` tells whether the client has left, and `on_gone` is called when it
         does. Nothing else may be received."""
-        self._watcher = asyncio.ensure_future(self._watch())
+        self._connection.on_lost = self._leave
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
         self.is_gone = True
         self.on_gone()
 
     def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
+        """The connection is that of the next request, which may have begun."""
+        if self._connection.on_lost == self._leave:
+            self._connection.on_lost = None
 
     # Out -------------------------------------------------------------------------------
 

@@ -12,35 +12,36 @@ from .admission import Reservation
 from .answers import ChatWriter, CompletionWriter, Writer
 from .app import App
 from .errors import unsupported
-from .exchange import DONE, Exchange
+from .exchange import DONE, HTTPExchange
 from .forms import Form
-from .generation import Choice, Generation, Part, request_of, score_of
+from .generation import Choice, EngineRequest, Generation, request_of, score_of
 from .params import check_logprob_entries, refuse_unsupported, sampling_params
 from .prompts import Prompt
 from .protocol import ChatBody, CompletionBody, Sampling
 from .reasoning import ReasoningParser, Start
 from .run import changes, run, until_done
 from .token_filters import filtered
+from .token_text import WithSpecialTokens
 
 
-async def completions(app: App, exchange: Exchange) -> None:
+async def completions(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/completions"""
     await _generate(app, exchange, CompletionBody, _completion)
 
 
-async def chat_completions(app: App, exchange: Exchange) -> None:
+async def chat_completions(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/chat/completions"""
     await _generate(app, exchange, ChatBody, _chat)
 
 
 async def _generate[B: CompletionBody | ChatBody](
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     kind: type[B],
-    prepare: Callable[[App, Exchange, B, Reservation], Awaitable[tuple[Generation, Writer]]],
+    prepare: Callable[[App, HTTPExchange, B, Reservation], Awaitable[tuple[Generation, Writer]]],
 ) -> None:
     async def checked(
-        app: App, exchange: Exchange, body: B, reservation: Reservation
+        app: App, exchange: HTTPExchange, body: B, reservation: Reservation
     ) -> tuple[Generation, Writer]:
         refuse_unsupported(body)
         if body.request_id is not None:
@@ -53,7 +54,7 @@ async def _generate[B: CompletionBody | ChatBody](
 # Prompts --------------------------------------------------------------------------------
 
 
-def salt_of(app: App, exchange: Exchange, cache_salt: str | None) -> str:
+def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
     """Salt of the prefix cache: of the key, and of the request."""
     key = "" if app.options.share_prefix_cache else exchange.key
     if not key and not cache_salt:
@@ -62,7 +63,7 @@ def salt_of(app: App, exchange: Exchange, cache_salt: str | None) -> str:
 
 
 async def _completion(
-    app: App, exchange: Exchange, body: CompletionBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: CompletionBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
     texts, salt = body.prompts(), salt_of(app, exchange, body.cache_salt)
     scores = bool(body.echo) and body.logprobs is not None
@@ -74,7 +75,11 @@ async def _completion(
         )
     start = time.perf_counter()
     prompts = await app.encoder.encode(
-        texts, add_special_tokens=body.add_special_tokens is not False, salt=salt, param="prompt"
+        texts,
+        add_special_tokens=body.add_special_tokens is not False,
+        salt=salt,
+        param="prompt",
+        truncation=app.truncation_of(body),
     )
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     form = await app.form_of(body, None, exchange.num_bytes_in)
@@ -82,7 +87,10 @@ async def _completion(
     total = sum(len(prompt.token_ids) for prompt in prompts)
     check_logprob_entries(params, total if scores else 0, len(prompts))
     generates = body.max_tokens != 0
-    scored = [Part(score_of(prompt, params.logprobs or 0, salt=salt), prompt) for prompt in prompts]
+    scored = [
+        EngineRequest(score_of(prompt, params.logprobs or 0, salt=salt), prompt)
+        for prompt in prompts
+    ]
     parts = [part for part in scored if scores and len(part.prompt.token_ids) > 1]
     if generates:
         parts += await _parts(app, body, prompts, params, salt, form)
@@ -107,7 +115,7 @@ async def _completion(
 
 
 async def _chat(
-    app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
     generation, params = await chat_generation(app, exchange, body, reservation)
     writer = ChatWriter(
@@ -119,7 +127,7 @@ async def _chat(
 
 
 async def chat_generation(
-    app: App, exchange: Exchange, body: ChatBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, SamplingParams]:
     """What the engine runs for a chat. Raises `APIError`."""
     form = await app.form_of(body, app.tool_format, exchange.num_bytes_in)
@@ -143,7 +151,7 @@ def continued(body: ChatBody) -> str:
     return str(body.messages[-1].rendered(len(body.messages) - 1)["content"])
 
 
-def _facts(app: App, exchange: Exchange, body: Sampling) -> tuple:
+def _facts(app: App, exchange: HTTPExchange, body: Sampling) -> tuple:
     spellings = app.spellings_as_ids if body.return_tokens_as_token_ids else app.spellings
     name = body.model or app.model_names[0]
     return name, int(time.time()), app.fingerprint, exchange.request_id, spellings
@@ -169,7 +177,7 @@ async def _parts(
     salt: str,
     form: Form,
     start: Start = "over",
-) -> list[Part]:
+) -> list[EngineRequest]:
     """With a seed of the client's every prompt gets the answer that it gets alone. `start` is where
     the answers start."""
     parts, matcher, tokenizer = [], await app.compile_grammar(form), app.tokenizer
@@ -179,6 +187,8 @@ async def _parts(
         matcher = reasoned or matcher
     if app.reasoning is not None and start != "over":
         tokenizer = app.reasoning.tokenizer
+    if body.skip_special_tokens is False:
+        tokenizer = WithSpecialTokens(app.tokenizer)
     grammar = filtered(
         body,
         matcher,
@@ -190,7 +200,7 @@ async def _parts(
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0
         request = request_of(prompt, params, rng_stream=rng_stream, salt=salt, grammar=grammar)
-        part = Part(request, prompt)
+        part = EngineRequest(request, prompt)
         for sample in range(params.n):
             index = number * params.n + sample
             stop = bool(body.include_stop_str_in_output)
@@ -200,7 +210,7 @@ async def _parts(
     return parts
 
 
-def _count(reservation: Reservation, parts: list[Part], param: str) -> None:
+def _count(reservation: Reservation, parts: list[EngineRequest], param: str) -> None:
     """Scores of a prompt that is continued too are not counted as sequences of their own."""
     tokens = sum(len(part.prompt.token_ids) for part in parts)
     samples = sum(len(part.choices) for part in parts)
@@ -212,7 +222,7 @@ def _count(reservation: Reservation, parts: list[Part], param: str) -> None:
 
 async def _answer(
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     body: CompletionBody | ChatBody,
     generation: Generation,
     writer: Writer,
@@ -222,17 +232,18 @@ async def _answer(
         return
     await until_done(exchange, generation)
     exchange.extra["server-timing"] = server_timing(generation)
+    extra = {"metrics": request_metrics(generation)} if app.options.request_metrics else {}
     if writer.with_logprobs:  # microseconds for each token, and there may be many
         work, length = functools.partial(writer.whole, generation), generation.num_prompt_tokens
         whole = await app.encoder.in_thread(work, length + generation.num_tokens)
     else:
         whole = writer.whole(generation)
-    await exchange.send_json(200, whole)
+    await exchange.send_json(200, whole | extra)
 
 
 async def _stream(
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     body: CompletionBody | ChatBody,
     generation: Generation,
     writer: Writer,
@@ -243,11 +254,15 @@ async def _stream(
     each_usage = bool(wanted and wanted.continuous_usage_stats)
     last_usage = bool(wanted and wanted.include_usage)
     begun, ended = set[int](), set[int]()
+    num_choices = sum(len(part.choices) for part in generation.parts)
     async for _ in changes(exchange, generation, silence=app.options.sse_keep_alive):
         fields = {"usage": writer.usage(generation)} if each_usage else {}
         if last_usage and not each_usage:
             fields = {"usage": None}
         events: list[bytes] = []
+        done, last = generation.is_done, {}
+        if done and app.options.request_metrics:
+            last = {"metrics": request_metrics(generation)}
         for part in generation.parts:
             for choice in part.choices:
                 if choice.index in ended or not (choice.is_ready or choice.finish_reason):
@@ -257,15 +272,34 @@ async def _stream(
                     events += writer.first(part, choice, **fields)
                 if choice.finish_reason is not None:
                     ended.add(choice.index)
+                if len(ended) == num_choices and not last_usage:
+                    fields |= last
                 events.append(writer.event([writer.next(choice, choice.take())], **fields))
-        if done := generation.is_done:
+        if done:
             if last_usage:
-                events.append(writer.event([], usage=writer.usage(generation)))
+                events.append(writer.event([], usage=writer.usage(generation), **last))
             events.append(DONE)
         if events:
             if not exchange.status:
                 exchange.extra["server-timing"] = server_timing(generation, whole=False)
             await exchange.send_events(b"".join(events), more=not done)
+
+
+def request_metrics(generation: Generation) -> dict[str, float | None]:
+    """The times of a request that has ended, under vLLM's names; null for one that ran nothing. As
+    in vLLM, the time to the first token is that after the queue."""
+    started, first, last = generation.started, generation.first_token, generation.last_token
+    tokens = generation.num_tokens
+    longest = max((choice.num_tokens for choice in generation.choices), default=0)
+    found: dict[str, float | None] = {
+        "time_to_first_token_ms": 1e3 * (first - started),
+        "generation_time_ms": 1e3 * (last - first),
+        "queue_time_ms": 1e3 * (started - generation.arrival),
+        "mean_itl_ms": 1e3 * (last - first) / (longest - 1) if longest > 1 else None,
+        "tokens_per_second": tokens / (last - started) if last > started else None,
+    }
+    ran = first > 0
+    return {name: round(one, 3) if ran and one is not None else None for name, one in found.items()}
 
 
 def server_timing(generation: Generation, *, whole: bool = True) -> str:

@@ -164,7 +164,7 @@ class Choice:
 
 
 @dataclasses.dataclass(eq=False)
-class Part:
+class EngineRequest:
     """One prompt of a request as the engine runs it, or the scores of its tokens."""
 
     request: Request | ScoreRequest
@@ -204,7 +204,11 @@ class Generation:
     """All parts of one request, from admission to the end."""
 
     def __init__(
-        self, prompts: list[Prompt], parts: list[Part], reservation: Reservation, arrival: float
+        self,
+        prompts: list[Prompt],
+        parts: list[EngineRequest],
+        reservation: Reservation,
+        arrival: float,
     ):
         """`arrival` is the `time.monotonic()` of the body's last byte."""
         self.prompts, self.parts = prompts, parts
@@ -253,7 +257,7 @@ class Generation:
                 return False
         return True
 
-    def push(self, part: Part, event: RequestOutput | UsageError | Ended) -> bool:
+    def push(self, part: EngineRequest, event: RequestOutput | UsageError | Ended) -> bool:
         """Add an event of a part. True if its text has ended its sample, by a stop string or as
         its only call, which the engine does not know."""
         stopped = False
@@ -277,7 +281,7 @@ class Generation:
         self.changed.set()
         return stopped
 
-    def _observe(self, part: Part, event: RequestOutput) -> None:
+    def _observe(self, part: EngineRequest, event: RequestOutput) -> None:
         """The times of an output."""
         now = self.last_token = time.monotonic()
         if not part.is_first(event):

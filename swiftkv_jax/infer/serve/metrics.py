@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engine.requests import RequestOutput
-from .generation import Generation, Part
+from .generation import EngineRequest, Generation
 from .histogram import Histogram, RecentMaximum, token_buckets
 
 # Buckets of vLLM 0.33, `v1/metrics/loggers.py`, in seconds or tokens.
@@ -67,7 +67,7 @@ class Metrics:
 
     # Events ---------------------------------------------------------------------------
 
-    def observe_event(self, generation: Generation, part: Part, event: Any) -> None:
+    def observe_event(self, generation: Generation, part: EngineRequest, event: Any) -> None:
         """An event of a request, before it is added to it."""
         if not isinstance(event, RequestOutput):
             return
@@ -81,7 +81,7 @@ class Metrics:
             self.itl.observe((now - choice.last_token) / tokens, tokens)
         choice.last_token = now
 
-    def count_tokens(self, generation: Generation, part: Part, event: Any) -> None:
+    def count_tokens(self, generation: Generation, part: EngineRequest, event: Any) -> None:
         """The tokens of an event that has been added to its sample: those that are in the answer,
         and those behind its end or after an abort."""
         if not isinstance(event, RequestOutput) or not part.choices:

@@ -1,10 +1,13 @@
-"""The options of a server: what it offers, whom it lets in, and what one request may cost."""
+"""The options of a server: what it offers, which requests it accepts, and what one may cost."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from ...errors import UsageError
@@ -123,6 +126,14 @@ class ServerOptions:
     """Variables of the chat template that requests may set, besides those that switch reasoning.
     """
 
+    root_path: str = ""
+    """Path under which a proxy serves this server, "/llm" for example. Requests are answered with
+    and without it."""
+    ssl_certfile: Path | None = None
+    """Certificate chain of TLS, in PEM; None is plain HTTP."""
+    ssl_keyfile: Path | None = None
+    """Its private key, unless that is in `ssl_certfile`."""
+
     max_connections: int = 4096
     max_body_size: int | None = None
     """Bytes of a body; None is 64 for each token of `max_model_len`, from 2 to 32 MiB."""
@@ -170,6 +181,12 @@ class ServerOptions:
     allow_ignore_eos: bool = True
     page: bool = True
     """Answer / with a page to talk to the model."""
+    log_requests: bool = False
+    """The log's line of a request has the beginning of its prompt."""
+    max_log_len: int = 200
+    """Characters of it."""
+    request_metrics: bool = False
+    """Answers have `metrics`: the times of their request."""
     log_json: bool = False
     """The log's record of a request has its values as `fields`, in the place of a text."""
     kv_events_config: KVEventsConfig | None = None
@@ -190,6 +207,12 @@ class ServerOptions:
                 raise UsageError(f"`{field.name}`={value} must be above 0")
         if refused := [name for name in self.chat_template_kwargs if name in _OF_THE_SERVER]:
             raise UsageError(f"`chat_template_kwargs`: requests cannot set {refused[0]!r}")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
+            raise UsageError(f"`root_path`={self.root_path!r} must be like /llm")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise UsageError("`ssl_keyfile` needs `ssl_certfile`")
+        if self.ssl_certfile is not None:
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile)
         for name in self.served_model_name:
             if not name or len(name) > 256 or not name.isprintable():
                 raise UsageError(f"`served_model_name`={name!r} must be 1 to 256 characters")
@@ -203,3 +226,14 @@ class ServerOptions:
     def sequence_limit(self, max_num_seqs: int) -> int:
         """Sequences that wait and run at most."""
         return self.max_num_queued_reqs or max(4 * max_num_seqs, 64)
+
+
+def _check_certificate(certificate: Path, key: Path | None) -> None:
+    """Raise `UsageError` for what is no certificate with its key. A key may have no password."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:  # `SSLError` is an `OSError`
+        name = f"`ssl_certfile`={certificate}"
+        name += "" if key is None else f", `ssl_keyfile`={key}"
+        raise UsageError(f"{name}: {error}") from None

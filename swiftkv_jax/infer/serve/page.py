@@ -10,10 +10,10 @@ import re
 from importlib import resources
 
 from .app import App
-from .exchange import Exchange
+from .exchange import HTTPExchange
 
 
-async def page(app: App, exchange: Exchange) -> None:
+async def page(app: App, exchange: HTTPExchange) -> None:
     """GET /"""
     content, policy = _page()
     exchange.extra |= {

@@ -11,6 +11,7 @@ from ...errors import UsageError
 from ..engine.sampling_params import SamplingParams
 from .errors import invalid, of_usage, unsupported
 from .options import MAX_LOGPROB_ENTRIES, ServerOptions
+from .prompts import Truncation
 from .protocol import ChatBody, CompletionBody, Sampling
 
 MAX_STOP_CHARACTERS = 512
@@ -32,7 +33,6 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "priority": (0,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "use_beam_search": (False,),
@@ -67,8 +67,6 @@ _REFUSED = sorted(
         "suffix",
         "thinking",
         "thinking_token_budget",
-        "truncate_prompt_tokens",
-        "truncation_side",
         "verbosity",
         "vllm_xargs",
         "web_search_options",
@@ -109,6 +107,31 @@ def asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
     return value is not None and not any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing
     )
+
+
+def truncation_of(body: ChatBody | CompletionBody, max_model_len: int) -> Truncation | None:
+    """How the prompts of a body are shortened; None leaves them whole. Raises `APIError`."""
+    limit, side = body.truncate_prompt_tokens, body.truncation_side
+    if limit is None:
+        if side is not None:
+            raise invalid("truncation_side", "`truncation_side` needs `truncate_prompt_tokens`")
+        return None
+    if isinstance(body, ChatBody):
+        tokens = _chat_max_tokens(body) or 1
+        if side == "right":
+            raise unsupported(
+                "truncation_side", "`truncation_side`: the end of a chat is its answer's beginning"
+            )
+    else:
+        tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if limit == -1:
+        limit = max(max_model_len - tokens, 1)
+    elif not 1 <= limit <= max_model_len:
+        raise invalid(
+            "truncate_prompt_tokens",
+            f"`truncate_prompt_tokens`={limit} must be -1 or from 1 to {max_model_len}",
+        )
+    return Truncation(limit, side or "left")
 
 
 def sampling_params(

@@ -9,7 +9,7 @@ import concurrent.futures
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from .workers import Workers
 WORKERS = 4
 LONG = 8192
 """Characters from which on a text is long: one thread always serves the others."""
+SHORT = 512
+"""Characters that are tokenized and hashed in about 0.2 ms: two changes of threads take longer."""
 FEW_IDS = 2048
 """Token ids that are checked and hashed in 0.1 ms, the time that a thread takes to begin."""
 TEMPLATE_SECONDS = 5.0
@@ -38,7 +40,19 @@ class Prompt(NamedTuple):
     """i32[T]"""
     page_keys: list[bytes]
     text: str | None
-    """What the client sent; None for token ids."""
+    """What the client sent; None for token ids, and for a text of which a part remains."""
+
+
+class Truncation(NamedTuple):
+    """Which tokens of a prompt remain."""
+
+    num_tokens: int
+    side: Literal["left", "right"]
+    """Where tokens are cut off: left keeps the last."""
+
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        """Those of `ids`."""
+        return ids[-self.num_tokens :] if self.side == "left" else ids[: self.num_tokens]
 
 
 class PromptEncoder:
@@ -69,20 +83,28 @@ class PromptEncoder:
         self._long = Workers(self._pool, WORKERS - 1)
 
     async def encode(
-        self, texts: Sequence[str | list[int]], *, add_special_tokens: bool, salt: str, param: str
+        self,
+        texts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool,
+        salt: str,
+        param: str,
+        truncation: Truncation | None = None,
     ) -> list[Prompt]:
         """Prompts of texts or token ids. Raises `APIError` that names `param`."""
         for text in texts:
             if isinstance(text, str):
                 self._check_length(text, param)
-            elif len(text) > self._max_model_len:
+            elif len(text) > self._max_model_len and truncation is None:
                 raise self._too_long(len(text), param)
 
         def work() -> list[Prompt]:
-            return [self._prompt(text, add_special_tokens, salt, param) for text in texts]
+            return [
+                self._prompt(text, add_special_tokens, salt, param, truncation) for text in texts
+            ]
 
         length = sum(map(len, texts))
-        if length <= FEW_IDS and not any(isinstance(text, str) for text in texts):
+        if length <= (SHORT if any(isinstance(text, str) for text in texts) else FEW_IDS):
             return work()
         return await self.in_thread(work, length)
 
@@ -97,6 +119,7 @@ class PromptEncoder:
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        truncation: Truncation | None = None,
     ) -> Prompt:
         """The prompt of a conversation of some `num_bytes`, with the tools that it may call, as
         OpenAI's objects, and further `variables` of the template. What all of them spell is text:
@@ -135,7 +158,7 @@ class PromptEncoder:
                     )[0].ids
                 elif segment:
                     ids += self._ids(segment, add_special_tokens and not number)
-            return self._made(np.asarray(ids, np.int32), salt, text, "messages")
+            return self._made(np.asarray(ids, np.int32), salt, text, "messages", truncation)
 
         return await self.in_thread(work, num_bytes)
 
@@ -162,20 +185,36 @@ class PromptEncoder:
     # In a thread -----------------------------------------------------------------
 
     def _prompt(
-        self, text: str | list[int], add_special_tokens: bool, salt: str, param: str
+        self,
+        text: str | list[int],
+        add_special_tokens: bool,
+        salt: str,
+        param: str,
+        truncation: Truncation | None,
     ) -> Prompt:
         if not isinstance(text, str):
             ids = self._checked(text, param)
-            return self._made(ids, salt, None, param)
+            return self._made(ids, salt, None, param, truncation)
         if not text:
             raise invalid(param, "the prompt is empty")
         self._check_unicode(text, param)
         special = add_special_tokens and not brings_first_token(self._tokenizer, text)
-        return self._made(np.asarray(self._ids(text, special), np.int32), salt, text, param)
+        ids = np.asarray(self._ids(text, special), np.int32)
+        kept = text if truncation is None or ids.size <= truncation.num_tokens else None
+        return self._made(ids, salt, kept, param, truncation)
 
-    def _made(self, ids: np.ndarray, salt: str, text: str | None, param: str) -> Prompt:
+    def _made(
+        self,
+        ids: np.ndarray,
+        salt: str,
+        text: str | None,
+        param: str,
+        truncation: Truncation | None,
+    ) -> Prompt:
         if not ids.size:
             raise invalid(param, "the prompt is empty")
+        if truncation is not None:
+            ids = truncation.of(ids)
         if ids.size > self._max_model_len:
             raise self._too_long(ids.size, param)
         keys = page_keys(ids, self.page_size, salt) if self._caching else []  # type: ignore[arg-type]

@@ -75,6 +75,9 @@ class Sampling(Body, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -109,12 +112,9 @@ class Sampling(Body, kw_only=True):
     prompt_logprobs: Any = None
     repetition_detection: Any = None
     service_tier: Any = None
-    skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     store: Any = None
     stream_interval: Any = None
-    truncate_prompt_tokens: Any = None
-    truncation_side: Any = None
     use_beam_search: Any = None
     verbosity: Any = None
     vllm_xargs: Any = None
@@ -196,7 +196,7 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {"type": "function", "function": function} | ({"id": self.id} if self.id else {})
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message. Fields of other types than text are not looked at."""
 
     type: str
@@ -205,7 +205,7 @@ class Part(msgspec.Struct):
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -15,7 +15,7 @@ import msgspec
 from .admission import Reservation
 from .app import App
 from .errors import APIError, invalid, unsupported
-from .exchange import Exchange
+from .exchange import HTTPExchange
 from .generate import chat_generation, server_timing
 from .generation import Generation
 from .params import asks_for_something, refuse_unsupported
@@ -23,6 +23,7 @@ from .protocol import (
     MAX_MESSAGES,
     Body,
     ChatBody,
+    ContentPart,
     Effort,
     Function,
     FunctionCall,
@@ -30,7 +31,6 @@ from .protocol import (
     JSONSchema,
     Message,
     NamedToolChoice,
-    Part,
     ResponseFormat,
     Tool,
     ToolCall,
@@ -52,11 +52,11 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     arguments: str | None = None
     call_id: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ContentPart] | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -157,13 +157,13 @@ _STATELESS = {
 }
 
 
-async def responses(app: App, exchange: Exchange) -> None:
+async def responses(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/responses"""
     await run(app, exchange, ResponsesBody, _prepare, _answer)
 
 
 async def _prepare(
-    app: App, exchange: Exchange, body: ResponsesBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: ResponsesBody, reservation: Reservation
 ) -> tuple[Generation, ResponseWriter]:
     for name, nothing in _ASK_FOR_NOTHING.items():
         if asks_for_something(getattr(body, name), nothing):
@@ -226,7 +226,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
 
 async def _answer(
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     body: ResponsesBody,
     generation: Generation,
     writer: ResponseWriter,

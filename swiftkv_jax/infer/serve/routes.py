@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ... import __version__
 from .app import App
 from .errors import APIError, printable
-from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .exchange import ClientGone, HTTPExchange, Receive, Scope, Send
 from .exposition import exposition
 from .generate import chat_completions, completions
 from .page import page
@@ -28,7 +28,7 @@ from .token_routes import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[App, Exchange], Awaitable[None]]
+Handler = Callable[[App, HTTPExchange], Awaitable[None]]
 OTHER_MODELS = ("embeddings", "audio", "images", "files", "fine_tuning", "moderations", "batches")
 """What OpenAI has under /v1/ besides text."""
 QUIET = ("/", "/health", "/ready", "/ping", "/metrics", "/load")
@@ -93,7 +93,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        exchange = Exchange(scope, receive, send, write_timeout=app.options.write_timeout)
+        exchange = HTTPExchange(scope, receive, send, write_timeout=app.options.write_timeout)
         if app.service.state == "draining":
             exchange.extra["connection"] = "close"
         try:
@@ -131,7 +131,7 @@ class Endpoint:
 
         return answer
 
-    def _check_host(self, exchange: Exchange) -> None:
+    def _check_host(self, exchange: HTTPExchange) -> None:
         """A web page whose name resolves to a loopback address must not reach the server."""
         allowed = self._app.options.allowed_hosts
         if allowed is None:
@@ -141,7 +141,7 @@ class Endpoint:
         if name.lower().rstrip(".") not in allowed:
             raise APIError(403, "host_not_allowed", f"the host {name!r} is not served here")
 
-    def _log(self, exchange: Exchange) -> None:
+    def _log(self, exchange: HTTPExchange) -> None:
         total = 1e3 * (time.monotonic() - exchange.arrival)
         found = {
             "id": exchange.request_id,
@@ -159,13 +159,14 @@ class Endpoint:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
             shown = {"time": now} | found
             parts = (f"{name}={value}" for name, value in shown.items() if value not in ("", []))
-            logger.info("%s", printable(" ".join(parts), 1000))
+            room = self._app.options.max_log_len if self._app.options.log_requests else 0
+            logger.info("%s", printable(" ".join(parts), 1000 + room))
 
 
 # Handlers ---------------------------------------------------------------------------
 
 
-async def refuse(app: App, exchange: Exchange) -> None:
+async def refuse(app: App, exchange: HTTPExchange) -> None:
     """A path or a method that is none."""
     error, path = exchange.scope["refusal"], exchange.scope["path"]
     if error.status_code == 405:
@@ -176,12 +177,12 @@ async def refuse(app: App, exchange: Exchange) -> None:
     raise APIError(404, "unknown_route", f"there is no {path}")
 
 
-async def health(app: App, exchange: Exchange) -> None:
+async def health(app: App, exchange: HTTPExchange) -> None:
     """GET /health: the process answers."""
     await exchange.send_json(200, {"status": "ok"})
 
 
-async def ready(app: App, exchange: Exchange) -> None:
+async def ready(app: App, exchange: HTTPExchange) -> None:
     """GET /ready, /ping: requests are taken."""
     service = app.service
     is_ending = service.state == "ready" and service.is_shutting_down
@@ -191,34 +192,34 @@ async def ready(app: App, exchange: Exchange) -> None:
     await exchange.send_json(200 if found["status"] == "ready" else 503, found)
 
 
-async def version(app: App, exchange: Exchange) -> None:
+async def version(app: App, exchange: HTTPExchange) -> None:
     """GET /version"""
     await exchange.send_json(200, {"version": __version__})
 
 
-async def load(app: App, exchange: Exchange) -> None:
+async def load(app: App, exchange: HTTPExchange) -> None:
     """GET /load: requests that wait and run."""
     await exchange.send_json(200, {"server_load": app.service.num_admitted})
 
 
-async def metrics(app: App, exchange: Exchange) -> None:
+async def metrics(app: App, exchange: HTTPExchange) -> None:
     """GET /metrics"""
     accept = exchange.headers.get(b"accept", b"").decode("latin-1")
     await exchange.send_bytes(200, *exposition(app.service, accept))
 
 
-async def schema(app: App, exchange: Exchange) -> None:
+async def schema(app: App, exchange: HTTPExchange) -> None:
     """GET /openapi.json"""
     await exchange.send_json(200, openapi())
 
 
-async def models(app: App, exchange: Exchange) -> None:
+async def models(app: App, exchange: HTTPExchange) -> None:
     """GET /v1/models"""
     cards = [_card(app, name) for name in app.model_names]
     await exchange.send_json(200, {"object": "list", "data": cards})
 
 
-async def model(app: App, exchange: Exchange) -> None:
+async def model(app: App, exchange: HTTPExchange) -> None:
     """GET /v1/models/{id}"""
     name = exchange.scope["path_params"]["id"]
     app.check_model(name)

@@ -9,17 +9,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from .admission import Reservation
 from .app import App
 from .decoding import decode
-from .exchange import KEEP_ALIVE, ClientGone, Exchange
+from .errors import printable
+from .exchange import KEEP_ALIVE, ClientGone, HTTPExchange
 from .generation import Generation
 from .protocol import Body
 
 
 async def run[B: Body, A](
     app: App,
-    exchange: Exchange,
+    exchange: HTTPExchange,
     kind: type[B],
-    prepare: Callable[[App, Exchange, B, Reservation], Awaitable[tuple[Generation, A]]],
-    answer: Callable[[App, Exchange, B, Generation, A], Awaitable[None]],
+    prepare: Callable[[App, HTTPExchange, B, Reservation], Awaitable[tuple[Generation, A]]],
+    answer: Callable[[App, HTTPExchange, B, Generation, A], Awaitable[None]],
 ) -> None:
     """Answer one request. `prepare` makes what the engine runs of a body, and what `answer` needs
     besides to send it. Raises `APIError` and `ClientGone`; nothing is held then."""
@@ -62,10 +63,14 @@ async def run[B: Body, A](
             if not generation.is_done:
                 service.abort(generation, "client")
             _log(exchange, generation)
+            if app.options.log_requests:
+                exchange.log["prompt"] = _beginning(generation, app.options.max_log_len)
 
 
 @contextlib.asynccontextmanager
-async def counted_body[B: Body](app: App, exchange: Exchange, kind: type[B]) -> AsyncIterator[B]:
+async def counted_body[B: Body](
+    app: App, exchange: HTTPExchange, kind: type[B]
+) -> AsyncIterator[B]:
     """The body of a request that needs no engine; its bytes count until the end. Raises
     `APIError` and `ClientGone`."""
     service = app.service
@@ -80,7 +85,7 @@ async def counted_body[B: Body](app: App, exchange: Exchange, kind: type[B]) -> 
         reservation.release()
 
 
-async def _unless_gone[T](exchange: Exchange, work: Awaitable[T]) -> T:
+async def _unless_gone[T](exchange: HTTPExchange, work: Awaitable[T]) -> T:
     """What `work` gives. Raises `ClientGone` as soon as the client has left: what it waits for is
     not begun any more."""
     task = asyncio.current_task()
@@ -103,7 +108,7 @@ async def _unless_gone[T](exchange: Exchange, work: Awaitable[T]) -> T:
     return found
 
 
-def body_of[B: Body](app: App, exchange: Exchange, kind: type[B], content: bytes) -> B:
+def body_of[B: Body](app: App, exchange: HTTPExchange, kind: type[B], content: bytes) -> B:
     """The body of a request for the model that is served. A header of the answer names the fields
     that were ignored. Raises `APIError`."""
     ignore = app.options.unknown_fields == "ignore"
@@ -121,7 +126,7 @@ def _header(text: str) -> str:
 
 
 async def changes(
-    exchange: Exchange, generation: Generation, *, silence: float | None = None
+    exchange: HTTPExchange, generation: Generation, *, silence: float | None = None
 ) -> AsyncIterator[None]:
     """Yields when there may be something new to send, the last time when all is there. After so
     many seconds of silence it sends a comment of a stream, and yields too. Raises `APIError` and
@@ -155,7 +160,7 @@ class _SilenceTimer:
         self._event, self._seconds = event, seconds
         self._loop, self._has_ended = asyncio.get_running_loop(), False
         self._start = self._loop.time()
-        self._handle = self._loop.call_later(seconds, self._look)
+        self._handle = self._loop.call_later(seconds, self._check)
 
     def restart(self) -> None:
         self._start = self._loop.time()
@@ -168,21 +173,29 @@ class _SilenceTimer:
     def cancel(self) -> None:
         self._handle.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         left = self._start + self._seconds - self._loop.time()
         if left <= 0:
             self._has_ended, self._start, left = True, self._loop.time(), self._seconds
             self._event.set()
-        self._handle = self._loop.call_later(left, self._look)
+        self._handle = self._loop.call_later(left, self._check)
 
 
-async def until_done(exchange: Exchange, generation: Generation) -> None:
+async def until_done(exchange: HTTPExchange, generation: Generation) -> None:
     """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
     async for _ in changes(exchange, generation):
         pass
 
 
-def _log(exchange: Exchange, generation: Generation) -> None:
+def _beginning(generation: Generation, limit: int) -> str:
+    """Of the first prompt, in one line: its text, or its token ids."""
+    if not generation.prompts:
+        return ""
+    token_ids, _, text = generation.prompts[0]
+    return printable(str(token_ids[:limit].tolist()) if text is None else text, limit)
+
+
+def _log(exchange: HTTPExchange, generation: Generation) -> None:
     """What the line in the log says of a request that was admitted."""
     reasons = sorted({choice.finish_reason or "none" for choice in generation.choices})
     exchange.log |= {

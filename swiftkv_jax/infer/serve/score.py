@@ -16,16 +16,16 @@ from ..text import encode_pair
 from .admission import Reservation
 from .app import App
 from .errors import invalid, unsupported
-from .exchange import Exchange
+from .exchange import HTTPExchange
 from .generate import salt_of
-from .generation import Generation, Part
+from .generation import EngineRequest, Generation
 from .options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
 from .prompts import Prompt
 from .protocol import Pair, ScoreBody
 from .run import run, until_done
 
 
-async def score(app: App, exchange: Exchange) -> None:
+async def score(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/score"""
     app.service.check_ready()
     if not app.scoring:
@@ -34,7 +34,7 @@ async def score(app: App, exchange: Exchange) -> None:
 
 
 async def _prepare(
-    app: App, exchange: Exchange, body: ScoreBody, reservation: Reservation
+    app: App, exchange: HTTPExchange, body: ScoreBody, reservation: Reservation
 ) -> tuple[Generation, None]:
     parts = await _parts(app, exchange, body, exchange.num_bytes_in)
     prompts = [part.prompt for part in parts]
@@ -43,14 +43,16 @@ async def _prepare(
 
 
 async def _send(
-    app: App, exchange: Exchange, body: ScoreBody, generation: Generation, _: None
+    app: App, exchange: HTTPExchange, body: ScoreBody, generation: Generation, _: None
 ) -> None:
     await until_done(exchange, generation)
     work, length = functools.partial(_answer, app, body, generation), generation.num_prompt_tokens
     await exchange.send_json(200, await app.encoder.in_thread(work, length))
 
 
-async def _parts(app: App, exchange: Exchange, body: ScoreBody, num_bytes: int) -> list[Part]:
+async def _parts(
+    app: App, exchange: HTTPExchange, body: ScoreBody, num_bytes: int
+) -> list[EngineRequest]:
     """What the engine scores. Raises `APIError`."""
     top = body.top_logprobs or 0
     if not 1 <= len(body.pairs) <= MAX_PROMPTS:
@@ -59,7 +61,7 @@ async def _parts(app: App, exchange: Exchange, body: ScoreBody, num_bytes: int) 
         raise invalid("top_logprobs", f"`top_logprobs`={top} must be from 0 to {MAX_LOGPROBS}")
     salt = salt_of(app, exchange, None)
 
-    def work() -> list[Part]:
+    def work() -> list[EngineRequest]:
         return [_part(app, number, pair, top, salt) for number, pair in enumerate(body.pairs)]
 
     parts = await app.encoder.in_thread(work, num_bytes)
@@ -71,7 +73,7 @@ async def _parts(app: App, exchange: Exchange, body: ScoreBody, num_bytes: int) 
     return parts
 
 
-def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> Part:
+def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> EngineRequest:
     param = f"pairs[{number}]"
     try:
         before, after = encode_pair(app.tokenizer, pair.context, pair.continuation)
@@ -89,7 +91,7 @@ def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> Part:
         cache_salt=salt,
         page_keys=keys,
     )
-    return Part(request, Prompt(ids, keys, None))
+    return EngineRequest(request, Prompt(ids, keys, None))
 
 
 def _answer(app: App, body: ScoreBody, generation: Generation) -> dict[str, Any]:

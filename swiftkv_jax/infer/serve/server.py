@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import uvicorn
@@ -29,6 +30,7 @@ from .connection import with_options
 from .exchange import MAX_HEADER_BYTES
 from .followers import Followers
 from .grammar_process import CheckedCompiler
+from .load_log import log_load
 from .options import ServerOptions
 from .routes import asgi
 
@@ -81,6 +83,32 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def listen_unix(path: Path) -> socket.socket:
+    """A Unix domain socket that listens. One that a server has left behind is replaced; any other
+    file is not. Raises `OSError` that says where."""
+    found = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        found.bind(str(path))
+        found.listen(BACKLOG)
+    except OSError as error:
+        found.close()
+        error.add_note(f"cannot listen on {path}")
+        raise
+    return found
+
+
+def _answers(path: Path) -> bool:
+    """Whether a process listens on a Unix domain socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's where it is installed; None is asyncio's own."""
     return uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
@@ -119,6 +147,8 @@ async def serve(
         timeout_keep_alive=3600,  # `Connection` has its own
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
     server, stopping = _Server(config), _Stopping(app)
     if handle_signals:
@@ -156,7 +186,7 @@ async def serve(
         gc.freeze()
         logger.info("%s is ready", app.model_names[0])
         failed = asyncio.ensure_future(_failure(app))
-        tasks.append(failed)
+        tasks += [failed, asyncio.ensure_future(log_load(app.service))]
         await asyncio.wait([tasks[1], failed], return_when=asyncio.FIRST_COMPLETED)
         if app.service.state == "failed":
             await asyncio.sleep(0.2)  # errors are sent
@@ -226,7 +256,7 @@ class _Stopping:
 
 
 def _reload_keys(app: App, read_keys: Callable[[], Mapping[str, str]]) -> None:
-    """Let in who has one of the keys that there are now. A file that cannot be read changes
+    """Accept the keys that there are now, and no others. A file that cannot be read changes
     nothing."""
     try:
         keys = read_keys()

@@ -18,10 +18,11 @@ from ..engine.engine import Engine
 from ..engine.requests import RequestOutput
 from ..engine.scheduler import MAX_SKIPS
 from .admission import Admission, FairQueue
+from .backlog import Backlog
 from .engine_thread import EngineThread, Event
 from .errors import APIError
 from .followers import Followers
-from .generation import Generation, Part
+from .generation import EngineRequest, Generation
 from .kv_event_publisher import KVEventPublisher
 from .metrics import Metrics, state_of
 from .options import ServerOptions
@@ -56,7 +57,7 @@ class Service:
         self.idle.set()
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[Generation] = FairQueue()
-        self._parts: dict[int, tuple[Generation, Part]] = {}
+        self._parts: dict[int, tuple[Generation, EngineRequest]] = {}
         self._num_ids = self._num_submitted = self._num_answering = 0
         self._reading: set[asyncio.Task[Any]] = set()
         """Those that read a body."""
@@ -66,6 +67,8 @@ class Service:
         self.prefill_rate = 0.0
         """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self._backlog = Backlog(self._loop, self._process)
+        """Events of requests that have their first token."""
         self.kv_events: KVEventPublisher | None = None
         """Publishes events of the prefix cache; None without `kv_events_config`."""
         if (config := options.kv_events_config) is not None and config.is_enabled:
@@ -168,6 +171,9 @@ class Service:
         Does nothing for one that has ended."""
         if generation.abort_reason is not None or generation not in self._admitted:
             return
+        self._backlog.process_of({part.engine_id for part in generation.parts})
+        if generation not in self._admitted:
+            return
         generation.abort_reason = reason
         if reason == "client":
             self.metrics.disconnects[state_of(generation)] += 1
@@ -210,8 +216,18 @@ class Service:
                 self._num_submitted += 1
 
     def _on_events(self, events: list[Event]) -> None:
-        """What one step gave. First tokens go first: those of the other rows would delay them."""
-        events.sort(key=self._has_begun)
+        """What one step gave. Requests get their first token before those of the others are made
+        text: a few at a time, so that connections are served in between. All events of a request
+        that has its first token go through the backlog, so they stay in order."""
+        first: list[Event] = []
+        others: list[Event] = []
+        for event in events:
+            (others if self._has_begun(event) else first).append(event)
+        if first:
+            self._process(first)
+        self._backlog.add(others)
+
+    def _process(self, events: list[Event]) -> None:
         assert self.engine is not None
         changed: dict[Generation, None] = {}
         for engine_id, event in events:
@@ -342,6 +358,7 @@ class Service:
         """The engine has failed: so does all that is admitted, and the process ends."""
         if self.state == "failed":
             return
+        self._backlog.process_all()
         self.state, self.failure = "failed", error
         out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
         logger.error(

@@ -6,14 +6,14 @@ from typing import Any
 
 from .app import App
 from .errors import invalid, unsupported
-from .exchange import Exchange
+from .exchange import HTTPExchange
 from .protocol import DetokenizeBody, TokenizeBody
 from .run import counted_body
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-async def tokenize(app: App, exchange: Exchange) -> None:
+async def tokenize(app: App, exchange: HTTPExchange) -> None:
     """POST /tokenize"""
     async with counted_body(app, exchange, TokenizeBody) as body:
         ids = await _token_ids(app, exchange, body)
@@ -28,7 +28,7 @@ async def tokenize(app: App, exchange: Exchange) -> None:
     await exchange.send_json(200, found)
 
 
-async def _token_ids(app: App, exchange: Exchange, body: TokenizeBody) -> list[int]:
+async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
     if body.tools is not None and app.tool_format is None:
@@ -43,14 +43,14 @@ async def _token_ids(app: App, exchange: Exchange, body: TokenizeBody) -> list[i
     return prompt.token_ids.tolist()
 
 
-async def detokenize(app: App, exchange: Exchange) -> None:
+async def detokenize(app: App, exchange: HTTPExchange) -> None:
     """POST /detokenize"""
     async with counted_body(app, exchange, DetokenizeBody) as body:
         text = await app.encoder.detokenize(body.tokens)
     await exchange.send_json(200, {"prompt": text})
 
 
-async def tokenizer_info(app: App, exchange: Exchange) -> None:
+async def tokenizer_info(app: App, exchange: HTTPExchange) -> None:
     """GET /tokenizer_info: what tokenizer_config.json says, as far as clients use it."""
     app.service.check_ready()
     tokenizer = app.tokenizer

@@ -50,6 +50,23 @@ class TokenSpellings:
         return token.replace("\u2581", " ").encode()
 
 
+class WithSpecialTokens:
+    """A tokenizer whose texts have special tokens too; what `text.TextStream` needs of one."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        from tokenizers import Tokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if isinstance(backend, Tokenizer):
+            return backend.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
 def _byte_of() -> dict[str, int]:
     """Character -> byte, as GPT-2's vocabulary spells bytes (`bytes_to_unicode` of its
     `encoder.py`): printable ones as themselves, the others as 256 and up."""

@@ -39,8 +39,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[Server]:
-    """A server of this model, that is ready; killed at the end."""
+def serving(model: Path, *arguments: str, wait_url: bool = True) -> Iterator[Server]:
+    """A server of this model, that is ready; killed at the end. Without `wait_url` it has none."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--model", str(model), *arguments],
         cwd=ROOT,
@@ -53,7 +53,7 @@ def serving(model: Path, *arguments: str) -> Iterator[Server]:
         server = Server("", process, iter(process.stderr), [])
         for line in server.lines:
             server.start.append(line)
-            if found := re.search(r"listening on (http://[^\s\"]+)", line):
+            if wait_url and (found := re.search(r"listening on (http://[^\s\"]+)", line)):
                 server.url = found[1]
                 health = server.ask("/health")
                 assert health == {"status": "ok"}, "before the model is loaded"

@@ -60,8 +60,12 @@ REFUSED = [
     ("guided_json", {}, "unsupported_parameter"),
     ("prompt_logprobs", 1, "unsupported_parameter"),
     ("priority", 1, "unsupported_parameter"),
-    ("truncate_prompt_tokens", 5, "unsupported_parameter"),
-    ("skip_special_tokens", False, "unsupported_parameter"),
+    ("truncate_prompt_tokens", 0, "invalid_value"),
+    ("truncate_prompt_tokens", -2, "invalid_value"),
+    ("truncate_prompt_tokens", 257, "invalid_value"),
+    ("truncation_side", "left", "invalid_value"),
+    ("truncation_side", "middle", "invalid_value"),
+    ("skip_special_tokens", "no", "invalid_value"),
     ("allowed_token_ids", [97], "invalid_value"),
     ("allowed_token_ids", [-1], "invalid_value"),
     ("allowed_token_ids", [1] * 1025, "invalid_value"),
@@ -169,7 +173,8 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "return_tokens_as_token_ids request_id best_of prompt messages logprobs top_logprobs "
         "echo max_completion_tokens add_generation_prompt continue_final_message response_format "
         "structured_outputs tools tool_choice parallel_tool_calls include_reasoning "
-        "chat_template_kwargs reasoning_effort".split()
+        "chat_template_kwargs reasoning_effort skip_special_tokens truncate_prompt_tokens "
+        "truncation_side".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}

@@ -8,10 +8,13 @@ import shutil
 import signal
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import yaml
 
+from swiftkv_jax import demo
+from swiftkv_jax.chat_template import render_chat
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.serve import command
@@ -104,6 +107,35 @@ def test_a_chat_template_is_tried_before_anything_is_compiled(tokenizer, tmp_pat
     missing = tmp_path / "missing.jinja"
     assert main(["serve", "--chat-template", str(missing)]) == 2
     assert "error: --chat-template" in capsys.readouterr().err
+
+
+def test_the_packaged_chat_template(tokenizer, tmp_path, monkeypatch):
+    """A conversation as plain text; a file of its name comes first."""
+    mine = copy.deepcopy(tokenizer)
+    command.set_chat_template(mine, command.chat_template_text(Path("plain")), "plain")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "two\nlines"},
+    ]
+    start = "system: Be brief.\nuser: two\nlines\n"
+    assert render_chat(mine, messages, add_generation_prompt=True) == start + "assistant:"
+    assert render_chat(mine, messages, add_generation_prompt=False) == start
+    messages.append({"role": "assistant", "content": "Yes, and"})
+    assert (
+        render_chat(mine, messages, add_generation_prompt=False, continue_final_message=True)
+        == start + "assistant: Yes, and"
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").write_text("mine")
+    assert command.chat_template_text(Path("plain")) == "mine"
+
+
+def test_the_demo_model_takes_chats():
+    """As docs/server.md shows."""
+    with serving(demo.SWIFTKV, *SMALL, "--chat-template", "plain") as server:
+        body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8}
+        answer = server.ask("/v1/chat/completions", body | {"stop": ["\nuser:"]})
+        assert answer["choices"][0]["message"]["content"]
 
 
 def test_a_port_in_use_is_one_line(capsys):

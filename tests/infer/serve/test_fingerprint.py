@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -30,17 +31,15 @@ def test_facts_of_a_model(checkpoint):
 
 def test_the_fingerprint_is_of_model_and_options():
     facts = {"weights": "01234567", "mesh": "{}"}
-    found = {
-        system_fingerprint(mock_engine(**options)[0], given)
-        for options, given in (
-            ({}, facts),
-            ({}, dict(reversed(facts.items()))),
-            ({"slots": 4}, facts),
-            ({}, facts | {"weights": "01234568"}),
-            ({}, facts | {"mesh": "{'model': 2}"}),
-            ({"kv_cache_dtype": "fp8"}, facts),
-        )
-    }
+    cases: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({}, facts),
+        ({}, dict(reversed(facts.items()))),
+        ({"slots": 4}, facts),
+        ({}, facts | {"weights": "01234568"}),
+        ({}, facts | {"mesh": "{'model': 2}"}),
+        ({"kv_cache_dtype": "fp8"}, facts),
+    ]
+    found = {system_fingerprint(mock_engine(**options)[0], given) for options, given in cases}
     assert len(found) == 4
     assert all(re.fullmatch(r"swiftkv-[\w.+]+-[0-9a-f]{8}", one) for one in found)
 

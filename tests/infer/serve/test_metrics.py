@@ -9,6 +9,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from swiftkv_jax.infer.serve import load_log
 from swiftkv_jax.infer.serve.metrics import Histogram, RecentMaximum, token_buckets
 from tests.infer.serve.process import ROOT
 
@@ -248,6 +249,52 @@ def test_the_log_has_a_line_for_each_request_and_no_text_of_clients(start, caplo
     assert first["completion_tokens"] == 20 and first["finish_reasons"] == ["length"]
     assert second["status"] == 400 and second["error"] == "unknown_field"
     assert "secret" not in json.dumps([first, second])
+
+
+def test_prompts_in_the_log_are_short_and_escaped(start, caplog):
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    running = start(log_requests=True, max_log_len=12)
+    running.post("/v1/completions", BODY | {"prompt": "two\nlines\x1b[2J\u2028 and more"})
+    running.post("/v1/completions", BODY | {"prompt": [7, 8, 9]})
+    running.until(lambda: caplog.text.count("route=/v1") == 2)
+    first, second = (one.message for one in caplog.records if "route=/v1" in one.message)
+    assert "prompt=two\\nlines\\x" in first and "more" not in first
+    assert "prompt=[7, 8, 9]" in second
+    assert first.isprintable()
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_metrics_of_each_request(start, usage):
+    running = start(request_metrics=True, step_seconds=0.002)
+    names = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"}
+    names |= {"tokens_per_second"}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        body = BODY | {"messages": [{"role": "user", "content": "hi"}], "n": 2}
+        del body["messages" if path == "/v1/completions" else "prompt"]
+        found = running.post(path, body)[1]["metrics"]
+        assert set(found) == names and all(one >= 0 for one in found.values())
+        assert found["mean_itl_ms"] == pytest.approx(found["generation_time_ms"] / 19, abs=0.01)
+        options = {"stream_options": {"include_usage": True}} if usage else {}
+        *events, last, done = running.events(path, body | options)
+        assert done == "[DONE]" and set(last["metrics"]) == names
+        assert not any("metrics" in event for event in events)
+    _, nothing = running.post("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True})
+    assert nothing["metrics"] == dict.fromkeys(names)
+
+
+def test_a_line_while_there_is_work(start, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    monkeypatch.setattr(load_log, "SECONDS", 0.2)
+    running = start()
+    time.sleep(0.5)
+    assert "tokens/s" not in caplog.text, "nothing has run"
+    running.post("/v1/completions", BODY)
+    running.until(lambda: "tokens/s" in caplog.text)
+    pattern = (
+        r"\d+ prompt tokens/s, \d+ new tokens/s, 0 running, 0 waiting, pages 0%, "
+        r"prefix cache hits 0%, without work \d+%"
+    )
+    assert re.search(pattern, caplog.text)
 
 
 def test_errors_cannot_forge_lines(running):

@@ -12,6 +12,7 @@ from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.prompts import PromptEncoder
 from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
 from swiftkv_jax.infer.serve.token_text import TokenSpellings
+from tests.infer import mock_model_runner
 from tests.infer.serve.conftest import USER_TOKEN, make_tokenizer
 
 
@@ -155,3 +156,71 @@ def test_spellings_are_bytes():
 def test_marks_that_a_template_has_cut_are_left_out(text, parts):
     sentinel = prompts._SENTINELS[0]
     assert prompts._split(text.replace("|", sentinel), sentinel) == parts
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 5}, "vwxyz"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "abcde"),
+        ({"truncate_prompt_tokens": 200}, "abcdefghijklmnopqrstuvwxyz"),
+    ],
+)
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_shortened_prompts(running, fields, kept, as_ids):
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    ids = make_tokenizer()(alphabet)["input_ids"]
+    body = {"max_tokens": 4, "echo": True, "temperature": 0}
+    _, expected = running.post("/v1/completions", body | {"prompt": kept})
+    _, found = running.post(
+        "/v1/completions", body | {"prompt": ids if as_ids else alphabet} | fields
+    )
+    assert found["choices"] == expected["choices"] and found["usage"] == expected["usage"] | {
+        "prompt_tokens_details": found["usage"]["prompt_tokens_details"]
+    }
+    assert found["choices"][0]["text"].startswith(kept)
+
+
+@pytest.mark.parametrize("prompt", ["x" * 300, [5] * 300])
+def test_prompts_that_leave_room_for_the_answer(running, prompt):
+    """`max_model_len` is 256."""
+    body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True}
+    assert running.post("/v1/completions", body)[0] == 400
+    for limit in (-1, 216):
+        _, found = running.post("/v1/completions", body | {"truncate_prompt_tokens": limit})
+        assert found["usage"]["prompt_tokens"] == 216
+    status, found = running.post("/v1/completions", body | {"truncate_prompt_tokens": 217})
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_shortened_chats(running):
+    body = {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 6}
+    assert running.post("/v1/chat/completions", body)[0] == 400
+    _, found = running.post("/v1/chat/completions", body | {"truncate_prompt_tokens": -1})
+    assert found["usage"]["prompt_tokens"] == 250
+    fields = {"truncate_prompt_tokens": 9, "truncation_side": "right"}
+    status, found = running.post("/v1/chat/completions", body | fields)
+    assert (status, found["error"]["param"]) == (400, "truncation_side")
+
+
+def test_special_tokens_in_answers(start, monkeypatch):
+    """As the model wrote them, whole or streamed; the end token is no text."""
+
+    def next_token(tokens, sample=0, ends=True):
+        return [5, USER_TOKEN, 6, USER_TOKEN, 0][len(list(tokens)) - 3]
+
+    monkeypatch.setattr(mock_model_runner, "next_token", next_token)
+    running, tokenizer = start(), make_tokenizer()
+    body = {"prompt": [7, 8, 9], "max_tokens": 20}
+    plain, whole = (tokenizer.decode(ids) for ids in ([5, 6], [5, USER_TOKEN, 6, USER_TOKEN]))
+    assert "<|user|>" in whole
+    for skip, text in ((None, plain), (True, plain), (False, whole)):
+        fields = {} if skip is None else {"skip_special_tokens": skip}
+        _, found = running.post("/v1/completions", body | fields)
+        assert found["choices"][0]["text"] == text
+        events = running.events("/v1/completions", body | fields)[:-1]
+        assert "".join(one["choices"][0]["text"] for one in events) == text
+    stopped = body | {"skip_special_tokens": False, "stop": "<|user|>"}
+    _, found = running.post("/v1/completions", stopped)
+    assert found["choices"][0]["stop_reason"] == "<|user|>"
+    running.check_empty()
