@@ -35,12 +35,16 @@ def test_the_reference_has_every_public_name():
     for name in "load", "save_hf", "calibrate", "add_swiftkv", "logits", "distill_loss":
         (written,) = re.findall(rf"^\| `{name}\((.*?)\)` \|", text, re.MULTILINE)
         (function,) = ast.parse(f"def {name}({written}): ...").body
+        assert isinstance(function, ast.FunctionDef)
         parameters = inspect.signature(getattr(skv, name)).parameters.values()
-        given = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+        arguments, values = function.args, []
+        given = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
         assert given == [parameter.name for parameter in parameters], name
-        values = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
+        for value in (*arguments.defaults, *arguments.kw_defaults):
+            if value is not None:
+                values.append(ast.literal_eval(value))
         defaults = [each.default for each in parameters if each.default is not each.empty]
-        assert [*map(ast.literal_eval, values)] == defaults, name
+        assert values == defaults, name
 
 
 @pytest.mark.long
