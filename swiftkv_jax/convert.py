@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         default="full",
         help="full: teacher and delta, which the authors' stack loads unless layers share a "
         "calibrated basis; delta: only what was trained; expanded: as full, but every layer with "
-        "keys and values of its own, which it always loads (full)",
+        "its keys and values, which it always loads (full)",
     )
     of_run(
         command(

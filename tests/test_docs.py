@@ -12,15 +12,17 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
 from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
-from benchmarks.quality import table, verdict
-from benchmarks.quality.sections import by_teacher
+from benchmarks.serve_targets import judge
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import main
+from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.presets import PRESETS
 from tests import tiny
 from tests.compile import test_bundles
 
@@ -299,58 +301,30 @@ def test_the_page_of_measurements_is_short():
 
 
 def test_figures_of_the_readme_are_the_measured_ones():
-    prefill = measurements.prefill_figures()
-    assert (
-        f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']} by operations"
-        in text_of(README)
+    readme, prefill = text_of(README), measurements.prefill_figures()
+    assert f"prefill {prefill['speed-up']} times as fast ({prefill['by operations']}" in readme
+    (block,) = (block for block in blocks(README, "") if "prefill FLOPs" in block)
+    assert len(block.splitlines()) == 6
+    assert set(block.splitlines()) <= set(recorded.DEMO.splitlines())
+    asserted = dict((what, how) for what, how, _ in recorded.ASSERTED)
+    assert "0.535 of the teacher's" in asserted.values()
+    assert "0.535 of the teacher's" in readme
+    targets = judge(measurements.newest("predictions")["parts"])
+    predicted = {name: figure for name, _, _, figure in targets}
+    name = "prefill, 8192 in, 1 out, 1 prompts: rate over the teacher's"
+    assert f"8,192 tokens | {predicted[name]} times as fast | **predicted**" in readme
+    config = PRESETS["llama-3.1-8b"]
+    whole, two, four = (
+        bytes_per_token(config.cut(16, group), jnp.bfloat16) // 1024 for group in (1, 2, 4)
     )
-    assert recorded.DEMO in text_of(README)
-    assert (
-        "0.535 of the teacher's" in dict((what, how) for what, how, _ in recorded.ASSERTED).values()
-    )
-    assert "0.535 of the teacher's" in text_of(README)
-
-
-def test_quality_in_the_readme_is_the_measured_one():
-    """Perplexity above the teacher's and nats on far tokens, of each row and group size."""
-    teachers = by_teacher(measurements.quality_documents())
-    found = {
-        (name, *table.key(row)): row for name in ("demo", "t1") for row in teachers[name]["rows"]
-    }
-    lines = {
-        line.split("|")[1].strip(): line for line in text_of(README).splitlines() if "|" in line
-    }
-    for name, teacher, lower, start, steps in (
-        ("calibrated, no training", "demo", 4, "closed-form", 0),
-        ("and 64 steps (0.26M tokens)", "demo", 4, "closed-form", 64),
-        ("and 512 steps", "demo", 4, "closed-form", 512),
-        ("the authors' recipe, 64 steps", "demo", 4, "authors", 64),
-        ("the authors' recipe, 512 steps", "demo", 4, "authors", 512),
-        ("second teacher: calibrated, no training", "t1", 8, "closed-form", 0),
-        ("second teacher: and 64 steps", "t1", 8, "closed-form", 64),
-        ("second teacher: the authors' recipe, 64 steps", "t1", 8, "authors", 64),
-    ):
-        cells = []
-        for group in 1, 2, 4:
-            mode = "boundary", "boundary", "distillation"
-            row = found[teacher, lower, group, start, steps, *mode]
-            above, far = row["all"]["above"]["value"], row["far"]["difference"]["value"]
-            digits = 0 if above > 0.1 and start == "authors" else 1
-            cells.append(f"{100 * above:.{digits}f} %, {far:.2f}")
-            if teacher == "t1" and group > 1:
-                assert far > verdict.MAX_FAR_LOSS, "all groups are refused"
-        assert lines[name] == f"| {name} | {' | '.join(cells)} |"
-    row = found["demo", 4, 1, "closed-form", 0, "own+64", "own", "distillation"]
-    above, far = row["answers"]["above"]["value"], row["far"]["difference"]["value"]
-    assert f"with the last 64: {100 * above:.1f} %, {far:.2f}." in text_of(README)
+    assert f"{whole} KiB; groups of two {two}, groups of four {four}" in readme
 
 
 def test_figures_of_the_pages_are_the_measured_ones():
     loss = measurements.loss_figures()
     training = " ".join(text_of(ROOT / "docs" / "training.md").split())
-    assert (
-        f"{loss['forward, fused']:.2f} GiB instead of {loss['forward, naive']:.1f} for" in training
-    )
+    fused, naive = f"{loss['forward, fused']:.2f}", f"{loss['forward, naive']:.1f}"
+    assert f"{fused} GiB instead of {naive} for" in training
     kernels = text_of(ROOT / "docs" / "kernels-internals.md")
     assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
     for (chip, cache_format), (positions, *bundles) in test_bundles.DECODE.items():

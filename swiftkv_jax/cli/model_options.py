@@ -128,7 +128,7 @@ def add_process_arguments(parser: argparse._ActionsContainer) -> None:
     add(
         "--coordinator-address",
         metavar="HOST:PORT",
-        help="address of process 0, where Slurm, Open MPI, Cloud TPU or Kubernetes do not say",
+        help="address of process 0, unless Slurm, Open MPI, Cloud TPU or Kubernetes provide it",
     )
     add(
         "--num-processes",

@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--fewshot-as-multiturn",
         action="store_true",
-        help="with --apply-chat-template: each example is a turn of its own",
+        help="with --apply-chat-template: each example is a separate turn",
     )
     add(
         "--gen-kwargs",

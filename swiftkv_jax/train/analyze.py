@@ -95,7 +95,8 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--prompt-length",
         type=int,
-        help="tokens that prefill FLOPs are counted for (default: 8192, or what the model has "
+        help="length of the prompt for which prefill FLOPs are counted (default: 8192, "
+        "or what the model has "
         "positions for)",
     )
     flag(

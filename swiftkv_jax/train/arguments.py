@@ -63,7 +63,7 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
     flag(
         "--max-unreadable-share",
         type=float,
-        help=f"share of a source's rows; more stop the run "
+        help=f"share of unreadable rows in a source above which the run stops "
         f"(default: {Recipe.max_unreadable_share:g})",
     )
     flag(
@@ -86,7 +86,7 @@ def add_machine(parser: argparse._ActionsContainer) -> None:
     flag(
         "--remat",
         choices=("none", "mlp", "layer"),
-        help=f"what is computed again backward ({Recipe.remat}; demo: none)",
+        help=f"what the backward pass recomputes ({Recipe.remat}; demo: none)",
     )
     flag(
         "--shard-sequence",
@@ -103,7 +103,7 @@ def add_machine(parser: argparse._ActionsContainer) -> None:
     flag(
         "--dry-run",
         action="store_true",
-        help="print memory per device, time and the reasons, from config.json alone",
+        help="print memory per device and predicted times, from config.json alone",
     )
     flag(
         "--topology",
@@ -150,7 +150,7 @@ def add_optimisation(parser: argparse._ActionsContainer) -> None:
     flag(
         "--max-grad-norm",
         type=float,
-        help=f"longer gradients are scaled down (default: {Recipe.max_grad_norm:g})",
+        help=f"gradients with a larger norm are scaled down (default: {Recipe.max_grad_norm:g})",
     )
     flag("--seed", type=int, help=f"seed of the data order (default: {Recipe.seed})")
 
@@ -234,7 +234,7 @@ def add_checkpoints_and_reports(parser: argparse._ActionsContainer) -> None:
     flag(
         "--save-total-limit",
         type=int,
-        help=f"newest checkpoints kept, besides the best (default: {Recipe.save_total_limit})",
+        help=f"newest checkpoints kept, and the best (default: {Recipe.save_total_limit})",
     )
     flag(
         "--logging-steps", type=int, help=f"steps between metrics (default: {Recipe.logging_steps})"
@@ -292,14 +292,14 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
     flag(
         "--generated-kv",
         choices=GENERATED_KV,
-        help=f"{what_for} generated tokens that keep upper keys and values of their own "
+        help=f"{what_for} generated tokens that keep each upper layer's own keys and values "
         "(default: as the model says)",
     )
     flag(
         "--exact-tail",
         type=int,
         metavar="W",
-        help="with --generated-kv own: so do the last W tokens of a prompt (default: as the model)",
+        help="with --generated-kv own: also the last W tokens of a prompt (default: as the model)",
     )
 
 

@@ -10,8 +10,8 @@ teacher's projections. With no --model it calibrates the demo model. Example:
         --eval-data held-out.jsonl --output-dir llama-3.1-8b-calibrated
 
 OUTPUT_DIR/model can be served, and distilled further by `train --model OUTPUT_DIR/model`. With
---keep-delta the model's own delta stays, trained as it is, and only its queries for shared caches
-are scaled, for generated tokens that keep keys and values of their own beside them.
+--keep-delta nothing is fitted: the model keeps its trained delta, and only its queries for shared
+caches are scaled, for generated tokens that keep per-layer keys and values.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--keep-delta",
         action="store_true",
-        help="with --generated-kv own, for a model whose layers share caches: keep its delta, and "
+        help="with --generated-kv own, for a trained model whose layers share "
+        "caches: keep its delta, and "
         "scale its queries",
     )
     flag(

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import jax.numpy as jnp
+import pytest
 
 from benchmarks import measurements
-from benchmarks.quality import table
+from benchmarks.quality import table, verdict
 from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import cost
 from swiftkv_jax.cache import bytes_per_token
@@ -15,6 +16,9 @@ from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train.serving_plan import answer_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
+ROOT = DOCS.parent
+HALF = {"demo": 4, "t1": 8}
+"""Half of each teacher's layers."""
 
 
 def rows_of(teacher: str) -> dict[tuple, table.Row]:
@@ -83,16 +87,22 @@ def test_generated_keys_and_values():
     demo = rows["demo"]
     for group in 2, 4:
         for steps in 64, 512:
-            cells = [
-                own(demo[4, group, "closed-form", steps, mode, fitted, "distillation"])
-                for mode, fitted in (("boundary", "boundary"), ("own+64", "own"))
+            found = [
+                demo[4, group, "closed-form", steps, mode, fitted, "distillation"]
+                for mode, fitted in (
+                    ("boundary", "boundary"),
+                    ("own+64", "boundary"),
+                    ("own+64", "own"),
+                )
             ]
-            assert f"| {group} | {steps} | {' | '.join(cells)} |" in text
-        cells = [
-            own(demo[4, group, "closed-form", 64, "own+64", fitted, "distillation"])
-            for fitted in ("boundary", "own")
+            assert f"| {group} | {steps} | {' | '.join(map(own, found))} |" in text
+            _, plain, scaled = found
+            assert far(scaled) < far(plain) and above(scaled) > above(plain) - 5e-4
+        losses = [
+            far(demo[4, group, "closed-form", steps, "own+64", "boundary", "distillation"])
+            for steps in (64, 512)
         ]
-        assert f"| {group} | {' | '.join(cells)} |" in text
+        assert losses[0] < losses[1], "the longer they are trained"
     student, trained = (
         demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64)
     )
@@ -128,3 +138,70 @@ def test_the_cost_of_generated_keys_and_values():
         for config in (choose_generated_kv(llama.cut(16), "own", tail) for tail in (64, 0))
     ]
     assert "pays more for it: {:.3f} instead of {:.3f} of".format(*short) in text
+
+
+def student(teacher: str, group: int, start: str, steps: int, serving: str = "boundary"):
+    """A student with half of the layers cut."""
+    mode = serving, serving.split("+")[0], "distillation"
+    return rows_of(teacher)[HALF[teacher], group, start, steps, *mode]
+
+
+def above_all(row: table.Row) -> float:
+    return row["all"]["above"]["value"]
+
+
+def table_line(page: str, name: str) -> str:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| {name} |"))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "teacher", "steps"),
+    [
+        ("demo, calibrated without training", "demo", 0),
+        ("demo, then 64 steps of training", "demo", 64),
+        ("demo, then 512 steps", "demo", 512),
+        ("t1, calibrated without training", "t1", 0),
+        ("t1, then 64 steps of training", "t1", 64),
+    ],
+)
+def test_the_table_of_the_readme(name, teacher, steps):
+    """A star for every student that is refused."""
+    cells = []
+    for group in 1, 2, 4:
+        row = student(teacher, group, "closed-form", steps)
+        star = " *" if far(row) > verdict.MAX_FAR_LOSS else ""
+        cells.append(f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star}")
+    assert table_line("README.md", name) == f"| {name} | {' | '.join(cells)} |"
+
+
+def test_the_sentences_of_the_readme():
+    text, limit = page("../README.md"), verdict.MAX_FAR_LOSS
+    demo, t1 = (student(teacher, 1, "closed-form", 0, "own+64") for teacher in HALF)
+    both = [f"{100 * above(row):.1f} %, {far(row):.2f} nats" for row in (demo, t1)]
+    assert f"calibration alone gives {both[0]} (demo) and {both[1]} (t1)" in text
+    assert f"lose more than {limit} nats there" in text
+    # "groups of two pass after 64 steps and groups of four after 512"
+    losses = {
+        (group, steps): far(student("demo", group, "closed-form", steps))
+        for group in (2, 4)
+        for steps in (0, 64, 512)
+    }
+    assert losses[2, 0] > limit > losses[2, 64] and losses[4, 64] > limit > losses[4, 512]
+    # "On `t1` no group passes, and 64 steps do not help distant tokens in groups of one or two"
+    for group in 1, 2, 4:
+        before, after = (far(student("t1", group, "closed-form", steps)) for steps in (0, 64))
+        assert group == 1 or min(before, after) > limit
+        assert group == 4 or after > before
+
+
+@pytest.mark.parametrize(
+    ("teacher", "steps"), [("demo", 64), ("demo", 512), ("t1", 64)], ids=lambda value: str(value)
+)
+def test_beside_the_authors_recipe(teacher, steps):
+    for recipe, start in ("authors", "authors"), ("this package", "closed-form"):
+        rows = [student(teacher, group, start, steps) for group in (1, 2, 4)]
+        cells = (f"{100 * above_all(row):.1f} %, {far(row):.2f} nats" for row in rows)
+        name = f"{teacher}, {recipe}, {steps}"
+        assert table_line("docs/training.md", name) == f"| {name} | {' | '.join(cells)} |"

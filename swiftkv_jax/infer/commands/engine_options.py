@@ -36,9 +36,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "-c",
         type=token_count,
         metavar="N",
-        help="most tokens in a row, prompt and new ones; 8k is 8192",
+        help="most tokens of a sequence, prompt and answer together; 8k is 8192",
     )
-    add("--max-num-seqs", type=int, metavar="N", help="rows that decode together (default: 64)")
+    add(
+        "--max-num-seqs", type=int, metavar="N", help="sequences that decode together (default: 64)"
+    )
     add(
         "--max-num-batched-tokens",
         type=token_count,
@@ -49,13 +51,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode-steps",
         type=int,
         metavar="N",
-        help="tokens a row decodes in one call (default: 8; 1 where text is printed as it comes)",
+        help="tokens a sequence decodes in one call (default: 8; 1 where text is "
+        "printed as it comes)",
     )
     add(
         "--single-step-rows",
         type=int,
         metavar="N",
-        help="rows up to which a call decodes one token of each (default: 0, in the server 32)",
+        help="number of sequences up to which a call decodes one token each "
+        "(default: 0, in the server 32)",
     )
     add(
         "--kv-cache-dtype",
@@ -92,7 +96,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--enable-prefix-caching",
         action=action,
-        help="reuse what is cached of prompts that begin alike (default: yes)",
+        help="reuse the cache of prompts that begin with the same tokens (default: yes)",
     )
     # Users of vLLM know the first half of this one, and write it short.
     add(
@@ -105,14 +109,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--generated-kv",
         choices=GENERATED_KV,
-        help="own: generated tokens keep their own upper keys and values (default: the "
+        help="own: generated tokens keep each upper layer's own keys and values (default: the "
         "checkpoint's, or boundary)",
     )
     add(
         "--exact-tail",
         type=token_count,
         metavar="N",
-        help="with own: so do the last N tokens of a prompt (default: the checkpoint's, or 0)",
+        help="with own: also the last N tokens of a prompt (default: the checkpoint's, or 0)",
     )
     add(
         "--compiler-option",

@@ -56,7 +56,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     add(
         "--resume",
         action="store_true",
-        help="go on with the --output of an interrupted run, if there is one",
+        help="continue the --output of an interrupted run, if there is one",
     )
 
 

@@ -61,7 +61,7 @@ def prepare_main(argv: list[str] | None = None) -> int:
         "--max-unreadable-share",
         type=float,
         default=MAX_UNREADABLE_SHARE,
-        help="rows of a source that may be bad (default: %(default)s)",
+        help="share of unreadable rows in a source above which it stops (default: %(default)s)",
     )
     args = parser.parse_args(argv)
 
@@ -113,7 +113,7 @@ def show_main(argv: list[str] | None = None) -> int:
         help="checkpoint whose tokenizer the data was prepared with",
     )
     parser.add_argument(
-        "--rows", type=int, default=3, help="how many, from the first (default: %(default)s)"
+        "--rows", type=int, default=3, help="number of rows, from the first (default: %(default)s)"
     )
     args = parser.parse_args(argv)
 
