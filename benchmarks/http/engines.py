@@ -18,7 +18,7 @@ from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.infer.engine.chunk_builder import Limits
 from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
-from swiftkv_jax.infer.runner.shapes import Shapes
+from swiftkv_jax.infer.runner.shapes import SINGLE_STEP_ROWS, Shapes
 
 from ..hf_baseline import CONFIG as MEDIUM
 from ..hf_baseline import TINY
@@ -45,6 +45,8 @@ class TimedModelRunner:
             spare_tiles=(64,),
             contexts=(None,),
             scoring=False,
+            # As the server chooses on a GPU: few sequences decode one token a call.
+            single_step_rows=0 if steps == 1 else min(SINGLE_STEP_ROWS, slots),
         )
         self.limits = Limits(slots, CHUNK, CHUNK // PAGE + 64)
         self._remaining: dict[int, int] = {}
@@ -133,6 +135,10 @@ def medium_engine(rows: int, steps: int, length: int) -> Engine[Any]:
     """Random weights of `benchmarks/medium` with SwiftKV at half of its layers, in float32, for
     sequences of `length` tokens."""
     options = EngineOptions(
-        max_model_len=length, max_num_seqs=rows, decode_steps=steps, enable_prefix_caching=False
+        max_model_len=length,
+        max_num_seqs=rows,
+        decode_steps=steps,
+        single_step_rows=None,  # the server's default
+        enable_prefix_caching=False,
     )
     return Engine.from_model(dummy_model(MEDIUM, jnp.float32), options)

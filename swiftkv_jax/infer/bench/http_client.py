@@ -17,6 +17,7 @@ class Timed:
     """What one request did. Times are `time.perf_counter()` seconds."""
 
     sent: float = 0.0
+    """When the first byte is written: the body is encoded before."""
     arrivals: list[float] = dataclasses.field(default_factory=list)
     """Of each event with text."""
     num_tokens: int = 0
@@ -62,8 +63,10 @@ class Client:
         timed = Timed()
         try:
             reader, writer = await self._connection()
+            content = self._encode("POST", "/v1/completions", body)
             timed.sent = time.perf_counter()
-            await self._send(writer, "POST", "/v1/completions", body)
+            writer.write(content)
+            await writer.drain()
             status, headers = await _head(reader)
             if status != 200:
                 content = b"".join([part async for part in _body(reader, headers)])
@@ -80,7 +83,8 @@ class Client:
     async def get(self, path: str) -> Any:
         """JSON of a route. Raises `OSError` and `ValueError`."""
         reader, writer = await self._connection()
-        await self._send(writer, "GET", path, None)
+        writer.write(self._encode("GET", path, None))
+        await writer.drain()
         status, headers = await _head(reader)
         content = b"".join([part async for part in _body(reader, headers)])
         self._idle.append((reader, writer))
@@ -99,14 +103,14 @@ class Client:
                 return reader, writer
         return await asyncio.open_connection(self._host, self._port, limit=2**22)
 
-    async def _send(self, writer: asyncio.StreamWriter, method: str, path: str, body: Any) -> None:
+    def _encode(self, method: str, path: str, body: Any) -> bytes:
+        """The bytes of a request."""
         content = b"" if body is None else json.dumps(body).encode()
         head = (
             f"{method} {self._root}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
             f"{self._key}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
-        writer.write(head.encode() + content)
-        await writer.drain()
+        return head.encode() + content
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:

@@ -20,15 +20,18 @@ ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-ste
     --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
     --generated-kv --exact-tail --compiler-option --compile-cache --reserve-tokens
     --single-step-rows""".split()
-SERVE = """--host --port --served-model-name --api-key --api-key-file --insecure --metrics-public
+SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served-model-name
+    --api-key --api-key-file --insecure --metrics-public
     --allowed-origins --allowed-hosts --unknown-fields --tool-call-parser --reasoning-parser
     --chat-template --chat-template-kwargs --no-structured-outputs --share-prefix-cache
     --enable-scoring --enable-tokenizer-info
-    --max-connections --max-body-size --max-num-queued-reqs --max-num-queued-tokens
+    --max-connections --max-body-size --max-queued-bytes --max-num-queued-reqs
+    --max-num-queued-tokens
     --max-reqs-per-key --overload-status --fair-by --queue-timeout --request-timeout
     --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
     --sse-keep-alive --default-max-tokens --max-tokens-limit --max-temperature --no-ignore-eos
-    --no-page --log-json --kv-events-config""".split()
+    --no-page --log-json --log-requests --max-log-len --enable-per-request-metrics
+    --kv-events-config""".split()
 DISTRIBUTION = """--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty
     --frequency-penalty""".split()
 SAMPLING = [
