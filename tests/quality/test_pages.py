@@ -103,6 +103,9 @@ def test_generated_keys_and_values():
             for steps in (64, 512)
         ]
         assert losses[0] < losses[1], "the longer they are trained"
+        opposite = demo[4, group, "closed-form", 64, "own+64", "train-own", "distillation"]
+        scaled = demo[4, group, "closed-form", 64, "own+64", "own", "distillation"]
+        assert f"{far(opposite):+.3f}" in text and far(opposite) > far(scaled)
     student, trained = (
         demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64)
     )
