@@ -110,7 +110,6 @@ def measure(args: argparse.Namespace) -> int:
         "output_len": args.output_len,
         "requests": args.requests,
         "repetitions": args.repetitions,
-        "single_step_rows": engine.model_runner.shapes.single_step_rows,
         "cells": results,
     }
     print(f"{summary(results)}\n\n{table_of_bars(document)}")
