@@ -91,14 +91,12 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[int, int, bool]]:
 def measure(args: argparse.Namespace) -> int:
     check_load(args.max_load)
     facts, results = report.environment(seed=0), []
-    single_step_rows: int | None = None
     for rows, steps, text in cells(args):
         engine: Engine[Any] = (
             medium_engine(rows, steps, args.input_len + args.output_len)
             if args.medium
             else timed_engine(rows, steps)
         )
-        single_step_rows = engine.model_runner.shapes.single_step_rows
         # More clients than slots: else all wait for the slowest to send its next request.
         cell = Cell(engine, args, clients=rows + rows // 2, text=text)
         results.append({"steps": steps} | cell.measure())
@@ -112,7 +110,6 @@ def measure(args: argparse.Namespace) -> int:
         "output_len": args.output_len,
         "requests": args.requests,
         "repetitions": args.repetitions,
-        "single_step_rows": single_step_rows,
         "cells": results,
     }
     print(f"{summary(results)}\n\n{table_of_bars(document)}")

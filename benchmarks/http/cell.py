@@ -68,6 +68,7 @@ class Cell:
         added = {f"added_{name}": served[name] - bare[name] for name in ADDED if name in bare}
         facts = {
             "rows": self.engine.options.max_num_seqs,
+            "single_step_rows": self.engine.model_runner.shapes.single_step_rows,
             "clients": self.clients,
             "prompts": "text" if self.text else "token ids",
             "load": os.getloadavg(),

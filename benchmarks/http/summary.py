@@ -53,7 +53,7 @@ def under_load(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _policy(document: dict[str, Any]) -> str:
-    if rows := document.get("single_step_rows", 0):
+    if rows := max(cell.get("single_step_rows", 0) for cell in document["cells"]):
         return f"A call has one step where at most {rows} sequences run, as on a GPU."
     return "All calls have the same number of steps."
 

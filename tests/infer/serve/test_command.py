@@ -193,14 +193,6 @@ def test_loopback(host, loopback):
     assert command.is_loopback(host) is loopback
 
 
-def test_the_router_of_the_example_is_the_one_that_is_tested():
-    """At one version."""
-    compose = (ROOT / "examples" / "deploy" / "compose.yaml").read_text()
-    installed = re.findall(r"pip install [^']*'([^']+)'", compose)
-    assert installed and all(re.fullmatch(r"[\w-]+==[\d.]+", one) for one in installed)
-    assert all(f"'{one}'" in (ROOT / "Makefile").read_text() for one in installed)
-
-
 def test_flags_of_the_deployment_examples():
     """Every server of examples/deploy starts with flags that there are."""
     folder, commands = ROOT / "examples" / "deploy", []
