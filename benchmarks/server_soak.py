@@ -31,10 +31,10 @@ EXCHANGE_P99 = 0.050
 GOOD_FACTOR_FUZZ = 2.0
 FUZZ_GROWTH_MB = 20
 REFUSED_WITHIN, REFUSED_WITHIN_ASSERTED = 0.020, 1.0
-HEALTH_P99, HEALTH_P99_ASSERTED = 0.020, 0.100
+HEALTH_P99 = 0.020
 END_AFTER_LAST_STREAM, END_AFTER_TIMEOUT, END_AFTER_SECOND_SIGNAL = 0.5, 0.5, 1.0
 END_WHEN_IDLE = 0.5
-GOOD_FACTOR_SLOW = 1.1
+GOOD_FACTOR_SLOW, GOOD_FACTOR_SLOW_ASSERTED = 1.1, 1.5
 READER_MB = 1.0
 READ_BEFORE_REFUSAL, READ_BEFORE_REFUSAL_ASSERTED = 64 * 1024, 96 * 1024
 HOSTILE_SECONDS_PER_TOKEN = 20e-6
@@ -99,8 +99,8 @@ ROWS = (
         "1,000 requests at once, `--max-num-queued-reqs 64`",
         "64 are answered, 936 get 429 with `Retry-After` within 20 ms, none of them tokenized; "
         "p99 of `/health` at most 20 ms",
-        "within 1 s; p99 of `/health` at most 100 ms: one loop reads and refuses 936 requests one "
-        "after another, so the last one waits for all others",
+        "the same, but within 1 s: one loop reads and refuses 936 requests one after another, so "
+        "the last one waits for all others",
         "all refused after {refused_max_ms:.0f} ms, {refused_each_ms:.2f} ms each; `/health` p50 "
         "{health_p50_ms:.1f} ms, p99 {health_p99_ms:.0f}",
         lambda found: (
@@ -144,7 +144,8 @@ ROWS = (
         "slow",
         "2,000 connections that send nothing, half a head, half a body, a byte a second",
         "all closed on time; a good request at most 10 % slower",
-        "the same, of the median: the p99 of some hundred requests is noise",
+        "the median at most 50 % slower: the same loop takes 500 single bytes a second, and the "
+        "test's clients are one process, which keeps the 2,000 connections too",
         "{first_end_s:.1f} to {last_end_s:.1f} s of {timeout_s:g}; a good request p50 "
         "{busy_p50_ms:.1f} ms, p99 {busy_p99_ms:.0f}, idle {idle_p50_ms:.1f} and "
         "{idle_p99_ms:.0f}",
