@@ -16,10 +16,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import report, server_soak
 from tests.infer.conftest import checkpoint
 from tests.infer.serve.process import ROOT
 
 __all__ = ["checkpoint"]
+
+RESULT = os.environ.get("SOAK_RESULT", "")
+"""A file that the figures of the session are written to; `new` is one in benchmarks/results."""
 
 
 @dataclasses.dataclass
@@ -37,6 +41,12 @@ class MockServer:
     def report(self) -> dict[str, Any]:
         """What the process says of itself."""
         self.process.send_signal(signal.SIGUSR1)
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def log(self) -> list[dict[str, Any]]:
+        """The lines of its log, with `log_json`, that are of admitted requests."""
+        self.process.send_signal(signal.SIGUSR2)
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
@@ -73,6 +83,53 @@ def metric(url: str, name: str, **labels: str) -> float:
     return sum(found)
 
 
+class Soak:
+    """The figures of a session, and how long times may be."""
+
+    def __init__(self):
+        load = os.getloadavg()
+        self.load = load
+        self.times_factor = server_soak.BUSY_FACTOR if load[0] > server_soak.BUSY_LOAD else 1
+        self.figures: dict[str, dict[str, float]] = {}
+
+    def record(self, key: str, **figures: float) -> None:
+        self.figures[key] = figures
+
+    def limit(self, seconds: float) -> float:
+        """What a time may be: on a busy machine more than is asked for."""
+        return seconds * self.times_factor
+
+    def write(self, where: str) -> None:
+        """Raises `OSError`."""
+        facts = report.environment(seed=0)
+        facts["host"]["load"] = self.load  # before the tests
+        path = Path(where)
+        if where == "new":
+            path = report.default_path(server_soak.NAME, "cpu", facts["date"])
+        figures = {"times_factor": self.times_factor, "figures": self.figures}
+        report.write_json(path, facts | figures)
+        print(f"\nwritten to {path}")
+
+
+@pytest.fixture(scope="session")
+def soak() -> Iterator[Soak]:
+    """Takes the figures of the tests."""
+    found = Soak()
+    yield found
+    if RESULT and found.figures:
+        found.write(RESULT)
+
+
+def wait_until_ready(server: MockServer) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            server.get("/ready")
+            return
+        time.sleep(0.05)
+    raise AssertionError("the server is not ready")
+
+
 StartMock = Callable[..., MockServer]
 
 
@@ -93,12 +150,7 @@ def start_mock() -> Iterator[StartMock]:
             stack.callback(process.kill)
             assert process.stdout is not None
             found = MockServer(int(process.stdout.readline()), process)
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline:
-                with contextlib.suppress(OSError):
-                    found.get("/ready")
-                    return found
-                time.sleep(0.05)
-            raise AssertionError("the server is not ready")
+            wait_until_ready(found)
+            return found
 
         yield begin

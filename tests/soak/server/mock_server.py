@@ -1,13 +1,16 @@
 """A server without a model as a process of its own: `python -m tests.soak.server.mock_server JSON`.
 
 The JSON object has `engine`, options of `mock_engine`; `step_seconds`, what a decode call takes;
-`send_buffer`, bytes of the system's buffer; `options`, those of `ServerOptions`. The port is the
-first line of standard output. SIGUSR1 adds a line of JSON: what is held now, and what was counted.
+`send_buffer` and `receive_buffer`, bytes of the system's buffers; `options`, those of
+`ServerOptions`; `counts`, false for a long run, in which what is counted would grow. The port is
+the first line of standard output. SIGUSR1 adds a line of JSON: what is held now, and what was
+counted; SIGUSR2 another: the lines of the log that are of admitted requests.
 """
 
 import asyncio
 import collections
 import json
+import logging
 import signal
 import socket
 import sys
@@ -62,18 +65,43 @@ class Counts:
         return {"held": held, "admitted": self.admitted, "most_late_tokens": most_late}
 
 
+class RequestLog(logging.Handler):
+    """Keeps the fields of the lines with `log_json`: writing them would take the loop's time."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = getattr(record, "fields", {})
+        if "completion_tokens" in fields:
+            self.lines.append(fields)
+
+
 def main(given: dict[str, Any]) -> int:
     loaded, _ = mock_loaded(given.get("engine"), given.get("step_seconds", 0.0))
     listener = server.listen("127.0.0.1", 0)
-    if (size := given.get("send_buffer")) is not None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    for name, option in (("send", socket.SO_SNDBUF), ("receive", socket.SO_RCVBUF)):
+        if (size := given.get(f"{name}_buffer")) is not None:
+            listener.setsockopt(socket.SOL_SOCKET, option, size)
     options = ServerOptions(**given.get("options", {}))
 
+    log = RequestLog()
+    logger = logging.getLogger("swiftkv_jax.infer.serve.routes")
+    logger.addHandler(log)
+    if options.log_json:
+        logger.setLevel(logging.INFO)
+
     def on_start(app: App, stop: Any) -> None:
+        if not given.get("counts", True):
+            return
         counts = Counts(app)
-        asyncio.get_running_loop().add_signal_handler(
-            signal.SIGUSR1, lambda: print(json.dumps(counts.report()), flush=True)
-        )
+        loop = asyncio.get_running_loop()
+        for number, tell in (
+            (signal.SIGUSR1, counts.report),
+            (signal.SIGUSR2, lambda: log.lines),
+        ):
+            loop.add_signal_handler(number, lambda tell=tell: print(json.dumps(tell()), flush=True))
 
     print(listener.getsockname()[1], flush=True)
     with asyncio.Runner(loop_factory=server.loop_factory()) as runner:

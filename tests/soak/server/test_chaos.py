@@ -4,6 +4,7 @@ is held afterwards, all is counted, and those that stay get what they get alone.
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import json
 import random
 import socket
@@ -13,18 +14,48 @@ from typing import Any
 
 from tests.infer.serve.process import SMALL, serving
 from tests.soak.server.client import ask, connected, events, request, responses, talk
-from tests.soak.server.conftest import metric
+from tests.soak.server.conftest import MockServer, metric
 
 CLIENTS, SECONDS, STEADY, STEPS = 256, 60.0, 8, 3
 COMPLETIONS = "/v1/completions"
 MOMENTS = ("within the head", "within the body", "at once", "soon", "first event", "mid", "end")
 NEVER_READS = 0.1
+LOGGED = ("prompt_tokens", "completion_tokens", "finish_reasons")
+USAGE = {"stream_options": {"include_usage": True}}
 STEADY_PROMPTS = ("steady", "also steady", "the third")
+
+
+@dataclasses.dataclass
+class Crowd:
+    """What the clients of a run did and got."""
+
+    moments: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """At which they left."""
+    asked: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Request id -> body."""
+    usages: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Request id -> usage, and reasons of the end, that a client got which stayed."""
+    same: int = 0
+    """Answers of those that stay that were as alone."""
+
+    def request(self, body: dict[str, Any]) -> tuple[str, bytes]:
+        """(id, bytes)"""
+        name = f"client-{len(self.asked)}"
+        self.asked[name] = body
+        return name, request(COMPLETIONS, body, headers={"X-Request-Id": name})
+
+    def got(self, name: str, found: list[Any]) -> None:
+        """The events of an answer that is whole."""
+        assert found[-1] == "[DONE]"
+        choices = [choice for event in found[:-1] for choice in event["choices"]]
+        reasons = {one["finish_reason"] for one in choices} - {None}
+        self.usages[name] = found[-2]["usage"] | {"finish_reasons": sorted(reasons)}
 
 
 def body_of(rng: random.Random, most: int) -> dict[str, Any]:
     prompt = "".join(rng.choices("abcdefgh ", k=rng.randint(1, most // 2)))
     found = {"prompt": prompt, "max_tokens": rng.randint(1, most // 3), "stream": True}
+    found |= USAGE
     if rng.random() < 0.3:
         found |= {"n": 2, "temperature": 1.0, "seed": rng.randrange(100)}
     if rng.random() < 0.1:
@@ -32,9 +63,10 @@ def body_of(rng: random.Random, most: int) -> dict[str, Any]:
     return found
 
 
-async def leave(port: int, rng: random.Random, most: int, moments: collections.Counter) -> None:
+async def leave(port: int, rng: random.Random, most: int, crowd: Crowd) -> None:
     """Ask, and leave at a random moment."""
-    content = request(COMPLETIONS, body_of(rng, most))
+    name, content = crowd.request(body_of(rng, most))
+    moments = crowd.moments
     if rng.random() < NEVER_READS:
         moments["never reads"] += 1
         with socket.socket() as connection:
@@ -65,42 +97,43 @@ async def leave(port: int, rng: random.Random, most: int, moments: collections.C
         if moment == "end":
             (found,) = responses(answer)
             assert found.is_whole and found.status in (200, 429), found
+            if found.status == 200:
+                crowd.got(name, events(found.body))
 
 
-async def steady(port: int, prompt: str, max_tokens: int) -> Any:
+async def steady(port: int, prompt: str, max_tokens: int, crowd: Crowd) -> Any:
     asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-    content = await talk(port, request(COMPLETIONS, asked), seconds=120)
+    name, content = crowd.request(asked | USAGE)
+    content = await talk(port, content, seconds=120)
     (answer,) = responses(content)
     assert answer.status == 200, answer
     found = events(answer.body)
-    assert found[-1] == "[DONE]"
+    crowd.got(name, found)
     return "".join(event["choices"][0]["text"] for event in found[:-1] if event["choices"])
 
 
-async def chaos(port: int, *, clients: int, seconds: float, most: int, tokens: int):
-    """(moments at which clients left, number of steady answers)"""
-    alone = {prompt: await steady(port, prompt, tokens) for prompt in STEADY_PROMPTS}
-    moments: collections.Counter[str] = collections.Counter()
-    until, same = time.monotonic() + seconds, 0
+async def chaos(port: int, *, clients: int, seconds: float, most: int, tokens: int) -> Crowd:
+    crowd = Crowd()
+    alone = {prompt: await steady(port, prompt, tokens, crowd) for prompt in STEADY_PROMPTS}
+    until = time.monotonic() + seconds
 
     async def leaving(seed: int) -> None:
         rng = random.Random(seed)
         await asyncio.sleep(rng.random())
         while time.monotonic() < until:
-            await leave(port, rng, most, moments)
+            await leave(port, rng, most, crowd)
 
     async def staying(seed: int) -> None:
-        nonlocal same
         while time.monotonic() < until:
             prompt = STEADY_PROMPTS[seed % len(STEADY_PROMPTS)]
-            assert await steady(port, prompt, tokens) == alone[prompt]
-            same += 1
+            assert await steady(port, prompt, tokens, crowd) == alone[prompt]
+            crowd.same += 1
 
     await asyncio.gather(*map(leaving, range(clients)), *map(staying, range(STEADY)))
-    return moments, same
+    return crowd
 
 
-def test_clients_that_leave_leave_nothing_behind(start_mock):
+def test_clients_that_leave_leave_nothing_behind(start_mock, soak):
     running = start_mock(
         engine={"slots": 64, "num_pages": 2048, "max_model_len": 256, "steps": STEPS},
         step_seconds=0.02,
@@ -110,11 +143,11 @@ def test_clients_that_leave_leave_nothing_behind(start_mock):
             "max_num_queued_tokens": 100_000,
             "header_timeout": 3.0,
             "write_timeout": 5.0,
+            "log_json": True,
         },
     )
-    moments, same = asyncio.run(
-        chaos(running.port, clients=CLIENTS, seconds=SECONDS, most=200, tokens=40)
-    )
+    crowd = asyncio.run(chaos(running.port, clients=CLIENTS, seconds=SECONDS, most=200, tokens=40))
+    moments, same = crowd.moments, crowd.same
     found = running.check_empty()
     ends = {
         reason: running.metric("vllm:request_success_total", finished_reason=reason)
@@ -130,7 +163,36 @@ def test_clients_that_leave_leave_nothing_behind(start_mock):
     assert ends["abort"] > 100 and ends["length"] + ends["stop"] > 100
     assert min(moments[one] for one in (*MOMENTS, "never reads")) > 10 and same > STEADY
     assert 0 < found["most_late_tokens"] <= 2 * STEPS
+    check_log(running, crowd)
+    soak.record(
+        "chaos",
+        clients=moments.total(),
+        sequences=found["admitted"],
+        aborted=int(ends["abort"]),
+        stayed=len(crowd.usages),
+    )
     check_sums(running)
+
+
+def check_log(running: MockServer, crowd: Crowd) -> None:
+    """The metrics are the sums of the log's lines, and each client that stayed finds in its line
+    what it got."""
+    admitted = {line["id"]: line for line in running.log()}
+    assert admitted.keys() <= crowd.asked.keys() and crowd.usages.keys() <= admitted.keys()
+    for name, usage in crowd.usages.items():
+        assert {key: admitted[name][key] for key in LOGGED} == {key: usage[key] for key in LOGGED}
+    samples = sum(crowd.asked[name].get("n", 1) for name in admitted)
+    expected = {
+        "request_prompt_tokens_sum": sum(one["prompt_tokens"] for one in admitted.values()),
+        "request_params_n_sum": samples,
+        "request_success_total": samples,
+    }
+    assert {name: running.metric(f"vllm:{name}") for name in expected} == expected
+    # A line of a client that left is written before the tokens of the calls that were under way.
+    logged = sum(one["completion_tokens"] for one in admitted.values())
+    tokens = running.metric("vllm:generation_tokens_total")
+    assert tokens == running.metric("vllm:request_generation_tokens_sum")
+    assert logged <= tokens <= logged + running.metric("swiftkv:wasted_tokens_total")
 
 
 def check_sums(running) -> None:
@@ -164,14 +226,15 @@ def check_sums(running) -> None:
     )
 
 
-def test_a_model_compiles_nothing_while_clients_leave(checkpoint):
+def test_a_model_compiles_nothing_while_clients_leave(checkpoint, soak):
     options = [*SMALL, "--max-num-seqs", "8", "--max-num-queued-reqs", "512"]
     options += ["--max-num-queued-tokens", "100000"]
     with serving(checkpoint, *options) as server:
         log = threading.Thread(target=collections.deque, args=(server.lines, 0), daemon=True)
         log.start()  # a pipe that is full would stop the server
         port = int(server.url.rpartition(":")[2])
-        moments, same = asyncio.run(chaos(port, clients=64, seconds=30.0, most=90, tokens=24))
+        crowd = asyncio.run(chaos(port, clients=64, seconds=30.0, most=90, tokens=24))
+        moments, same = crowd.moments, crowd.same
         deadline = time.monotonic() + 30
         while any(
             metric(server.url, name)
@@ -188,3 +251,4 @@ def test_a_model_compiles_nothing_while_clients_leave(checkpoint):
         assert metric(server.url, "swiftkv:compilations_total") == 0
         assert metric(server.url, "vllm:request_success_total", finished_reason="error") == 0
         assert same > STEADY
+        soak.record("chaos_model", clients=moments.total(), same=same)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from benchmarks import server_soak
 from tests.infer.serve.process import SMALL, serving
 from tests.soak.server.client import connected, events, request, responses
 
@@ -45,22 +46,25 @@ def last_events(answer: bytes) -> list:
     return events(found.body)[-2:]
 
 
-def test_streams_of_a_model_end_whole(checkpoint):
+def test_streams_of_a_model_end_whole(checkpoint, soak):
     options = [*SMALL, "--max-num-seqs", str(STREAMS)]
     with serving(checkpoint, *options) as server:
         port = int(server.url.rpartition(":")[2])
         stop = lambda: server.process.send_signal(signal.SIGTERM)  # noqa: E731
         found, last = asyncio.run(streams(port, stop, BODY))
         _, rest = server.process.communicate(timeout=30)
-        print(f"\nthe process ended {1e3 * (time.monotonic() - last):.0f} ms after the last stream")
+        after = time.monotonic() - last
+    print(f"\nthe process ended {1e3 * after:.0f} ms after the last stream")
+    soak.record("drain", end_after_last_stream_ms=1e3 * after)
     assert server.process.returncode == 0 and "Traceback" not in rest, rest
     for answer in found:
         event, done = last_events(answer)
         assert done == "[DONE]" and event["choices"][0]["finish_reason"] == "length"
+    assert after <= soak.limit(server_soak.END_AFTER_LAST_STREAM)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_streams_that_take_too_long_say_so(start_mock, signals):
+def test_streams_that_take_too_long_say_so(start_mock, soak, signals):
     """After the time for a shutdown, or at a second signal."""
     running = start_mock(
         engine={"slots": STREAMS, "num_pages": 64 * STREAMS},
@@ -78,13 +82,19 @@ def test_streams_that_take_too_long_say_so(start_mock, signals):
 
     found, _ = asyncio.run(streams(running.port, stop, BODY))
     assert running.process.wait(30) == 0
-    print(f"\n{signals} signals: the process ended after {time.monotonic() - asked[0]:.2f} s")
+    after = time.monotonic() - asked[0]
+    print(f"\n{signals} signals: the process ended after {after:.2f} s")
+    soak.record("drain_timeout" if signals == 1 else "drain_second_signal", end_ms=1e3 * after)
     for answer in found:
         event, done = last_events(answer)
         assert done == "[DONE]" and event["error"]["code"] == "draining"
+    if signals == 1:
+        assert 1.0 <= after <= 1.0 + soak.limit(server_soak.END_AFTER_TIMEOUT)
+    else:
+        assert after <= soak.limit(server_soak.END_AFTER_SECOND_SIGNAL)
 
 
-def test_idle_connections_hold_nothing_up(start_mock):
+def test_idle_connections_hold_nothing_up(start_mock, soak):
     running = start_mock()
 
     async def idle() -> float:
@@ -98,4 +108,7 @@ def test_idle_connections_hold_nothing_up(start_mock):
             assert await asyncio.to_thread(running.process.wait, 30) == 0
             return time.monotonic() - begun
 
-    print(f"\n50 idle connections: the process ended after {asyncio.run(idle()):.2f} s")
+    after = asyncio.run(idle())
+    print(f"\n50 idle connections: the process ended after {after:.2f} s")
+    soak.record("drain_idle", end_ms=1e3 * after)
+    assert after <= soak.limit(server_soak.END_WHEN_IDLE)

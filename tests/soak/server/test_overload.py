@@ -5,13 +5,14 @@ import collections
 import statistics
 import time
 
+from benchmarks import server_soak
 from tests.soak.server.client import ask, connected, quantile, request, responses
 
 REQUESTS, LIMIT = 1_000, 64
 BODY = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
 
 
-def test_the_surplus_is_refused_and_the_rest_ends(start_mock):
+def test_the_surplus_is_refused_and_the_rest_ends(start_mock, soak):
     running = start_mock(
         engine={"slots": LIMIT, "max_model_len": 512, "num_pages": 128 * LIMIT},
         step_seconds=0.05,
@@ -64,6 +65,16 @@ def test_the_surplus_is_refused_and_the_rest_ends(start_mock):
         f"{1e3 * statistics.median(health):.1f} ms, p99 {1e3 * quantile(health, 0.99):.0f} ms, "
         f"most {1e3 * max(health):.0f} ms of {len(health)}"
     )
+    soak.record(
+        "overload",
+        refused_p50_ms=1e3 * statistics.median(refused),
+        refused_max_ms=1e3 * max(refused),
+        refused_each_ms=1e3 * max(refused) / len(refused),
+        health_p50_ms=1e3 * statistics.median(health),
+        health_p99_ms=1e3 * quantile(health, 0.99),
+    )
+    assert max(refused) <= soak.limit(server_soak.REFUSED_WITHIN_ASSERTED)
+    assert quantile(health, 0.99) <= soak.limit(server_soak.HEALTH_P99)
     assert statuses == {200: LIMIT, 429: REQUESTS - LIMIT}
     assert running.metric("swiftkv:tokenize_seconds_count") - tokenized == LIMIT
     rejected = running.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs")

@@ -6,6 +6,7 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.server_soak import HOSTILE_SECONDS_PER_TOKEN, MAX_CORRELATION
 from swiftkv_jax import demo
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, Timing
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ def test_streams_are_their_whole(tokenizer):
     assert STREAMS / 10 < broken < STREAMS
 
 
-def test_hostile_tokens_cost_what_others_do(tokenizer):
+def test_hostile_tokens_cost_what_others_do(tokenizer, soak):
     """A `logit_bias` may force one token for ever."""
     vocabulary = tokenizer.get_vocab()
     lone = max(index for token, index in vocabulary.items() if len(token) == 1)
@@ -82,10 +83,13 @@ def test_hostile_tokens_cost_what_others_do(tokenizer):
         print(f"\n{name}: {1e6 * seconds[name]:.1f} us a token", end="")
     print()
     # Of quadratic work it would be some hundred times as much.
+    usual_seconds = seconds["usual text"]
+    soak.record("text", hostile_us=1e6 * max(seconds.values()), usual_us=1e6 * usual_seconds)
+    assert max(seconds.values()) <= soak.limit(HOSTILE_SECONDS_PER_TOKEN)
     assert max(seconds.values()) < 20 * seconds["usual text"]
 
 
-def test_the_time_of_a_refusal_tells_nothing_of_a_key():
+def test_the_time_of_a_refusal_tells_nothing_of_a_key(soak):
     """A wrong key that begins as the right one does is refused as fast as any."""
     key, rng = "k" * 64, random.Random(0)
     keys = Keys({"a": key})
@@ -105,7 +109,8 @@ def test_the_time_of_a_refusal_tells_nothing_of_a_key():
         times.append(taken)
     r = correlation(lengths, times)
     print(f"\n{COMPARISONS} comparisons: r = {r:+.4f}")
-    assert abs(r) < 0.05
+    soak.record("keys", r=r)
+    assert abs(r) < MAX_CORRELATION
     # The same measure finds a comparison that stops at the first difference.
     r = correlation(lengths, [first_difference(key, length) for length in lengths])
     assert r > 0.05
