@@ -122,6 +122,13 @@ def bytes_per_token(config: Config, dtype, *, swiftkv: bool = True, scales: bool
     return 2 * layers * config.num_kv_heads * (config.head_dim * jnp.dtype(dtype).itemsize + scale)
 
 
+def answer_bytes_per_token(config: Config, dtype, *, swiftkv: bool = True) -> int:
+    """`bytes_per_token` of a generated token. Where it keeps keys and values beside those of a
+    group, these take pages as well."""
+    shared = bytes_per_token(config, dtype, swiftkv=swiftkv)
+    return shared * (1 + config.pages_per_own_page * (swiftkv and config.has_two_caches))
+
+
 # Writing ----------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import cli
-from .cache import bytes_per_token
+from .cache import answer_bytes_per_token, bytes_per_token
 from .checkpoints import is_orbax, open_any, orbax_io
 from .checkpoints.auxiliary import has_tokenizer
 from .checkpoints.hf_read import delta_config, open_delta, open_hf
@@ -250,7 +250,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         facts.append(("quantization", str(read_quantization_config(stored))))
     if opened.has_delta:
         student = bytes_per_token(config, dtype)
-        answer = f", {student * (1 + config.pages_per_own_page):,} of an answer"
+        answer = f", {answer_bytes_per_token(config, dtype):,} of an answer"
         row = [name for name, _ in facts].index("KV bytes per token")
         facts[row] = (
             "KV bytes per token",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from ..cache import bytes_per_token
+from ..cache import answer_bytes_per_token, bytes_per_token
 from ..config import Config
 from ..cost import decode_flops, decode_weights, prefill_flops, visible_positions
 
@@ -18,7 +18,7 @@ def serving_table(config: Config, dtype: jnp.dtype, length: int) -> str:
             decode_flops(config, length, swiftkv=swiftkv) / 1e9,
             decode_bytes(config, dtype, length, swiftkv=swiftkv) / 1e9,
             bytes_per_token(config, dtype, swiftkv=swiftkv) / 1024,
-            answer_bytes(config, dtype, swiftkv=swiftkv) / 1024,
+            answer_bytes_per_token(config, dtype, swiftkv=swiftkv) / 1024,
         )
         for swiftkv in (True, False)
     )
@@ -44,11 +44,3 @@ def decode_bytes(config: Config, dtype: jnp.dtype, context: int, *, swiftkv: boo
     positions in the cache: every layer reads its keys and values, shared or not."""
     cached = bytes_per_token(config, dtype, swiftkv=False) * visible_positions(config, context)
     return decode_weights(config, swiftkv=swiftkv) * dtype.itemsize + cached
-
-
-def answer_bytes(config: Config, dtype: jnp.dtype, *, swiftkv: bool) -> int:
-    """Bytes of a generated token's keys and values. Where they stand beside those of a group, they
-    take pages of their own."""
-    shared = bytes_per_token(config, dtype, swiftkv=swiftkv)
-    beside = swiftkv and config.has_two_caches
-    return shared * (1 + config.pages_per_own_page) if beside else shared

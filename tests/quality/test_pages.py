@@ -9,11 +9,10 @@ from benchmarks import measurements
 from benchmarks.quality import table, verdict
 from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import cost
-from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.cache import answer_bytes_per_token, bytes_per_token
 from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.presets import PRESETS
-from swiftkv_jax.train.serving_plan import answer_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent
@@ -131,7 +130,7 @@ def test_the_cost_of_generated_keys_and_values():
         )
         prompt, answer = (
             f"{bytes_of(config, jnp.dtype(jnp.bfloat16), swiftkv=True) / 1024:.0f} KiB"
-            for bytes_of in (bytes_per_token, answer_bytes)
+            for bytes_of in (bytes_per_token, answer_bytes_per_token)
         )
         cells = lower, group, f"`{mode}`", tail, f"{prefill:.3f}", f"{decode:.3f}", prompt, answer
         assert f"| {' | '.join(map(str, cells))} |" in text
