@@ -384,7 +384,7 @@ def test_what_tune_writes_goes_before_any(monkeypatch):
 
 def test_the_model_of_five_products():
     """The table of the page is the program's, and its bytes are those of two for each pair."""
-    page = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "kernels-internals.md").read_text()
     assert backward_products.rows() in page
     pairs = shapes.Prefill("p", 1, 8192, 8192).pairs * backward_products.HEADS
     assert 2 * pairs < backward_products.stored_bytes(8192) < 1.02 * 2 * pairs
