@@ -99,7 +99,7 @@ def share_of_step(length: int) -> float:
 
 
 def rows() -> str:
-    """The table of docs/kernels.md."""
+    """The table of docs/kernels-internals.md."""
     found = {chip: {n: seconds(n, chip) for n in LENGTHS} for chip in KINDS}
     lines = [["today, ms", *(f"{found['H200'][n]['today'] * 1e3:.2f}" for n in LENGTHS)]]
     for way in ("dS in memory", "sums in memory"):
