@@ -255,6 +255,7 @@ class Engine[R: ModelRunnerBase]:
         scheduler, runner = self._scheduler, self.model_runner
         grown = scheduler.grow(runner.shapes.decode_steps) if decode else []
         self.stats.preemptions = scheduler.num_preemptions
+        self.stats.num_times_skipped = scheduler.num_times_skipped
         if scheduler.pending_removals:  # before their pages are written by other requests
             runner.remove_sequences(scheduler.pending_removals)
             scheduler.pending_removals.clear()
@@ -264,9 +265,10 @@ class Engine[R: ModelRunnerBase]:
         for _ in range(self._steps()):
             if (chunk := scheduler.schedule_prefill()) is None:
                 break
-            sent.chunks.append((chunk, runner.run_chunk(chunk)))
+            output = runner.run_chunk(chunk)
+            sent.chunks.append((chunk, output))
             runner.add_sequences(chunk.finished_prefill)
-            self.stats.add_chunk(chunk)
+            self.stats.add_chunk(chunk, output.num_padding if output is not None else 0)
         if not decode:
             return sent if sent.chunks else None
         if constrained := scheduler.schedule_constrained():

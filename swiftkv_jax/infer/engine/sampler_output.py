@@ -28,3 +28,5 @@ class AsyncOutput(NamedTuple):
     result: Any
     index: Any = None
     """Index of the wanted entries of `result`; None if only the end of the call is waited for."""
+    num_padding: int = 0
+    """Tokens of a prefill call beyond those asked for."""

@@ -57,6 +57,7 @@ class Scheduler:
         self.pending_removals: list[int] = []
         """Slots of aborted sequences that the model runner still decodes."""
         self.num_preemptions = 0
+        self.num_times_skipped = 0
         self._without_pages: set[Sequence] = set()
         """Sequences that wait for pages in this step."""
         slots = limits.max_num_seqs
@@ -121,6 +122,7 @@ class Scheduler:
             del self.waiting[state]
             for earlier in itertools.islice(self.waiting, skipped):
                 earlier.num_times_skipped += 1
+            self.num_times_skipped += skipped
             self.prefilling.append(state)
             self._extend(state, builders[dp_rank], chunk)
 

@@ -17,6 +17,10 @@ class Stats:
     """Prompt tokens that are cached now, those found in the prefix cache included."""
     prefilled_tokens: int = 0
     """Tokens that ran through prefill."""
+    lower_layer_tokens: int = 0
+    """Those of them that ran through the lower layers only: what SwiftKV saves."""
+    padding_tokens: int = 0
+    """Tokens of prefill calls beyond those asked for, up to the next compiled size."""
     new_tokens: int = 0
     """Tokens emitted, end tokens included."""
     chunks: int = 0
@@ -27,15 +31,19 @@ class Stats:
     """Seconds that `step` waited for the device."""
     preemptions: int = 0
     """Requests that were preempted to make room for earlier ones."""
+    num_times_skipped: int = 0
+    """Times that a waiting request was skipped for a later one that fitted."""
     compilations: int = 0
     """Programs compiled during steps; 0, since all are compiled before the first."""
 
-    def add_chunk(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk, num_padding: int) -> None:
         """Count the tokens of a chunk and the prompts that it completes."""
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
         tokens = sum(scheduled.num_tokens for scheduled in scheduled_tokens)
         self.chunks += tokens > 0
         self.prefilled_tokens += tokens
+        self.lower_layer_tokens += tokens - sum(len(some.upper) for some in scheduled_tokens)
+        self.padding_tokens += num_padding
         ended = {
             scheduled.request_state
             for scheduled in scheduled_tokens

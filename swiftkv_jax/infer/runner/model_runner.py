@@ -225,7 +225,11 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         output = None
         if any(chunk.shards):
-            output = self._prefill(self._prefill_program(chunk.shards), chunk.shards)
+            program = self._prefill_program(chunk.shards)
+            num_tokens = sum(scheduled.num_tokens for _, scheduled in chunk.scheduled_tokens())
+            output = self._prefill(program, chunk.shards)._replace(
+                num_padding=self.shapes.dp_size * program.tokens - num_tokens
+            )
         self._copy(chunk.page_copies)
         return output
 

@@ -109,6 +109,21 @@ class _Collector:
             "Tokens that ran through prefill.",
             stats.prefilled_tokens,
         )
+        yield self._counter(
+            "swiftkv:upper_layer_tokens_skipped",
+            "Those of them that skipped the upper layers.",
+            stats.lower_layer_tokens,
+        )
+        yield self._counter(
+            "swiftkv:prefill_padding_tokens",
+            "Tokens of prefill calls up to their compiled size.",
+            stats.padding_tokens,
+        )
+        yield self._counter(
+            "swiftkv:requests_skipped",
+            "Times that a waiting request was skipped for a later one.",
+            stats.num_times_skipped,
+        )
         yield self._gauge(
             "swiftkv:queued_tokens", "Prompt tokens not cached yet.", service.admission.tokens
         )
