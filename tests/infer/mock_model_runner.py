@@ -68,7 +68,7 @@ class MockModelRunner:
         self.shapes, self.limits, self.window = shapes, limits, window
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
         self.rows: dict[int, Row] = {}
-        self.calls: list[str] = []
+        self.calls: abc.MutableSequence[str] = []
 
     def prepare(self) -> None:
         self.calls.append("prepare")

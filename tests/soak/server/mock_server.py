@@ -79,7 +79,9 @@ class RequestLog(logging.Handler):
 
 
 def main(given: dict[str, Any]) -> int:
-    loaded, _ = mock_loaded(given.get("engine"), given.get("step_seconds", 0.0))
+    loaded, runner = mock_loaded(given.get("engine"), given.get("step_seconds", 0.0))
+    if not given.get("counts", True):
+        runner.calls = collections.deque(maxlen=100)
     listener = server.listen("127.0.0.1", 0)
     for name, option in (("send", socket.SO_SNDBUF), ("receive", socket.SO_RCVBUF)):
         if (size := given.get(f"{name}_buffer")) is not None:
