@@ -246,6 +246,10 @@ class Chunk:
     """Pages (source, target) that each data-parallel shard copies after the chunk has run: the
     samples of a prompt share its full pages and copy the one that is partly filled."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(scheduled.num_tokens for _, scheduled in self.scheduled_tokens())
+
     def scheduled_tokens(self) -> Iterator[tuple[int, ScheduledTokens]]:
         """(dp_rank, scheduled tokens) of all shards."""
         for dp_rank, shard in enumerate(self.shards):

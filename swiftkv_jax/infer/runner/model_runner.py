@@ -226,10 +226,8 @@ class ModelRunner:
         output = None
         if any(chunk.shards):
             program = self._prefill_program(chunk.shards)
-            num_tokens = sum(scheduled.num_tokens for _, scheduled in chunk.scheduled_tokens())
-            output = self._prefill(program, chunk.shards)._replace(
-                num_padding=self.shapes.dp_size * program.tokens - num_tokens
-            )
+            padding = self.shapes.dp_size * program.tokens - chunk.num_tokens
+            output = self._prefill(program, chunk.shards)._replace(num_padding=padding)
         self._copy(chunk.page_copies)
         return output
 
@@ -312,10 +310,8 @@ class ModelRunner:
                 **common,
             )
             cache, result = self._compiled[program](self.weights, chunk, upper, self._state.cache)
-            if program.scores:
-                output = AsyncOutput(self._to_host(result), scored_index(shards))
-            else:
-                output = AsyncOutput(result)
+            index = scored_index(shards) if program.scores else None
+            output = AsyncOutput(self._to_host(result) if program.scores else result, index)
         self._state = dataclasses.replace(self._state, cache=cache)
         return output
 
