@@ -73,8 +73,7 @@ class TimedModelRunner:
         raise NotImplementedError("grammars are not timed")
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
-        tokens = sum(one.num_tokens for _, one in chunk.scheduled_tokens())
-        self._call(CHUNK_SECONDS * tokens / CHUNK)
+        self._call(CHUNK_SECONDS * chunk.num_tokens / CHUNK)
         return None
 
     def run_decode(self, sequences: Seq[Sequence], steps: int) -> AsyncOutput:

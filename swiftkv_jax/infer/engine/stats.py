@@ -39,11 +39,10 @@ class Stats:
     def add_chunk(self, chunk: Chunk, num_padding: int) -> None:
         """Count the tokens of a chunk and the prompts that it completes."""
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
-        self.chunks += chunk.num_tokens > 0
-        self.prefilled_tokens += chunk.num_tokens
-        self.lower_layer_tokens += chunk.num_tokens - sum(
-            len(some.upper) for some in scheduled_tokens
-        )
+        tokens = chunk.num_tokens
+        self.chunks += tokens > 0
+        self.prefilled_tokens += tokens
+        self.lower_layer_tokens += tokens - sum(len(some.upper) for some in scheduled_tokens)
         self.padding_tokens += num_padding
         ended = {
             scheduled.request_state

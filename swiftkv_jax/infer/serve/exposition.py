@@ -111,7 +111,7 @@ class _Collector:
         )
         yield self._counter(
             "swiftkv:upper_layer_tokens_skipped",
-            "Those of them that skipped the upper layers.",
+            "Tokens of prefill that skipped the upper layers.",
             stats.lower_layer_tokens,
         )
         yield self._counter(
