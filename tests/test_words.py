@@ -96,7 +96,7 @@ ALLOWED = {
     # A keyword of `concurrent.futures`, a method of `asyncio`.
     "cancel": ("infer/runner/compilation", "infer/serve/"),
     # A label of vLLM's metrics, a field of its events.
-    "block_size": ("infer/serve/service", "infer/serve/kv_events"),
+    "block_size": ("infer/serve/service/", "infer/serve/distributed/kv_event"),
     # A masked key.
     "unseen": "pallas_kernels/",
 }

@@ -12,20 +12,20 @@ import msgspec
 from ... import __version__
 from ..engine.engine import Engine
 from ..engine.grammar import Matcher
-from .auth import Keys
+from .bodies.forms import Form, form_of
+from .bodies.params import truncation_of
+from .bodies.template_options import template_options, variables_of
+from .distributed.followers import Followers
 from .errors import APIError, invalid, unsupported
-from .followers import Followers
-from .forms import Form, form_of
-from .grammars import Compiler, GrammarQueue
+from .http.auth import Keys
 from .options import ServerOptions
-from .params import truncation_of
-from .prompts import LONG, Prompt, PromptEncoder, Truncation
 from .protocol import MAX_MESSAGES, ChatBody, CompletionBody, Sampling, TokenizeBody
-from .reasoning import Reasoning, reasoning_of
-from .service import Service
-from .template_options import template_options, variables_of
-from .token_text import TokenSpellings
-from .tool_calls import format_of
+from .service.service import Service
+from .text.grammars import Compiler, GrammarQueue
+from .text.prompts import LONG, Prompt, PromptEncoder, Truncation
+from .text.reasoning import Reasoning, reasoning_of
+from .text.token_text import TokenSpellings
+from .text.tool_calls import format_of
 
 
 class App:

@@ -55,11 +55,11 @@ from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..structured_outputs import GrammarCompiler
 from .options import FAIR_BY, KVEventsConfig, ServerOptions
-from .reasoning import FORMATS as REASONING_FORMATS
-from .tool_calls import FORMATS
+from .text.reasoning import FORMATS as REASONING_FORMATS
+from .text.tool_calls import FORMATS
 
 if TYPE_CHECKING:
-    from .followers import Followers
+    from .distributed.followers import Followers
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +374,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _keys(args: argparse.Namespace) -> dict[str, str]:
-    from .auth import read_keys
+    from .http.auth import read_keys
 
     return read_keys(args.api_key or (), args.api_key_file)
 

@@ -20,10 +20,10 @@ from ... import cli
 from ...cli.model_options import ModelOptions, setup_model_devices
 from ...distributed import coordinator_host, run_on_process_0
 from ..engine.options import EngineOptions
-from .follower import Follower, connect, ignore_signals
-from .followers import Followers, accept_followers, listen
+from .distributed.follower import Follower, connect, ignore_signals
+from .distributed.followers import Followers, accept_followers, listen
 from .server import Loaded
-from .token_text import TokenSpellings
+from .text.token_text import TokenSpellings
 
 SECRET_BYTES = 32
 SILENCE_SECONDS = 5.0

@@ -24,15 +24,15 @@ from ...cli import ERROR, INTERRUPTED, OK, OUT_OF_MEMORY
 from ...errors import OutOfMemoryError, UsageError
 from ..engine.engine import Engine
 from ..structured_outputs import GrammarCompiler
+from .api.routes import asgi
 from .app import App
-from .auth import Keys
-from .connection import with_options
-from .exchange import MAX_HEADER_BYTES
-from .followers import Followers
-from .grammar_process import CheckedCompiler
-from .load_log import log_load
+from .distributed.followers import Followers
+from .http.auth import Keys
+from .http.connection import with_options
+from .http.exchange import MAX_HEADER_BYTES
 from .options import ServerOptions
-from .routes import asgi
+from .service.load_log import log_load
+from .text.grammar_process import CheckedCompiler
 
 logger = logging.getLogger(__name__)
 

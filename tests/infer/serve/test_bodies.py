@@ -7,7 +7,8 @@ import msgspec
 import openai
 import pytest
 
-from swiftkv_jax.infer.serve import decoding, errors, params
+from swiftkv_jax.infer.serve import errors
+from swiftkv_jax.infer.serve.bodies import decoding, params
 from swiftkv_jax.infer.serve.protocol import ChatBody, CompletionBody
 
 USER = [{"role": "user", "content": "hi"}]

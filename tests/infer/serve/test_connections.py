@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.serve.connection import Transport
-from swiftkv_jax.infer.serve.run import _SilenceTimer
+from swiftkv_jax.infer.serve.api.run import _SilenceTimer
+from swiftkv_jax.infer.serve.http.connection import Transport
 from tests.infer.serve.conftest import Running
 from tests.infer.serve.test_ends import BODY, SLOW, connect, left, metric
 

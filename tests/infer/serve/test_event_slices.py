@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from swiftkv_jax.infer.serve import backlog
-from swiftkv_jax.infer.serve.backlog import Backlog
-from swiftkv_jax.infer.serve.service import Service
+from swiftkv_jax.infer.serve.service import backlog
+from swiftkv_jax.infer.serve.service.backlog import Backlog
+from swiftkv_jax.infer.serve.service.service import Service
 from tests.infer.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "seed": 1, "n": 8}

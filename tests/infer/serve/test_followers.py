@@ -13,11 +13,11 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.token_filter import TokenFilter
-from swiftkv_jax.infer.serve import followers as followers_module
-from swiftkv_jax.infer.serve import frames
-from swiftkv_jax.infer.serve.engine_thread import Ended, EngineThread
-from swiftkv_jax.infer.serve.follower import Follower, connect
-from swiftkv_jax.infer.serve.followers import Followers, accept_followers, listen
+from swiftkv_jax.infer.serve.distributed import followers as followers_module
+from swiftkv_jax.infer.serve.distributed import frames
+from swiftkv_jax.infer.serve.distributed.follower import Follower, connect
+from swiftkv_jax.infer.serve.distributed.followers import Followers, accept_followers, listen
+from swiftkv_jax.infer.serve.service.engine_thread import Ended, EngineThread
 from swiftkv_jax.infer.structured_outputs import StructuredOutputs
 from tests.infer.mock_model_runner import VOCAB, mock_engine
 

@@ -7,11 +7,12 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.serve import app, grammars
-from swiftkv_jax.infer.serve.grammar_process import COMPILE_SECONDS
-from swiftkv_jax.infer.serve.grammars import MAX_CACHED, WORKERS, GrammarQueue
-from swiftkv_jax.infer.serve.prompts import LONG
-from swiftkv_jax.infer.serve.workers import Workers
+from swiftkv_jax.infer.serve import app
+from swiftkv_jax.infer.serve.text import grammars
+from swiftkv_jax.infer.serve.text.grammar_process import COMPILE_SECONDS
+from swiftkv_jax.infer.serve.text.grammars import MAX_CACHED, WORKERS, GrammarQueue
+from swiftkv_jax.infer.serve.text.prompts import LONG
+from swiftkv_jax.infer.serve.text.workers import Workers
 from swiftkv_jax.infer.structured_outputs import json_grammar
 from tests.infer.serve.test_ends import connect
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.kv_event_publisher import KVEventPublisher
-from swiftkv_jax.infer.serve.kv_events import (
+from swiftkv_jax.infer.serve.distributed.kv_event_publisher import KVEventPublisher
+from swiftkv_jax.infer.serve.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -10,8 +10,8 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.engine.cache_events import PageRemoved, PagesStored
-from swiftkv_jax.infer.serve.kv_event_publisher import KVEventPublisher
-from swiftkv_jax.infer.serve.kv_events import Batches, block_hash, encode_batch
+from swiftkv_jax.infer.serve.distributed.kv_event_publisher import KVEventPublisher
+from swiftkv_jax.infer.serve.distributed.kv_events import Batches, block_hash, encode_batch
 from swiftkv_jax.infer.serve.options import KVEventsConfig
 
 KEYS = [bytes(range(start, start + 32)) for start in (0, 100, 200)]

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.admission import QUANTUM, FairQueue
-from swiftkv_jax.infer.serve.auth import KEY_VARIABLE, read_keys
+from swiftkv_jax.infer.serve.http.auth import KEY_VARIABLE, read_keys
+from swiftkv_jax.infer.serve.service.admission import QUANTUM, FairQueue
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 2}

@@ -5,7 +5,7 @@ import math
 import types
 
 from swiftkv_jax.infer.serve.options import ServerOptions
-from swiftkv_jax.infer.serve.service import Service
+from swiftkv_jax.infer.serve.service.service import Service
 from tests.infer.mock_model_runner import mock_engine
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import openai
 import pytest
 
+from swiftkv_jax.infer.serve.api.response_events import ResponseWriter
+from swiftkv_jax.infer.serve.api.responses import InputItem, ResponsesBody, chat_body
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.protocol import MAX_MESSAGES, Message
-from swiftkv_jax.infer.serve.response_events import ResponseWriter
-from swiftkv_jax.infer.serve.responses import InputItem, ResponsesBody, chat_body
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
 PATH = "/v1/responses"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.generation import Generation
+from swiftkv_jax.infer.serve.service.generation import Generation
 from tests.infer.serve.test_ends import BODY, SLOW, connect
 
 

@@ -89,7 +89,7 @@ def main(given: dict[str, Any]) -> int:
     options = ServerOptions(**given.get("options", {}))
 
     log = RequestLog()
-    logger = logging.getLogger("swiftkv_jax.infer.serve.routes")
+    logger = logging.getLogger("swiftkv_jax.infer.serve.api.routes")
     logger.addHandler(log)
     if options.log_json:
         logger.setLevel(logging.INFO)

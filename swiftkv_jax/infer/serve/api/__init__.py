@@ -1,0 +1,1 @@
+"""The routes and the JSON of their answers."""

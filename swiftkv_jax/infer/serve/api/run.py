@@ -1,0 +1,211 @@
+"""A request from its body to the end of its answer: what all routes share that use the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from ..app import App
+from ..bodies.decoding import decode
+from ..errors import printable
+from ..http.exchange import KEEP_ALIVE, ClientGone, HTTPExchange
+from ..protocol import Body
+from ..service.admission import Reservation
+from ..service.generation import Generation
+
+
+async def run[B: Body, A](
+    app: App,
+    exchange: HTTPExchange,
+    kind: type[B],
+    prepare: Callable[[App, HTTPExchange, B, Reservation], Awaitable[tuple[Generation, A]]],
+    answer: Callable[[App, HTTPExchange, B, Generation, A], Awaitable[None]],
+) -> None:
+    """Answer one request. `prepare` makes what the engine runs of a body, and what `answer` needs
+    besides to send it. Raises `APIError` and `ClientGone`; nothing is held then."""
+    service = app.service
+    service.check_ready()
+    with service.answering():
+        assert service.admission is not None
+        reservation = service.admission.reserve(exchange.key)
+        try:
+            with service.reading():
+                content = await exchange.body(app.max_body_size, reservation.add_bytes)
+            reservation.count(min(len(content) // 4, service.max_model_len), 1)
+            body = body_of(app, exchange, kind, content)
+            timeout = exchange.timeout()
+            exchange.watch()
+            generation, more = await _unless_gone(
+                exchange, prepare(app, exchange, body, reservation)
+            )
+            service.check_ready()
+        except BaseException:
+            reservation.release()
+            raise
+        generation.timeout = timeout
+        generation.queue_key = {
+            "key": exchange.key,
+            "user": f"{exchange.key}/{getattr(body, 'user', None) or ''}",
+            "none": "",
+        }[app.options.fair_by]
+        exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
+        if generation.parts:
+            service.submit(generation)
+        else:
+            reservation.release()
+        try:
+            await answer(app, exchange, body, generation, more)
+        except ClientGone as gone:
+            service.abort(generation, "slow_client" if gone.args else "client")
+            raise
+        finally:
+            if not generation.is_done:
+                service.abort(generation, "client")
+            _log(exchange, generation)
+            if app.options.log_requests:
+                exchange.log["prompt"] = _beginning(generation, app.options.max_log_len)
+
+
+@contextlib.asynccontextmanager
+async def counted_body[B: Body](
+    app: App, exchange: HTTPExchange, kind: type[B]
+) -> AsyncIterator[B]:
+    """The body of a request that needs no engine; its bytes count until the end. Raises
+    `APIError` and `ClientGone`."""
+    service = app.service
+    service.check_ready()
+    assert service.admission is not None
+    reservation = Reservation(exchange.key, service.admission)
+    try:
+        with service.reading():
+            content = await exchange.body(app.max_body_size, reservation.add_bytes)
+        yield body_of(app, exchange, kind, content)
+    finally:
+        reservation.release()
+
+
+async def _unless_gone[T](exchange: HTTPExchange, work: Awaitable[T]) -> T:
+    """What `work` gives. Raises `ClientGone` as soon as the client has left: what it waits for is
+    not begun any more."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def leave() -> None:
+        task.cancel()
+
+    exchange.on_gone = leave
+    try:
+        found = await work
+    except asyncio.CancelledError:
+        if not exchange.is_gone or task.uncancel():
+            raise
+        raise ClientGone from None
+    finally:
+        exchange.on_gone = lambda: None
+    if exchange.is_gone:
+        raise ClientGone
+    return found
+
+
+def body_of[B: Body](app: App, exchange: HTTPExchange, kind: type[B], content: bytes) -> B:
+    """The body of a request for the model that is served. A header of the answer names the fields
+    that were ignored. Raises `APIError`."""
+    ignore = app.options.unknown_fields == "ignore"
+    body, ignored = decode(kind, content, ignore_unknown=ignore)
+    if ignored:
+        exchange.extra["x-ignored-fields"] = _header(",".join(ignored))
+    app.check_model(body.model)
+    return body
+
+
+def _header(text: str) -> str:
+    """`text` as the value of a header: ASCII without control characters, at most 1,024 of them."""
+    found = ascii(text)[1:-1]
+    return found if len(found) <= 1024 else found[:1021] + "..."
+
+
+async def changes(
+    exchange: HTTPExchange, generation: Generation, *, silence: float | None = None
+) -> AsyncIterator[None]:
+    """Yields when there may be something new to send, the last time when all is there. After so
+    many seconds of silence it sends a comment of a stream, and yields too. Raises `APIError` and
+    `ClientGone`."""
+    done = generation.is_done and generation.error is None  # nothing is to be run
+    timer = None if silence is None else _SilenceTimer(generation.changed, silence)
+    try:
+        while not done:
+            await generation.changed.wait()
+            generation.changed.clear()
+            if exchange.is_gone:
+                raise ClientGone
+            if generation.error is not None:
+                raise generation.error
+            if timer is not None and timer.take():
+                await exchange.send_events(KEEP_ALIVE)
+            done = generation.is_done
+            yield
+            if timer is not None:
+                timer.restart()
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+class _SilenceTimer:
+    """Sets an event after so many seconds without a `restart`, and every so many again. A restart
+    costs nothing: the one timer that runs looks at the time of the last."""
+
+    def __init__(self, event: asyncio.Event, seconds: float):
+        self._event, self._seconds = event, seconds
+        self._loop, self._has_ended = asyncio.get_running_loop(), False
+        self._start = self._loop.time()
+        self._handle = self._loop.call_later(seconds, self._check)
+
+    def restart(self) -> None:
+        self._start = self._loop.time()
+
+    def take(self) -> bool:
+        """Whether the time has ended since the last call."""
+        found, self._has_ended = self._has_ended, False
+        return found
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _check(self) -> None:
+        left = self._start + self._seconds - self._loop.time()
+        if left <= 0:
+            self._has_ended, self._start, left = True, self._loop.time(), self._seconds
+            self._event.set()
+        self._handle = self._loop.call_later(left, self._check)
+
+
+async def until_done(exchange: HTTPExchange, generation: Generation) -> None:
+    """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
+    async for _ in changes(exchange, generation):
+        pass
+
+
+def _beginning(generation: Generation, limit: int) -> str:
+    """Of the first prompt, in one line: its text, or its token ids."""
+    if not generation.prompts:
+        return ""
+    token_ids, _, text = generation.prompts[0]
+    return printable(str(token_ids[:limit].tolist()) if text is None else text, limit)
+
+
+def _log(exchange: HTTPExchange, generation: Generation) -> None:
+    """What the line in the log says of a request that was admitted."""
+    reasons = sorted({choice.finish_reason or "none" for choice in generation.choices})
+    exchange.log |= {
+        "prompt_tokens": generation.num_prompt_tokens,
+        "cached_tokens": generation.num_cached_tokens,
+        "completion_tokens": generation.num_tokens,
+        "finish_reasons": reasons,
+    }
+    if generation.first_token:
+        exchange.log |= {
+            "queue_ms": round(1e3 * (generation.started - generation.arrival), 1),
+            "ttft_ms": round(1e3 * (generation.first_token - generation.arrival), 1),
+        }

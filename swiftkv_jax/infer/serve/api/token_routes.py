@@ -1,0 +1,63 @@
+"""The routes between texts and token ids, vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..app import App
+from ..errors import invalid, unsupported
+from ..http.exchange import HTTPExchange
+from ..protocol import DetokenizeBody, TokenizeBody
+from .run import counted_body
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+async def tokenize(app: App, exchange: HTTPExchange) -> None:
+    """POST /tokenize"""
+    async with counted_body(app, exchange, TokenizeBody) as body:
+        ids = await _token_ids(app, exchange, body)
+    found: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": app.service.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [app.spellings[token].text for token in ids]
+    await exchange.send_json(200, found)
+
+
+async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
+    if body.tools is not None and app.tool_format is None:
+        raise unsupported("tools", "this model's chat template takes no tools")
+    if body.prompt is None:
+        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
+    else:
+        special = body.add_special_tokens is not False
+        (prompt,) = await app.encoder.encode(
+            [body.prompt], add_special_tokens=special, salt="", param="prompt"
+        )
+    return prompt.token_ids.tolist()
+
+
+async def detokenize(app: App, exchange: HTTPExchange) -> None:
+    """POST /detokenize"""
+    async with counted_body(app, exchange, DetokenizeBody) as body:
+        text = await app.encoder.detokenize(body.tokens)
+    await exchange.send_json(200, {"prompt": text})
+
+
+async def tokenizer_info(app: App, exchange: HTTPExchange) -> None:
+    """GET /tokenizer_info: what tokenizer_config.json says, as far as clients use it."""
+    app.service.check_ready()
+    tokenizer = app.tokenizer
+    found: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__}
+    found |= {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found["added_tokens_decoder"] = {str(number): one.content for number, one in added.items()}
+    found["model_max_length"] = app.service.max_model_len
+    found["chat_template"] = getattr(tokenizer, "chat_template", None)
+    await exchange.send_json(200, found)

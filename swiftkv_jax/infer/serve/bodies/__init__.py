@@ -1,0 +1,1 @@
+"""From the body of a request to what the engine runs."""

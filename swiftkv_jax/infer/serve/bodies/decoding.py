@@ -1,0 +1,94 @@
+"""From the bytes of a body to its type: unknown fields are refused, or left out and named."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from ..errors import APIError, invalid
+from ..protocol import Body
+
+MAX_NULLS = 256
+"""Unknown fields of one body that may be null."""
+
+
+def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tuple[B, list[str]]:
+    """(body, paths of fields that were ignored). Raises `APIError`."""
+    try:
+        if not ignore_unknown:
+            return _decode(kind, body), []
+        fields = msgspec.json.decode(body)
+        ignored = sorted(_drop_unknown(fields, _type_info(kind)))
+        return msgspec.convert(fields, type=kind), ignored
+    except msgspec.ValidationError as error:
+        raise _of_validation(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
+    except RecursionError:
+        raise invalid(None, "the body is nested too deeply", "invalid_json") from None
+
+
+def _decode[B: Body](kind: type[B], body: bytes) -> B:
+    """A body without the unknown fields that are null: clients send back what they were given."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if b"null" not in body or "unknown field" not in str(error):
+            raise
+        fields = msgspec.json.decode(body)
+        if len(_drop_unknown(fields, _type_info(kind), most_nulls=MAX_NULLS)) > MAX_NULLS:
+            raise
+    return msgspec.convert(fields, type=kind)
+
+
+_type_info = functools.cache(inspect.type_info)
+
+
+def _drop_unknown(
+    value: Any, kind: inspect.Type, at: str = "", *, most_nulls: int | None = None
+) -> list[str]:
+    """Remove the fields that the types of `kind` refuse; with `most_nulls` of them the nulls alone,
+    and no more after so many. Returns their paths; `at` is that of `value`."""
+    if isinstance(kind, inspect.UnionType):
+        found = (_drop_unknown(value, one, at, most_nulls=most_nulls) for one in kind.types)
+        return [path for paths in found for path in paths]
+    if isinstance(kind, inspect.ListType) and isinstance(value, list):
+        inside = ((one, kind.item_type, f"{at}[{number}]") for number, one in enumerate(value))
+        dropped = []
+    elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
+        prefix, known = f"{at}." if at else "", {one.encode_name: one.type for one in kind.fields}
+        dropped = [
+            name
+            for name, one in value.items()
+            if name not in known
+            and (kind.forbid_unknown_fields if most_nulls is None else one is None)
+        ]
+        for name in dropped:
+            del value[name]
+        dropped = [prefix + name for name in dropped]
+        inside = ((value[name], known[name], prefix + name) for name in value.keys() & known.keys())
+    else:
+        return []
+    for one, one_kind, path in inside:
+        dropped += _drop_unknown(one, one_kind, path, most_nulls=most_nulls)
+        if most_nulls is not None and len(dropped) > most_nulls:
+            break
+    return dropped
+
+
+def _of_validation(error: msgspec.ValidationError) -> APIError:
+    text, _, path = str(error).partition(" - at `")
+    path = path.rstrip("`").removeprefix("$").removeprefix(".")
+    if "unknown field" in text:
+        name = text.rpartition("field `")[2].rstrip("`")
+        path = f"{path}.{name}" if path else name
+        return invalid(path, f"there is no field {name!r}", "unknown_field")
+    if "missing required field" in text:
+        name = text.rpartition("field `")[2].rstrip("`")
+        path = f"{path}.{name}" if path else name
+        return invalid(path, f"`{name}` is missing")
+    where = f"`{path}`: " if path else "the body: "
+    return invalid(path or None, where + text[:1].lower() + text[1:])

@@ -1,0 +1,150 @@
+"""From the fields of a body to the form of its answer: a grammar, calls of tools, or free text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from ....errors import UsageError
+from ...structured_outputs import (
+    StructuredOutputs,
+    checked_schema,
+    json_grammar,
+    json_options,
+)
+from ..errors import invalid, unsupported
+from ..protocol import ChatBody, NamedToolChoice, Sampling
+from ..text.tool_calls import ToolCallParser
+
+MAX_TOOLS = 128
+BREAK = r"/\n?/"
+"""A line break or none, in Lark."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What an answer must look like, and how it is read."""
+
+    grammar: str | None = None
+    """In llguidance's form; None for free text."""
+    param: str = ""
+    """Field that asks for the grammar."""
+    tools: tuple[str, ...] = ()
+    """Functions that the answer may call."""
+    tool_format: str = ""
+    single_call: bool = False
+
+    def parser(self) -> ToolCallParser | None:
+        """What reads the calls of one answer; None if there are none."""
+        if not self.tools:
+            return None
+        return ToolCallParser(
+            self.tools,
+            self.tool_format,
+            single=self.single_call,
+            forced=self.grammar is not None,
+        )
+
+
+def form_of(body: Sampling, tool_format: str | None) -> Form:
+    """The form that a body asks for. `tool_format` is that of the model, None if it takes no tools.
+    Raises `APIError`."""
+    grammar, param = _structured(body)
+    if not isinstance(body, ChatBody) or body.tools is None:
+        choice = getattr(body, "tool_choice", None)
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "`tool_choice` needs `tools`")
+        return Form(grammar, param)
+    names, choice = _check_tools(body, tool_format), body.tool_choice or "auto"
+    if choice == "none":
+        return Form(grammar, param)
+    assert tool_format is not None
+    single = body.parallel_tool_calls is False
+    if choice == "auto" and grammar is not None:
+        return Form(grammar, param)  # the form leaves no room for a call
+    form = Form(grammar, param, tuple(names), tool_format, single)
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        if name not in names:
+            raise invalid("tool_choice", f"`tool_choice`: {name!r} is not one of the tools")
+        names, form = [name], dataclasses.replace(form, tools=(name,), single_call=True)
+    elif choice == "auto":
+        return form
+    if grammar is not None:
+        raise invalid(param, f"`{param}` does not go with a `tool_choice` that asks for calls")
+    called = [tool.function for tool in body.tools if tool.function.name in names]
+    schemas = {one.name: {"type": "object"} | (one.parameters or {}) for one in called}
+    lark = _calls_grammar(schemas, tool_format, single=form.single_call)
+    return dataclasses.replace(form, grammar=lark, param="tools")
+
+
+def _structured(body: Sampling) -> tuple[str | None, str]:
+    """(grammar of `response_format` or `structured_outputs`, name of the field)."""
+    response, wanted = body.response_format, body.structured_outputs
+    if response is not None and response.type != "json_schema" and response.json_schema:
+        raise invalid(
+            "response_format.json_schema", f"`json_schema` does not go with {response.type!r}"
+        )
+    if response is not None and response.type == "text":
+        response = None
+    if response is not None and wanted is not None:
+        raise invalid(
+            "structured_outputs", "`structured_outputs` and `response_format` exclude each other"
+        )
+    try:
+        if wanted is not None:
+            fields = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
+            if fields.pop("json_object"):
+                if wanted.json is not None:
+                    raise UsageError("`json` and `json_object` exclude each other")
+                fields["json"] = True
+            return StructuredOutputs(**fields).to_grammar(), "structured_outputs"
+        if response is None:
+            return None, ""
+        if response.type == "json_object":
+            return json_grammar(True), "response_format"
+        if response.json_schema is None:
+            raise invalid("response_format.json_schema", "`json_schema` is missing")
+        schema = response.json_schema.schema
+        return json_grammar(True if schema is None else schema), "response_format"
+    except UsageError as error:
+        param = "response_format" if wanted is None else "structured_outputs"
+        raise invalid(param, f"`{param}`: {error}", "invalid_grammar") from None
+
+
+def _check_tools(body: ChatBody, tool_format: str | None) -> list[str]:
+    """The names of the tools. Raises `APIError`."""
+    tools = body.tools or []
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise invalid("tools", f"`tools` must have 1 to {MAX_TOOLS} tools")
+    if tool_format is None:
+        raise unsupported("tools", "this model's chat template takes no tools")
+    names = [tool.function.name for tool in tools]
+    for number, tool in enumerate(tools):
+        param = f"tools[{number}].function"
+        if tool.function.name in names[:number]:
+            raise invalid(f"{param}.name", f"two tools are called {tool.function.name!r}")
+        if tool.function.parameters is not None:
+            if tool.function.parameters.get("type", "object") != "object":
+                raise invalid(f"{param}.parameters", "`parameters` must be of type object")
+            try:
+                checked_schema(tool.function.parameters)
+            except UsageError as error:
+                message = str(error).replace("`json`", "`parameters`")
+                raise invalid(f"{param}.parameters", message) from None
+    return names
+
+
+def _calls_grammar(schemas: dict[str, Any], tool_format: str, *, single: bool) -> str:
+    """A grammar of one call, or of several, in Lark as llguidance extends it."""
+    key, between = ("parameters", '"; "') if tool_format == "llama3_json" else ("arguments", BREAK)
+    rules = [f"call: {' | '.join(f'call{number}' for number in range(len(schemas)))}"]
+    for number, (name, schema) in enumerate(schemas.items()):
+        begin = json.dumps(f'{{"name": "{name}", "{key}": ')
+        call = f'{begin} arguments{number} "}}"'
+        if tool_format == "hermes":
+            call = f'"<tool_call>" {BREAK} {call} {BREAK} "</tool_call>"'
+        rules += [f"call{number}: {call}", f"arguments{number}: %json {json_options(schema)}"]
+    start = "start: call" if single else f"start: call ({between} call)*"
+    return "\n".join([start, *rules])

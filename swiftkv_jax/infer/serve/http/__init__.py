@@ -1,0 +1,1 @@
+"""One HTTP connection, one request and its answer, and the keys of clients."""

@@ -1,0 +1,1 @@
+"""Between connections and the engine: admission, the queue, the thread of the engine, counts."""
