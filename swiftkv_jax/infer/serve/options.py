@@ -16,6 +16,8 @@ MAX_PROMPTS = 128
 """Prompts of one completion request."""
 MAX_LOGPROB_ENTRIES = 250_000
 """Log-probabilities that one request may ask for: an entry is some 2.4 KB in memory."""
+MAX_BODY_SIZE = 32 * 2**20
+"""Bytes of a body, unless `max_body_size` says otherwise."""
 FAIR_BY = ("key", "user", "none")
 _OF_THE_SERVER = (
     "add_generation_prompt chat_template continue_final_message conversation documents max_length "
@@ -221,7 +223,7 @@ class ServerOptions:
         """Bytes of a body at most."""
         if self.max_body_size is not None:
             return self.max_body_size
-        return min(max(64 * max_model_len, 2 * 2**20), 32 * 2**20)
+        return min(max(64 * max_model_len, 2 * 2**20), MAX_BODY_SIZE)
 
     def sequence_limit(self, max_num_seqs: int) -> int:
         """Sequences that wait and run at most."""

@@ -196,11 +196,24 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {"type": "function", "function": function} | ({"id": self.id} if self.id else {})
 
 
-class ContentPart(msgspec.Struct):
-    """A part of a message. Fields of other types than text are not looked at."""
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message. Fields of other types are known so that these are refused by type."""
 
     type: str
     text: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    detail: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    file_url: Any = None
+    filename: Any = None
+    refusal: Any = None
+    audio_url: Any = None
+    video_url: Any = None
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -70,6 +70,7 @@ REFUSED = [
     ("allowed_token_ids", [97], "invalid_value"),
     ("allowed_token_ids", [-1], "invalid_value"),
     ("allowed_token_ids", [1] * 1025, "invalid_value"),
+    ("logit_bias", {str(number): 1 for number in range(301)}, "invalid_value"),
     ("bad_words", [" "], "invalid_value"),
     ("bad_words", ["a"] * 129, "invalid_value"),
     ("bad_words", ["a" * 5000], "invalid_value"),
@@ -114,6 +115,11 @@ CHATS_REFUSED = [
         "messages[0].content[0].type",
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
         "unsupported_parameter",
+    ),
+    (
+        "messages[0].content[0].colour",
+        [{"role": "user", "content": [{"type": "text", "text": "a", "colour": 1}]}],
+        "unknown_field",
     ),
     ("max_completion_tokens", 10**6, "context_length_exceeded"),
     ("max_completion_tokens", 0, "invalid_value"),
@@ -224,6 +230,8 @@ def test_other_kinds_of_bodies(running):
         status, _, _ = running.request("POST", COMPLETION, {"prompt": "a"}, headers)
         assert status == code
     assert running.post("/detokenize", {"tokens": [2**70]})[0] == 400
+    status, answer = running.post("/detokenize", {"tokens": [1] * 257})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     assert running.post(COMPLETION + "/", {})[0] == 404, "no redirection to what a client names"
     status, headers, _ = running.request("GET", COMPLETION)
     assert status == 405 and headers["allow"] == "POST"
@@ -274,7 +282,8 @@ def test_unknown_fields_within_objects_may_be_ignored(start):
         "POST", CHAT, body | {"stream_options": options, "metadata": metadata}
     )
     assert status == 200
-    assert headers["x-ignored-fields"] == "messages[0].colour,stream_options.x,zz"
+    ignored = "messages[0].colour,messages[1].content[0].cache_control,stream_options.x,zz"
+    assert headers["x-ignored-fields"] == ignored
     item = {"role": "user", "content": "a", "zz": {}}
     status, headers, _ = running.request(
         "POST", "/v1/responses", {"input": [item], "max_output_tokens": 1}
@@ -343,3 +352,15 @@ def test_few_nulls_of_unknown_fields_are_looked_for():
         body, decoding._type_info(ChatBody), most_nulls=decoding.MAX_NULLS
     )
     assert len(found) == decoding.MAX_NULLS + 1 and "a" in messages[len(found)]
+
+
+def test_nulls_are_looked_for_in_small_bodies():
+    """Not where a client sends as many lists as a body holds."""
+    for brackets, code in ((10, None), (decoding.MAX_BRACKETS, "unknown_field")):
+        content = b'{"prompt": "' + b"[" * brackets + b'", "of_another_api": null}'
+        if code is None:
+            decoding.decode(CompletionBody, content, ignore_unknown=False)
+            continue
+        with pytest.raises(errors.APIError) as caught:
+            decoding.decode(CompletionBody, content, ignore_unknown=False)
+        assert caught.value.code == code

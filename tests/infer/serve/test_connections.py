@@ -9,6 +9,7 @@ import time
 import pytest
 
 from swiftkv_jax.infer.serve.api.run import _SilenceTimer
+from swiftkv_jax.infer.serve.http import connection as connection_module
 from swiftkv_jax.infer.serve.http.connection import Transport
 from tests.infer.serve.conftest import Running
 from tests.infer.serve.test_ends import BODY, SLOW, connect, left, metric
@@ -107,6 +108,27 @@ def test_half_a_body_behind_another_request_has_a_deadline(start):
     running = start(body_timeout=0.4, keep_alive_timeout=30)
     half = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{"
     with send(running, half) as connection:
+        assert until_closed(connection) < 5
+    running.check_empty()
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/v1/models", b"/nowhere"])
+def test_the_rest_of_an_announced_body_is_not_waited_for(start, monkeypatch, path):
+    """Whatever length a client without a key announces."""
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.3)
+    running = start(api_keys={"a": "key-of-a-0"}, body_timeout=30, keep_alive_timeout=30)
+    head = b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n"
+    with send(running, head) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+        assert until_closed(connection) < 5
+    running.check_empty()
+
+
+def test_a_body_has_no_more_time_than_the_longest_takes(start, monkeypatch):
+    monkeypatch.setattr(connection_module, "BYTES_PER_SECOND", 1e5)
+    running = start(body_timeout=0.2, keep_alive_timeout=30, max_body_size=10_000)
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{"
+    with send(running, chunked) as connection:
         assert until_closed(connection) < 5
     running.check_empty()
 

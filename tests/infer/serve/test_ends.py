@@ -1,5 +1,6 @@
 """How requests end before their answer: clients that leave, limits of time, load, shutdown."""
 
+import concurrent.futures
 import json
 import random
 import socket
@@ -176,6 +177,21 @@ def test_a_key_has_its_own_limit(start):
     assert status == 400 and answer["error"]["param"] == "n"
     status, _ = running.post("/v1/completions", BODY | {"n": 2}, x_api_key="key-of-b-0")
     assert status == 200
+
+
+def test_many_requests_of_one_key_do_not_delay_another(start):
+    """They wait where keys take turns, not in the engine."""
+    keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
+    running = start(api_keys=keys, fair_by="key", engine={"slots": 2}, **SLOW)
+    body, service = BODY | {"max_tokens": 40}, running.app.service
+    with concurrent.futures.ThreadPoolExecutor(30) as pool:
+        headers = {"x_api_key": "key-of-a-0"}
+        others = [pool.submit(running.post, "/v1/completions", body, **headers) for _ in range(30)]
+        running.until(lambda: service.num_admitted == 30)
+        assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
+        assert service.num_admitted > 20
+        assert {other.result()[0] for other in others} == {200}
+    running.check_empty()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,6 +28,8 @@ ROUTES = [
 ]
 PUBLIC = [("GET", "/health"), ("GET", "/ready"), ("POST", "/ping"), ("GET", "/version")]
 KEY = "a-key-of-some-length"
+SDK_HEADERS = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,traceparent"
+"""Headers that a client in a browser sends."""
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,9 @@ def test_pages_of_other_origins_need_leave(start, running):
     _, found, _ = allowed.request("GET", "/health", None, headers)
     assert found["access-control-allow-origin"] == "https://app.example"
     assert "access-control-allow-credentials" not in found
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": SDK_HEADERS}
+    status, found, _ = allowed.request("OPTIONS", "/v1/completions", None, headers | asked)
+    assert status == 200 and found["access-control-allow-headers"] == SDK_HEADERS
     _, found, _ = allowed.request("GET", "/health", None, {"origin": "https://other.example"})
     assert "access-control-allow-origin" not in found
 
@@ -249,12 +254,21 @@ def test_equal_keys_get_equal_shares():
     for _ in range(300):
         for key in "abc":
             queue.push(key, Waits(key, rng.choice([10, 500, 3000])))
-    tokens = dict.fromkeys("abc", 0)
+    costs = dict.fromkeys("abc", 0)
     for _ in range(400):
         found = queue.pop()
         assert found is not None
-        tokens[found.name] += found.num_prompt_tokens
-    assert max(tokens.values()) - min(tokens.values()) < 3 * QUANTUM + 3000
+        costs[found.name] += max(found.num_prompt_tokens, QUANTUM)
+    assert max(costs.values()) - min(costs.values()) < 3 * QUANTUM + 3000
+
+
+def test_short_prompts_take_turns_too():
+    """Their answers take as long as those of long prompts."""
+    queue: FairQueue[Waits] = FairQueue()
+    for _ in range(100):
+        queue.push("a", Waits("a", 5))
+    queue.push("b", Waits("b", 5))
+    assert "b" in [found.name for _ in range(3) if (found := queue.pop())]
 
 
 def test_what_is_removed_does_not_come():

@@ -72,7 +72,7 @@ def asgi(app: App) -> Starlette:
                 CORSMiddleware,
                 allow_origins=list(app.options.allowed_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+                allow_headers=["*"],  # OpenAI's JavaScript client sends x-stainless-* too
                 expose_headers=["x-request-id", "server-timing", "retry-after"],
             )
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....errors import UsageError
-from ...engine.sampling_params import SamplingParams
+from ...engine.sampling_params import MAX_BIASES, SamplingParams
 from ..errors import invalid, of_usage, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
 from ..protocol import ChatBody, CompletionBody, Sampling
@@ -189,6 +189,10 @@ def sampling_params(
             raise invalid("stop", f"`stop` has more than {MAX_STOP_CHARACTERS} characters in all")
         given["stop"] = tuple(stops)
     if body.logit_bias is not None:
+        if len(body.logit_bias) > MAX_BIASES:
+            entries = len(body.logit_bias)
+            message = f"`logit_bias`: {entries} entries are above the limit of {MAX_BIASES}"
+            raise invalid("logit_bias", message)
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
     if (body.temperature or 0) > options.max_temperature:
         raise invalid("temperature", f"`temperature` must be from 0 to {options.max_temperature:g}")

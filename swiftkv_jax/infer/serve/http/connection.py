@@ -14,11 +14,14 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import APIError, invalid
-from ..options import ServerOptions
+from ..options import MAX_BODY_SIZE, ServerOptions
 from .exchange import CONNECTION, MAX_HEADER_BYTES
 
 BYTES_PER_SECOND = 65536
 """A body may take a second longer for each of so many bytes."""
+LINGER_SECONDS = 5.0
+"""Time for the rest of a body whose request has been answered: a connection closed with unread
+bytes is reset, and the client may lose the answer."""
 
 
 class Transport:
@@ -103,6 +106,8 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's own timer, in whole seconds
         self._follow()
+        if self.conn.our_state is h11.DONE and self._phase == "body":  # nothing reads the rest
+            self._enter("body", LINGER_SECONDS)
 
     def _follow(self) -> None:
         """Give what the connection waits for its time."""
@@ -111,9 +116,11 @@ class Connection(H11Protocol):
         state, buffered = self.conn.their_state, len(self.conn.trailing_data[0])
         if state is h11.SEND_BODY:
             if self._phase != "body":
-                length = dict(self.headers).get(b"content-length", b"0")
-                extra = int(length) / BYTES_PER_SECOND if length.isdigit() else 600.0
-                self._enter("body", self.options.body_timeout + min(extra, 3600.0))
+                length = dict(self.headers).get(b"content-length", b"")
+                size = self.options.max_body_size or MAX_BODY_SIZE
+                if length.isdigit():
+                    size = min(size, int(length))
+                self._enter("body", self.options.body_timeout + size / BYTES_PER_SECOND)
         elif state is h11.IDLE:
             phase = "headers" if buffered else "idle"
             if self._phase != phase:

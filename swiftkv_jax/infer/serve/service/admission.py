@@ -17,7 +17,8 @@ from ..errors import APIError, invalid
 from ..options import ServerOptions
 
 QUANTUM = 2048
-"""Prompt tokens that a key may submit before it is another's turn."""
+"""Prompt tokens that a key may submit before it is another's turn. A request counts as so many at
+least: it takes a slot whose time its answer decides."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -190,9 +191,10 @@ class FairQueue[W: Waiting]:
         while self._queues:
             key, queue = next(iter(self._queues.items()))
             first = next(iter(queue))
-            if self._credit[key] >= first.num_prompt_tokens or len(self._queues) == 1:
+            cost = max(first.num_prompt_tokens, QUANTUM)
+            if self._credit[key] >= cost or len(self._queues) == 1:
                 del queue[first]
-                self._credit[key] = max(self._credit[key] - first.num_prompt_tokens, 0)
+                self._credit[key] = max(self._credit[key] - cost, 0)
                 self._drop_if_empty(key)
                 return first
             self._credit[key] += QUANTUM

@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining", "stalled", "failed"]
 MAX_WAITING_IN_ENGINE = MAX_SKIPS
 """Requests that the engine has not begun, at most: it looks no farther down its queue."""
+SPARE = 8
+"""The engine gets a request more than it has slots for each so many of them, and two at least:
+for the slots that become free in one call. It serves in the order of arrival: whatever else waits
+there would delay other keys."""
 MOST_PAGES = 0.9
 """Share of the pages in use above which prompts may wait for pages."""
 HEARTBEAT_SECONDS = 0.1
@@ -196,6 +200,15 @@ class Service:
         return len(self._admitted)
 
     @property
+    def _has_room_in_engine(self) -> bool:
+        """Whether the engine needs one more request."""
+        assert self.engine is not None
+        load, waiting = self.engine.snapshot.load, self._num_waiting_in_engine
+        free = self.max_num_seqs - load.num_running - load.num_prefilling
+        spare = max(self.max_num_seqs // SPARE, 2)
+        return waiting < min(max(free, 0) + spare, MAX_WAITING_IN_ENGINE)
+
+    @property
     def _num_waiting_in_engine(self) -> int:
         if self.engine is None:
             return 0
@@ -203,9 +216,9 @@ class Service:
         return snapshot.load.num_waiting + self._num_submitted - snapshot.num_taken
 
     def _pump(self) -> None:
-        """Submit what waits, as far as the engine looks."""
+        """Submit what waits, as far as the engine needs it."""
         assert self.engine is not None
-        while self._num_waiting_in_engine < MAX_WAITING_IN_ENGINE:
+        while self._has_room_in_engine:
             if (generation := self._queue.pop()) is None:
                 return
             generation.is_submitted, generation.submitted = True, time.monotonic()

@@ -164,9 +164,11 @@ class PromptEncoder:
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included. Raises `APIError`."""
-        ids = self._checked(token_ids, "tokens")
+        if len(token_ids) > self._max_model_len:
+            raise self._too_long(len(token_ids), "tokens")
 
         def work() -> str:
+            ids = self._checked(token_ids, "tokens")
             if self._backend is None:
                 return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             return self._backend.decode_batch([ids.tolist()], skip_special_tokens=False)[0]
