@@ -166,7 +166,7 @@ ROWS = (
         "that does not say its length, `--max-body-size` (here 2 MiB) is read first",
         "{sent_kib:.0f} KiB were sent, {unknown_length_kib:,.0f} of a body of unknown length; "
         "{growth_mb:+.1f} MB of memory",
-        lambda found: found["sent_kib"] <= READ_BEFORE_REFUSAL_ASSERTED / 1024,
+        lambda found: found["sent_kib"] <= READ_BEFORE_REFUSAL / 1024,
     ),
     Row(
         "text",

@@ -59,10 +59,12 @@ def test_the_page_of_the_server_has_the_figures():
     cells = under_load(measurements.newest("HTTP"))
     lost = [f"{100 * (1 - cell['share']):.1f}" for cell in cells]
     later = [f"{1e3 * cell['added_ttft_alone_p50']:.1f}" for cell in cells]
+    half = [f"{1e3 * cell['added_ttft_half_p50']:.1f}" for cell in cells]
     idle = max(cell["served"]["idle_share"] for cell in cells)
     assert f"{min(lost)} to {max(lost)} % of the throughput" in text
     assert f"waits at most {100 * idle:.1f} % of the time" in text
-    assert f"comes {min(later)} to {max(later)} ms later" in text
+    assert f"comes {min(later)} to {max(later)} ms later where nothing else runs" in text
+    assert f"{min(half)} to {max(half)} ms later at half of the throughput" in text
 
 
 def test_the_committed_result_keeps_to_the_bars_of_throughput():

@@ -59,6 +59,7 @@ TIMED = (
     Bar("device idle", 3, False, "%", _served("idle_share", 100)),
     Bar("loop for a chunk of 8", 45, False, "us", _served("loop_seconds_per_chunk", 1e6, steps=8)),
     Bar("first token alone, p50", 1, False, "ms", _added("ttft_alone_p50")),
+    Bar("first token at half load, p50", 1, False, "ms", _added("ttft_half_p50")),
     Bar("first token at half load, p99", 5, False, "ms", _added("ttft_half_p99")),
 )
 MEDIUM = (Bar("throughput of the model, 8 slots", 97, True, "%", share),)

@@ -24,6 +24,7 @@ request_inference_time_seconds request_prefill_time_seconds request_decode_time_
 request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n
 num_requests_waiting_by_reason iteration_tokens_total request_max_num_generation_tokens
 request_prefill_kv_computed_tokens prompt_tokens_cached cache_config_info
+gpu_cache_usage_perc gpu_prefix_cache_queries gpu_prefix_cache_hits
 """.split()
 # Upper bounds of their buckets in vLLM 0.33, `v1/metrics/loggers.py`.
 FIRST = ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"

@@ -67,13 +67,13 @@ class _Collector:
         reasons.add_metric([*self._values, "capacity"], service.num_waiting)
         reasons.add_metric([*self._values, "deferred"], 0)
         yield reasons
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc",
-            "Share of the pages that requests hold; 1 is all.",
-            load.pages_in_use / max(load.num_pages, 1),
-        )
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix.queries)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", prefix.hits)
+        usage = load.pages_in_use / max(load.num_pages, 1)
+        for of in ("", "gpu_"):  # vLLM's names, and its older ones, which some routers still read
+            usage_name = f"vllm:{of or 'kv_'}cache_usage_perc"
+            yield self._gauge(usage_name, "Share of the pages that requests hold.", usage)
+            name = f"vllm:{of}prefix_cache"
+            yield self._counter(f"{name}_queries", "Prompt tokens looked up.", prefix.queries)
+            yield self._counter(f"{name}_hits", "Prompt tokens found.", prefix.hits)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens cached.", stats.prompt_tokens)
         yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens found.", prefix.hits)
         facts = service.cache_facts

@@ -1,4 +1,4 @@
-"""The thread that runs the engine. Nothing else touches the engine, and the thread never formats
+"""The thread that runs the engine. Nothing else changes the engine, and the thread never formats
 text, logs a token or waits for a connection: between two steps it takes what was submitted and
 aborted, and after each it hands over what came out, all of it in one call. With several processes
 over one mesh it sends all of that to the others first, and then applies it itself."""
