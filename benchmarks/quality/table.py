@@ -97,8 +97,9 @@ TERMS = _bullets(
     ),
     (
         "refused",
-        f"the student loses more than {MAX_FAR_LOSS:g} nats on far tokens. It no longer reads the "
-        "distant prompt, however close its averages are to the teacher's.",
+        f"the student loses more than {MAX_FAR_LOSS:g} nats on far tokens, or its KL there is "
+        "larger than that. It no longer reads the distant prompt as the teacher does, however "
+        "close its averages are to the teacher's.",
     ),
 )
 VERDICTS = "\n\n".join(

@@ -170,8 +170,8 @@ def fingerprint(
 
 
 def check_trainable(config: Config) -> None:
-    """Raise `UsageError` for a student whose layers attend to two caches. Training it makes tokens
-    that depend on the far prompt worse (docs/calibration.md)."""
+    """Raise `UsageError` for a student whose layers attend to two caches: training it lost more on
+    tokens that depend on the far prompt than scaling it after training (docs/generated-kv.md)."""
     if config.has_two_caches:
         raise UsageError(
             f"`generated_kv`=own with `key_value_group_size`={config.key_value_group_size}: train "

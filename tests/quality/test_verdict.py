@@ -19,7 +19,7 @@ def test_verdict():
 
     lines, kept = verdict.verdict(rows(HALF, cell(2.0, far=2.2)))
     assert kept and lines[-1].startswith("refused: 50.0%, g = 1, closed-form, untrained, boundary")
-    assert "0.20 nats [0.20, 0.20] on the 20 tokens" in lines[-1]
+    assert "0.20 nats [0.20, 0.20] (KL 0.10) on the 20 tokens" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,28 @@ def test_bars_of_own_keys_and_values_are_of_students_fitted_to_them():
     assert not kept and any(
         "not met: 50.0%, g = 1, closed-form, own, untrained, own: far" in x for x in lines
     )
+
+
+def test_a_gain_on_far_tokens_is_a_deviation_too():
+    """Bars of far tokens have two sides, and a large KL there refuses a student without a loss."""
+    (own,) = (
+        row
+        for row in rows(
+            students.Arm(4, 1, "closed-form", 0, "own"), cell(2.0, modes=("boundary", "own"))
+        )
+        if row["mode"] == "own"
+    )
+    for lost, kl, met, refused in (
+        (-0.02, 0.01, True, False),
+        (-0.2, 0.01, False, False),
+        (0.0, 0.2, True, True),
+    ):
+        row = with_far(own, lost)
+        row["far"]["kl"] = {"value": kl}
+        lines, _ = verdict.verdict([row])
+        (line,) = (line for line in lines if "own: far tokens" in line and "met" in line[:8])
+        assert line.startswith("met") == met
+        assert verdict.is_refused(row) == refused == lines[-1].startswith("refused")
 
 
 def with_far(row: verdict.Row, lost: float, width: float = 0.0, spread: float = 0.0) -> verdict.Row:
