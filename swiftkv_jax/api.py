@@ -29,7 +29,7 @@ from .kernel_check import (
     training_configs,
 )
 from .layers import unembed
-from .mesh import mesh_of
+from .mesh import dp_size, mesh_of
 from .model import Model, check_model, cut_of
 from .pallas_kernels import Implementation
 from .params import Llama, SwiftKV
@@ -285,10 +285,12 @@ def calibrate(
 
     `data` are texts, for a model with a tokenizer, or rows of token ids; about 256 tokens per entry
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
-    `batch_size` run at a time. Any delta that the model has is left behind. `generated_kv` and
-    `exact_tail` are what the student is fitted to and served with (`Config.generated_kv`); None is
-    as the model says. Raises `ConfigError` if the cut does not fit, `UsageError` if these do not,
-    for a quantised model and for data that are neither or without tokens, and `ValueError` if the
+    `batch_size` run at a time. On a mesh, rows of padding fill each batch up to a multiple of the
+    devices along `data` and `fsdp`: the student is the same on every mesh, to rounding. Any delta
+    that the model has is left behind. `generated_kv` and `exact_tail` are what the student is
+    fitted to and served with (`Config.generated_kv`); None is as the model says. Raises
+    `ConfigError` if the cut does not fit, `UsageError` if these or `batch_size` do not, for a
+    quantised model and for data that are neither or without tokens, and `ValueError` if the
     teacher's upper projections were dropped.
     """
     config = cut_of(model, num_key_value_layers, key_value_group_size)
@@ -298,7 +300,8 @@ def calibrate(
         raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")
     length = min(max_length, config.max_position_embeddings)
     llama, attention = split_layers(config, model.llama), _attention(model, gradient=False)
-    batches = calibration_batches(data, model.tokenizer, config.vocab_size, length, batch_size)
+    given = data, model.tokenizer, config.vocab_size, length, batch_size
+    batches = calibration_batches(*given, dp_size=dp_size(attention.mesh))
     if attention.mesh is not None:
         where = batch_sharding(attention.mesh)
         batches = (jax.device_put(batch, where) for batch in batches)

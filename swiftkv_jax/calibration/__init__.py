@@ -55,10 +55,11 @@ def calibrate(
     were dropped or the batches hold no token.
     """
     check_groups(config)
-    moments, first = zero_moments(config, attention.mesh), list[Batch]()
+    moments, first, first_tokens = zero_moments(config, attention.mesh), list[Batch](), 0
     for batch in batches:
-        if config.has_two_caches and sum(one.tokens.size for one in first) < SLOPE_TOKENS:
+        if config.has_two_caches and first_tokens < SLOPE_TOKENS:
             first.append(batch)
+            first_tokens += _row_tokens(batch)
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
@@ -75,3 +76,9 @@ def calibrate(
             MIN_TOKENS_PER_DIMENSION,
         )
     return fit
+
+
+def _row_tokens(batch: Batch) -> int:
+    """Positions of a batch's rows, without rows of padding: how many those are depends on the
+    mesh."""
+    return int((batch.segment_ids[:, 0] > 0).sum()) * batch.tokens.shape[1]

@@ -1,6 +1,7 @@
 """One delta on every mesh, and in bfloat16 nearly that of float32."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import swiftkv_jax as skv
+from swiftkv_jax import calibration
+from swiftkv_jax.api import Calibrated
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import Fit, calibrate, moments
@@ -78,6 +82,51 @@ def test_every_mesh_gives_one_delta(alone, mesh):
     )
     for a, b in zip(found.layers, expected.layers, strict=True):
         np.testing.assert_allclose(dataclasses.astuple(a), dataclasses.astuple(b), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The teacher as a checkpoint."""
+    folder = tmp_path_factory.mktemp("calibrate") / "teacher"
+    skv.save_hf(dataclasses.replace(MODEL, swiftkv=None), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("generated_kv", "group", "batch_size"),
+    [("own", 2, {}), ("boundary", 1, {"batch_size": 5})],
+)
+def test_the_public_function_gives_one_student_on_every_mesh(
+    folder, generated_kv, group, batch_size, monkeypatch
+):
+    """With rows in no multiple of the devices. The slopes are those of the first two rows,
+    whatever the number of rows of padding."""
+    monkeypatch.setattr(calibration, "SLOPE_TOKENS", 40)
+    rows = [list(row) for row in TOKENS.reshape(-1, 24)[:7]]
+    rows[2] = rows[2][:9]
+
+    def fitted(mesh: str | None) -> Calibrated:
+        model = skv.load(folder, mesh=None if mesh is None else make_mesh(mesh))
+        return skv.calibrate(
+            model, rows, 2, group, generated_kv=generated_kv, max_length=24, **batch_size
+        )
+
+    expected = fitted(None)
+    for mesh in ("1x1", "4x1", "2x2"):
+        found = fitted(mesh)
+        assert found.model.config == expected.model.config
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()),
+            found.model.swiftkv,
+            expected.model.swiftkv,
+        )
+
+
+@pytest.mark.parametrize("size", [0, -4, 2.5, True, "4"])
+def test_a_bad_batch_size_is_one_line(folder, size):
+    model = skv.load(folder, mesh=make_mesh("4x1"))
+    with pytest.raises(skv.UsageError, match=r"^`batch_size`=.* must be a whole number from 1$"):
+        skv.calibrate(model, TOKENS[0], 2, batch_size=size)
 
 
 def test_moments_of_a_bfloat16_model_are_as_good_as_float32():

@@ -15,17 +15,17 @@ from .tokenize import Example, tokenize
 
 
 def calibration_batches(
-    data: Any, tokenizer: Any, vocab_size: int, length: int, size: int
+    data: Any, tokenizer: Any, vocab_size: int, length: int, size: int, *, dp_size: int = 1
 ) -> Iterator[Batch]:
-    """Texts or rows of token ids as batches of `size` rows of `length` tokens; rows of padding fill
-    the last one.
+    """Texts or rows of token ids as batches of `size` rows of `length` tokens. Rows of padding fill
+    the last one, and every one up to a multiple of `dp_size`.
 
     Raises `UsageError` if `data` are neither, for ids outside the vocabulary, for texts without a
-    tokenizer and if there is nothing in them.
+    tokenizer, if there is nothing in them and for a `length` or `size` below 1.
     """
     for name, value in (("max_length", length), ("batch_size", size)):
-        if value < 1:
-            raise UsageError(f"`{name}`={value} must be at least 1")
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise UsageError(f"`{name}`={value!r} must be a whole number from 1")
     if isinstance(data, str):
         raise UsageError("`data` must be several texts, or rows of token ids; got one text")
     rows = list(data)
@@ -36,7 +36,7 @@ def calibration_batches(
     packed = list(pack((example for example in examples if len(example.tokens)), length))
     if not packed:
         raise UsageError("`data`: there is no token in them")
-    return iter(batches_of(packed, size, length))
+    return iter(batches_of(packed, size, length, dp_size=dp_size))
 
 
 def _texts(texts: list[str], tokenizer: Any) -> list[Example]:
@@ -61,12 +61,13 @@ def _tokens(index: int, row: Any, vocab_size: int) -> Example:
     return Example(f"row {index}", tokens.astype(np.int32), np.ones(len(tokens), bool))
 
 
-def batches_of(rows: list[PackedRow], size: int, length: int) -> list[Batch]:
-    """Batches of `size` rows; rows of padding fill the last one."""
-    batches = []
+def batches_of(rows: list[PackedRow], size: int, length: int, *, dp_size: int = 1) -> list[Batch]:
+    """Batches of `size` rows. Rows of padding fill the last one, and every one up to a multiple of
+    `dp_size`."""
+    batches, padded = [], -(-size // dp_size) * dp_size
     for start in range(0, len(rows), size):
         chosen = rows[start : start + size]
-        fields = [row.fields(length) for row in chosen + [EMPTY_ROW] * (size - len(chosen))]
+        fields = [row.fields(length) for row in chosen + [EMPTY_ROW] * (padded - len(chosen))]
         batches.append(
             Batch(**{name: np.stack([row[name] for row in fields]) for name in fields[0]})
         )
