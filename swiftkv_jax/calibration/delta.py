@@ -47,15 +47,23 @@ class Fit(NamedTuple):
 def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None) -> Fit:
     """The delta of the cut of `config`, in the dtype of `llama` and sharded like it.
 
-    `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values and, one layer
-    at a time, the second moments in float64. With several processes all of them call this; the
-    result is that of process 0. Raises `ValueError` if the teacher's upper projections were
-    dropped.
+    `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values in that dtype,
+    in float64 those of one group's layers, and the second moments of one layer at a time. With
+    several processes all of them call this; the result is that of process 0. Raises `ValueError` if
+    the teacher's upper projections were dropped.
     """
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
     layers = fit_layers(config, upper, metrics, moments)
-    groups, fits = zip(*share_layers(layers, config.key_value_group_size, moments), strict=True)
+    size, rows = config.embed_dim, config.embed_dim + config.qkv_bias
+    stack = config.num_kv_groups, config.num_kv_heads, config.head_dim, rows
+    k, v = np.empty(stack, dtype), np.empty(stack, dtype)
+    groups, fits = list[FittedGroup](), list[list[LayerFit]]()
+    for group, fit in share_layers(layers, config.key_value_group_size, moments):
+        k[len(fits)], v[len(fits)] = group.k, group.v
+        groups.append(group._replace(k=k[len(fits)], v=v[len(fits)]))
+        fits.append(fit)
+        del group
     shared = config.key_value_group_size > 1
     heads = tuple(tuple(map(int, row)) for group in groups for row in group.shared_kv_heads)
     config = dataclasses.replace(config, shared_kv_heads=heads if shared else None)
@@ -66,17 +74,14 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
         else swiftkv_shardings(config, mesh)
     )
 
-    def put(parts: list[np.ndarray], sharding: Sharding) -> jax.Array:
-        stacked = np.stack(parts).astype(dtype)
+    def put(stacked: np.ndarray, sharding: Sharding) -> jax.Array:
         return jax.make_array_from_callback(stacked.shape, sharding, lambda part: stacked[part])
 
-    k, v = ([getattr(group, name) for group in groups] for name in "kv")  # each K H E
-    size = config.embed_dim
     delta = SwiftKV(
         norm=_copy(first_upper_norm(llama)),
         q=jnp.array(upper.q, copy=True),
-        k=put([x[..., :size] for x in k], where.k),
-        v=put([x[..., :size] for x in v], where.v),
+        k=put(k[..., :size], where.k),
+        v=put(v[..., :size], where.v),
         q_bias=_copy(upper.q_bias),
         q_norm=_copy(upper.q_norm),
         k_norm=_copy(upper.k_norm),
@@ -84,8 +89,8 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     if config.qkv_bias:
         delta = dataclasses.replace(
             delta,
-            k_bias=put([x[..., size] for x in k], where.k_bias),
-            v_bias=put([x[..., size] for x in v], where.v_bias),
+            k_bias=put(k[..., size], where.k_bias),
+            v_bias=put(v[..., size], where.v_bias),
         )
     if shared:
         factors = np.concatenate([group.query_factors for group in groups]).astype(np.complex64)
@@ -94,7 +99,7 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
             delta,
             q=turn(delta.q),
             q_bias=None if delta.q_bias is None else turn(delta.q_bias),
-            mix=put([mix for group in groups for mix in group.mix], where.mix),
+            mix=put(np.concatenate([group.mix for group in groups]).astype(dtype), where.mix),
         )
     if mesh is not None:
         delta = jax.device_put(delta, where)
@@ -152,7 +157,8 @@ def fit_layers(
     """The upper layers of `config` one after another. They begin at layer `first` of the stacks
     `qkv` and `metrics` (of `output_metrics`), and at `entry` of the moments."""
     tokens = float(to_host(moments.tokens))
-    for index in range(config.num_upper_layers):
+
+    def fit_layer(index: int) -> FittedLayer:
         moment = _layer_moments(moments, entry + index, tokens)
         fitted = _regress(qkv, first + index, moment)
         k, v = np.split(fitted.weights, 2)
@@ -162,7 +168,9 @@ def fit_layers(
         energy = moment.query_energy.reshape(len(k), -1, moment.query_energy.shape[-1]).sum(1)
         member = solve.Member(k, v, energy, metrics[first + index])
         number = config.num_lower_layers + index
-        yield FittedLayer(number, entry + index, member, float(r2_k.mean()), float(r2_v.mean()))
+        return FittedLayer(number, entry + index, member, float(r2_k.mean()), float(r2_v.mean()))
+
+    return map(fit_layer, range(config.num_upper_layers))
 
 
 def share_layers(
@@ -183,27 +191,37 @@ def share_layers(
                 for layer in layers_of_group
             ],
         )
+        del layers_of_group, members, group  # before the next group's layers are fitted
 
 
 def _layer_moments(moments: Moments, entry: int, tokens: float) -> Moments:
     """Expectations of one upper layer, in float64."""
 
     def expectation(stack):
-        return to_host(stack, entry).astype(np.float64) / tokens if stack.ndim else tokens
+        if not stack.ndim:
+            return tokens
+        found = to_host(stack, entry).astype(np.float64)
+        found /= tokens
+        return found
 
     return jax.tree.map(expectation, moments)
 
 
 def _regress(qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:
     """Keys and then values of a layer, from the input of layer K: 2 K heads, one factorisation."""
-    prior = []
+    cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
+    return solve.ridge(moment.inputs, cross, moment.energy.ravel(), _own_projections(qkv, layer))
+
+
+def _own_projections(qkv: QKV, layer: int) -> Float[np.ndarray, "E 2K H"]:
+    """Keys and then values, with their biases as the last input."""
+    found = []
     for weight, bias in ((qkv.k, qkv.k_bias), (qkv.v, qkv.v_bias)):
         own = to_host(weight, layer).astype(np.float64)  # K H D
         if bias is not None:
             own = np.concatenate([own, to_host(bias, layer)[..., None].astype(np.float64)], -1)
-        prior.append(own.transpose(2, 0, 1))
-    cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
-    return solve.ridge(moment.inputs, cross, moment.energy.ravel(), np.concatenate(prior, 1))
+        found.append(own.transpose(2, 0, 1))
+    return np.concatenate(found, 1)
 
 
 def _inputs(moments: Moments, entries: list[int]) -> Float[np.ndarray, "E E"]:
@@ -211,7 +229,8 @@ def _inputs(moments: Moments, entries: list[int]) -> Float[np.ndarray, "E E"]:
     total = np.zeros(moments.inputs.shape[1:])
     for entry in entries:
         total += to_host(moments.inputs, entry)
-    return total / (float(to_host(moments.tokens)) * len(entries))
+    total /= float(to_host(moments.tokens)) * len(entries)
+    return total
 
 
 def _alone(member: solve.Member) -> FittedGroup:

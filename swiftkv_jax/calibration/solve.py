@@ -99,9 +99,6 @@ class Member(NamedTuple):
     """Sum over the query heads of a key/value head of O'O, with O [D, H] of the output
     projection."""
 
-    def reordered(self, order: tuple[int, ...]) -> Member:
-        return Member(*(field[list(order)] for field in self))
-
 
 class Group(NamedTuple):
     """What a group shares, and what each of its members makes of it."""
@@ -123,49 +120,89 @@ def share(inputs: Float[Array, "E E"], members: list[Member]) -> Group:
     """The best shared keys and values of the members. `inputs` are the second moments of their
     inputs, averaged over them.
 
-    Most time and memory goes into the second moments of all members' keys and values together: a
-    product of E x E and E x 2 g K H, and (g K H)^2 numbers.
+    Most time goes into products of E x E and E x K H, two for each member, and most memory into the
+    second moments of all members' keys and values together, (g K H)^2 (1 + 1 / H) numbers. Arrays
+    of E rows are those of one member at a time.
     """
     count = len(members[0].k)
-    keys = np.concatenate([_weighted_keys(member) for member in members])  # gK E F, complex
-    values = np.concatenate([_weighted_values(member) for member in members])  # gK E H
-    k_moments, v_moments = _key_moments(inputs, keys), _value_moments(inputs, values)
+    k_moments, v_moments = _moments(inputs, members)
     orders = _pair(k_moments, v_moments, count)
-    # [K][g]: the members' heads for each shared one, as `keys` and `values` count them.
+    # [K][g]: the members' heads for each shared one, as the moments count them.
     heads = np.stack([number * count + np.array(order) for number, order in enumerate(orders)], 1)
-    members = [member.reordered(order) for member, order in zip(members, orders, strict=True)]
-    k, key_factors, kept_k = _share_keys(keys, k_moments, heads, members)
-    v, mix, kept_v = _share_values(values, v_moments, heads, members)
+    k_chosen = k_moments[:, heads[:, :, None], heads[:, None]].transpose(1, 0, 2, 3)  # K F g g
+    size = len(members) * members[0].v.shape[-1]
+    v_chosen = np.empty((count, size, size))  # K gH gH
+    for group, chosen in zip(heads, v_chosen, strict=True):
+        chosen[:] = _block(v_moments, group)
+    del k_moments, v_moments
+    k, key_factors, kept_k = _share_keys(k_chosen, members, orders)
+    v, mix, kept_v = _share_values(v_chosen, members, orders)
     return Group(k, v, tuple(orders), key_factors, mix, kept_k, kept_v)
+
+
+def share_bytes(members: int, kv_heads: int, size: int, head_dim: int) -> float:
+    """Memory that `share` takes at its peak beside its arguments, with the eigenvectors' work
+    arrays."""
+    rows, group = kv_heads * head_dim, members * head_dim
+    own, square, chosen = 8.0 * size * rows, 8.0 * group**2, 8.0 * kv_heads * group**2
+    moments = 8.0 * (members * rows) ** 2 * (1 + 1 / head_dim)
+    while_gathered = moments + 3 * own + 8.0 * rows**2
+    while_chosen = moments + chosen + square
+    while_factored = 2 * chosen + own + max(3 * square, own + 2 * 8.0 * size * head_dim)
+    return max(while_gathered, while_chosen, while_factored)
 
 
 def _pairs(x: Float[Array, "*a H"]) -> Complex[Array, "*a H_half"]:
     half = x.shape[-1] // 2
-    return x[..., :half] + 1j * x[..., half:]
+    pairs = np.empty((*x.shape[:-1], half), np.complex128)
+    pairs.real, pairs.imag = x[..., :half], x[..., half:]
+    return pairs
 
 
-def _weighted_keys(member: Member) -> Complex[Array, "K E H_half"]:
-    return _pairs(member.k) * np.sqrt(member.query_energy)[:, None]
+def _weighted_keys(member: Member) -> Float[Array, "K E H"]:
+    return member.k * np.tile(np.sqrt(member.query_energy), 2)[:, None]
 
 
 def _weighted_values(member: Member) -> Float[Array, "K E H"]:
     return member.v @ _roots(member.output_metric)[0]
 
 
-def _key_moments(
-    inputs: Float[Array, "E E"], keys: Complex[Array, "M E F"]
-) -> Complex[Array, "F M M"]:
-    """x' S x over heads, for each rotary pair, with x' the conjugate transpose."""
-    seen = inputs @ np.real(keys) + 1j * (inputs @ np.imag(keys))
-    return keys.transpose(2, 0, 1).conj() @ seen.transpose(2, 1, 0)
+def _moments(
+    inputs: Float[Array, "E E"], members: list[Member]
+) -> tuple[Complex[Array, "F M M"], Float[Array, "M H M H"]]:
+    """x' S x over all members' heads, with x' the conjugate transpose: of the keys for each rotary
+    pair, of the values for all entries of two heads."""
+    count, _, head_dim = members[0].k.shape
+    size, half = len(members) * count, head_dim // 2
+    k_moments = np.empty((half, size, size), np.complex128)
+    v_moments = np.empty((size, head_dim, size, head_dim))
+    parts = [slice(first, first + count) for first in range(0, size, count)]
+    for number, member in enumerate(members):
+        here, seen = parts[number], _by_pair(inputs @ _weighted_keys(member)).mT  # F E K
+        for there, other in zip(parts, members[: number + 1], strict=False):
+            block = _by_pair(_weighted_keys(other)).conj() @ seen
+            k_moments[:, there, here], k_moments[:, here, there] = block, block.conj().mT
+        seen = inputs @ _flat(_weighted_values(member))
+        for there, other in zip(parts, members[: number + 1], strict=False):
+            block = (_flat(_weighted_values(other)).T @ seen).reshape(count, head_dim, count, -1)
+            v_moments[there, :, here], v_moments[here, :, there] = (
+                block,
+                block.transpose(2, 3, 0, 1),
+            )
+        del seen
+    return k_moments, v_moments
 
 
-def _value_moments(
-    inputs: Float[Array, "E E"], values: Float[Array, "M E H"]
-) -> Float[Array, "M H M H"]:
-    heads, size, head_dim = values.shape
-    flat = values.transpose(1, 0, 2).reshape(size, -1)
-    return (flat.T @ (inputs @ flat)).reshape(heads, head_dim, heads, head_dim)
+def _by_pair(keys: Float[Array, "K E H"]) -> Complex[Array, "F K E"]:
+    """Contiguous, for matrix products."""
+    half = keys.shape[-1] // 2
+    pairs = np.empty((half, *keys.shape[:-1]), np.complex128)
+    pairs.real, pairs.imag = (x.transpose(2, 0, 1) for x in (keys[..., :half], keys[..., half:]))
+    return pairs
+
+
+def _flat(values: Float[Array, "K E H"]) -> Float[Array, "E K*H"]:
+    return values.transpose(1, 0, 2).reshape(values.shape[1], -1)
 
 
 def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
@@ -178,46 +215,51 @@ def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
 
 
 def _share_keys(
-    keys: Array, moments: Array, heads: Array, members: list[Member]
+    moments: Complex[Array, "K F g g"], members: list[Member], orders: list[tuple[int, ...]]
 ) -> tuple[Array, Array, float]:
-    chosen = moments[:, heads[:, :, None], heads[:, None]].transpose(1, 0, 2, 3)  # K F g g
-    values, vectors = np.linalg.eigh(chosen)
+    values, vectors = np.linalg.eigh(moments)
     top = vectors[..., -1]  # K F g
-    weights = np.sqrt(np.stack([member.query_energy for member in members], -1))  # K F g
-    shared = np.einsum("ajef,afj->aef", keys[heads], top)
+    shared = np.zeros((len(moments), members[0].k.shape[1], moments.shape[1]), np.complex128)
+    for number, (member, order) in enumerate(zip(members, orders, strict=True)):
+        for head, own in enumerate(order):
+            keys = _pairs(member.k[own]) * np.sqrt(member.query_energy[own])
+            shared[head] += keys * top[head, :, number]
     # Scaled to a mean square of one: the gradient's scale, and 8-bit caches.
     scale = np.sqrt(np.maximum(values[..., -1].mean(-1), _TINY) / 2)
     shared /= scale[:, None, None]
+    energies = [m.query_energy[list(order)] for m, order in zip(members, orders, strict=True)]
+    weights = np.sqrt(np.stack(energies, -1))  # K F g
     factors = (top.conj() / np.maximum(weights, _TINY)) * scale[:, None, None]
     flat = np.concatenate([shared.real, shared.imag], -1)
     return flat, factors.transpose(2, 0, 1), float(values[..., -1].sum() / values.sum())
 
 
 def _share_values(
-    values: Array, moments: Array, heads: Array, members: list[Member]
+    moments: Float[Array, "K gH gH"], members: list[Member], orders: list[tuple[int, ...]]
 ) -> tuple[Array, Array, float]:
-    head_dim = moments.shape[-1]
-    chosen = np.stack([_block(moments, group) for group in heads])  # K gH gH
-    stacked = np.stack([np.concatenate(values[group], -1) for group in heads])  # K E gH
-    energies, vectors = np.linalg.eigh(chosen)
+    head_dim = members[0].v.shape[-1]
+    energies, vectors = np.linalg.eigh(moments)
     top = vectors[..., -head_dim:]
-    inverses = [_roots(member.output_metric)[1] for member in members]
-    scale = np.sqrt(np.maximum(energies[..., -head_dim:].mean(-1), _TINY))
-    shared = stacked @ top / scale[:, None, None]
-    blocks = np.split(top, len(members), axis=-2)
-    mix = np.stack(
-        [
-            inverse @ block * scale[:, None, None]
-            for inverse, block in zip(inverses, blocks, strict=True)
-        ]
-    )
-    return shared, mix, float(energies[..., -head_dim:].sum() / energies.sum())
+    scale = np.sqrt(np.maximum(energies[..., -head_dim:].mean(-1), _TINY))[:, None, None]
+    shared, mix = np.zeros((len(moments), *members[0].v.shape[1:])), []
+    for member, order, block in zip(
+        members, orders, np.split(top, len(members), axis=-2), strict=True
+    ):
+        roots, inverses = _roots(member.output_metric[list(order)])
+        for head, own in enumerate(order):
+            shared[head] += member.v[own] @ (roots[head] @ block[head])
+        mix.append(inverses @ block * scale)
+    shared /= scale
+    return shared, np.stack(mix), float(energies[..., -head_dim:].sum() / energies.sum())
 
 
 def _block(moments: Float[Array, "M H M H"], heads: Array) -> Float[Array, "nH nH"]:
     """The second moments of some heads."""
-    size = len(heads) * moments.shape[-1]
-    return moments[heads][:, :, heads].reshape(size, size)
+    count, head_dim = len(heads), moments.shape[-1]
+    block = np.empty((count, head_dim, count, head_dim))
+    for (i, a), (j, b) in itertools.product(enumerate(heads), repeat=2):
+        block[i, :, j] = moments[a, :, b]
+    return block.reshape(count * head_dim, -1)
 
 
 def _pair(k_moments: Array, v_moments: Array, count: int) -> list[tuple[int, ...]]:
@@ -226,7 +268,7 @@ def _pair(k_moments: Array, v_moments: Array, count: int) -> list[tuple[int, ...
     kept (Hungarian method)."""
     head_dim = v_moments.shape[-1]
     k_energy = np.trace(k_moments, axis1=1, axis2=2).real.sum()
-    v_energy = np.trace(_block(v_moments, np.arange(len(v_moments))))
+    v_energy = np.einsum("ahah->", v_moments)
     orders = [tuple(range(count))]
     sets = [[a] for a in range(count)]  # what has been assigned to each shared head
     for first in range(count, len(v_moments), count):

@@ -20,6 +20,7 @@ from ..calibration.moments import (
     moment_shapes,
     moment_shardings,
 )
+from ..calibration.solve import share_bytes
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_part
@@ -32,6 +33,8 @@ from .recipe import Recipe
 from .serving_plan import serving_table
 from .start import calibration_tokens
 
+REGRESSION = 6
+"""Float64 arrays of a layer's keys and values at the peak of `solve.ridge`."""
 _ADVICE = "more devices along fsdp or model in `mesh`, or a smaller `batch_size`"
 
 
@@ -105,13 +108,21 @@ def memory_per_device(
 
 
 def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
-    """Bytes of the host while the delta is solved, by kind."""
-    size, width = size_of(config), kv_width(config)
+    """Bytes of the host while the delta is solved, by kind, at the larger of two peaks: the
+    regression of a group's last layer, and sharing among the group's layers."""
+    size, group = size_of(config), config.key_value_group_size
+    layer = 8.0 * size * kv_width(config)
+    fitting, sharing = (group - 1 + REGRESSION) * layer, 0.0
+    if group > 1:
+        sharing = group * layer
+        sharing += share_bytes(group, config.num_kv_heads, size, config.head_dim)
     return {
-        "second moments of one layer": 8.0 * size * (size + width),
-        "its keys and values, float64": 5 * 8.0 * size * width,
-        "keys and values of all layers": config.num_upper_layers * size * width * 4.0
-        + config.num_kv_groups * size * width * dtype.itemsize,
+        "second moments of one layer's inputs, float64": 8.0 * size**2,
+        "keys and values of a group's layers, float64": max(fitting, sharing),
+        f"keys and values of all layers, {dtype}": config.num_kv_groups
+        * layer
+        / 8
+        * dtype.itemsize,
     }
 
 

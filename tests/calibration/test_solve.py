@@ -1,6 +1,9 @@
 """The formulas of the closed form against brute force."""
 
+import tracemalloc
+
 import numpy as np
+import pytest
 
 from swiftkv_jax.calibration import solve
 
@@ -122,6 +125,33 @@ def test_shared_values_reach_the_bound_of_their_rank():
     )
 
 
+@pytest.mark.parametrize(
+    ("count", "kv_heads", "size", "head_dim"),
+    [(2, 8, 512, 64), (4, 4, 512, 32), (8, 4, 256, 32), (4, 1, 512, 128)],
+)
+def test_memory_of_sharing_is_what_is_planned(count, kv_heads, size, head_dim):
+    """Where products of inputs, second moments or eigenvectors take most. Arrays are those of one
+    member at a time, except for one of all second moments."""
+    members = []
+    for _ in range(count):
+        k, v = RNG.normal(size=(2, kv_heads, size, head_dim))
+        metric = np.stack([np.eye(head_dim)] * kv_heads)
+        members.append(solve.Member(k, v, np.ones((kv_heads, head_dim // 2)), metric))
+    inputs = np.eye(size)
+    tracemalloc.start()
+    solve.share(inputs, members)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    planned = solve.share_bytes(count, kv_heads, size, head_dim)
+    print(f"peak {peak:,}, planned {planned:,.0f}")
+    assert peak == pytest.approx(planned, rel=0.05)
+
+
+def reordered(member: solve.Member) -> solve.Member:
+    """With the heads in another order."""
+    return solve.Member(*(field[[2, 0, 1]] for field in member))
+
+
 def test_heads_are_paired_whatever_their_order(monkeypatch):
     """A member's heads in another order: the same shared heads, and the order says which is
     which."""
@@ -136,10 +166,10 @@ def test_heads_are_paired_whatever_their_order(monkeypatch):
     )
     inputs = s.T @ s / len(s)
     straight = solve.share(inputs, [first, near])
-    turned = solve.share(inputs, [first, near.reordered((2, 0, 1))])
+    turned = solve.share(inputs, [first, reordered(near)])
     assert straight.head_order == ((0, 1, 2), (0, 1, 2))
     assert turned.head_order == ((0, 1, 2), (1, 2, 0))
     np.testing.assert_allclose(turned.kept_k, straight.kept_k)
     monkeypatch.setattr(solve, "_pair", lambda *moments: [(0, 1, 2)] * 2)
-    unpaired = solve.share(inputs, [first, near.reordered((2, 0, 1))])
+    unpaired = solve.share(inputs, [first, reordered(near)])
     assert unpaired.kept_k < straight.kept_k - 0.05

@@ -188,9 +188,9 @@ def test_a_plan_for_an_unknown_shape_lists_the_known_ones(command, capsys):
 @pytest.mark.parametrize(
     "model, mesh, tokens, device, host",
     [
-        ("llama-3.1-8b", "1x1", 1_048_576, (16, 20), (1, 2)),
-        ("llama-3.1-70b", "fsdp=4,model=2", 2_097_152, (18, 22), (4, 6)),
-        ("llama-3.1-405b", "fsdp=2,model=8", 4_194_304, (50, 70), (15, 20)),
+        ("llama-3.1-8b", "1x1", 1_048_576, (16, 20), (0.7, 0.8)),
+        ("llama-3.1-70b", "fsdp=4,model=2", 2_097_152, (18, 22), (2.4, 2.6)),
+        ("llama-3.1-405b", "fsdp=2,model=8", 4_194_304, (50, 70), (7, 8)),
     ],
 )
 def test_plan_of_the_presets(model, mesh, tokens, device, host, capsys):
@@ -214,14 +214,21 @@ def test_plan_of_shared_caches_beside_own_entries(capsys):
     assert "then a pass over 32,768 of these tokens" in capsys.readouterr().out
 
 
-def test_host_memory_is_what_is_planned():
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_host_memory_is_what_is_planned(group):
     """With layers so wide that arrays are all there is."""
     config = dataclasses.replace(
-        CONFIG, embed_dim=768, num_layers=4, num_key_value_layers=1, head_dim=32
+        CONFIG,
+        vocab_size=64,
+        embed_dim=768,
+        mlp_dim=64,
+        num_layers=9,
+        num_key_value_layers=1,
+        key_value_group_size=group,
     )
     llama = init_llama(config, jax.random.key(0))
     moments = zero_moments(config, None)
-    tokens = jnp.array(np.random.default_rng(0).integers(0, 512, (4, 32)))
+    tokens = jnp.array(np.random.default_rng(0).integers(0, 64, (4, 32)))
     moments = add_batch(config, Attention(), moments, llama, unpacked_batch(tokens))
     fit_delta(config, llama, moments, None)  # compiles
     tracemalloc.start()
@@ -229,5 +236,5 @@ def test_host_memory_is_what_is_planned():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     planned = sum(host_memory(config, jnp.dtype(jnp.float32)).values())
-    print(f"peak {peak:,}, planned {planned:,.0f}")
-    assert peak == pytest.approx(planned, rel=0.15)
+    print(f"peak {peak:,}, planned {planned:,.0f}, ratio {peak / planned:.3f}")
+    assert peak == pytest.approx(planned, rel=0.06)
