@@ -23,13 +23,22 @@ from .attenuation import scale_delta_queries
 from .delta import Fit, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
-__all__ = ["SLOPE_TOKENS", "Fit", "LayerFit", "calibrate", "check_groups", "scale_delta_queries"]
+__all__ = [
+    "SLOPE_TOKENS",
+    "Fit",
+    "LayerFit",
+    "calibrate",
+    "check_groups",
+    "scale_delta_queries",
+    "warn_of_few_tokens",
+]
 
 SLOPE_TOKENS = 2**14
 """Number of tokens, the first ones, on which queries are compared with the teacher's
 (`attenuation`)."""
 MIN_TOKENS_PER_DIMENSION = 32
-"""Calibration tokens per entry of the hidden state below which `calibrate` warns."""
+"""Calibration tokens per entry of the hidden state below which `warn_of_few_tokens`
+does."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +76,20 @@ def calibrate(
     if config.has_two_caches:
         delta = scale_delta_queries(fit.config, llama, fit.delta, first, attention=attention)
         fit = fit._replace(delta=delta)
-    if fit.tokens < MIN_TOKENS_PER_DIMENSION * config.embed_dim:
+    warn_of_few_tokens(config, fit.tokens)
+    return fit
+
+
+def warn_of_few_tokens(config: Config, tokens: int) -> None:
+    """Log a warning if a fit to `tokens` tokens has fewer than `MIN_TOKENS_PER_DIMENSION`."""
+    if tokens < MIN_TOKENS_PER_DIMENSION * config.embed_dim:
         logger.warning(
             "calibrated on %d tokens only, for a hidden state of %d entries: below %d for each the "
             "fit follows that text more than the model, and its R2 looks better than it is",
-            fit.tokens,
+            tokens,
             config.embed_dim,
             MIN_TOKENS_PER_DIMENSION,
         )
-    return fit
 
 
 def _row_tokens(batch: Batch) -> int:

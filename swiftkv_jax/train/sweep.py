@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..attention import Attention
 from ..batch import Batch
 from ..cache import bytes_per_token
-from ..calibration import LayerFit, check_groups
+from ..calibration import LayerFit, check_groups, warn_of_few_tokens
 from ..config import Config
 from ..cost import prefill_flops
 from ..errors import ConfigError
@@ -114,16 +114,17 @@ def analyze_cuts(
     """Run teacher and students over `batches`. `llama` has all its layers in the lower stack, and
     `cuts` are (K, g), sorted.
 
-    A start in closed form is fitted to the tokens of `calibration`, batches of the same shape. It
-    needs device memory for the second moments, see `cut_kv.plan_passes`; every start for the
-    projections of one K, once for each of its g. Far tokens cost two more passes of the teacher
-    over `batches` in all, and two more products with the output matrix for each cut.
-    `prompt_length` is the number of tokens of the prefill whose FLOPs are counted. Raises
-    `ValueError` if there is no token to fit to.
+    A start in closed form is fitted to the tokens of `calibration`, batches of the same shape; if
+    they are few, there is a warning. It needs device memory for the second moments, see
+    `cut_kv.plan_passes`; every start for the projections of one K, once for each of its g. Far
+    tokens cost two more passes of the teacher over `batches` in all, and two more products with the
+    output matrix for each cut. `prompt_length` is the number of tokens of the prefill whose FLOPs
+    are counted. Raises `ValueError` if there is no token to fit to.
     """
     states = functools.partial(_states, config, attention, llama)
     groups = {k: [g for _, g in found] for k, found in itertools.groupby(cuts, lambda cut: cut[0])}
     if init == "closed-form":
+        warn_of_few_tokens(config, _real_tokens(calibration))
         fitted_to = functools.partial(states, calibration, "calibrating")
         starts = calibrated_kv(config, llama, groups, fitted_to, attention)
     else:

@@ -336,6 +336,17 @@ def test_the_number_of_calibration_tokens(tmp_path):
     )
 
 
+def test_few_tokens_to_calibrate_on_are_warned_of(tmp_path, log):
+    """Once, as `calibrate` warns, whatever the number of cuts; copies are fitted to none."""
+    run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")
+    warnings = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("calibrated on 50 tokens only, for a hidden state of 128")
+    log.clear()
+    run_command(tmp_path, FUNCTION * 20, "--init", "leader")
+    assert not any(record.levelname == "WARNING" for record in log.records)
+
+
 def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
     (tmp_path / "code.txt").write_text(FUNCTION)
     data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(tmp_path / "out")]
