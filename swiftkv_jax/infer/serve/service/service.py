@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining", "stalled", "failed"]
 MAX_WAITING_IN_ENGINE = MAX_SKIPS
 """Requests that the engine has not begun, at most: it looks no farther down its queue."""
-SPARE = 8
-"""The engine gets a request more than it has slots for each so many of them, and two at least:
-for the slots that become free in one call. It serves in the order of arrival: whatever else waits
-there would delay other keys."""
+SPARE = 0.5
+"""The engine gets more requests than it has slots by this share of them, two at least, for slots
+that become free in one call. It serves in the order of arrival: what else waits there would delay
+other keys."""
 MOST_PAGES = 0.9
 """Share of the pages in use above which prompts may wait for pages."""
 HEARTBEAT_SECONDS = 0.1
@@ -205,7 +205,7 @@ class Service:
         assert self.engine is not None
         load, waiting = self.engine.snapshot.load, self._num_waiting_in_engine
         free = self.max_num_seqs - load.num_running - load.num_prefilling
-        spare = max(self.max_num_seqs // SPARE, 2)
+        spare = max(int(SPARE * self.max_num_seqs), 2)
         return waiting < min(max(free, 0) + spare, MAX_WAITING_IN_ENGINE)
 
     @property
