@@ -300,8 +300,14 @@ def calibrate(
         raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")
     length = min(max_length, config.max_position_embeddings)
     llama, attention = split_layers(config, model.llama), _attention(model, gradient=False)
-    given = data, model.tokenizer, config.vocab_size, length, batch_size
-    batches = calibration_batches(*given, dp_size=dp_size(attention.mesh))
+    batches = calibration_batches(
+        data,
+        model.tokenizer,
+        config.vocab_size,
+        length,
+        batch_size,
+        dp_size=dp_size(attention.mesh),
+    )
     if attention.mesh is not None:
         where = batch_sharding(attention.mesh)
         batches = (jax.device_put(batch, where) for batch in batches)

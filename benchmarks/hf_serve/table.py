@@ -44,8 +44,7 @@ def servers(document: dict[str, Any]) -> str:
         "weights (16 layers of width 1,024) and the same clients. Prompts have "
         f"{document['input_len']} tokens, answers {document['output_len']}. Every client sends one "
         "request, a single client three. This package's servers run with 16 slots and "
-        "`--max-num-queued-reqs 32`. "
-        "In the SwiftKV model half of the layers are lower ones. "
+        "`--max-num-queued-reqs 32`. In the SwiftKV model half of the layers are lower ones. "
         f"The teacher's greedy text is {same} that of transformers. `python -m "
         "benchmarks.hf_serve`.",
         speed,

@@ -154,9 +154,7 @@ def share_bytes(members: int, kv_heads: int, size: int, head_dim: int) -> float:
 
 def _pairs(x: Float[Array, "*a H"]) -> Complex[Array, "*a H_half"]:
     half = x.shape[-1] // 2
-    pairs = np.empty((*x.shape[:-1], half), np.complex128)
-    pairs.real, pairs.imag = x[..., :half], x[..., half:]
-    return pairs
+    return _complex(x[..., :half], x[..., half:])
 
 
 def _weighted_keys(member: Member) -> Float[Array, "K E H"]:
@@ -196,9 +194,14 @@ def _moments(
 def _by_pair(keys: Float[Array, "K E H"]) -> Complex[Array, "F K E"]:
     """Contiguous, for matrix products."""
     half = keys.shape[-1] // 2
-    pairs = np.empty((half, *keys.shape[:-1]), np.complex128)
-    pairs.real, pairs.imag = (x.transpose(2, 0, 1) for x in (keys[..., :half], keys[..., half:]))
-    return pairs
+    return _complex(*(x.transpose(2, 0, 1) for x in (keys[..., :half], keys[..., half:])))
+
+
+def _complex(real: Float[Array, "*a"], imag: Float[Array, "*a"]) -> Complex[Array, "*a"]:
+    """Without temporary arrays."""
+    found = np.empty(real.shape, np.complex128)
+    found.real, found.imag = real, imag
+    return found
 
 
 def _flat(values: Float[Array, "K E H"]) -> Float[Array, "E K*H"]:

@@ -87,43 +87,42 @@ class _Collector:
             "Of an engine step, cached and new.",
             engine.iteration_tokens,
         )
-        yield self._counter(
-            "vllm:num_preemptions",
-            "Requests that made room for earlier ones.",
-            stats.preemptions,
-        )
-        yield self._counter(
-            "swiftkv:compilations", "Programs compiled while serving.", stats.compilations
-        )
-        yield self._counter("swiftkv:step_host_seconds", "Host time of steps.", stats.host_seconds)
-        yield self._counter(
-            "swiftkv:device_wait_seconds",
-            "Steps' time of waiting for the device.",
-            stats.wait_seconds,
-        )
-        yield self._counter(
-            "swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds
-        )
-        yield self._counter(
-            "swiftkv:prefilled_tokens",
-            "Tokens that ran through prefill.",
-            stats.prefilled_tokens,
-        )
-        yield self._counter(
-            "swiftkv:upper_layer_tokens_skipped",
-            "Tokens of prefill that skipped the upper layers.",
-            stats.lower_layer_tokens,
-        )
-        yield self._counter(
-            "swiftkv:prefill_padding_tokens",
-            "Tokens of prefill calls up to their compiled size.",
-            stats.padding_tokens,
-        )
-        yield self._counter(
-            "swiftkv:requests_skipped",
-            "Times that a waiting request was skipped for a later one.",
-            stats.num_times_skipped,
-        )
+        for name, text, value in (
+            (
+                "vllm:num_preemptions",
+                "Requests that made room for earlier ones.",
+                stats.preemptions,
+            ),
+            ("swiftkv:compilations", "Programs compiled while serving.", stats.compilations),
+            ("swiftkv:step_host_seconds", "Host time of steps.", stats.host_seconds),
+            (
+                "swiftkv:device_wait_seconds",
+                "Steps' time of waiting for the device.",
+                stats.wait_seconds,
+            ),
+            ("swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds),
+            (
+                "swiftkv:prefilled_tokens",
+                "Tokens that ran through prefill.",
+                stats.prefilled_tokens,
+            ),
+            (
+                "swiftkv:upper_layer_tokens_skipped",
+                "Tokens of prefill that skipped the upper layers.",
+                stats.lower_layer_tokens,
+            ),
+            (
+                "swiftkv:prefill_padding_tokens",
+                "Tokens of prefill calls up to their compiled size.",
+                stats.padding_tokens,
+            ),
+            (
+                "swiftkv:requests_skipped",
+                "Times that a waiting request was skipped for a later one.",
+                stats.num_times_skipped,
+            ),
+        ):
+            yield self._counter(name, text, value)
         yield self._gauge(
             "swiftkv:queued_tokens", "Prompt tokens not cached yet.", service.admission.tokens
         )
