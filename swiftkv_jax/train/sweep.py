@@ -123,12 +123,13 @@ def analyze_cuts(
     """
     states = functools.partial(_states, config, attention, llama)
     groups = {k: [g for _, g in found] for k, found in itertools.groupby(cuts, lambda cut: cut[0])}
+    calibration_tokens = 0
     if init == "closed-form":
-        warn_of_few_tokens(config, _real_tokens(calibration))
+        calibration_tokens = _real_tokens(calibration)
+        warn_of_few_tokens(config, calibration_tokens)
         fitted_to = functools.partial(states, calibration, "calibrating")
         starts = calibrated_kv(config, llama, groups, fitted_to, attention)
     else:
-        calibration = ()
         starts = copied_kv(config, llama, groups, init, attention.mesh)
     far = [only_far(config, attention, llama, batch).loss_mask for batch in batches]
     targets = sum(float(batch.loss_mask.sum()) for batch in batches)
@@ -152,7 +153,7 @@ def analyze_cuts(
         init=init,
         tokens=int(targets),
         far_tokens=far_tokens,
-        calibration_tokens=_real_tokens(calibration),
+        calibration_tokens=calibration_tokens,
         teacher_perplexity=float(np.exp(teacher_nll)),
         similarity=_similarity(attention, states(batches, "similarity")),
         cuts=results,
