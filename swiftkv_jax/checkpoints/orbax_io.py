@@ -38,7 +38,7 @@ from .auxiliary import (
 )
 from .digest import digest
 from .source import Quantization, Source
-from .states import quiet_orbax
+from .states import quiet_orbax, try_orbax
 from .tensor_map import MappedLeaf, check_no_problems, leaves
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"
@@ -158,19 +158,15 @@ class OrbaxReader:
             return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
         from orbax.checkpoint import v1 as ocp
 
-        try:
-            with quiet_orbax():
-                return ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
-        except jax.errors.JaxRuntimeError:
-            raise
-        except Exception as error:  # as many types as there are kinds of damage
-            # The cause says more than Orbax's wrapper.
-            reason = str(error.__cause__ or error).strip().partition("\n")[0][:300]
+        array, problem = try_orbax(
+            lambda: ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
+        )
+        if array is None:
             raise CheckpointError(
-                f"{self.path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({reason})"
-            ) from None
-        finally:
-            _collect(leaf)
+                f"{self.path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({problem})"
+            )
+        _collect(leaf)
+        return array
 
 
 def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,14 @@ def read_metadata(path: Path) -> Metadata:
     """The metadata of the state in `path`. Raises `DamagedError` if it is missing or garbled."""
     from orbax.checkpoint import v1 as ocp
 
-    try:
-        with quiet_orbax():
-            found: Any = ocp.checkpointables_metadata(str(path)).custom_metadata
+    def read() -> Metadata:
+        found: Any = ocp.checkpointables_metadata(str(path)).custom_metadata
         return Metadata(found["fingerprint"], found["digests"], found["score"])
-    except Exception as error:
-        raise DamagedError(f"{path}: its metadata cannot be read ({_reason(error)})") from None
+
+    metadata, problem = try_orbax(read)
+    if metadata is None:
+        raise DamagedError(f"{path}: its metadata cannot be read ({problem})")
+    return metadata
 
 
 def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: int) -> jax.Array:
@@ -81,14 +85,10 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
     # that cannot.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
-    array, problem = None, ""
-    try:
-        with context, quiet_orbax():
-            array = ocp.load_checkpointables(str(path), {STATE: {name: abstract}})[STATE][name]
-    except jax.errors.JaxRuntimeError:  # out of device memory says nothing about the file
-        raise
-    except Exception as error:  # as many types as there are kinds of damage
-        problem = _reason(error)
+    with context:
+        array, problem = try_orbax(
+            lambda: ocp.load_checkpointables(str(path), {STATE: {name: abstract}})[STATE][name]
+        )
     if any_process(array is None):
         raise DamagedError(f"{path}: {name} cannot be read ({problem or 'by another process'})")
     assert array is not None
@@ -97,6 +97,24 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
             f"{path}: {name} is damaged: its digest is not the one it was saved with"
         )
     return array
+
+
+def try_orbax[T](read: Callable[[], T]) -> tuple[T | None, str]:
+    """What `read` returns and "", or None and what is wrong with the file, in one line. Errors of
+    the device are raised: out of memory says nothing about the file."""
+    try:
+        with quiet_orbax():
+            return read(), ""
+    except jax.errors.JaxRuntimeError:
+        raise
+    except Exception as error:  # as many types as there are kinds of damage
+        problem = _reason(error)
+    # Orbax leaves the other tasks of a failed read unfinished. Collected later, wherever that
+    # happens to be, each would print "coroutine ... was never awaited".
+    with quiet_orbax(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        gc.collect()
+    return None, problem
 
 
 @contextlib.contextmanager
