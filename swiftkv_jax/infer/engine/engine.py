@@ -165,7 +165,7 @@ class Engine[R: ModelRunnerBase]:
     @property
     def num_running(self) -> int:
         """Sequences whose prompts are cached and that have not ended."""
-        return len(self._scheduler.running)
+        return self.load.num_running
 
     # Requests -----------------------------------------------------------------
 
@@ -191,8 +191,8 @@ class Engine[R: ModelRunnerBase]:
             state.aborted.add(sample)
             if state.active_indices:
                 for sequence in list(state.sequences):
-                    running = self._scheduler.running.get(sequence.slot) is sequence
-                    if sequence.index == sample and running:
+                    unfinished = self._scheduler.is_unfinished(sequence)
+                    if sequence.index == sample and unfinished:
                         self._scheduler.finish(sequence, aborted=True)
                 return
         state.aborted.update(range(max(state.num_samples, 1)))
@@ -314,7 +314,7 @@ class Engine[R: ModelRunnerBase]:
         return [
             self._add_tokens(sequence, sampled, row)
             for row, sequence in enumerate(sent.constrained)
-            if self._scheduler.running.get(sequence.slot) is sequence
+            if self._scheduler.is_unfinished(sequence)
         ]
 
     def _receive(self, sent: Sent) -> list[RequestOutput]:
@@ -327,7 +327,7 @@ class Engine[R: ModelRunnerBase]:
             assert sampled is not None
             for row, sequence in enumerate(sent.sequences):
                 sequence.num_in_flight_tokens -= min(sent.steps, sequence.num_in_flight_tokens)
-                if self._scheduler.running.get(sequence.slot) is sequence:
+                if self._scheduler.is_unfinished(sequence):
                     outputs.append(self._add_tokens(sequence, sampled, row))
         return outputs
 

@@ -54,6 +54,9 @@ class Scheduler:
         """Admitted requests whose prefill is not completely planned."""
         self.running: dict[int, Sequence] = {}
         """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
+        self.ending: dict[Sequence, None] = {}
+        """Sequences whose last tokens are in flight, which ends them whatever these are. Their
+        slots are free: what uses them next is sent to the device after those calls."""
         self.pending_removals: list[int] = []
         """Slots of aborted sequences that the model runner still decodes."""
         self.num_preemptions = 0
@@ -68,7 +71,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.running)
+        return bool(self.waiting or self.prefilling or self.running or self.ending)
+
+    def is_unfinished(self, sequence: Sequence) -> bool:
+        """Whether a sequence that decodes may emit more tokens."""
+        return sequence in self.ending or self.running.get(sequence.slot) is sequence
 
     def add(self, state: RequestState) -> None:
         """Queue a request."""
@@ -314,18 +321,20 @@ class Scheduler:
         return True
 
     def schedule_decode(self, steps: int) -> list[Sequence]:
-        """Free sequences that can emit a token in a call of `steps`: all but those that will have
-        ended after the calls in flight."""
+        """Sequences without a grammar that emit tokens in a call of `steps`. Those that reach their
+        `max_tokens` in it free their slots at once; pages and results follow when it is read."""
         sequences = [
             sequence
             for sequence in self.running.values()
-            if sequence.matcher is None
-            and sequence not in self._without_pages
-            and sequence.num_remaining_tokens > sequence.num_in_flight_tokens
+            if sequence.matcher is None and sequence not in self._without_pages
         ]
         for sequence in sequences:
             unplanned = sequence.num_remaining_tokens - sequence.num_in_flight_tokens
             sequence.num_in_flight_tokens += min(steps, unplanned)
+            if unplanned <= steps:
+                del self.running[sequence.slot]
+                self._free_slot(sequence)
+                self.ending[sequence] = None
         return sequences
 
     def schedule_constrained(self) -> list[Sequence]:
@@ -342,22 +351,27 @@ class Scheduler:
         unless generated tokens kept their own keys and values. An `aborted` sequence still has to
         be removed from the model runner."""
         state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
-        if self.running.pop(sequence.slot, None) is not None:
-            if aborted:
+        decoded = sequence.token_ids or sequence.num_in_flight_tokens
+        if decoded and state.own_start == NO_OWN and self.is_unfinished(sequence):
+            whole = state.prefill_target // self.page_size
+            rest = state.prefill_token_ids[whole * self.page_size :]
+            keys = pool.keys(
+                [*rest, *sequence.token_ids[:-1]],
+                state.request.cache_salt,
+                after=state.page_keys[:whole],
+            )
+            pool.cache(keys, sequence.pages, sequence)
+        if sequence in self.ending:
+            del self.ending[sequence]
+        else:
+            if self.running.pop(sequence.slot, None) is not None and aborted:
                 self.pending_removals.append(sequence.slot)
-            decoded = sequence.token_ids or sequence.num_in_flight_tokens
-            if state.own_start == NO_OWN and decoded:
-                whole = state.prefill_target // self.page_size
-                rest = state.prefill_token_ids[whole * self.page_size :]
-                keys = pool.keys(
-                    [*rest, *sequence.token_ids[:-1]],
-                    state.request.cache_salt,
-                    after=state.page_keys[:whole],
-                )
-                pool.cache(keys, sequence.pages, sequence)
+            self._free_slot(sequence)
         self._release(state.dp_rank, sequence.pages, sequence.own_pages)
-        self._free_slots[state.dp_rank].append(sequence.slot)
         state.sequences.remove(sequence)
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        self._free_slots[sequence.request_state.dp_rank].append(sequence.slot)
 
     def abort(self, state: RequestState) -> None:
         """End a request, whether it waits, is in prefill or decodes. Calls in flight may still read

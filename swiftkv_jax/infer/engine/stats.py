@@ -62,7 +62,7 @@ class Load(NamedTuple):
     num_prefilling: int
     """Requests whose prompts are being cached, or whose tokens are being scored."""
     num_running: int
-    """Sequences that decode."""
+    """Sequences that decode. Those whose last tokens are in flight hold no slot any more."""
     num_queued_tokens: int
     """Prompt tokens that are not cached yet, of all requests. Those that the prefix cache will
     supply are counted until a request is admitted."""
@@ -76,7 +76,7 @@ class Load(NamedTuple):
         return cls(
             len(scheduler.waiting),
             len(scheduler.prefilling),
-            len(scheduler.running),
+            len(scheduler.running) + len(scheduler.ending),
             sum(state.prefill_target - state.num_computed_tokens for state in unfinished),
             sum(pool.used for pool in scheduler.pools),
             sum(pool.num_pages for pool in scheduler.pools),

@@ -104,9 +104,9 @@ def test_requests_begin_in_their_order_while_there_is_room():
     assert sorted(numbers, key=starts.__getitem__) == numbers
 
 
-def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
-    """Length -> calls of the device until each request's first output, each skipped `max_skips`
-    times at most."""
+def waits(max_skips: int, seed: int) -> dict[int, list[float]]:
+    """Length -> how long the device worked until each request's first output, where a decode call
+    takes as long as a full chunk; each request is skipped `max_skips` times at most."""
     engine, _ = mock_engine(
         slots=16,
         num_pages=520,
@@ -116,15 +116,17 @@ def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
         steps=8,
         max_skips=max_skips,
     )
+    rng = random.Random(seed)
+    lengths = rng.choices((64, 512, 2048), (12, 3, 1), k=120)
     ids = [
-        engine.add_request(ask(prompt_of(seed, length - 40), 40, ignore_eos=True))
-        for seed, length in enumerate(lengths)
+        engine.add_request(ask(prompt_of(n, length - 60), rng.randint(20, 60), ignore_eos=True))
+        for n, length in enumerate(lengths)
     ]
-    found: dict[int, int] = {}
+    found: dict[int, float] = {}
     while engine.has_work:
-        calls = engine.stats.chunks + engine.stats.decode_calls
+        worked = engine.stats.prefilled_tokens / 256 + engine.stats.decode_calls
         found |= {
-            event.request_id: calls for event in engine.step() if event.request_id not in found
+            event.request_id: worked for event in engine.step() if event.request_id not in found
         }
     check_empty(engine)
     return {
@@ -134,14 +136,17 @@ def first_outputs(max_skips: int, lengths) -> dict[int, list[int]]:
 
 
 def test_long_and_short_requests_share_memory():
-    """Requests of 4k, 32k and 128k tokens (here a 64th), in memory for one long one: short ones
-    wait less, and long ones no longer, than in strict order."""
-    lengths = random.Random(9).choices((64, 512, 2048), (12, 3, 1), k=120)
-    strict, fair = (first_outputs(max_skips, lengths) for max_skips in (1, MAX_SKIPS))
-    assert statistics.mean(fair[64]) < 0.9 * statistics.mean(strict[64])
-    assert statistics.mean(fair[512]) < 0.95 * statistics.mean(strict[512])
-    assert statistics.mean(fair[2048]) < statistics.mean(strict[2048])
-    assert max(fair[2048]) < max(strict[2048])
+    """Requests of 4k, 32k and 128k tokens (here a 32nd), in memory for one long one: short ones
+    wait less, and long ones at most a tenth longer, than in strict order."""
+    strict, fair = ([waits(skips, seed) for seed in range(4)] for skips in (1, MAX_SKIPS))
+
+    def ratio(length: int) -> float:
+        return statistics.mean(
+            statistics.mean(a[length]) / statistics.mean(b[length])
+            for a, b in zip(fair, strict, strict=True)
+        )
+
+    assert ratio(64) < 0.75 and ratio(512) < 0.95 and ratio(2048) < 1.1
 
 
 def test_prefill_keeps_up_with_decoding():
