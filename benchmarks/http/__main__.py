@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--input-len", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--output-len", type=int, metavar="N", help="(default: 250; medium: 64)")
     # Of a short run much is its end, where answers that began one after another leave slots empty.
-    add("--requests", type=int, metavar="N", help="of a client (default: 12; medium: 4)")
+    add("--requests", type=int, default=12, metavar="N", help="of a client (default: %(default)s)")
     add("--repetitions", "-r", type=int, default=5, metavar="N", help="(default: %(default)s)")
     add("--no-text", action="store_true", help="no cell with prompts as text")
     add(
@@ -74,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         args.rows, args.steps, args.output_len, args.requests, args.repetitions = "8", "8", 32, 1, 1
         args.max_load, args.no_text = math.inf, True
-    args.requests = args.requests or (4 if args.medium else 12)
     args.output_len = args.output_len or (64 if args.medium else 250)
     args.half_load, args.pause = not args.medium, 1.5 if args.medium else 0.1
     return cli.run(lambda: measure(args), parser)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +103,14 @@ class PagePool:
         """Pages, of both kinds."""
         return needs.pages + self.pages_per_own_page * needs.own_pages
 
+    def take(
+        self, pages: Iterator[int], needs: PageNeeds
+    ) -> tuple[list[int], list[tuple[int, ...]]]:
+        """The next `needs` of `pages`: (pages, own pages)."""
+        first = [*itertools.islice(pages, needs.pages)]
+        own = itertools.islice(pages, needs.own_pages * self.pages_per_own_page)
+        return first, [*itertools.batched(own, max(self.pages_per_own_page, 1))]
+
     # Prefixes -----------------------------------------------------------------
 
     def keys(
@@ -162,10 +171,18 @@ class PagePool:
     def reserve(self, shared: Sequence[int], count: int) -> list[int] | None:
         """Reserve the `shared` pages and `count` unused ones: the page table of a sequence. If
         there are too few, returns None and reserves nothing."""
-        unused = sum(page != RELEASED and self._users[page] == 0 for page in shared)
-        if count > self.available - unused:
+        if self.shortage(shared, count):
             return None
         return [*self.share_pages(shared), *(self._allocate() for _ in range(count))]
+
+    def shortage(self, shared: Sequence[int], count: int) -> int:
+        """Pages that have to come free before `reserve` can succeed."""
+        unused = sum(page != RELEASED and self._users[page] == 0 for page in shared)
+        return max(count - (self.available - unused), 0)
+
+    def num_sole(self, pages: Sequence[int]) -> int:
+        """How many of a sequence's `pages` nothing else uses."""
+        return sum(page != RELEASED and self._users[page] == 1 for page in pages)
 
     def share_pages(self, pages: Sequence[int]) -> Sequence[int]:
         """Count one more user of `pages`."""

@@ -170,6 +170,17 @@ class Sequence:
         after = self.token_ids[max(start - len(before), 0) : max(stop - len(before), 0)]
         return [*before[start:stop], *after]
 
+    def missing_pages(self, pool: PagePool, steps: int) -> tuple[int, PageNeeds]:
+        """Pages that it needs in addition to emit up to `steps` more tokens: (their number, by
+        kind)."""
+        new = min(self.num_in_flight_tokens + steps, self.num_remaining_tokens)
+        cached = self.request_state.prefill_target + len(self.token_ids)
+        needs = pool.needs(cached + new, self.request_state.own_start)
+        missing = PageNeeds(
+            max(needs.pages - len(self.pages), 0), max(needs.own_pages - len(self.own_pages), 0)
+        )
+        return pool.total(missing), missing
+
     @property
     def params(self) -> SamplingParams:
         assert isinstance(self.request_state.request, Request)

@@ -197,12 +197,14 @@ class Scheduler:
         pool = self.pools[dp_rank]
         needs = state.pages_at_first(pool, self.reserve_tokens)
         more = pool.total(needs) - len(cached) + state.pages_of_others(pool)
-        reserved = pool.reserve(cached, more)
-        if reserved is None:
+        short = pool.shortage(cached, more)
+        if short and not self._reclaim(dp_rank, short):
+            return False
+        if (reserved := pool.reserve(cached, more)) is None:
             return False
         unused = iter(reserved)
         state.dp_rank = dp_rank
-        state.pages, state.own_pages = _take(pool, unused, needs)
+        state.pages, state.own_pages = pool.take(unused, needs)
         state.num_computed_tokens = len(cached) * self.page_size
         self._make_sequences(state, needs, unused)
         if not state.num_preemptions:
@@ -224,7 +226,7 @@ class Scheduler:
             if index:
                 pages, own_pages = pages[: shared.pages], own_pages[: shared.own_pages]
                 pool.share_pages([*pages, *itertools.chain.from_iterable(own_pages)])
-                more_pages, more_own_pages = _take(pool, unused, rest)
+                more_pages, more_own_pages = pool.take(unused, rest)
                 pages, own_pages = pages + more_pages, own_pages + more_own_pages
             sequence = Sequence(
                 state, index, slots.pop(), pages, own_pages, state.num_remaining_tokens
@@ -250,45 +252,36 @@ class Scheduler:
         for sequence in self.running.values():
             state = sequence.request_state
             position = state.prefill_target + len(sequence.token_ids)
-            self.pools[state.dp_rank].release_hidden(sequence.pages, position)
-        needing = [one for one in self.running.values() if self._missing(one, steps)[0] > 0]
+            self._pool(sequence).release_hidden(sequence.pages, position)
+        needing = [
+            one for one in self.running.values() if one.missing_pages(self._pool(one), steps)[0]
+        ]
         needing.sort(key=lambda one: (one.request_state.request_id, one.index))
         grown = []
         for sequence in needing:
             if self.running.get(sequence.slot) is not sequence:
                 continue  # preempted
-            state, (least, missing) = sequence.request_state, self._missing(sequence, steps)
-            pool = self.pools[state.dp_rank]
-            while pool.available < least and self._preempt_after(state):
+            state, pool = sequence.request_state, self._pool(sequence)
+            least, missing = sequence.missing_pages(pool, steps)
+            while pool.available < least and (
+                self._reclaim(state.dp_rank, least - pool.available) or self._preempt_after(state)
+            ):
                 pass
             if pool.available < least:
                 self._without_pages.add(sequence)
                 continue
             for more in range(self.reserve_tokens, 0, -self.page_size):
-                most, needs = self._missing(sequence, steps + more)
+                most, needs = sequence.missing_pages(pool, steps + more)
                 if most <= pool.available:
                     least, missing = most, needs
                     break
             unused = pool.reserve([], least)
             assert unused is not None
-            pages, own_pages = _take(pool, iter(unused), missing)
+            pages, own_pages = pool.take(iter(unused), missing)
             sequence.pages += pages
             sequence.own_pages += own_pages
             grown.append(sequence)
         return grown
-
-    def _missing(self, sequence: Sequence, steps: int) -> tuple[int, PageNeeds]:
-        """Pages that a sequence needs in addition to emit up to `steps` more tokens: (their number,
-        by kind)."""
-        state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
-        new = min(sequence.num_in_flight_tokens + steps, sequence.num_remaining_tokens)
-        cached = state.prefill_target + len(sequence.token_ids)
-        needs = pool.needs(cached + new, state.own_start)
-        missing = PageNeeds(
-            max(needs.pages - len(sequence.pages), 0),
-            max(needs.own_pages - len(sequence.own_pages), 0),
-        )
-        return pool.total(missing), missing
 
     def _preempt_after(self, state: RequestState) -> bool:
         """Preempt the running request of the same shard that came last; False if none came after
@@ -350,7 +343,7 @@ class Scheduler:
         """Free the slot and pages of a sequence that has ended. Later requests can share the pages,
         unless generated tokens kept their own keys and values. An `aborted` sequence still has to
         be removed from the model runner."""
-        state, pool = sequence.request_state, self.pools[sequence.request_state.dp_rank]
+        state, pool = sequence.request_state, self._pool(sequence)
         decoded = sequence.token_ids or sequence.num_in_flight_tokens
         if decoded and state.own_start == NO_OWN and self.is_unfinished(sequence):
             whole = state.prefill_target // self.page_size
@@ -373,6 +366,22 @@ class Scheduler:
     def _free_slot(self, sequence: Sequence) -> None:
         self._free_slots[sequence.request_state.dp_rank].append(sequence.slot)
 
+    def _reclaim(self, dp_rank: int, count: int) -> bool:
+        """Release the pages of sequences that are ending, if `count` pages or more come free. What
+        these sequences generate is not cached then."""
+        pool = self.pools[dp_rank]
+        ending = [one for one in self.ending if one.request_state.dp_rank == dp_rank]
+        held = [[*one.pages, *itertools.chain.from_iterable(one.own_pages)] for one in ending]
+        if count > sum(map(pool.num_sole, held)):
+            return False
+        for sequence, pages in zip(ending, held, strict=True):
+            pool.release(pages)
+            sequence.pages, sequence.own_pages = [], []
+        return True
+
+    def _pool(self, sequence: Sequence) -> PagePool:
+        return self.pools[sequence.request_state.dp_rank]
+
     def abort(self, state: RequestState) -> None:
         """End a request, whether it waits, is in prefill or decodes. Calls in flight may still read
         its pages; later calls may overwrite them."""
@@ -388,12 +397,3 @@ class Scheduler:
 
     def _release(self, dp_rank: int, pages: list[int], own_pages: list[tuple[int, ...]]) -> None:
         self.pools[dp_rank].release([*pages, *itertools.chain.from_iterable(own_pages)])
-
-
-def _take(
-    pool: PagePool, pages: abc.Iterator[int], needs: PageNeeds
-) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The next `needs` of `pages`: (pages, own pages)."""
-    first = [*itertools.islice(pages, needs.pages)]
-    own = itertools.islice(pages, needs.own_pages * pool.pages_per_own_page)
-    return first, [*itertools.batched(own, max(pool.pages_per_own_page, 1))]

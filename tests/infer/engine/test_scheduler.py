@@ -81,9 +81,9 @@ def test_a_long_prompt_runs_in_chunks_while_others_decode():
 
 
 def test_a_request_without_room_is_skipped_a_bounded_number_of_times():
-    engine, _ = mock_engine(slots=4, num_pages=16)
-    first = engine.add_request(ask(prompt_of(0, 20), 12, ignore_eos=True))
-    big = engine.add_request(ask(prompt_of(1, 40), 24, ignore_eos=True))  # the whole pool
+    engine, _ = mock_engine(slots=4, num_pages=24, max_model_len=96)
+    first = engine.add_request(ask(prompt_of(0, 8), 40, ignore_eos=True))
+    big = engine.add_request(ask(prompt_of(1, 72), 24, ignore_eos=True))  # the whole pool
     small = [
         engine.add_request(ask(prompt_of(2 + i, 3), 2, ignore_eos=True))
         for i in range(MAX_SKIPS + 20)
