@@ -40,7 +40,7 @@ SERVER_FLOORS = [
     {"app"},
     {"api"},
     {"server"},
-    {"processes"},
+    {"processes", "arguments"},
     {"command"},
 ]
 CORE = [

@@ -74,7 +74,7 @@ class ModelOptions:
         return SWIFTKV_CHOICES[self.swiftkv]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, demo: bool = True) -> None:
+def add_model_arguments(parser: argparse._ActionsContainer, *, demo: bool = True) -> None:
     """The fields of `ModelOptions`. With `demo`, the demo model is the default; else --model is
     required."""
     add, default = parser.add_argument, " (default: the demo model)" if demo else ""

@@ -28,7 +28,7 @@ from ..runner.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse._ActionsContainer) -> None:
     """Add flags for the fields of `EngineOptions`."""
     add = parser.add_argument
     add(

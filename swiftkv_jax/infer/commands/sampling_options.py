@@ -60,7 +60,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     add("--ignore-eos", action="store_true", default=None, help="go on after an end token")
 
 
-def add_distribution_arguments(parser: argparse.ArgumentParser, *, temperature: float = 0) -> None:
+def add_distribution_arguments(
+    parser: argparse._ActionsContainer, *, temperature: float = 0
+) -> None:
     """Add flags for what changes the distribution that tokens are drawn from. `temperature` is the
     default of the command."""
     add = parser.add_argument

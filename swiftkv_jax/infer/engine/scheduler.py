@@ -315,7 +315,7 @@ class Scheduler:
 
     def schedule_decode(self, steps: int) -> list[Sequence]:
         """Sequences without a grammar that emit tokens in a call of `steps`. Those that reach their
-        `max_tokens` in it free their slots at once; pages and results follow when it is read."""
+        `max_tokens` in it free their slots at once, and their pages when it is read."""
         sequences = [
             sequence
             for sequence in self.running.values()

@@ -27,39 +27,24 @@ from jax.sharding import Mesh
 
 from ...chat_template import render_chat
 from ...cli import OK, json_log
-from ...cli.model_options import (
-    ModelOptions,
-    add_model_arguments,
-    open_model,
-    read_model,
-    setup_model_devices,
-)
+from ...cli.model_options import ModelOptions, open_model, read_model, setup_model_devices
 from ...distributed import announces_several
 from ...errors import DataError, UsageError
 from ...model import Model
-from ..commands.engine_options import (
-    add_engine_arguments,
-    given_engine_options,
-    given_fields,
-    start_engine,
-    token_count,
-)
-from ..commands.sampling_options import (
-    add_distribution_arguments,
-    checkpoint_params,
-    given_sampling_params,
-)
+from ..commands.engine_options import given_engine_options, given_fields, start_engine
+from ..commands.sampling_options import checkpoint_params, given_sampling_params
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..structured_outputs import GrammarCompiler
-from .options import FAIR_BY, KVEventsConfig, ServerOptions
-from .text.reasoning import FORMATS as REASONING_FORMATS
-from .text.tool_calls import FORMATS
+from .arguments import add_server_arguments as add_flags
+from .options import KVEventsConfig, ServerOptions
 
 if TYPE_CHECKING:
     from .distributed.followers import Followers
+
+__all__ = ["add_flags", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,172 +52,6 @@ PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance"
 """What the extra `serve` installs."""
 PACKAGED_TEMPLATE = "plain"
 """Name of the chat template that is packaged."""
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("directory", nargs="?", type=Path, metavar="DIR", help="the checkpoint, as --model")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
-    add("--uds", type=Path, metavar="FILE", help="Unix domain socket, in place of host and port")
-    add("--root-path", metavar="PATH", help="path under which a proxy serves this, like /llm")
-    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain of TLS, in PEM")
-    add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key, without a password")
-    add(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        help="name of the model; repeat to add more (default: its folder's)",
-    )
-    add(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="accept requests with this key; repeatable",
-    )
-    add("--api-key-file", type=Path, metavar="FILE", help="a key a line, NAME:KEY; mode 600")
-    add("--insecure", action="store_true", help="listen beyond this machine without keys")
-    add("--metrics-public", action="store_true", default=None, help="/metrics needs no key")
-    _add_listed(parser, "--allowed-origins", "web pages that may call the server")
-    _add_listed(
-        parser, "--allowed-hosts", "values of the header Host; default on loopback: its own"
-    )
-    add("--unknown-fields", choices=("refuse", "ignore"), help="(default: refuse)")
-    add(
-        "--tool-call-parser",
-        choices=("auto", *FORMATS, "none"),
-        help="how the model writes calls of tools (default: by its chat template)",
-    )
-    add(
-        "--reasoning-parser",
-        choices=("auto", *REASONING_FORMATS, "none"),
-        help="how the model marks its reasoning (default: by its chat template)",
-    )
-    add(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja, in place of the checkpoint's chat template; `plain` is packaged: a "
-        "conversation as plain text",
-    )
-    _add_listed(
-        parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
-    )
-    add(
-        "--no-structured-outputs",
-        dest="structured_outputs",
-        action="store_false",
-        default=None,
-        help="no grammars, JSON schemas and forced calls; some programs fewer to compile",
-    )
-    add(
-        "--share-prefix-cache",
-        action="store_true",
-        default=None,
-        help="keys share cached prefixes; times then tell what others asked",
-    )
-    add(
-        "--enable-scoring",
-        dest="scoring",
-        action="store_true",
-        default=None,
-        help="log-probabilities of prompts (echo with logprobs)",
-    )
-    add(
-        "--enable-tokenizer-info",
-        "--enable-tokenizer-info-endpoint",
-        dest="tokenizer_info",
-        action="store_true",
-        default=None,
-        help="/tokenizer_info: special tokens and the chat template",
-    )
-    number = {"type": int, "metavar": "N"}
-    add("--max-connections", **number, help="(default: 4096)")
-    add("--max-body-size", **number, help="bytes (default: 64 for each token of max-model-len)")
-    add("--max-num-queued-reqs", **number, help="sequences that wait and run (default: 4 a slot)")
-    add(
-        "--max-num-queued-tokens",
-        type=token_count,
-        metavar="N",
-        help="prompt tokens that wait (default: 30 s of prefill)",
-    )
-    add("--max-queued-bytes", **number, help="bytes of bodies in memory (default: 256 MiB)")
-    add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
-    add("--overload-status", type=int, choices=(429, 503), help="(default: 429)")
-    add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
-    for name, text in (
-        ("queue", "a request may wait (default: 120)"),
-        ("request", "a request may take (default: 3600)"),
-        ("write", "a stream may stay unread (default: 60)"),
-        ("shutdown", "requests may take after SIGTERM (default: 30)"),
-        ("stall", "without an engine step before /ready fails (default: 60)"),
-        ("keep-alive", "a connection may be idle (default: 75)"),
-    ):
-        add(f"--{name}-timeout", type=float, metavar="S", help=f"seconds {text}")
-    add(
-        "--shutdown-delay",
-        type=float,
-        metavar="S",
-        help="seconds in which requests are accepted after SIGTERM (default: 0)",
-    )
-    add(
-        "--sse-keep-alive",
-        type=float,
-        metavar="S",
-        help="seconds of silence in a stream before a comment (default: 10)",
-    )
-    add(
-        "--default-max-tokens",
-        type=token_count,
-        metavar="N",
-        help="max_tokens of chats that name none (default: what there is room for)",
-    )
-    add("--max-tokens-limit", type=token_count, metavar="N", help="most max_tokens")
-    add("--max-temperature", type=float, help="(default: 2)")
-    add(
-        "--no-ignore-eos",
-        dest="allow_ignore_eos",
-        action="store_false",
-        default=None,
-        help="refuse ignore_eos",
-    )
-    add(
-        "--no-page",
-        "--no-ui",
-        dest="page",
-        action="store_false",
-        default=None,
-        help="no page to talk to the model at /",
-    )
-    add(
-        "--enable-per-request-metrics",
-        dest="request_metrics",
-        action="store_true",
-        default=None,
-        help="`metrics` in answers: the times of the request",
-    )
-    add(
-        "--log-requests",
-        "--enable-log-requests",
-        action="store_true",
-        default=None,
-        help="log the beginning of prompts",
-    )
-    add("--max-log-len", **number, help="characters of them (default: 200)")
-    add("--log-json", action="store_true", default=None, help="a log of JSON, an object a line")
-    add(
-        "--kv-events-config",
-        metavar="JSON",
-        help="publish events of the prefix cache, as in vLLM: "
-        '{"endpoint": "tcp://*:5557", "replay_endpoint", "topic", ...}',
-    )
-    add_model_arguments(parser)
-    add_distribution_arguments(parser, temperature=1)
-    add_engine_arguments(parser)
-
-
-def _add_listed(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
-    parser.add_argument(flag, type=lambda value: tuple(value.split(",")), metavar="A,B", help=text)
 
 
 def main(args: argparse.Namespace) -> int:

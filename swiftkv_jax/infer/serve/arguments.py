@@ -1,0 +1,242 @@
+"""Command-line arguments of the server, by group; `ServerOptions` says more about each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...cli.model_options import add_model_arguments
+from ..commands.engine_options import add_engine_arguments, token_count
+from ..commands.sampling_options import add_distribution_arguments
+from .options import FAIR_BY
+from .text.reasoning import FORMATS as REASONING_FORMATS
+from .text.tool_calls import FORMATS
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """All arguments of the server, in groups."""
+    parser.usage = f"{parser.prog} [DIR] [options]"
+    parser.add_argument(
+        "directory", nargs="?", type=Path, metavar="DIR", help="checkpoint, the same as --model"
+    )
+    add_model_arguments(parser.add_argument_group("model"))
+    add_names_and_formats(parser.add_argument_group("names and formats"))
+    add_address(parser.add_argument_group("address"))
+    add_access(parser.add_argument_group("access"))
+    add_limits(parser.add_argument_group("limits of requests"))
+    add_admission(parser.add_argument_group("admission"))
+    add_timeouts(parser.add_argument_group("timeouts"))
+    add_endpoints(parser.add_argument_group("optional features"))
+    add_logs(parser.add_argument_group("logs and events"))
+    add_distribution_arguments(
+        parser.add_argument_group("sampling of requests that do not choose"), temperature=1
+    )
+    add_engine_arguments(parser.add_argument_group("engine"))
+
+
+def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
+    """What the model is called, and how its texts are written and read."""
+    add = parser.add_argument
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name of the model in the API; repeat to accept further ones (default: that of the "
+        "folder)",
+    )
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template that replaces the checkpoint's; `plain` is one that is packaged, "
+        "which writes a conversation as plain text",
+    )
+    _add_listed(
+        parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
+    )
+    add(
+        "--tool-call-parser",
+        choices=("auto", *FORMATS, "none"),
+        help="format in which the model calls tools (default: that of its chat template)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=("auto", *REASONING_FORMATS, "none"),
+        help="how the model marks its reasoning (default: as its chat template does)",
+    )
+
+
+def add_address(parser: argparse._ActionsContainer) -> None:
+    """Where the server listens."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--uds", type=Path, metavar="FILE", help="Unix domain socket, instead of --host and --port")
+    add("--root-path", metavar="PATH", help="prefix of all paths behind a proxy, such as /llm")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="TLS certificate chain, PEM")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key, without a password")
+
+
+def add_access(parser: argparse._ActionsContainer) -> None:
+    """Who may ask."""
+    add = parser.add_argument
+    add("--api-key", action="append", metavar="KEY", help="key that requests need; repeatable")
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a line NAME:KEY for each key, of mode 600; read again on SIGHUP",
+    )
+    add("--insecure", action="store_true", help="listen beyond this machine without keys")
+    _add_switch(parser, "--metrics-public", "metrics_public", "answer /metrics without a key")
+    _add_switch(
+        parser,
+        "--share-prefix-cache",
+        "share_prefix_cache",
+        "share cached prefixes between keys: response times then tell what others have asked",
+    )
+    _add_listed(parser, "--allowed-origins", "origins of web pages that may call the server (CORS)")
+    _add_listed(
+        parser, "--allowed-hosts", "Host headers to answer (default: on loopback its own, else all)"
+    )
+
+
+def add_limits(parser: argparse._ActionsContainer) -> None:
+    """What a request may ask for."""
+    add = parser.add_argument
+    add(
+        "--default-max-tokens",
+        type=token_count,
+        metavar="N",
+        help="max_tokens of chats that name none (default: all that fit)",
+    )
+    add("--max-tokens-limit", type=token_count, metavar="N", help="largest max_tokens accepted")
+    add("--max-temperature", type=float, metavar="T", help="(default: 2)")
+    add(
+        "--no-ignore-eos",
+        dest="allow_ignore_eos",
+        action="store_false",
+        default=None,
+        help="refuse ignore_eos",
+    )
+    add(
+        "--unknown-fields",
+        choices=("refuse", "ignore"),
+        help="what to do with fields that the API does not have (default: refuse)",
+    )
+    add(
+        "--max-body-size",
+        type=int,
+        metavar="N",
+        help="bytes of a request's body (default: 64 for each token of --max-model-len)",
+    )
+
+
+def add_admission(parser: argparse._ActionsContainer) -> None:
+    """How many requests are accepted, and in which order they run."""
+    add, number = parser.add_argument, {"type": int, "metavar": "N"}
+    add("--max-connections", **number, help="(default: 4096)")
+    add(
+        "--max-num-queued-reqs",
+        **number,
+        help="sequences that wait or run (default: four for each slot, at least 64)",
+    )
+    add(
+        "--max-num-queued-tokens",
+        type=token_count,
+        metavar="N",
+        help="prompt tokens that wait (default: those of 30 s of prefill)",
+    )
+    add("--max-queued-bytes", **number, help="bytes of bodies in memory (default: 256 MiB)")
+    add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
+    add(
+        "--overload-status",
+        type=int,
+        choices=(429, 503),
+        help="status of a request beyond these limits (default: 429)",
+    )
+    add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
+
+
+def add_timeouts(parser: argparse._ActionsContainer) -> None:
+    """How long things may take."""
+    for name, text in (
+        ("queue-timeout", "a request may wait (default: 120)"),
+        ("request-timeout", "a request may take (default: 3600)"),
+        ("write-timeout", "a client may leave a stream unread (default: 60)"),
+        ("keep-alive-timeout", "a connection may be idle (default: 75)"),
+        ("stall-timeout", "without an engine step after which /ready fails (default: 60)"),
+        ("shutdown-timeout", "requests may take after SIGTERM (default: 30)"),
+        ("shutdown-delay", "after SIGTERM in which requests are still accepted (default: 0)"),
+        ("sse-keep-alive", "of silence after which a stream gets a comment (default: 10)"),
+    ):
+        parser.add_argument(f"--{name}", type=float, metavar="S", help=f"seconds {text}")
+
+
+def add_endpoints(parser: argparse._ActionsContainer) -> None:
+    """What the server offers, or does not."""
+    add = parser.add_argument
+    add(
+        "--no-structured-outputs",
+        dest="structured_outputs",
+        action="store_false",
+        default=None,
+        help="no grammars, JSON schemas and forced tool calls, and fewer programs to compile",
+    )
+    _add_switch(
+        parser,
+        "--enable-scoring",
+        "scoring",
+        "log-probabilities of prompts: /v1/score, and echo with logprobs",
+    )
+    add(
+        "--enable-tokenizer-info",
+        "--enable-tokenizer-info-endpoint",
+        dest="tokenizer_info",
+        action="store_true",
+        default=None,
+        help="/tokenizer_info: special tokens and the chat template",
+    )
+    _add_switch(
+        parser,
+        "--enable-per-request-metrics",
+        "request_metrics",
+        "`metrics` in answers: the times of the request",
+    )
+    add(
+        "--no-page",
+        "--no-ui",
+        dest="page",
+        action="store_false",
+        default=None,
+        help="no page at / to talk to the model",
+    )
+
+
+def add_logs(parser: argparse._ActionsContainer) -> None:
+    """What is logged and published."""
+    add = parser.add_argument
+    add(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        default=None,
+        help="log the beginning of each prompt",
+    )
+    add("--max-log-len", type=int, metavar="N", help="characters of it (default: 200)")
+    _add_switch(parser, "--log-json", "log_json", "log JSON objects, one in a line")
+    add(
+        "--kv-events-config",
+        metavar="JSON",
+        help="publish what enters and leaves the prefix cache, as vLLM does: "
+        '{"endpoint": "tcp://*:5557", "replay_endpoint", "topic", ...}',
+    )
+
+
+def _add_switch(parser: argparse._ActionsContainer, flag: str, dest: str, text: str) -> None:
+    """None, not False, where it is not given: the default is that of `ServerOptions`."""
+    parser.add_argument(flag, dest=dest, action="store_true", default=None, help=text)
+
+
+def _add_listed(parser: argparse._ActionsContainer, flag: str, text: str) -> None:
+    parser.add_argument(flag, type=lambda value: tuple(value.split(",")), metavar="A,B", help=text)
