@@ -42,7 +42,7 @@ from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report
 from ..teachers.files import TeacherFiles
-from . import generation, summary, table, verdict
+from . import bootstrap, generation, summary, table, verdict
 from .bench import Bench
 from .held_out import PROMPT
 from .students import AUTHORS_RATES, PACKAGE_RATES, STARTS, Arm, Loss, plan
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace) -> int:
         rates=args.rates,
         package_rates=args.package_rates,
     )
-    drawn = summary.draws(len(bench.held_out.names))
+    drawn = bootstrap.draws(len(bench.held_out.names))
     document: dict[str, Any] = facts | {
         "teacher": teacher.description,
         "layers": num_layers,

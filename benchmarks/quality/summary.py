@@ -1,26 +1,22 @@
 """From sums over documents to the rows of a table, with intervals.
 
-Intervals are of a paired bootstrap: documents are drawn with replacement, and student and teacher
-are compared on the same draw (Koehn, "Statistical Significance Tests for Machine Translation
-Evaluation", 2004). They say how much the figure hangs on the choice of documents; the spread over
-seeds is a standard deviation, and stands apart.
+Intervals are of a paired bootstrap (`bootstrap`). They say how much a figure hangs on the choice of
+documents; the spread over seeds is a standard deviation, and stands apart.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from swiftkv_jax.config import GeneratedKV
 
+from .bootstrap import interval
 from .students import Arm
-
-RESAMPLES = 2_000
-CONFIDENCE = 0.95
 
 Cell = dict[str, Any]
 """A measured student, see `__main__`."""
@@ -32,34 +28,6 @@ def loss(cell: Cell, mode: GeneratedKV = "boundary") -> float:
     """Summed cross-entropy served as `mode` says, on all predictions, or on those after the prompt
     with own keys and values; infinite for a student that diverged."""
     return _of(cell, mode, _SCORED[mode], "nll") if cell["modes"] else math.inf
-
-
-def draws(num_documents: int, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """i64[resamples, documents]: how often each document is drawn."""
-    share = np.full(num_documents, 1 / num_documents)
-    return np.random.default_rng(seed).multinomial(num_documents, share, size=resamples)
-
-
-def interval(
-    sums: Sequence[float] | np.ndarray,
-    counts: Sequence[float] | np.ndarray,
-    drawn: np.ndarray,
-    transform: Callable[[Any], Any] = lambda mean: mean,
-) -> dict[str, float] | None:
-    """The mean sum(sums) / sum(counts), transformed, and the ends of its interval; None if nothing
-    was counted. Draws without any count are left out."""
-    sums, counts = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
-    if not counts.sum():
-        return None
-    totals = drawn @ counts
-    means = (drawn @ sums)[totals > 0] / totals[totals > 0]
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = transform(np.percentile(means, [tail, 100 - tail]))
-    return {
-        "value": float(transform(sums.sum() / counts.sum())),
-        "low": float(low),
-        "high": float(high),
-    }
 
 
 def rows_of(
@@ -97,6 +65,7 @@ def rows_of(
             "others": _paired("others", "nll", mode, cells, teacher, drawn),
             "recall": _paired("recall", "first", mode, cells, teacher, drawn),
             "blocks": _blocks(mode, cells, teacher),
+            "documents": _documents(mode, cells),
         }
         for mode in cells[0]["modes"]
     ]
@@ -159,6 +128,13 @@ def _blocks(mode: str, cells: Sequence[Cell], teacher: Cell) -> dict[str, Any] |
     if student is None or reference is None:
         return None
     return {"prompts": len(reference), "teacher": sum(reference), "student": sum(student)}
+
+
+def _documents(mode: str, cells: Sequence[Cell]) -> dict[str, list[float]]:
+    """Summed cross-entropy in each document, to compare students with each other."""
+    sets = {"text": "all" if "all" in cells[0]["modes"][mode] else "answers", "far": "far"}
+    found = {name: _mean_sums(scored, "nll", mode, cells) for name, scored in sets.items()}
+    return {name: sums.round(3).tolist() for name, sums in found.items() if sums is not None}
 
 
 def _mean_sums(name: str, score: str, mode: str, cells: Sequence[Cell]) -> np.ndarray | None:

@@ -113,10 +113,11 @@ VERDICTS = "\n\n".join(
             ("undecided", "everything else."),
         ),
         "Two figures count as different if they are more than two standard errors over seeds "
-        "apart. If both students have one seed, they count as different if their 95 % intervals "
-        "over the files do not overlap. A far loss below 0 counts as 0. A lower figure does not "
-        "count if the best learning rate of the authors' recipe is the smallest or the largest "
-        "that was tried, because another rate may be better.",
+        "apart. If both students have one seed, they count as different if the 95 % interval of "
+        "their difference over the files does not include 0; where a result has no sums of each "
+        "file (the larger teacher), if their intervals do not overlap. A far loss below 0 counts "
+        "as 0. A lower figure does not count if the best learning rate of the authors' recipe is "
+        "the smallest or the largest that was tried, because another rate may be better.",
     ]
 )
 """What readers need to know before the first table."""

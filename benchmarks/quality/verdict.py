@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+from . import bootstrap
+
 Row = dict[str, Any]
 Outcome = Literal["met", "not met", "mixed", "undecided"]
 
@@ -165,8 +167,9 @@ def against(ours: Row, authors: Row) -> Outcome:
     """How a student compares with the authors' by perplexity and by the loss on far tokens.
 
     Two figures differ where they are more than two standard errors over seeds apart, or, with one
-    seed each, where their intervals over the files do not overlap. A loss below 0 on far tokens is
-    no gain and counts as 0. A lower figure of ours does not count where the authors' best rate is
+    seed each, where the interval of their difference over the files does not include 0 (of rows
+    without sums of files: where their intervals do not overlap). A loss below 0 on far tokens is no
+    gain and counts as 0. A lower figure of ours does not count where the authors' best rate is
     the smallest or the largest that was tried: another rate may be better.
 
     `met`: perplexity is lower and the far loss is not higher. `mixed`: one is lower, the other is
@@ -182,21 +185,23 @@ def against(ours: Row, authors: Row) -> Outcome:
 
 
 class _Figure(NamedTuple):
-    """A mean over seeds, its standard deviation over them, and its interval over the files in the
-    unit of another figure of the same kind."""
+    """A mean over seeds, its standard deviation over them, its interval over the files in the unit
+    of another figure of the same kind, and its sums over the files."""
 
     mean: float
     spread: float
     seeds: int
     low: float
     high: float
+    files: Sequence[float]
 
 
 def _perplexity(row: Row) -> _Figure:
     found = row["all"] or row["answers"]
     above = found["above"]
     mean, spread = found["perplexity"], found["perplexity_std"]
-    return _Figure(mean, spread, len(row["seeds"]), above["low"], above["high"])
+    files = row.get("documents", {}).get("text", ())
+    return _Figure(mean, spread, len(row["seeds"]), above["low"], above["high"], files)
 
 
 def _clipped_far_loss(row: Row) -> _Figure | None:
@@ -204,7 +209,8 @@ def _clipped_far_loss(row: Row) -> _Figure | None:
         return None
     lost, spread = row["far"]["difference"], row["far"]["student_std"]
     mean, low, high = (max(lost[part], 0.0) for part in ("value", "low", "high"))
-    return _Figure(mean, spread, len(row["seeds"]), low, high)
+    files = row.get("documents", {}).get("far", ())
+    return _Figure(mean, spread, len(row["seeds"]), low, high, files)
 
 
 def _sign(ours: _Figure | None, theirs: _Figure | None) -> int:
@@ -218,6 +224,8 @@ def _sign(ours: _Figure | None, theirs: _Figure | None) -> int:
         spreads = (each.spread if each.seeds > 1 else known[0] for each in both)
         variances = (spread**2 / each.seeds for spread, each in zip(spreads, both, strict=True))
         differ = abs(gap) > 2 * math.sqrt(sum(variances))
+    elif ours.files and theirs.files:
+        return bootstrap.difference(ours.files, theirs.files) if gap else 0
     else:
         lower, higher = sorted(both, key=lambda each: each.mean)
         differ = lower.high < higher.low

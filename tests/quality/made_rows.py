@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.quality import students, summary
+from benchmarks.quality import bootstrap, students, summary
 from benchmarks.quality.held_out import PROMPT
 from benchmarks.quality.verdict import Row
 from swiftkv_jax.train.recipe import Init
@@ -50,7 +50,7 @@ HALF = students.Arm(4, 1, "closed-form", 0)
 
 
 def rows(arm: students.Arm, *cells) -> list[Row]:
-    return summary.rows_of(arm, cells, cells, TEACHER, summary.draws(2))
+    return summary.rows_of(arm, cells, cells, TEACHER, bootstrap.draws(2))
 
 
 def trained(start: Init, *rates_and_losses: tuple[float, float], seeds: int = 1) -> Row:
@@ -61,7 +61,7 @@ def trained(start: Init, *rates_and_losses: tuple[float, float], seeds: int = 1)
         dict(tried[0], seed=seed) | {"modes": cell(rates_and_losses[0][1] + seed / 100)["modes"]}
         for seed in range(seeds)
     ]
-    (row,) = summary.rows_of(arm, first, tried, TEACHER, summary.draws(2))
+    (row,) = summary.rows_of(arm, first, tried, TEACHER, bootstrap.draws(2))
     return row
 
 

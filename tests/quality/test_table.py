@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality import students, summary, table, verdict
+from benchmarks.quality import bootstrap, students, table, verdict
 from benchmarks.quality.sections import merged
 from swiftkv_jax.train.recipe import DEMO
 from tests.quality.made_rows import HALF, cell, document, rows, trained
@@ -14,30 +14,30 @@ from tests.quality.made_rows import HALF, cell, document, rows, trained
 
 def test_interval_of_two_documents():
     """A draw has the mean 0, 1/2 or 1, with probabilities 1/4, 1/2, 1/4."""
-    drawn = summary.draws(2)
-    found = summary.interval([0.0, 1.0], [1, 1], drawn)
+    drawn = bootstrap.draws(2)
+    found = bootstrap.interval([0.0, 1.0], [1, 1], drawn)
     assert found == {"value": 0.5, "low": 0.0, "high": 1.0}
-    assert drawn.shape == (summary.RESAMPLES, 2) and (drawn.sum(1) == 2).all()
+    assert drawn.shape == (bootstrap.RESAMPLES, 2) and (drawn.sum(1) == 2).all()
     assert drawn[:, 0].mean() == pytest.approx(1, abs=0.05)
 
 
 def test_interval_of_many_documents():
     """About 1.96 standard errors to each side; documents count by their tokens."""
     random, count = np.random.default_rng(1), 400
-    values, drawn = random.normal(3, 2, count), summary.draws(count)
-    found = summary.interval(10 * values, np.full(count, 10), drawn)
+    values, drawn = random.normal(3, 2, count), bootstrap.draws(count)
+    found = bootstrap.interval(10 * values, np.full(count, 10), drawn)
     assert found is not None and found["value"] == pytest.approx(values.mean())
     error = 1.96 * values.std() / math.sqrt(count)
     assert found["high"] - found["value"] == pytest.approx(error, rel=0.1)
     assert found["value"] - found["low"] == pytest.approx(error, rel=0.1)
-    weighed = summary.interval([9.0, 1.0], [9, 2], summary.draws(2))
+    weighed = bootstrap.interval([9.0, 1.0], [9, 2], bootstrap.draws(2))
     assert weighed is not None and weighed["value"] == pytest.approx(10 / 11)
 
 
 def test_nothing_counted_has_no_interval():
-    drawn = summary.draws(3)
-    assert summary.interval([0, 0, 0], [0, 0, 0], drawn) is None
-    assert summary.interval([0, 2, 0], [0, 1, 0], drawn) == {"value": 2, "low": 2, "high": 2}
+    drawn = bootstrap.draws(3)
+    assert bootstrap.interval([0, 0, 0], [0, 0, 0], drawn) is None
+    assert bootstrap.interval([0, 2, 0], [0, 1, 0], drawn) == {"value": 2, "low": 2, "high": 2}
 
 
 def test_a_row_compares_with_the_teacher():

@@ -41,13 +41,34 @@ def test_against_the_authors_recipe(ours, rates, seeds, outcome):
     assert line.endswith("far tokens +0.000 nats, theirs +0.000 nats")
 
 
-def test_with_one_seed_each_the_intervals_must_not_overlap():
+@pytest.mark.parametrize(
+    ("ours", "outcome"),
+    [
+        ([20.9] * 24 + [22.1] * 24, "met"),  # lower on the average, and on most draws
+        ([18.0] * 24 + [25.8] * 24, "undecided"),
+        ([22.1] * 24 + [22.3] * 24, "not met"),
+    ],
+)
+def test_with_one_seed_each_the_difference_over_the_files_decides(ours, outcome):
+    student = trained("closed-form", (2e-3, 2.19 if outcome != "not met" else 2.21))
+    authors = trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3))
+    far = [20.0] * 48
+    student["documents"], authors["documents"] = (
+        {"text": text, "far": far} for text in (ours, [22.0] * 48)
+    )
+    assert verdict.against(student, authors) == outcome
+
+
+def test_without_sums_of_files_the_intervals_must_not_overlap():
     ours = trained("closed-form", (2e-3, 2.19))
     authors = trained("authors", (4e-3, 2.2), (2e-3, 2.3), (8e-3, 2.3))
+    for row in (ours, authors):
+        del row["documents"]
     assert verdict.against(ours, authors) == "met"
     ours["all"]["above"]["high"] = authors["all"]["above"]["low"] + 1e-3
     assert verdict.against(ours, authors) == "undecided"
     worse = trained("closed-form", (2e-3, 2.25))
+    del worse["documents"]
     assert verdict.against(worse, authors) == "not met"
     worse["all"]["above"]["low"] = authors["all"]["above"]["high"] - 1e-3
     assert verdict.against(worse, authors) == "undecided"
@@ -93,6 +114,7 @@ def test_a_gain_on_far_tokens_is_a_deviation_too():
 def with_far(row: verdict.Row, lost: float, width: float = 0.0, spread: float = 0.0) -> verdict.Row:
     """The row with a loss on far tokens, whose interval has a width to each side."""
     difference = {"value": lost, "low": lost - width, "high": lost + width}
+    del row["documents"]
     return row | {"far": row["far"] | {"difference": difference, "student_std": spread}}
 
 
