@@ -8,7 +8,7 @@ from pathlib import Path
 from ...cli.model_options import add_model_arguments
 from ..commands.engine_options import add_engine_arguments, token_count
 from ..commands.sampling_options import add_distribution_arguments
-from .options import FAIR_BY
+from .options import FAIR_BY, SCHEDULING_POLICIES
 from .text.reasoning import FORMATS as REASONING_FORMATS
 from .text.tool_calls import FORMATS
 
@@ -111,6 +111,13 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
         help="max_tokens of chats that name none (default: all that fit)",
     )
     add("--max-tokens-limit", type=token_count, metavar="N", help="largest max_tokens accepted")
+    _add_switch(
+        parser,
+        "--clamp-max-tokens",
+        "clamp_max_tokens",
+        "shorten a max_tokens that does not fit or is above the limit, as vLLM does; else such "
+        "requests are refused",
+    )
     add("--max-temperature", type=float, metavar="T", help="(default: 2)")
     add(
         "--no-ignore-eos",
@@ -156,6 +163,11 @@ def add_admission(parser: argparse._ActionsContainer) -> None:
         help="status of a request beyond these limits (default: 429)",
     )
     add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
+    add(
+        "--scheduling-policy",
+        choices=SCHEDULING_POLICIES,
+        help="order of the requests of one key: of arrival, or of their `priority` (default: fcfs)",
+    )
 
 
 def add_timeouts(parser: argparse._ActionsContainer) -> None:

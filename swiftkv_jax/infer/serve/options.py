@@ -19,6 +19,7 @@ MAX_LOGPROB_ENTRIES = 250_000
 MAX_BODY_SIZE = 32 * 2**20
 """Bytes of a body, unless `max_body_size` says otherwise."""
 FAIR_BY = ("key", "user", "none")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 _OF_THE_SERVER = (
     "add_generation_prompt chat_template continue_final_message conversation documents max_length "
     "messages padding processor_kwargs return_assistant_tokens_mask return_dict return_tensors "
@@ -152,6 +153,9 @@ class ServerOptions:
     overload_status: Literal[429, 503] = 429
     fair_by: Literal["key", "user", "none"] = "key"
     """Whose requests take turns while they wait: those of a key, or of a key and `user`."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the requests of one key: that of their arrival, or of their `priority`, lower ones
+    first, where 10 s of waiting count as much as a difference of 1."""
 
     queue_timeout: float = 120.0
     """Time that a request may wait before its prefill begins."""
@@ -179,6 +183,9 @@ class ServerOptions:
     """`max_tokens` of a chat that names none, if there is room for so many; None is the room."""
     max_tokens_limit: int | None = None
     """Most `max_tokens`."""
+    clamp_max_tokens: bool = False
+    """Shorten a `max_tokens` that does not fit or is above the limit, as vLLM does. Else such
+    requests are refused."""
     max_temperature: float = 2.0
     allow_ignore_eos: bool = True
     page: bool = True

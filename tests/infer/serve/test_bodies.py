@@ -61,6 +61,7 @@ REFUSED = [
     ("guided_json", {}, "unsupported_parameter"),
     ("prompt_logprobs", 1, "unsupported_parameter"),
     ("priority", 1, "unsupported_parameter"),
+    ("priority", "high", "invalid_value"),
     ("truncate_prompt_tokens", 0, "invalid_value"),
     ("truncate_prompt_tokens", -2, "invalid_value"),
     ("truncate_prompt_tokens", 257, "invalid_value"),
@@ -181,7 +182,7 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "echo max_completion_tokens add_generation_prompt continue_final_message response_format "
         "structured_outputs tools tool_choice parallel_tool_calls include_reasoning "
         "chat_template_kwargs reasoning_effort skip_special_tokens truncate_prompt_tokens "
-        "truncation_side".split()
+        "truncation_side priority".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}

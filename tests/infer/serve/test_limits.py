@@ -10,6 +10,7 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.serve.http.auth import KEY_VARIABLE, read_keys
 from swiftkv_jax.infer.serve.service.admission import QUANTUM, FairQueue
+from swiftkv_jax.infer.serve.service.generation import Generation
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 2}
@@ -231,8 +232,8 @@ def test_requests_one_after_the_other_on_a_connection(running):
 
 
 class Waits:
-    def __init__(self, name: str, num_prompt_tokens: int):
-        self.name, self.num_prompt_tokens = name, num_prompt_tokens
+    def __init__(self, name: str, num_prompt_tokens: int, rank: float = 0.0):
+        self.name, self.num_prompt_tokens, self.rank = name, num_prompt_tokens, rank
 
 
 def test_keys_take_turns():
@@ -246,6 +247,23 @@ def test_keys_take_turns():
     assert len(names) == 22 and {"b0", "b1"} <= set(names[:3])
     assert [name for name in names if name[0] == "a"] == [f"a{number}" for number in range(20)]
     assert queue.pop() is None and not queue._queues and not queue._credit
+
+
+def test_of_one_key_the_lowest_rank_comes_first():
+    queue: FairQueue[Waits] = FairQueue()
+    waiting = [Waits(name, 5, rank) for name, rank in zip("abcde", (3, 1, 2, 1, 3), strict=True)]
+    for one in waiting:
+        queue.push("key", one)
+    queue.remove("key", waiting[3])
+    assert "".join(found.name for _ in range(4) if (found := queue.pop())) == "bcae"
+
+
+def test_priorities_age():
+    """One of priority 1 that came 11 s before is served first, one that came 9 s before is not."""
+    generations = [Generation([], [], None, arrival) for arrival in (0.0, 2.0, 11.0)]  # type: ignore[arg-type]
+    for generation, priority in zip(generations, (1, 1, 0), strict=True):
+        generation.priority = priority
+    assert sorted(range(3), key=lambda number: generations[number].rank) == [0, 2, 1]
 
 
 def test_equal_keys_get_equal_shares():

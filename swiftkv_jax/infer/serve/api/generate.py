@@ -10,7 +10,12 @@ from collections.abc import Awaitable, Callable
 from ...engine.sampling_params import SamplingParams
 from ..app import App
 from ..bodies.forms import Form
-from ..bodies.params import check_logprob_entries, refuse_unsupported, sampling_params
+from ..bodies.params import (
+    check_logprob_entries,
+    priority_of,
+    refuse_unsupported,
+    sampling_params,
+)
 from ..bodies.token_filters import filtered
 from ..errors import unsupported
 from ..http.exchange import DONE, HTTPExchange
@@ -44,9 +49,12 @@ async def _generate[B: CompletionBody | ChatBody](
         app: App, exchange: HTTPExchange, body: B, reservation: Reservation
     ) -> tuple[Generation, Writer]:
         refuse_unsupported(body)
+        priority = priority_of(body, app.options)
         if body.request_id is not None:
             exchange.request_id = body.request_id
-        return await prepare(app, exchange, body, reservation)
+        generation, writer = await prepare(app, exchange, body, reservation)
+        generation.priority = priority
+        return generation, writer
 
     await run(app, exchange, kind, checked, _answer)
 

@@ -31,7 +31,6 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "priority": (0,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
@@ -101,6 +100,16 @@ def refuse_unsupported(body: Sampling) -> None:
         raise invalid("metadata", "`metadata` has at most 16 pairs")
 
 
+def priority_of(body: Sampling, options: ServerOptions) -> int:
+    """Lower ones come first. Raises `APIError`."""
+    priority = body.priority or 0
+    if priority and options.scheduling_policy != "priority":
+        raise unsupported("priority", "`priority` needs the server's --scheduling-policy priority")
+    if not -(2**31) <= priority < 2**31:
+        raise invalid("priority", f"`priority`={priority} must be an integer of 32 bits")
+    return priority
+
+
 def asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
     """Whether a value is neither null nor one of those that change nothing."""
     # `True == 1`: a bool is no number here.
@@ -166,6 +175,8 @@ def sampling_params(
             tokens = min(COMPLETION_MAX_TOKENS, limit)
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
+    if options.clamp_max_tokens and room > 0:
+        tokens = min(tokens, room, limit)
     if tokens > limit:
         raise invalid(
             names["max_tokens"],

@@ -7,10 +7,11 @@ finds no room is refused at once, with the time after which it is worth to come 
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import APIError, invalid
@@ -157,20 +158,25 @@ class Admission:
         return APIError(status, code, f"{message}; try again later", headers=headers)
 
 
-class Waiting(Hashable, Protocol):
+class Waiting(Protocol):
     """What waits in a `FairQueue`."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
 
+    @property
+    def rank(self) -> float:
+        """The lowest is served first."""
+        ...
+
 
 class FairQueue[W: Waiting]:
     """Requests that the engine has not got yet. Keys take turns by prompt tokens, as deficit round
-    robin does with bytes (Shreedhar and Varghese, SIGCOMM 1995); within a key the first come is the
-    first served."""
+    robin does with bytes (Shreedhar and Varghese, SIGCOMM 1995); within a key the lowest rank
+    comes first, and of equal ones the first that came."""
 
     def __init__(self):
-        self._queues: dict[str, dict[W, None]] = {}
+        self._queues: dict[str, list[W]] = {}
         """Of the keys that wait; the first one's turn it is."""
         self._credit: dict[str, int] = {}
 
@@ -178,22 +184,22 @@ class FairQueue[W: Waiting]:
         return sum(map(len, self._queues.values()))
 
     def push(self, key: str, waiting: W) -> None:
-        self._queues.setdefault(key, {})[waiting] = None
+        bisect.insort(self._queues.setdefault(key, []), waiting, key=lambda one: one.rank)
         self._credit.setdefault(key, 0)
 
     def remove(self, key: str, waiting: W) -> None:
         """Take out what has not been popped."""
-        del self._queues[key][waiting]
+        self._queues[key].remove(waiting)
         self._drop_if_empty(key)
 
     def pop(self) -> W | None:
         """The next; None if nothing waits."""
         while self._queues:
             key, queue = next(iter(self._queues.items()))
-            first = next(iter(queue))
+            first = queue[0]
             cost = max(first.num_prompt_tokens, QUANTUM)
             if self._credit[key] >= cost or len(self._queues) == 1:
-                del queue[first]
+                del queue[0]
                 self._credit[key] = max(self._credit[key] - cost, 0)
                 self._drop_if_empty(key)
                 return first

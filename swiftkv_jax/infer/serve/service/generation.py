@@ -21,6 +21,10 @@ from ..text.tool_calls import AnswerPart, ToolCallDelta, ToolCallParser
 from .admission import Reservation
 from .engine_thread import Ended
 
+PRIORITY_SECONDS = 10.0
+"""Seconds of waiting that count as much as a difference of 1 in priority: no request waits for
+ever."""
+
 
 @dataclasses.dataclass
 class TextDelta:
@@ -218,6 +222,8 @@ class Generation:
         self.error: APIError | None = None
         self.queue_key = ""
         """Whose turn it takes while it waits."""
+        self.priority = 0
+        """Lower ones are served first."""
         self.timeout: float | None = None
         """Seconds that the client gives it."""
         self.is_submitted = False
@@ -225,6 +231,11 @@ class Generation:
         """Why it was ended before its end."""
         self.submitted = self.started = self.first_token = self.last_token = 0.0
         """`time.monotonic()`; 0 before it has happened."""
+
+    @property
+    def rank(self) -> float:
+        """Its place among those that wait with it; fixed, since all of them age alike."""
+        return self.arrival + PRIORITY_SECONDS * self.priority
 
     @property
     def num_prompt_tokens(self) -> int:
