@@ -234,11 +234,11 @@ def long_run(document: dict[str, Any]) -> str:
     )
     if document["minutes"] < LONG_MINUTES:
         return (
-            f"{text} At most {MAX_MB_PER_HOUR:g} MB an hour and {MAX_ITL_DRIFT:.0%} are required "
-            f"over {LONG_MINUTES:g} minutes, which this run is too short to show."
+            f"{text} At most {MAX_MB_PER_HOUR:g} MB an hour and {MAX_ITL_DRIFT:.0%} more are "
+            f"required over {LONG_MINUTES:g} minutes, which this run is too short to show."
         )
     return (
-        f"{text} Required are at most {MAX_MB_PER_HOUR:g} MB an hour and {MAX_ITL_DRIFT:.0%}: "
+        f"{text} Required are at most {MAX_MB_PER_HOUR:g} MB an hour and {MAX_ITL_DRIFT:.0%} more: "
         f"{'met' if within else 'missed'}."
     )
 

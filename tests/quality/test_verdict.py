@@ -114,7 +114,7 @@ def test_a_gain_on_far_tokens_is_a_deviation_too():
 def with_far(row: verdict.Row, lost: float, width: float = 0.0, spread: float = 0.0) -> verdict.Row:
     """The row with a loss on far tokens, whose interval has a width to each side."""
     difference = {"value": lost, "low": lost - width, "high": lost + width}
-    del row["documents"]
+    row.pop("documents", None)
     return row | {"far": row["far"] | {"difference": difference, "student_std": spread}}
 
 
