@@ -75,8 +75,7 @@ class Cell:
             "cores_of_other_processes": others.cores(),
             "client_is_the_limit": served["client_cpu_share"] > MAX_CPU_SHARE,
         }
-        share = {"share": served["tokens_per_s"] / bare["tokens_per_s"]}
-        return facts | share | added | medians | {"runs": runs}
+        return facts | added | medians | {"runs": runs}
 
     def bare(self, seed: int, rate: float | None) -> dict[str, float]:
         """The engine alone."""

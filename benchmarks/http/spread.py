@@ -26,12 +26,12 @@ class Spread(NamedTuple):
 
 
 def share(cell: dict[str, Any]) -> Spread:
-    """Throughput over HTTP in percent of the bare engine's: of the medians, and by repetition."""
+    """Throughput over HTTP in percent of the bare engine's, by repetition."""
     values = [
         100 * served["tokens_per_s"] / bare["tokens_per_s"]
         for bare, served in zip(cell["runs"]["bare"], cell["runs"]["served"], strict=True)
     ]
-    return Spread(100 * cell["share"], min(values), max(values), max(values) < 100)
+    return Spread(statistics.median(values), min(values), max(values), max(values) < 100)
 
 
 def added(cell: dict[str, Any], name: str) -> Spread | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..markdown import section, table
 from .bars import SHIPPED_STEPS, table_of_bars
-from .spread import added
+from .spread import added, share
 
 HEADER = (
     "slots, steps a call, prompts, bare tokens/s, over HTTP, share, device idle bare, over HTTP, "
@@ -28,7 +28,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         str(cell["steps"]),
         cell.get("prompts", "token ids"),
         *(f"{kind['tokens_per_s']:,.0f}" for kind in kinds),
-        ("at least " if cell.get("client_is_the_limit") else "") + f"{cell['share']:.1%}",
+        ("at least " if cell.get("client_is_the_limit") else "") + f"{share(cell).median:.1f}%",
         *(f"{kind['idle_share']:.1%}" if "idle_share" in kind else "" for kind in kinds),
         "" if loop is None else f"{1e6 * loop:.0f} us",
         _added(cell, "ttft_alone_p50"),

@@ -195,6 +195,14 @@ def test_log_probabilities_of_a_prompt(running, max_tokens):
     assert answer["usage"]["prompt_tokens"] == 6
 
 
+def test_each_choice_repeats_the_log_probabilities_of_its_prompt(running):
+    """So they count as often against the limit of one answer."""
+    body = {"prompt": [[1] * 100] * 40, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 20}
+    status, answer = running.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert "16160 tokens" in answer["error"]["message"]
+
+
 def test_an_echo_alone_needs_no_engine(running):
     steps = running.app.service.engine.snapshot.num_steps
     body = {"prompt": [[5, 6], [7]], "max_tokens": 0, "echo": True}

@@ -53,7 +53,11 @@ def test_every_route_needs_a_key(guarded, method, path):
         assert (status, found["www-authenticate"]) == (401, "Bearer")
         assert json.loads(content)["error"]["code"] == code
         assert KEY[:-1] not in content.decode()
-    for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": "another-key"}):
+    for headers in (
+        {"authorization": f"Bearer {KEY}"},
+        {"x-api-key": "another-key"},
+        {"authorization": "Basic of-a-proxy", "x-api-key": KEY},
+    ):
         assert guarded.request(method, path, body, headers)[0] != 401
 
 

@@ -57,7 +57,7 @@ def test_parts_of_a_choice_are_its_whole(tokenizer, stop):
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_offsets_of_tokens_index_the_text(tokenizer, as_ids):
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    lists = CompletionLogprobs(TokenSpellings(tokenizer, as_ids=as_ids))
+    lists = CompletionLogprobs(TokenSpellings(tokenizer, as_ids=as_ids), with_special=False)
     half = len(ids) // 2
     offsets = []
     for part in (ids[:half], ids[half:]):
@@ -65,3 +65,11 @@ def test_offsets_of_tokens_index_the_text(tokenizer, as_ids):
     for at, offset in enumerate(offsets):
         before = tokenizer.decode(ids[:at])
         assert offset == len(before.rstrip("\ufffd"))
+
+
+def test_special_tokens_have_an_offset_but_no_length_in_a_text_without_them(tokenizer):
+    begin, ids = tokenizer.bos_token_id, tokenizer("a b", add_special_tokens=False)["input_ids"]
+    for with_special, first in ((False, 0), (True, len(tokenizer.bos_token))):
+        lists = CompletionLogprobs(TokenSpellings(tokenizer), with_special=with_special)
+        found = lists.of([begin, *ids], [Logprob(0.0)] * (len(ids) + 1))["text_offset"]
+        assert found[:2] == [0, first]

@@ -49,8 +49,9 @@ def _entry(token: int, logprob: float, spellings: TokenSpellings) -> dict[str, A
 class CompletionLogprobs:
     """The parallel lists of a completion's log-probabilities, as they grow."""
 
-    def __init__(self, spellings: TokenSpellings):
-        self._spellings, self._offset = spellings, 0
+    def __init__(self, spellings: TokenSpellings, *, with_special: bool):
+        """`with_special` is whether the text has special tokens."""
+        self._spellings, self._with_special, self._offset = spellings, with_special, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, token_ids: list[int], logprobs: list[Logprob | None]) -> dict[str, Any]:
@@ -59,7 +60,8 @@ class CompletionLogprobs:
         tokens, offsets = [spelling.text for spelling in spellings], []
         for spelling in spellings:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(spelling.content))
+            if self._with_special or not spelling.is_special:
+                self._offset += len(self._decoder.decode(spelling.content))
         return {
             "tokens": tokens,
             "token_logprobs": [None if one is None else _finite(one.logprob) for one in logprobs],
@@ -225,10 +227,18 @@ def _tool_calls(delta: TextDelta) -> list[dict[str, Any]]:
 class CompletionWriter(Writer):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, *args: Any, echo: bool, prompt_texts: list[str], **fields: Any):
-        """`prompt_texts` are those of the prompts, one each, for `echo`."""
+    def __init__(
+        self,
+        *args: Any,
+        echo: bool,
+        prompt_texts: list[str],
+        with_special: bool = False,
+        **fields: Any,
+    ):
+        """`prompt_texts` are those of the prompts, one each, for `echo`; `with_special` is whether
+        answers have special tokens."""
         super().__init__(*args, **fields)
-        self._echo, self._prompt_texts = echo, prompt_texts
+        self._echo, self._prompt_texts, self._with_special = echo, prompt_texts, with_special
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self.scores: list[EngineRequest] = []
         """Of each prompt, for `echo`: its tokens, and their scores if they were asked for."""
@@ -250,7 +260,8 @@ class CompletionWriter(Writer):
         ]
 
     def _lists(self, index: int) -> CompletionLogprobs:
-        return self._logprobs.setdefault(index, CompletionLogprobs(self._spellings))
+        lists = CompletionLogprobs(self._spellings, with_special=self._with_special)
+        return self._logprobs.setdefault(index, lists)
 
     def _of_prompt(self, index: int, part: EngineRequest) -> dict[str, Any]:
         """Lists of a prompt's tokens, the first of which nothing predicts."""

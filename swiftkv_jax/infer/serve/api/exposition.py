@@ -57,7 +57,9 @@ class _Collector:
             return
         snapshot = engine.snapshot
         load, stats, prefix = snapshot.load, snapshot.stats, snapshot.prefix
-        yield self._gauge("vllm:num_requests_running", "Sequences that decode.", load.num_running)
+        running = load.num_running + load.num_prefilling
+        text = "Sequences that decode, and requests in prefill."
+        yield self._gauge("vllm:num_requests_running", text, running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", service.num_waiting)
         reasons = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",

@@ -93,7 +93,8 @@ async def _completion(
     form = await app.form_of(body, None, exchange.num_bytes_in)
     params = _params(app, body, prompts)
     total = sum(len(prompt.token_ids) for prompt in prompts)
-    check_logprob_entries(params, total if scores else 0, len(prompts))
+    # Each choice repeats what is echoed.
+    check_logprob_entries(params, params.n * total if scores else 0, len(prompts))
     generates = body.max_tokens != 0
     scored = [
         EngineRequest(score_of(prompt, params.logprobs or 0, salt=salt), prompt)
@@ -117,6 +118,7 @@ async def _completion(
         with_token_ids=bool(body.return_token_ids),
         echo=bool(body.echo),
         prompt_texts=prompt_texts,
+        with_special=body.skip_special_tokens is False,
     )
     writer.scores, writer.generates = scored, generates
     return Generation(prompts, parts, reservation, exchange.arrival), writer

@@ -139,7 +139,8 @@ class Endpoint:
         host = exchange.headers.get(b"host", b"").decode("latin-1")
         name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if name.lower().rstrip(".") not in allowed:
-            raise APIError(403, "host_not_allowed", f"the host {name!r} is not served here")
+            message = f"the host {name!r} is not among the server's --allowed-hosts"
+            raise APIError(403, "host_not_allowed", message)
 
     def _log(self, exchange: HTTPExchange) -> None:
         total = 1e3 * (time.monotonic() - exchange.arrival)

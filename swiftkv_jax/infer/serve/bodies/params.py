@@ -158,7 +158,7 @@ def sampling_params(
     given: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
-    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit or 2**31
+    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit or 2**64
     too_long = "messages" if isinstance(body, ChatBody) else "prompt"
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)

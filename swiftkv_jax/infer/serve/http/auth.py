@@ -36,7 +36,10 @@ class Keys:
             return ANONYMOUS
         offered = _offered(headers)
         if offered is None:
-            raise _refusal("missing_api_key", "a key is needed: `Authorization: Bearer KEY`")
+            raise _refusal(
+                "missing_api_key",
+                "a key is needed: `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
+            )
         digest, found = _digest(offered), None
         for name, stored in self._digests:
             if hmac.compare_digest(digest, stored):
@@ -47,12 +50,14 @@ class Keys:
 
 
 def _offered(headers: Mapping[bytes, bytes]) -> str | None:
-    authorization = headers.get(b"authorization")
-    if authorization is not None:
-        scheme, _, key = authorization.partition(b" ")
-        return key.strip().decode("latin-1") if scheme.lower() == b"bearer" else None
-    key = headers.get(b"x-api-key")
-    return None if key is None else key.decode("latin-1")
+    """`Authorization: Bearer KEY`, or `X-Api-Key: KEY` beside another scheme or none: proxies add
+    theirs."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        if (other := headers.get(b"x-api-key")) is None:
+            return None
+        key = other
+    return key.strip().decode("latin-1")
 
 
 def _digest(key: str) -> bytes:

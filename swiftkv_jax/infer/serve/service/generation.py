@@ -282,7 +282,7 @@ class Generation:
                 self.fail(
                     APIError(500, "not_finite", NOT_FINITE)
                     if event.error == NOT_FINITE
-                    else invalid(None, event.error, "invalid_grammar")
+                    else invalid("structured_outputs", event.error, "invalid_grammar")
                 )
             elif isinstance(part.request, ScoreRequest):
                 part.scores.append(event)

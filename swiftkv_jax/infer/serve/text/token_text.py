@@ -13,6 +13,8 @@ class Spelling(NamedTuple):
     """Bytes that are no character are replaced."""
     content: bytes
     """Its bytes: half a character stays half."""
+    is_special: bool
+    """Texts leave it out, unless `skip_special_tokens` is false."""
 
 
 class TokenSpellings:
@@ -24,6 +26,7 @@ class TokenSpellings:
         self._kept: dict[int, Spelling] = {}
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {index: str(token) for index, token in added.items()}
+        self._special = {i for i, token in added.items() if getattr(token, "special", False)}
         self._byte_level = "ByteLevel" in repr(
             getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", "")
         )
@@ -32,9 +35,10 @@ class TokenSpellings:
         if (found := self._kept.get(token_id)) is None:
             content = self._bytes(token_id)
             text = content.decode("utf-8", "replace")
-            found = self._kept[token_id] = Spelling(text, content)
+            found = Spelling(text, content, token_id in self._special)
+            self._kept[token_id] = found
         if self._as_ids:
-            return Spelling(f"token_id:{token_id}", found.content)
+            return found._replace(text=f"token_id:{token_id}")
         return found
 
     def _bytes(self, token_id: int) -> bytes:
