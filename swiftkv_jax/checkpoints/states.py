@@ -102,18 +102,18 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
 def try_orbax[T](read: Callable[[], T]) -> tuple[T | None, str]:
     """What `read` returns and "", or None and what is wrong with the file, in one line. Errors of
     the device are raised: out of memory says nothing about the file."""
-    try:
-        with quiet_orbax():
+    with quiet_orbax():
+        try:
             return read(), ""
-    except jax.errors.JaxRuntimeError:
-        raise
-    except Exception as error:  # as many types as there are kinds of damage
-        problem = _reason(error)
-    # Orbax leaves the other tasks of a failed read unfinished. Collected later, wherever that
-    # happens to be, each would print "coroutine ... was never awaited".
-    with quiet_orbax(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        gc.collect()
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception as error:  # as many types as there are kinds of damage
+            problem = _reason(error)
+        # Orbax leaves the other tasks of a failed read unfinished. Collected later, wherever that
+        # happens to be, each would print "coroutine ... was never awaited".
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
     return None, problem
 
 

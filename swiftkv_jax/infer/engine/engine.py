@@ -165,7 +165,7 @@ class Engine[R: ModelRunnerBase]:
     @property
     def num_running(self) -> int:
         """Sequences whose prompts are cached and that have not ended."""
-        return self.load.num_running
+        return self._scheduler.num_running
 
     # Requests -----------------------------------------------------------------
 

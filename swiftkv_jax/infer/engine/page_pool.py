@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -228,6 +228,11 @@ class PagePool:
                 self.events.remove(key)
         self._users[page] = 1
         return page
+
+
+def all_pages(pages: Sequence[int], own_pages: Iterable[Sequence[int]]) -> list[int]:
+    """Of a sequence: what `PagePool.take` has split."""
+    return [*pages, *itertools.chain.from_iterable(own_pages)]
 
 
 def page_keys(

@@ -4,13 +4,12 @@ what the engine passes to the model runner. Imports no JAX."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import abc
 from collections.abc import Iterator
 
 from ...config import NO_OWN
 from .grammar import Matcher
-from .page_pool import PageNeeds, PagePool
+from .page_pool import PageNeeds, PagePool, all_pages
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
 
@@ -219,10 +218,8 @@ class ScheduledTokens:
         """Pages that these tokens read: those up to their last position, then own pages. `RELEASED`
         for pages that they do not see."""
         state, own = self.request_state, -(-self.own.stop // page_size)
-        return [
-            *state.pages[: -(-self.stop // page_size)],
-            *itertools.chain.from_iterable(state.own_pages[:own]),
-        ]
+        last = -(-self.stop // page_size)
+        return all_pages(state.pages[:last], state.own_pages[:own])
 
     def num_tiles(self, page_size: int) -> int:
         """Query tiles (see `prefill_chunk`) of these tokens, or of `own`, whichever has more."""

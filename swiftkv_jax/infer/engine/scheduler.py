@@ -24,7 +24,7 @@ from collections import abc
 
 from ...config import NO_OWN
 from .chunk_builder import ChunkBuilder, Limits
-from .page_pool import PageNeeds, PagePool
+from .page_pool import PageNeeds, PagePool, all_pages
 from .request_state import Chunk, RequestState, Sequence
 
 MAX_SKIPS = 32
@@ -55,8 +55,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
         self.ending: dict[Sequence, None] = {}
-        """Sequences whose last tokens are in flight, which ends them whatever these are. Their
-        slots are free: what uses them next is sent to the device after those calls."""
+        """Sequences whose last tokens are in flight: what uses their slots next is sent later."""
         self.pending_removals: list[int] = []
         """Slots of aborted sequences that the model runner still decodes."""
         self.num_preemptions = 0
@@ -71,7 +70,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.running or self.ending)
+        return bool(self.waiting or self.prefilling or self.num_running)
 
     def is_unfinished(self, sequence: Sequence) -> bool:
         """Whether a sequence that decodes may emit more tokens."""
@@ -197,9 +196,8 @@ class Scheduler:
         pool = self.pools[dp_rank]
         needs = state.pages_at_first(pool, self.reserve_tokens)
         more = pool.total(needs) - len(cached) + state.pages_of_others(pool)
-        short = pool.shortage(cached, more)
-        if short and not self._reclaim(dp_rank, short):
-            return False
+        if short := pool.shortage(cached, more):
+            self._reclaim(dp_rank, short)
         if (reserved := pool.reserve(cached, more)) is None:
             return False
         unused = iter(reserved)
@@ -225,7 +223,7 @@ class Scheduler:
             pages, own_pages = state.pages, state.own_pages
             if index:
                 pages, own_pages = pages[: shared.pages], own_pages[: shared.own_pages]
-                pool.share_pages([*pages, *itertools.chain.from_iterable(own_pages)])
+                pool.share_pages(all_pages(pages, own_pages))
                 more_pages, more_own_pages = pool.take(unused, rest)
                 pages, own_pages = pages + more_pages, own_pages + more_own_pages
             sequence = Sequence(
@@ -235,6 +233,11 @@ class Scheduler:
             state.sequences.append(sequence)
 
     # Decoding -----------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that decode, with those that hold no slot any more."""
+        return len(self.running) + len(self.ending)
 
     @property
     def most_running(self) -> int:
@@ -250,8 +253,7 @@ class Scheduler:
         pages; it skips the call."""
         self._without_pages.clear()
         for sequence in self.running.values():
-            state = sequence.request_state
-            position = state.prefill_target + len(sequence.token_ids)
+            position = sequence.request_state.prefill_target + len(sequence.token_ids)
             self._pool(sequence).release_hidden(sequence.pages, position)
         needing = [
             one for one in self.running.values() if one.missing_pages(self._pool(one), steps)[0]
@@ -371,11 +373,10 @@ class Scheduler:
         these sequences generate is not cached then."""
         pool = self.pools[dp_rank]
         ending = [one for one in self.ending if one.request_state.dp_rank == dp_rank]
-        held = [[*one.pages, *itertools.chain.from_iterable(one.own_pages)] for one in ending]
-        if count > sum(map(pool.num_sole, held)):
+        if count > sum(pool.num_sole(all_pages(one.pages, one.own_pages)) for one in ending):
             return False
-        for sequence, pages in zip(ending, held, strict=True):
-            pool.release(pages)
+        for sequence in ending:
+            self._release(dp_rank, sequence.pages, sequence.own_pages)
             sequence.pages, sequence.own_pages = [], []
         return True
 
@@ -396,4 +397,4 @@ class Scheduler:
             self.finish(sequence, aborted=True)
 
     def _release(self, dp_rank: int, pages: list[int], own_pages: list[tuple[int, ...]]) -> None:
-        self.pools[dp_rank].release([*pages, *itertools.chain.from_iterable(own_pages)])
+        self.pools[dp_rank].release(all_pages(pages, own_pages))

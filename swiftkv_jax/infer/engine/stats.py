@@ -76,7 +76,7 @@ class Load(NamedTuple):
         return cls(
             len(scheduler.waiting),
             len(scheduler.prefilling),
-            len(scheduler.running) + len(scheduler.ending),
+            scheduler.num_running,
             sum(state.prefill_target - state.num_computed_tokens for state in unfinished),
             sum(pool.used for pool in scheduler.pools),
             sum(pool.num_pages for pool in scheduler.pools),

@@ -88,12 +88,12 @@ def add_access(parser: argparse._ActionsContainer) -> None:
         help="file with a line NAME:KEY for each key, of mode 600; read again on SIGHUP",
     )
     add("--insecure", action="store_true", help="listen beyond this machine without keys")
-    _add_switch(parser, "--metrics-public", "metrics_public", "answer /metrics without a key")
+    _add_switch(parser, "metrics_public", "answer /metrics without a key", "--metrics-public")
     _add_switch(
         parser,
-        "--share-prefix-cache",
         "share_prefix_cache",
         "share cached prefixes between keys: response times then tell what others have asked",
+        "--share-prefix-cache",
     )
     _add_listed(parser, "--allowed-origins", "origins of web pages that may call the server (CORS)")
     _add_listed(
@@ -113,19 +113,13 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
     add("--max-tokens-limit", type=token_count, metavar="N", help="largest max_tokens accepted")
     _add_switch(
         parser,
-        "--clamp-max-tokens",
         "clamp_max_tokens",
         "shorten a max_tokens that does not fit or is above the limit, as vLLM does; else such "
         "requests are refused",
+        "--clamp-max-tokens",
     )
     add("--max-temperature", type=float, metavar="T", help="(default: 2)")
-    add(
-        "--no-ignore-eos",
-        dest="allow_ignore_eos",
-        action="store_false",
-        default=None,
-        help="refuse ignore_eos",
-    )
+    _add_switch(parser, "allow_ignore_eos", "refuse ignore_eos", "--no-ignore-eos", value=False)
     add(
         "--unknown-fields",
         choices=("refuse", "ignore"),
@@ -187,56 +181,49 @@ def add_timeouts(parser: argparse._ActionsContainer) -> None:
 
 def add_endpoints(parser: argparse._ActionsContainer) -> None:
     """What the server offers, or does not."""
-    add = parser.add_argument
-    add(
+    _add_switch(
+        parser,
+        "structured_outputs",
+        "no grammars, JSON schemas and forced tool calls, and fewer programs to compile",
         "--no-structured-outputs",
-        dest="structured_outputs",
-        action="store_false",
-        default=None,
-        help="no grammars, JSON schemas and forced tool calls, and fewer programs to compile",
+        value=False,
     )
     _add_switch(
         parser,
-        "--enable-scoring",
         "scoring",
         "log-probabilities of prompts: /v1/score, and echo with logprobs",
-    )
-    add(
-        "--enable-tokenizer-info",
-        "--enable-tokenizer-info-endpoint",
-        dest="tokenizer_info",
-        action="store_true",
-        default=None,
-        help="/tokenizer_info: special tokens and the chat template",
+        "--enable-scoring",
     )
     _add_switch(
         parser,
-        "--enable-per-request-metrics",
+        "tokenizer_info",
+        "/tokenizer_info: special tokens and the chat template",
+        "--enable-tokenizer-info",
+        "--enable-tokenizer-info-endpoint",
+    )
+    _add_switch(
+        parser,
         "request_metrics",
         "`metrics` in answers: the times of the request",
+        "--enable-per-request-metrics",
     )
-    add(
-        "--no-page",
-        "--no-ui",
-        dest="page",
-        action="store_false",
-        default=None,
-        help="no page at / to talk to the model",
+    _add_switch(
+        parser, "page", "no page at / to talk to the model", "--no-page", "--no-ui", value=False
     )
 
 
 def add_logs(parser: argparse._ActionsContainer) -> None:
     """What is logged and published."""
     add = parser.add_argument
-    add(
+    _add_switch(
+        parser,
+        "log_requests",
+        "log the beginning of each prompt",
         "--log-requests",
         "--enable-log-requests",
-        action="store_true",
-        default=None,
-        help="log the beginning of each prompt",
     )
     add("--max-log-len", type=int, metavar="N", help="characters of it (default: 200)")
-    _add_switch(parser, "--log-json", "log_json", "log JSON objects, one in a line")
+    _add_switch(parser, "log_json", "log JSON objects, one in a line", "--log-json")
     add(
         "--kv-events-config",
         metavar="JSON",
@@ -245,9 +232,14 @@ def add_logs(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_switch(parser: argparse._ActionsContainer, flag: str, dest: str, text: str) -> None:
-    """None, not False, where it is not given: the default is that of `ServerOptions`."""
-    parser.add_argument(flag, dest=dest, action="store_true", default=None, help=text)
+def _add_switch(
+    parser: argparse._ActionsContainer, dest: str, text: str, *flags: str, value: bool = True
+) -> None:
+    """Any of the flags sets `dest` to `value`. Without them it is None: the default is that of
+    `ServerOptions`."""
+    parser.add_argument(
+        *flags, dest=dest, action="store_const", const=value, default=None, help=text
+    )
 
 
 def _add_listed(parser: argparse._ActionsContainer, flag: str, text: str) -> None:

@@ -232,7 +232,7 @@ class CompletionWriter(Writer):
         *args: Any,
         echo: bool,
         prompt_texts: list[str],
-        with_special: bool = False,
+        with_special: bool,
         **fields: Any,
     ):
         """`prompt_texts` are those of the prompts, one each, for `echo`; `with_special` is whether

@@ -53,11 +53,8 @@ def _offered(headers: Mapping[bytes, bytes]) -> str | None:
     """`Authorization: Bearer KEY`, or `X-Api-Key: KEY` beside another scheme or none: proxies add
     theirs."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() != b"bearer":
-        if (other := headers.get(b"x-api-key")) is None:
-            return None
-        key = other
-    return key.strip().decode("latin-1")
+    found = key if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+    return None if found is None else found.strip().decode("latin-1")
 
 
 def _digest(key: str) -> bytes:
