@@ -11,7 +11,7 @@ import jax
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.hf_baseline import BASELINE, TEACHER, TINY
+from benchmarks.hf_baseline import BASELINE, STUDENT, TEACHER, TINY
 from benchmarks.hf_serve import __main__ as hf_serve
 from benchmarks.hf_serve import probes, table
 from benchmarks.hf_serve.server import Server
@@ -80,28 +80,27 @@ def test_verdicts(status, answer, verdict):
 
 
 @pytest.mark.long
-def test_the_server_does_what_it_is_asked(tmp_path):
+@pytest.mark.parametrize("name", [TEACHER, STUDENT])
+def test_the_server_does_what_it_is_asked(tmp_path, name):
     """The questions of the comparison, to this package's server."""
     jax.config.update("jax_platforms", "cpu")
     tokenizer = AutoTokenizer.from_pretrained(str(demo.LLAMA))
     config = dataclasses.replace(TINY, vocab_size=len(tokenizer))
     prompts = hf_serve.source_prompts(tokenizer, 32, 6)
     plain, student = hf_serve.write_models(config, tokenizer, tmp_path)
-    command = hf_serve.commands(tmp_path / "python", plain, student)[TEACHER]
-    with hf_serve.serving(TEACHER, command, plain) as server:
+    command = hf_serve.commands(tmp_path / "python", plain, student)[name]
+    with hf_serve.serving(name, command, plain) as server:
         text, rows = hf_serve.speed(server, prompts, 8, (1, 2))
-        found = probes.probe(server, plain, prompts[0])
+        found = probes.probe(server, student if name == STUDENT else plain, prompts[0])
     assert text and [row["answered"] for row in rows] == [hf_serve.SINGLE, 2]
     assert found.pop("a field that does not exist") == "refused (400)"
     yes = {name: answer for name, answer in found.items() if not answer.startswith("honoured")}
     assert len(yes) == 4 and all(answer.startswith("yes") for answer in yes.values()), yes
     document = {
-        "speed": [{"server": TEACHER} | row for row in rows],
-        "behaviour": {BASELINE: found, TEACHER: found},
+        "speed": [{"server": name, "input_len": 32, "output_len": 8} | row for row in rows],
+        "behaviour": {BASELINE: found, name: found},
         "same_text": True,
         "versions_of_transformers": {"transformers": "5", "torch": "2"},
-        "input_len": 32,
-        "output_len": 8,
     }
     lines = table.servers(document).splitlines()
     assert sum(line.startswith("|") for line in lines) == 2 + 2 + 2 + len(found)

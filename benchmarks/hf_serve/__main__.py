@@ -8,9 +8,9 @@ Random float32 weights with the proportions of Llama-3.1-8B (those of `benchmark
 the demo model's tokenizer, written by `save_hf` as a plain Llama. Servers run one after
 another: transformers' without and with continuous batching, this package's with the teacher, and
 with SwiftKV at half of the layers.
-Each answers streams of 512 prompt and 64 new tokens to 1, 4 and 16 clients; greedy text of the
-teacher must be that of transformers. Then both are asked what a server should do besides being
-fast: see `benchmarks.hf_serve.probes`. JSON goes to `benchmarks/results/`.
+Each answers streams of 512 prompt and 64 new tokens, then of 2,048 and 32, to 1, 4 and 16 clients;
+greedy text of the teacher must be that of transformers. Then all are asked what a server should do
+besides being fast: see `benchmarks.hf_serve.probes`. JSON goes to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ from .table import tables
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
-SIZES = {"full": (CONFIG, 512, 64, (1, 4, 16)), "smoke": (TINY, 32, 8, (1, 2))}
+SIZES = {
+    "full": (CONFIG, ((512, 64), (2048, 32)), (1, 4, 16)),
+    "smoke": (TINY, ((32, 8), (64, 4)), (1, 2)),
+}
+"""Model, (tokens of a prompt, of an answer) of each workload, clients."""
 SINGLE = 3
 READY_SECONDS = 600
 BATCHING = "transformers, continuous batching"
@@ -88,14 +92,13 @@ def _main(args: argparse.Namespace) -> int:
         raise UsageError("this comparison is for a CPU: set JAX_PLATFORMS=cpu")
     environment = report.environment(seed=0)  # of the weights; nothing else is drawn
     path = report.output_path(args, "hf-serve", "cpu", environment["date"])
-    config, input_len, output_len, clients = SIZES[args.shapes]
+    config, workloads, clients = SIZES[args.shapes]
     tokenizer = AutoTokenizer.from_pretrained(str(demo.LLAMA))
     config = dataclasses.replace(config, vocab_size=len(tokenizer))
-    prompts = source_prompts(tokenizer, input_len, sum(clients) + SINGLE)
+    num_prompts = 1 + sum(SINGLE if count == 1 else count for count in clients)
+    prompts = {length: source_prompts(tokenizer, length, num_prompts) for length, _ in workloads}
     document: dict[str, Any] = environment | {
         "config": config_to_hf(config),
-        "input_len": input_len,
-        "output_len": output_len,
         "versions_of_transformers": versions(args.python),
         "load": os.getloadavg(),
         "speed": [],
@@ -103,14 +106,18 @@ def _main(args: argparse.Namespace) -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         plain, student = write_models(config, tokenizer, Path(folder))
-        texts = {}
+        texts: dict[str, list[str]] = {}
         for name, command in commands(args.python, plain, student).items():
             with serving(name, command, plain) as server:
-                texts[name], rows = speed(server, prompts, output_len, clients)
-                document["speed"] += [{"server": name} | row for row in rows]
-                if name != STUDENT:
-                    found = probe(server, plain, prompts[0])
-                    document["behaviour"][name] = found
+                texts[name] = []
+                for input_len, output_len in workloads:
+                    text, rows = speed(server, prompts[input_len], output_len, clients)
+                    texts[name].append(text)
+                    facts = {"server": name, "input_len": input_len, "output_len": output_len}
+                    document["speed"] += [facts | row for row in rows]
+                model = student if name == STUDENT else plain
+                found = probe(server, model, prompts[workloads[0][0]][0])
+                document["behaviour"][name] = found
         document["same_text"] = texts[TEACHER] == texts[BASELINE]
     report.write_json(path, document)
     print("\n\n".join(tables(document)))
@@ -156,7 +163,7 @@ def write_models(config: Any, tokenizer: Any, folder: Path) -> tuple[Path, Path]
 def commands(python: Path, plain: Path, student: Path) -> dict[str, list[str]]:
     """The command line of each server; `PORT` stands for the port."""
     ours = [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--port", "PORT"]
-    ours += "--max-model-len 2048 --max-num-seqs 16 --max-num-queued-reqs 32".split()
+    ours += "--max-model-len 2560 --max-num-seqs 16 --max-num-queued-reqs 32".split()
     ours += ["--max-num-queued-tokens", "100000"]
     theirs = [str(python.parent / "transformers"), "serve", str(plain), "--port", "PORT"]
     return {

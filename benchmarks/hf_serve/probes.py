@@ -46,13 +46,13 @@ def probe(server: Server, model: Path, prompt: str) -> dict[str, str]:
 
 
 def parameters(server: Server, model: Path, prompt: str) -> dict[str, str]:
-    teacher = skv.load(model, dtype="float32")
-    tokenizer = teacher.tokenizer
+    served = skv.load(model, dtype="float32")
+    tokenizer = served.tokenizer
     ids = tokenizer(prompt)["input_ids"]
 
     def expected(**params: Any) -> str:
         params = {"max_tokens": SHORT, "temperature": 0.0} | params
-        return tokenizer.decode(skv.generate(teacher, [ids], **params)[0])
+        return tokenizer.decode(skv.generate(served, [ids], **params)[0])
 
     greedy = expected()
     stop = greedy[len(greedy) // 2 :][:3]

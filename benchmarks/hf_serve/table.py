@@ -11,6 +11,7 @@ def tables(document: dict[str, Any]) -> list[str]:
     """Speed and behaviour."""
     rows = [
         (
+            f"{row['input_len']:,} / {row['output_len']}",
             row["server"],
             str(row["clients"]),
             f"{row['tokens_per_s']:,.0f}",
@@ -18,9 +19,17 @@ def tables(document: dict[str, Any]) -> list[str]:
             f"{row['ttft_median']:.2f} s",
             f"{row['ttft_worst']:.2f} s",
         )
-        for row in document["speed"]
+        for row in sorted(document["speed"], key=lambda row: row["input_len"])
     ]
-    header = ("server", "clients", "tokens/s", "output tokens/s", "first token", "worst")
+    header = (
+        "in / out",
+        "server",
+        "clients",
+        "tokens/s",
+        "output tokens/s",
+        "first token",
+        "worst",
+    )
     behaviour: dict[str, dict[str, str]] = document["behaviour"]
     questions = next(iter(behaviour.values()))
     return [
@@ -41,8 +50,8 @@ def servers(document: dict[str, Any]) -> str:
         "Beside the server of Hugging Face transformers",
         f"`transformers serve` {versions['transformers']} on PyTorch {versions['torch']} and this "
         "package's server run one after the other on two cores, with the same random float32 "
-        "weights (16 layers of width 1,024) and the same clients. Prompts have "
-        f"{document['input_len']} tokens, answers {document['output_len']}. Every client sends one "
+        "weights (16 layers of width 1,024) and the same clients. The first column has the tokens "
+        "of a prompt and of its answer. Every client sends one "
         "request, a single client three. This package's servers run with 16 slots and "
         "`--max-num-queued-reqs 32`. In the SwiftKV model half of the layers are lower ones. "
         f"The teacher's greedy text is {same} that of transformers. `python -m "

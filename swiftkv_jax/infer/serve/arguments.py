@@ -118,6 +118,12 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
         "requests are refused",
         "--clamp-max-tokens",
     )
+    add(
+        "--stream-interval",
+        type=int,
+        metavar="N",
+        help="tokens of a stream's event at least, except for the first and the last (default: 1)",
+    )
     add("--max-temperature", type=float, metavar="T", help="(default: 2)")
     _add_switch(parser, "allow_ignore_eos", "refuse ignore_eos", "--no-ignore-eos", value=False)
     add(

@@ -176,6 +176,8 @@ class ServerOptions:
     stall_timeout: float = 60.0
     """Time without an engine step, while there is work, after which /ready fails; after twice that
     the process ends."""
+    stream_interval: int = 1
+    """Tokens of a stream's event at least, but for its first and its last."""
     sse_keep_alive: float = 10.0
     """Silence of a stream after which a comment is sent, for proxies that cut silent ones."""
 

@@ -28,7 +28,7 @@ SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served
     --max-connections --max-body-size --max-queued-bytes --max-num-queued-reqs
     --max-num-queued-tokens
     --max-reqs-per-key --overload-status --fair-by --scheduling-policy
-    --clamp-max-tokens --queue-timeout --request-timeout
+    --clamp-max-tokens --queue-timeout --request-timeout --stream-interval
     --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
     --sse-keep-alive --default-max-tokens --max-tokens-limit --max-temperature --no-ignore-eos
     --no-page --log-json --log-requests --max-log-len --enable-per-request-metrics

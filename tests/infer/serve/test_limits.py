@@ -220,6 +220,7 @@ def test_connections_have_a_limit(start):
     with connect(running, b"") as connection:
         content = answer_of(connection)
     assert b" 503 " in content and b"too_many_connections" in content
+    assert b"\r\nretry-after: 1\r\n" in content
     for one in held:
         one.close()
 

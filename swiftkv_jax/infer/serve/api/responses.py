@@ -235,7 +235,11 @@ async def _answer(
     (choice,) = part.choices
     exchange.error_events = writer.fail
     silence = app.options.sse_keep_alive if body.stream else None
+    interval = 0
     async for _ in changes(exchange, generation, silence=silence):
+        if not choice.is_ready(interval):
+            continue
+        interval = app.options.stream_interval
         events = writer.add(choice.take())
         if generation.is_done:
             events += writer.end(generation, choice)

@@ -21,8 +21,10 @@ _BODIES = {
 }
 _GETS = {
     "/v1/models": "Models that are served",
+    "/v1/models/{id}": "One of them",
     "/health": "The process answers",
     "/ready": "Requests are taken",
+    "/ping": "The same",
     "/tokenizer_info": "Special tokens and chat template, with --enable-tokenizer-info",
     "/metrics": "Metrics for Prometheus",
     "/version": "Version of the package",
@@ -74,7 +76,8 @@ def openapi() -> dict[str, Any]:
         for (path, (_, summary)), reference in zip(_BODIES.items(), references, strict=True)
     }
     paths |= {
-        path: {"get": {"summary": summary, "responses": answers}} for path, summary in _GETS.items()
+        path: {"get": {"summary": summary, "responses": answers} | _parameters(path)}
+        for path, summary in _GETS.items()
     }
     return {
         "openapi": "3.1.0",
@@ -86,3 +89,11 @@ def openapi() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+def _parameters(path: str) -> dict[str, Any]:
+    """The parameter of a path, if it has one."""
+    if "{id}" not in path:
+        return {}
+    found = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {"parameters": [found]}

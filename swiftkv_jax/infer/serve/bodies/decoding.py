@@ -94,5 +94,6 @@ def _of_validation(error: msgspec.ValidationError) -> APIError:
         name = text.rpartition("field `")[2].rstrip("`")
         path = f"{path}.{name}" if path else name
         return invalid(path, f"`{name}` is missing")
-    where = f"`{path}`: " if path else "the body: "
-    return invalid(path or None, where + text[:1].lower() + text[1:])
+    if not path:
+        raise invalid(None, f"the body is no JSON object: {text.lower()}", "invalid_json")
+    return invalid(path, f"`{path}`: {text[:1].lower()}{text[1:]}")

@@ -87,7 +87,8 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(high=1, low=0)
         if len(self.connections) > self.options.max_connections:
             message = f"there are {self.options.max_connections} connections"
-            self._refuse(APIError(503, "too_many_connections", message))
+            error = APIError(503, "too_many_connections", message, headers={"retry-after": "1"})
+            self._refuse(error)
             return
         self._enter("idle", self.options.keep_alive_timeout)
 
@@ -143,8 +144,9 @@ class Connection(H11Protocol):
         reason = {400: "Bad Request", 503: "Service Unavailable"}[error.status]
         head = (
             f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(content)}\r\nconnection: close\r\n"
         )
+        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()) + "\r\n"
         self.transport.write(head.encode() + content)
         self.transport.close()
 

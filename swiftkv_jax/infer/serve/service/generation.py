@@ -162,9 +162,12 @@ class Choice:
         delta, self._ready = self._ready, TextDelta()
         return delta
 
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._ready)
+    def is_ready(self, num_tokens: int = 0) -> bool:
+        """Whether something has become certain, with at least so many tokens unless the sample has
+        ended."""
+        if self.finish_reason is not None:
+            return True
+        return bool(self._ready) and len(self._ready.token_ids) >= num_tokens
 
 
 @dataclasses.dataclass(eq=False)

@@ -310,7 +310,7 @@ class Service:
                 headers = {"retry-after": str(admission.retry_after())}
                 self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
             elif age > limit:
-                message = f"has run for {age:.0f} s, longer than {limit:g} s"
+                message = f"has run for {age:.3g} s, longer than {limit:g} s"
                 headers = {"x-should-retry": "false"}
                 self._time_out(
                     generation, APIError(504, "request_timeout", message, headers=headers)
