@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ import msgspec
 from ..errors import APIError
 from ..service.generation import Choice, Generation, TextDelta
 from ..text.reasoning import ReasoningDelta
-from ..text.tool_calls import ToolCallDelta
+from ..text.tool_calls import AnswerPart, ToolCallDelta
 
 _TEXT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("response.output_text", {"logprobs": []}),
@@ -50,7 +52,7 @@ class ResponseWriter:
         """Add what has become certain. Returns its events, the first time after those that begin
         every answer."""
         events = self._begun()
-        for part in delta.parts:
+        for part in _joined(delta.parts):
             if isinstance(part, ToolCallDelta):
                 events += self._add_call(part)
             elif isinstance(part, ReasoningDelta):
@@ -184,3 +186,15 @@ class ResponseWriter:
         event = {"type": name, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _joined(parts: Iterable[ReasoningDelta | AnswerPart]) -> Iterator[ReasoningDelta | AnswerPart]:
+    """The parts, neighbouring ones of text as one."""
+    for kind, run in itertools.groupby(parts, type):
+        if kind is str:
+            yield "".join(part for part in run if isinstance(part, str))
+        elif kind is ReasoningDelta:
+            texts = (part.text for part in run if isinstance(part, ReasoningDelta))
+            yield ReasoningDelta("".join(texts))
+        else:
+            yield from run
