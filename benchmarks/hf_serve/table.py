@@ -9,31 +9,22 @@ from ..markdown import section, table
 
 def tables(document: dict[str, Any]) -> list[str]:
     """Speed and behaviour."""
-    rows = [
-        (
-            f"{row['input_len']:,} / {row['output_len']}",
-            row["server"],
-            str(row["clients"]),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['output_tokens_per_s']:.1f}",
-            f"{row['ttft_median']:.2f} s",
-            f"{row['ttft_worst']:.2f} s",
+    workloads = list(dict.fromkeys((r["input_len"], r["output_len"]) for r in document["speed"]))
+    header, rows = ["server", "clients"], dict[tuple[str, str], list[str]]()
+    for input_len, output_len in workloads:
+        header += [f"{input_len:,} / {output_len}: tokens/s", "first token", "worst"]
+    for row in document["speed"]:  # by server, then by workload
+        rows.setdefault((row["server"], str(row["clients"])), []).extend(
+            [
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['ttft_median']:.2f} s",
+                f"{row['ttft_worst']:.2f} s",
+            ]
         )
-        for row in sorted(document["speed"], key=lambda row: row["input_len"])
-    ]
-    header = (
-        "in / out",
-        "server",
-        "clients",
-        "tokens/s",
-        "output tokens/s",
-        "first token",
-        "worst",
-    )
     behaviour: dict[str, dict[str, str]] = document["behaviour"]
     questions = next(iter(behaviour.values()))
     return [
-        table(header, rows),
+        table(header, [(*key, *figures) for key, figures in rows.items()]),
         table(
             ("", *behaviour),
             [(name, *(found[name] for found in behaviour.values())) for name in questions],
@@ -50,8 +41,8 @@ def servers(document: dict[str, Any]) -> str:
         "Beside the server of Hugging Face transformers",
         f"`transformers serve` {versions['transformers']} on PyTorch {versions['torch']} and this "
         "package's server run one after the other on two cores, with the same random float32 "
-        "weights (16 layers of width 1,024) and the same clients. The first column has the tokens "
-        "of a prompt and of its answer. Every client sends one "
+        "weights (16 layers of width 1,024) and the same clients. Two workloads are named "
+        "by the tokens of a prompt / of an answer. Every client sends one "
         "request, a single client three. This package's servers run with 16 slots and "
         "`--max-num-queued-reqs 32`. In the SwiftKV model half of the layers are lower ones. "
         f"The teacher's greedy text is {same} that of transformers. `python -m "

@@ -37,7 +37,7 @@ class EngineOptions:
     single_step_rows: int | None = 0
     """Up to this many sequences, a call decodes one token of each, whatever `decode_steps` is: the
     host keeps up with few sequences, and their tokens are returned one by one. Such calls have
-    separate programs. None is 32, on a CPU 0."""
+    separate programs. None is 32, on a CPU 0 for weights below 256 MiB."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Format of the KV cache: "auto" (the weights' dtype), "float32", "bfloat16", "fp8" or
     "int8"."""

@@ -30,6 +30,9 @@ MIXED_TAIL = 64
 SINGLE_STEP_ROWS = 32
 """Number of sequences for which the host can process single tokens while a device decodes the next
 ones: about 15 microseconds each, for a step of 2 to 5 ms."""
+SINGLE_STEP_BYTES = 256 * 2**20
+"""Weights from which that holds on a CPU, which reads some 20 GB/s: a step of smaller ones takes no
+longer than the host needs for a call, on the same cores."""
 
 FEW_TILES = 4
 """Spare query tiles of a chunk with few requests, as with long prompts."""
@@ -208,7 +211,7 @@ def choose_shapes(
         spare_tiles=_spare_tiles(options, slots, platform),
         contexts=(None,),
         scoring=options.scoring,
-        single_step_rows=_single_step_rows(options, slots, platform),
+        single_step_rows=_single_step_rows(options, slots, platform, weight_bytes),
         structured_outputs=options.structured_outputs,
         kv=kv,
         pages_per_own_page=pages_per_own_page,
@@ -273,11 +276,12 @@ def serves_two_caches(config: Config, kv: KVPrograms) -> bool:
     return kv != "boundary" and config.key_value_group_size > 1
 
 
-def _single_step_rows(options: EngineOptions, slots: int, platform: str) -> int:
+def _single_step_rows(options: EngineOptions, slots: int, platform: str, weight_bytes: int) -> int:
     """`Shapes.single_step_rows`, of each shard."""
     rows = options.single_step_rows
     if rows is None:
-        rows = 0 if platform == "cpu" else SINGLE_STEP_ROWS
+        is_small = platform == "cpu" and weight_bytes < SINGLE_STEP_BYTES
+        rows = 0 if is_small else SINGLE_STEP_ROWS
     return 0 if options.decode_steps == 1 else min(rows, slots)
 
 
