@@ -83,7 +83,8 @@ def log(message: str) -> None:
 
 def write(message: str, level: str = "info", fields: Mapping[str, Any] | None = None) -> None:
     """A line on standard error, above any progress bar; nothing where standard error is closed.
-    Warnings and errors begin with their level; `fields` are for a log in JSON alone."""
+    Warnings and errors begin with their level; a traceback, `exception` of `fields`, follows. The
+    other fields are for a log in JSON alone."""
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError):  # what would read it has ended; the exit code still tells
@@ -92,6 +93,8 @@ def write(message: str, level: str = "info", fields: Mapping[str, Any] | None = 
             return
         if level not in ("debug", "info"):
             message = f"{level}: {message}"
+        if traceback := (fields or {}).get("exception"):
+            message = f"{message}\n{traceback}"
         if "tqdm" in sys.modules:
             sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
             sys.stderr.flush()

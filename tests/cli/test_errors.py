@@ -140,6 +140,20 @@ def test_the_log_goes_to_standard_error_as_messages(parser, capsys):
     assert err == "3 rows, by --kv-cache-memory\nwarning: few rows\ndone: 100%\n"
 
 
+def test_a_traceback_follows_its_message(capsys):
+    def main() -> int:
+        try:
+            raise KeyError("x")
+        except KeyError:
+            logging.getLogger("swiftkv_jax.x").exception("it failed")
+        return 0
+
+    cli.run(main)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["error: it failed", "Traceback (most recent call last):"]
+    assert lines[-1] == "KeyError: 'x'"
+
+
 def test_handlers_of_other_libraries_do_not_repeat_the_log(capsys, caplog):
     def main() -> int:
         LIBRARY.info("once")

@@ -15,7 +15,6 @@ from ..engine.grammar import Matcher
 from .bodies.forms import Form, form_of
 from .bodies.params import truncation_of
 from .bodies.template_options import template_options, variables_of
-from .distributed.followers import Followers
 from .errors import APIError, invalid, unsupported
 from .http.auth import Keys
 from .options import ServerOptions
@@ -29,13 +28,16 @@ from .text.tool_calls import format_of
 
 
 class App:
-    """Everything that the handlers use. Made before the model is loaded; `open` follows."""
+    """Everything that the handlers use. Made before the model is loaded; `prepare` follows."""
 
     def __init__(self, options: ServerOptions, model_name: str):
         self.options = options
         self.model_names = options.served_model_name or (model_name,)
         self.service = Service(options, self.model_names[0])
         self.keys = Keys(options.api_keys)
+        self.allowed_hosts: frozenset[str] | None = None
+        if options.allowed_hosts is not None:
+            self.allowed_hosts = frozenset(host.lower() for host in options.allowed_hosts)
         self.created = int(time.time())
         self.max_body_size = options.body_limit(0)
         self.scoring = False
@@ -45,23 +47,21 @@ class App:
         self.encoder: PromptEncoder
         self.reasoning: Reasoning | None = None
 
-    def open(
+    def prepare(
         self,
         engine: Engine,
         tokenizer: Any,
         sampling_defaults: Mapping[str, Any],
-        prefill_rate: float,
         compiler: Compiler | None,
-        followers: Followers | None = None,
-        facts: Mapping[str, str] | None = None,
+        facts: Mapping[str, str],
     ) -> None:
-        """Take requests, now that the engine is ready; the arguments are those of `Loaded`, and
-        the other processes of the engine's mesh."""
+        """Make what requests need besides the service, in the thread that has loaded the model: it
+        takes a moment. The arguments are those of `Loaded`."""
         options = engine.options
         self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
         self.max_body_size = self.options.body_limit(engine.max_model_len)
         self.scoring = options.scoring
-        self.fingerprint = system_fingerprint(engine, facts or {})
+        self.fingerprint = system_fingerprint(engine, facts)
         self.encoder = PromptEncoder(
             tokenizer,
             max_model_len=engine.max_model_len,
@@ -82,14 +82,11 @@ class App:
             vocab_size=engine.config.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        chosen = self.options.tool_call_parser
-        if chosen == "auto":
-            self.tool_format = format_of(template)
-        else:
+        chosen, self.tool_format = self.options.tool_call_parser, format_of(template)
+        if self.tool_format is not None and chosen != "auto":
             self.tool_format = None if chosen == "none" else chosen
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
-        self.service.open(engine, prefill_rate, followers)
 
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` for a model that is not served. None is the one that is."""

@@ -60,6 +60,11 @@ def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
         help="format in which the model calls tools (default: that of its chat template)",
     )
     add(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="accepted, as vLLM needs it; no effect",
+    )
+    add(
         "--reasoning-parser",
         choices=("auto", *REASONING_FORMATS, "none"),
         help="how the model marks its reasoning (default: as its chat template does)",

@@ -187,8 +187,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             f"`host`={args.host} can be reached from other machines: give `api_key` or "
             f"`api_key_file`, or say `insecure`"
         )
-    if loopback and args.uds is None and args.allowed_hosts is None:
-        given["allowed_hosts"] = ("localhost", "127.0.0.1", "[::1]", args.host)
+    if args.allowed_hosts is not None or (loopback and args.uds is None):
+        own = "localhost", "127.0.0.1", "[::1]", args.host
+        given["allowed_hosts"] = (*own, *(args.allowed_hosts or ()))
     return ServerOptions(**given)
 
 

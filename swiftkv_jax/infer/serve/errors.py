@@ -69,6 +69,12 @@ def unsupported(param: str, message: str = "") -> APIError:
     return invalid(param, message or f"`{param}` is not supported", "unsupported_parameter")
 
 
+def request_timeout(seconds: float, limit: float) -> APIError:
+    """504 for a request that has taken longer than it may."""
+    message = f"has run for {seconds:.3g} s, longer than {limit:g} s"
+    return APIError(504, "request_timeout", message, headers={"x-should-retry": "false"})
+
+
 def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIError:
     """400 for a value that the engine refuses: it names the parameter in backticks. `names` maps
     the engine's names to the body's."""

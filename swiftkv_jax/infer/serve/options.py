@@ -114,7 +114,8 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server; none by default."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Values of the Host header that are answered; None answers all."""
+    """Hosts of the Host header that are answered, without a port; None answers all, and a request
+    without the header, of HTTP/1.0, is always answered."""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     """What to do with a field that no version of the API has; the header `x-ignored-fields` of the
     answer names those that were ignored."""
@@ -147,7 +148,7 @@ class ServerOptions:
     """Prompt tokens that are not cached yet; None is what 30 s of prefill take, at least four times
     `max_model_len`."""
     max_queued_bytes: int = 256 * 2**20
-    """Bytes of bodies that are being read, tokenized or wait."""
+    """Bytes of the bodies of all requests that are not answered yet."""
     max_reqs_per_key: int | None = None
     """Sequences of one key that wait and run."""
     overload_status: Literal[429, 503] = 429
@@ -224,6 +225,9 @@ class ServerOptions:
             raise UsageError("`ssl_keyfile` needs `ssl_certfile`")
         if self.ssl_certfile is not None:
             _check_certificate(self.ssl_certfile, self.ssl_keyfile)
+        for host in self.allowed_hosts or ():
+            if host.count(":") == 1 or "]:" in host:
+                raise UsageError(f"`allowed_hosts`: {host!r} must have no port")
         for name in self.served_model_name:
             if not name or len(name) > 256 or not name.isprintable():
                 raise UsageError(f"`served_model_name`={name!r} must be 1 to 256 characters")

@@ -162,28 +162,22 @@ async def serve(
     web = asyncio.ensure_future(server.serve(sockets=[listener]))
     tasks = [asyncio.ensure_future(app.service.watch()), asyncio.ensure_future(stopping.wait())]
 
-    def load_all() -> tuple[Loaded, CheckedCompiler | None]:
+    def load_all() -> Loaded:
         found = load(lambda phase: setattr(app.service, "phase", phase))
-        return found, found.compiler and CheckedCompiler(found.compiler)
+        compiler = found.compiler and CheckedCompiler(found.compiler)
+        app.prepare(found.engine, found.tokenizer, found.sampling_defaults, compiler, found.facts)
+        return found
 
     loading = _in_thread(load_all)
     try:
         await asyncio.wait([loading, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             return await _abandon(server, web, followers)
-        loaded, compiler = loading.result()
-        app.open(
-            loaded.engine,
-            loaded.tokenizer,
-            loaded.sampling_defaults,
-            loaded.prefill_rate,
-            compiler,
-            followers,
-            loaded.facts,
-        )
+        loaded = loading.result()
         # Everything that is there now stays: a full collection would stop both threads.
         gc.collect()
         gc.freeze()
+        app.service.open(loaded.engine, loaded.prefill_rate, followers)
         logger.info("%s is ready", app.model_names[0])
         failed = asyncio.ensure_future(_failure(app))
         tasks += [failed, asyncio.ensure_future(log_load(app.service))]

@@ -24,7 +24,7 @@ SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served
     --api-key --api-key-file --insecure --metrics-public
     --allowed-origins --allowed-hosts --unknown-fields --tool-call-parser --reasoning-parser
     --chat-template --chat-template-kwargs --no-structured-outputs --share-prefix-cache
-    --enable-scoring --enable-tokenizer-info
+    --enable-scoring --enable-tokenizer-info --enable-auto-tool-choice
     --max-connections --max-body-size --max-queued-bytes --max-num-queued-reqs
     --max-num-queued-tokens
     --max-reqs-per-key --overload-status --fair-by --scheduling-policy

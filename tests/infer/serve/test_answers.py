@@ -104,6 +104,18 @@ def test_events_have_as_many_tokens_as_the_server_wants(start):
     running.check_empty()
 
 
+def test_prompts_alone_are_repeated_for_each_sample(running):
+    body = {"prompt": ["abc", "d"], "max_tokens": 0, "echo": True, "n": 2}
+    _, answer = running.post("/v1/completions", body)
+    assert [choice["text"] for choice in answer["choices"]] == ["abc", "abc", "d", "d"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+
+
+def test_a_completion_without_a_limit_has_what_fits(running):
+    _, answer = running.post("/v1/completions", {"prompt": [5] * 250, "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 6
+
+
 def test_a_chat(client):
     messages = [{"role": "user", "content": " hi "}]
     answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12)

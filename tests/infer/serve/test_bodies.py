@@ -225,6 +225,15 @@ def test_bodies_that_are_no_requests(running, content, status, code):
     assert len(answer) <= 2048
 
 
+def test_what_a_client_sends_is_not_taken_for_a_message(running):
+    """Of the JSON library, which shows values in its messages."""
+    for value in ("unknown field `x`", "missing required field `x`", "x - at `$.y`"):
+        body = {"messages": [{"role": value, "content": "a"}]}
+        status, answer = running.post("/v1/chat/completions", body)
+        assert status == 400 and answer["error"]["code"] == "invalid_value"
+        assert answer["error"]["param"] == "messages[0].role", value
+
+
 def test_other_kinds_of_bodies(running):
     for headers, code in (
         ({"content-type": "text/plain"}, 415),

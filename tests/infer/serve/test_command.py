@@ -193,6 +193,15 @@ def test_loopback(host, loopback):
     assert command.is_loopback(host) is loopback
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_hosts_that_are_allowed_are_added_to_the_own(host):
+    parser = argparse.ArgumentParser()
+    command.add_flags(parser)
+    words = ["--host", host, "--insecure", "--allowed-hosts", "a.example,b.example"]
+    allowed = command.server_options(parser.parse_args(words)).allowed_hosts or ()
+    assert {"a.example", "b.example", "127.0.0.1", "localhost", host} <= set(allowed)
+
+
 def test_flags_of_the_deployment_examples():
     """Every server of examples/deploy starts with flags that there are."""
     folder, commands = ROOT / "examples" / "deploy", []

@@ -234,6 +234,14 @@ def test_silence_is_broken_by_comments(start):
     waiting.close()
 
 
+def test_silence_is_broken_where_tokens_come_and_none_is_sent(start):
+    running = start(sse_keep_alive=0.1, stream_interval=1000, step_seconds=0.05)
+    body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    _, _, content = running.request("POST", "/v1/completions", body)
+    assert content.count(b": keep-alive\n\n") >= 5 and content.count(b"data: {") == 2
+    running.check_empty()
+
+
 def test_a_client_that_does_not_read_is_ended(start):
     running = start(write_timeout=0.3, send_buffer=4096)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}

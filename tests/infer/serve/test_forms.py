@@ -297,9 +297,16 @@ def test_deep_and_large_schemas_are_refused(running):
 
 
 def test_a_model_without_tools_refuses_them(start):
-    running = start(engine=ROOM, tool_call_parser="none")
-    status, answer = running.post(CHAT, chat(tools=TOOLS))
-    assert status == 400 and answer["error"]["param"] == "tools"
+    """As does one whose chat template would not show them to it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for options in (
+        {"tool_call_parser": "none"},
+        {"tool_call_parser": "hermes", "tokenizer": tokenizer},
+    ):
+        running = start(engine=ROOM, **options)
+        status, answer = running.post(CHAT, chat(tools=TOOLS))
+        assert status == 400 and answer["error"]["param"] == "tools"
 
 
 def pairs(text: str) -> list[str]:

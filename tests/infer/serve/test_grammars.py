@@ -67,6 +67,13 @@ def test_grammars_of_clients_that_have_left_are_not_compiled(running, slow):
     assert len(slow.begun) <= WORKERS + 1
 
 
+def test_the_time_of_a_request_counts_while_its_grammar_waits(running, slow):
+    body = BODY | {"structured_outputs": {"regex": "abc"}}
+    status, answer = running.post(COMPLETIONS, body, x_request_timeout_ms="200")
+    assert status == 504 and answer["error"]["code"] == "request_timeout"
+    assert not slow.go.is_set() and running.app.service.admission.sequences == 0
+
+
 def test_a_grammar_that_takes_long_is_refused(running):
     """Its work is one that llguidance does not limit; others go on, and no thread stays busy."""
     form = {"structured_outputs": {"grammar": ENDLESS}}

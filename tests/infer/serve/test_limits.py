@@ -9,6 +9,7 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.serve.http.auth import KEY_VARIABLE, read_keys
+from swiftkv_jax.infer.serve.options import ServerOptions
 from swiftkv_jax.infer.serve.service.admission import QUANTUM, FairQueue
 from swiftkv_jax.infer.serve.service.generation import Generation
 from tests.infer.serve.conftest import Running
@@ -102,16 +103,39 @@ def test_where_keys_come_from(tmp_path, monkeypatch):
 
 
 def test_a_page_of_another_host_is_refused(start):
-    running = start(allowed_hosts=("127.0.0.1", "localhost", "[::1]"))
+    running = start(allowed_hosts=("127.0.0.1", "localhost", "[::1]", "Proxy.example"))
     for host, status in (
         ("127.0.0.1:80", 200),
         ("localhost", 200),
         ("LocalHost.:80", 200),
         ("[::1]:8000", 200),
+        ("proxy.example", 200),
         ("evil.example", 403),
         ("", 403),
     ):
         assert running.request("GET", "/v1/models", headers={"host": host})[0] == status
+    with connect(running, b"GET /health HTTP/1.0\r\n\r\n") as connection:
+        assert b" 200 " in answer_of(connection)
+
+
+@pytest.mark.parametrize("host", ["proxy.example:80", "[::1]:80"])
+def test_an_allowed_host_has_no_port(host):
+    with pytest.raises(UsageError, match="must have no port"):
+        ServerOptions(allowed_hosts=("::1", host))
+
+
+@pytest.mark.parametrize("error", [OSError("no more processes"), KeyError("x")])
+def test_an_internal_error_has_our_shape_and_its_traceback_is_logged(
+    running, error, monkeypatch, caplog
+):
+    async def fail(*args, **fields):
+        raise error
+
+    monkeypatch.setattr(running.app.encoder, "encode", fail)
+    status, answer = running.post("/v1/completions", BODY, x_request_id="mine")
+    assert status == 500 and answer["error"]["code"] == "internal"
+    (record,) = (one for one in caplog.records if "mine failed" in one.getMessage())
+    assert record.exc_info[1] is error
 
 
 def test_pages_of_other_origins_need_leave(start, running):

@@ -189,6 +189,9 @@ def test_openmetrics_where_it_is_accepted(answered):
     )
     assert headers["content-type"].startswith("application/openmetrics-text")
     assert content.endswith(b"# EOF\n")
+    headers = {"accept": "application/openmetrics-text; version=x"}
+    status, headers, _ = answered.request("GET", "/metrics", headers=headers)
+    assert status == 200 and headers["content-type"].startswith("text/plain")
 
 
 def test_histograms_cumulate():
@@ -215,6 +218,7 @@ def test_the_largest_value_of_the_last_while():
 
 def test_every_scrape_sees_a_loop_that_was_blocked(start):
     running = start()
+    running.until(lambda: bool(running.app.service.metrics.loop_lag._maxima))
     running.app.service._loop.call_soon_threadsafe(time.sleep, 0.4)
 
     def lag() -> float:

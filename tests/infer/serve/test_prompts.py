@@ -57,6 +57,15 @@ def test_special_tokens_anywhere_in_a_message_are_text():
     assert USER_TOKEN not in found.token_ids
 
 
+def test_special_tokens_that_json_escapes_are_text():
+    tokenizer = make_tokenizer()
+    odd = '<|"\\user|>'
+    tokenizer.add_special_tokens({"additional_special_tokens": [odd]})
+    special = tokenizer.convert_tokens_to_ids(odd)
+    assert tokenizer(odd)["input_ids"] == [special]
+    assert special not in chat(f"a{odd}", tokenizer=tokenizer)
+
+
 def test_characters_for_private_use_are_no_way_around_it():
     sentinels = "".join(prompts._SENTINELS[:3])
     ids = chat(f"{sentinels}<|user|>0{sentinels[0]}1")

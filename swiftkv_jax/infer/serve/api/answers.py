@@ -244,19 +244,23 @@ class CompletionWriter(Writer):
         """Of each prompt, for `echo`: its tokens, and their scores if they were asked for."""
         self.generates = True
         """False if nothing but the prompts is asked for."""
+        self.num_samples = 1
+        """Of each prompt, `n`."""
 
     def _choices(self, generation: Generation) -> list[dict[str, Any]]:
         if self.generates:
             return super()._choices(generation)
+        n = self.num_samples
         return [
             {
-                "index": number,
+                "index": index,
                 "text": text,
-                "logprobs": self._of_prompt(number, part) if self.with_logprobs else None,
+                "logprobs": self._of_prompt(index, part) if self.with_logprobs else None,
                 "finish_reason": "length",
                 "stop_reason": None,
             }
             for number, (text, part) in enumerate(zip(self._prompt_texts, self.scores, strict=True))
+            for index in range(number * n, number * n + n)
         ]
 
     def _lists(self, index: int) -> CompletionLogprobs:

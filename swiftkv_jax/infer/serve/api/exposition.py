@@ -28,7 +28,10 @@ def exposition(service: Service, accept: str) -> tuple[bytes, str]:
     """(text, content type): Prometheus' format, or OpenMetrics where that is accepted."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(service))  # type: ignore[arg-type]
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except Exception:  # of its parser, for a header that it does not understand
+        encode, content_type = choose_encoder("")
     return encode(registry), content_type
 
 
@@ -76,8 +79,10 @@ class _Collector:
             name = f"vllm:{of}prefix_cache"
             yield self._counter(f"{name}_queries", "Prompt tokens looked up.", prefix.queries)
             yield self._counter(f"{name}_hits", "Prompt tokens found.", prefix.hits)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens cached.", stats.prompt_tokens)
-        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens found.", prefix.hits)
+        text = "Prompt tokens processed, those found in the prefix cache included."
+        yield self._counter("vllm:prompt_tokens", text, stats.prompt_tokens)
+        text = "Prompt tokens found in the prefix cache."
+        yield self._counter("vllm:prompt_tokens_cached", text, prefix.hits)
         facts = service.cache_facts
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache.", labels=[*LABELS, *facts]

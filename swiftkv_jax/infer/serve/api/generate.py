@@ -120,7 +120,7 @@ async def _completion(
         prompt_texts=prompt_texts,
         with_special=body.skip_special_tokens is False,
     )
-    writer.scores, writer.generates = scored, generates
+    writer.scores, writer.generates, writer.num_samples = scored, generates, params.n
     return Generation(prompts, parts, reservation, exchange.arrival), writer
 
 

@@ -108,11 +108,10 @@ class Endpoint:
                 await exchange.send_error(error)
             except ClientGone:
                 raise
-            except Exception as error:
+            except Exception:
                 logger.exception("request %s failed", exchange.request_id)
                 message = f"an internal error; the log has it under {exchange.request_id}"
-                if not isinstance(error, OSError):
-                    await exchange.send_error(APIError(500, "internal", message))
+                await exchange.send_error(APIError(500, "internal", message))
         except ClientGone as gone:
             app.service.metrics.slow_clients += bool(gone.args)
             exchange.log["error"] = "slow_client" if gone.args else "client_gone"
@@ -133,10 +132,10 @@ class Endpoint:
 
     def _check_host(self, exchange: HTTPExchange) -> None:
         """A web page whose name resolves to a loopback address must not reach the server."""
-        allowed = self._app.options.allowed_hosts
-        if allowed is None:
+        allowed = self._app.allowed_hosts
+        if allowed is None or b"host" not in exchange.headers:  # only HTTP/1.0 may leave it out
             return
-        host = exchange.headers.get(b"host", b"").decode("latin-1")
+        host = exchange.headers[b"host"].decode("latin-1")
         name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if name.lower().rstrip(".") not in allowed:
             message = f"the host {name!r} is not among the server's --allowed-hosts"

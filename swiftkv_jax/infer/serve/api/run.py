@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ..app import App
 from ..bodies.decoding import decode
-from ..errors import printable
+from ..errors import printable, request_timeout
 from ..http.exchange import KEEP_ALIVE, ClientGone, HTTPExchange
 from ..protocol import Body
 from ..service.admission import Reservation
@@ -36,8 +38,9 @@ async def run[B: Body, A](
             body = body_of(app, exchange, kind, content)
             timeout = exchange.timeout()
             exchange.watch()
+            limit = min(app.options.request_timeout, timeout or math.inf)
             generation, more = await _unless_gone(
-                exchange, prepare(app, exchange, body, reservation)
+                exchange, _in_time(exchange, limit, prepare(app, exchange, body, reservation))
             )
             service.check_ready()
         except BaseException:
@@ -83,6 +86,19 @@ async def counted_body[B: Body](
         yield body_of(app, exchange, kind, content)
     finally:
         reservation.release()
+
+
+async def _in_time[T](exchange: HTTPExchange, limit: float, work: Awaitable[T]) -> T:
+    """What `work` gives within `limit` seconds of the arrival. Raises `APIError`."""
+    left = exchange.arrival + limit - time.monotonic()
+    scope = asyncio.timeout(left if left < math.inf else None)
+    try:
+        async with scope:
+            return await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise request_timeout(time.monotonic() - exchange.arrival, limit) from None
 
 
 async def _unless_gone[T](exchange: HTTPExchange, work: Awaitable[T]) -> T:
@@ -143,9 +159,9 @@ async def changes(
                 raise generation.error
             if timer is not None and timer.take():
                 await exchange.send_events(KEEP_ALIVE)
-            done = generation.is_done
+            done, sent = generation.is_done, exchange.num_bytes_out
             yield
-            if timer is not None:
+            if timer is not None and exchange.num_bytes_out > sent:
                 timer.restart()
     finally:
         if timer is not None:

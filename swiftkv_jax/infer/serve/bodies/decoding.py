@@ -84,13 +84,14 @@ def _drop_unknown(
 
 
 def _of_validation(error: msgspec.ValidationError) -> APIError:
-    text, _, path = str(error).partition(" - at `")
-    path = path.rstrip("`").removeprefix("$").removeprefix(".")
-    if "unknown field" in text:
+    text, at, path = str(error).rpartition(" - at `$")  # the last: values may look like it
+    text, path = (text, path) if at else (path, "")
+    path = path.rstrip("`").removeprefix(".")
+    if text.startswith("Object contains unknown field"):
         name = text.rpartition("field `")[2].rstrip("`")
         path = f"{path}.{name}" if path else name
         return invalid(path, f"there is no field {name!r}", "unknown_field")
-    if "missing required field" in text:
+    if text.startswith("Object missing required field"):
         name = text.rpartition("field `")[2].rstrip("`")
         path = f"{path}.{name}" if path else name
         return invalid(path, f"`{name}` is missing")

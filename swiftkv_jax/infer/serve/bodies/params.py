@@ -172,7 +172,7 @@ def sampling_params(
     else:
         tokens = body.max_tokens
         if tokens is None:
-            tokens = min(COMPLETION_MAX_TOKENS, limit)
+            tokens = min(COMPLETION_MAX_TOKENS, limit, max(room, 1))
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
     if options.clamp_max_tokens and room > 0:

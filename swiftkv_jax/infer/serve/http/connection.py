@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,6 +146,7 @@ class Connection(H11Protocol):
         head = (
             f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\nconnection: close\r\n"
+            f"x-request-id: {uuid.uuid4().hex}\r\n"
         )
         head += "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()) + "\r\n"
         self.transport.write(head.encode() + content)

@@ -128,9 +128,9 @@ class HTTPExchange:
         `APIError`."""
         if (given := self.headers.get(b"x-request-timeout-ms")) is None:
             return None
-        if not given.isdigit() or not 0 < int(given[:12]):
+        if not given.isdigit() or len(given) > 32 or not int(given):
             raise invalid("X-Request-Timeout-Ms", "must be a whole number of milliseconds above 0")
-        return int(given[:12]) / 1e3
+        return int(given) / 1e3
 
     def watch(self) -> None:
         """From now on `is_gone` tells whether the client has left, and `on_gone` is called when it

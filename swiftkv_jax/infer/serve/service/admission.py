@@ -133,7 +133,8 @@ class Admission:
             raise self._refusal(
                 "max_queued_bytes",
                 "queue_full",
-                f"requests of {self.bytes} bytes wait, and at most {options.max_queued_bytes} may",
+                f"requests of {self.bytes} bytes are unanswered, and at most "
+                f"{options.max_queued_bytes} may be",
             )
 
     def add(self, tokens: int, sequences: int, num_bytes: int, key: str) -> None:

@@ -19,7 +19,7 @@ from ...engine.requests import RequestOutput
 from ...engine.scheduler import MAX_SKIPS
 from ..distributed.followers import Followers
 from ..distributed.kv_event_publisher import KVEventPublisher
-from ..errors import APIError
+from ..errors import APIError, request_timeout
 from ..options import ServerOptions
 from .admission import Admission, FairQueue
 from .backlog import Backlog
@@ -289,10 +289,11 @@ class Service:
         second: how late this thread is."""
         last_tick = time.monotonic()
         while True:
-            before = time.monotonic()
+            before, is_open = time.monotonic(), self.engine is not None
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
-            self.metrics.loop_lag.add(now, max(now - before - HEARTBEAT_SECONDS, 0.0))
+            if is_open:
+                self.metrics.loop_lag.add(now, max(now - before - HEARTBEAT_SECONDS, 0.0))
             if now - last_tick >= TICK_SECONDS:
                 last_tick = now
                 self.tick(now)
@@ -310,11 +311,7 @@ class Service:
                 headers = {"retry-after": str(admission.retry_after())}
                 self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
             elif age > limit:
-                message = f"has run for {age:.3g} s, longer than {limit:g} s"
-                headers = {"x-should-retry": "false"}
-                self._time_out(
-                    generation, APIError(504, "request_timeout", message, headers=headers)
-                )
+                self._time_out(generation, request_timeout(age, limit))
         self._measure_rate(now)
         if self._followers is not None:
             silent, process = self._followers.silence()
@@ -375,7 +372,10 @@ class Service:
         self.state, self.failure = "failed", error
         out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
         logger.error(
-            "the engine has failed: %s: %s", type(error).__name__, str(error).partition("\n")[0]
+            "the engine has failed: %s: %s",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+            exc_info=error if error.__traceback__ is not None else None,
         )
         self.stop_reading()
         message = "out of memory" if out_of_memory else "the engine has failed"

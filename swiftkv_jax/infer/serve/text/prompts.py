@@ -76,6 +76,7 @@ class PromptEncoder:
             self._backend.no_padding()
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._specials = [str(token) for token in added.values() if token.special]
+        self._specials_in_json = [_in_json(token) for token in self._specials]
         self._max_characters = max_model_len * max(
             (len(token) for token in tokenizer.get_vocab()), default=1
         )
@@ -230,7 +231,7 @@ class PromptEncoder:
     def _guard(self, content: Any) -> tuple[Any, str | None]:
         """(`content`, in which the spelling of special token i is SiS, the character S)."""
         said = json.dumps(content, ensure_ascii=False)
-        spelled = [i for i, token in enumerate(self._specials) if token in said]
+        spelled = [i for i, token in enumerate(self._specials_in_json) if token in said]
         if not spelled or self._plain is None:
             return content, None
         sentinel = next((one for one in _SENTINELS if one not in said), None)
@@ -284,6 +285,11 @@ class PromptEncoder:
             f"{tokens} tokens are above the limit of {self._max_model_len}",
             "context_length_exceeded",
         )
+
+
+def _in_json(text: str) -> str:
+    """`text` as it stands in JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _split(text: str, sentinel: str) -> list[str]:
