@@ -62,7 +62,7 @@ def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
     add(
         "--enable-auto-tool-choice",
         action="store_true",
-        help="accepted, as vLLM needs it; no effect",
+        help="accepted for command lines of vLLM; has no effect",
     )
     add(
         "--reasoning-parser",
