@@ -36,11 +36,10 @@ async def run[B: Body, A](
                 content = await exchange.body(app.max_body_size, reservation.add_bytes)
             reservation.count(min(len(content) // 4, service.max_model_len), 1)
             body = body_of(app, exchange, kind, content)
-            timeout = exchange.timeout()
+            timeout = min(app.options.request_timeout, exchange.timeout() or math.inf)
             exchange.watch()
-            limit = min(app.options.request_timeout, timeout or math.inf)
             generation, more = await _unless_gone(
-                exchange, _in_time(exchange, limit, prepare(app, exchange, body, reservation))
+                exchange, _in_time(exchange, timeout, prepare(app, exchange, body, reservation))
             )
             service.check_ready()
         except BaseException:

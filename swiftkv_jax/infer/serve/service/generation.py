@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -162,7 +163,7 @@ class Choice:
         delta, self._ready = self._ready, TextDelta()
         return delta
 
-    def is_ready(self, num_tokens: int = 0) -> bool:
+    def is_ready(self, num_tokens: int) -> bool:
         """Whether something has become certain, with at least so many tokens unless the sample has
         ended."""
         if self.finish_reason is not None:
@@ -227,8 +228,8 @@ class Generation:
         """Whose turn it takes while it waits."""
         self.priority = 0
         """Lower ones are served first."""
-        self.timeout: float | None = None
-        """Seconds that the client gives it."""
+        self.timeout = math.inf
+        """Seconds that it may take, by the server's option and the client's header."""
         self.is_submitted = False
         self.abort_reason: str | None = None
         """Why it was ended before its end."""

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -305,13 +304,12 @@ class Service:
             return
         for generation in list(self._admitted):
             age = now - generation.arrival
-            limit = min(options.request_timeout, generation.timeout or math.inf)
             if age > options.queue_timeout and self._is_waiting(generation):
                 message = f"waited {age:.0f} s, longer than {options.queue_timeout:g} s"
                 headers = {"retry-after": str(admission.retry_after())}
                 self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
-            elif age > limit:
-                self._time_out(generation, request_timeout(age, limit))
+            elif age > generation.timeout:
+                self._time_out(generation, request_timeout(age, generation.timeout))
         self._measure_rate(now)
         if self._followers is not None:
             silent, process = self._followers.silence()
