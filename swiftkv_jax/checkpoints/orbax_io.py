@@ -37,8 +37,8 @@ from .auxiliary import (
     write_auxiliary_files,
 )
 from .digest import digest
+from .orbax_calls import quiet_orbax, try_orbax
 from .source import Quantization, Source
-from .states import quiet_orbax, try_orbax
 from .tensor_map import MappedLeaf, check_no_problems, leaves
 
 MANIFEST, WEIGHTS = "manifest.json", "weights"

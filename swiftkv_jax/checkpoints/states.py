@@ -8,12 +8,7 @@ metadata.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
-import logging
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +17,7 @@ import jax
 from ..distributed import any_process
 from ..errors import CheckpointError
 from .digest import digest
+from .orbax_calls import try_orbax
 
 FOLDER = "checkpoints"
 """Folder of the states, in the run's output folder."""
@@ -78,9 +74,8 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
-    context.pytree.loading.partial_load = (
-        True  # one leaf at a time: an error then has a name, and memory a bound
-    )
+    # One leaf at a time: an error then has a name, and memory a bound.
+    context.pytree.loading.partial_load = True
     # Each process reads its shards by itself: Orbax's barriers would let the others wait for one
     # that cannot.
     context.multiprocessing.primary_host = jax.process_index()
@@ -97,49 +92,3 @@ def read_leaf(path: Path, name: str, abstract: jax.ShapeDtypeStruct, expected: i
             f"{path}: {name} is damaged: its digest is not the one it was saved with"
         )
     return array
-
-
-def try_orbax[T](read: Callable[[], T]) -> tuple[T | None, str]:
-    """What `read` returns and "", or None and what is wrong with the file, in one line. Errors of
-    the device are raised: out of memory says nothing about the file."""
-    with quiet_orbax():
-        try:
-            return read(), ""
-        except jax.errors.JaxRuntimeError:
-            raise
-        except Exception as error:  # as many types as there are kinds of damage
-            problem = _reason(error)
-        # Orbax leaves the other tasks of a failed read unfinished. Collected later, wherever that
-        # happens to be, each would print "coroutine ... was never awaited".
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            gc.collect()
-    return None, problem
-
-
-@contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Without Orbax's log: it prints the tracebacks of its threads, of errors that are raised to
-    the caller as well."""
-
-    def is_foreign(
-        record: logging.LogRecord,
-    ) -> bool:  # a new one each time, so that contexts may nest
-        return "orbax" not in record.pathname and "orbax" not in record.getMessage()
-
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    for logger in loggers:
-        logger.addFilter(is_foreign)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_foreign)
-
-
-def _reason(error: BaseException) -> str:
-    """The first cause says more than Orbax's wrappers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip() or type(error).__name__
-    return text.partition("\n")[0][:300]

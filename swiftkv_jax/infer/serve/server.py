@@ -160,17 +160,11 @@ async def serve(
     if on_start is not None:
         on_start(app, stopping.signal)
     web = asyncio.ensure_future(server.serve(sockets=[listener]))
-    tasks = [asyncio.ensure_future(app.service.watch()), asyncio.ensure_future(stopping.wait())]
-
-    def load_all() -> Loaded:
-        found = load(lambda phase: setattr(app.service, "phase", phase))
-        compiler = found.compiler and CheckedCompiler(found.compiler)
-        app.prepare(found.engine, found.tokenizer, found.sampling_defaults, compiler, found.facts)
-        return found
-
-    loading = _in_thread(load_all)
+    closing = asyncio.ensure_future(stopping.wait())
+    tasks = [asyncio.ensure_future(app.service.watch()), closing]
+    loading = _in_thread(functools.partial(_load_all, app, load))
     try:
-        await asyncio.wait([loading, tasks[1]], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([loading, closing], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             return await _abandon(server, web, followers)
         loaded = loading.result()
@@ -181,22 +175,12 @@ async def serve(
         logger.info("%s is ready", app.model_names[0])
         failed = asyncio.ensure_future(_failure(app))
         tasks += [failed, asyncio.ensure_future(log_load(app.service))]
-        await asyncio.wait([tasks[1], failed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([closing, failed], return_when=asyncio.FIRST_COMPLETED)
         if app.service.state == "failed":
             await asyncio.sleep(0.2)  # errors are sent
         server.should_exit = True
         await web
-        code = OK
-        if app.service.state == "failed":
-            code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
-        stop = functools.partial(app.service.engine.stop, STOP_SECONDS)  # type: ignore[union-attr]
-        if not await loop.run_in_executor(None, stop):
-            if not isinstance(app.service.failure, ConnectionError):
-                faulthandler.dump_traceback(all_threads=True)
-            _end(code or ERROR, followers)  # the step that hangs will not end
-        if not app.close() or (followers is not None and code):
-            _end(code, followers)  # else threads, or processes that have ended, were waited for
-        return code
+        return await _stop_engine(app, followers)
     finally:
         server.should_exit = True
         if app.service.kv_events is not None:
@@ -206,6 +190,30 @@ async def serve(
         if not web.done():
             await web
         gc.unfreeze()
+
+
+def _load_all(app: App, load: Callable[[Callable[[str], None]], Loaded]) -> Loaded:
+    """Load the model and prepare the application for it: in a thread."""
+    found = load(lambda phase: setattr(app.service, "phase", phase))
+    compiler = found.compiler and CheckedCompiler(found.compiler)
+    app.prepare(found.engine, found.tokenizer, found.sampling_defaults, compiler, found.facts)
+    return found
+
+
+async def _stop_engine(app: App, followers: Followers | None) -> int:
+    """End the engine's thread and the pools; returns the exit code. If something does not end in
+    time, the process does, here."""
+    code = OK
+    if app.service.state == "failed":
+        code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
+    stop = functools.partial(app.service.engine.stop, STOP_SECONDS)  # type: ignore[union-attr]
+    if not await asyncio.get_running_loop().run_in_executor(None, stop):
+        if not isinstance(app.service.failure, ConnectionError):
+            faulthandler.dump_traceback(all_threads=True)
+        _end(code or ERROR, followers)  # the step that hangs will not end
+    if not app.close() or (followers is not None and code):
+        _end(code, followers)  # else threads, or processes that have ended, were waited for
+    return code
 
 
 class _Stopping:

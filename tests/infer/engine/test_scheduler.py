@@ -8,19 +8,11 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
+from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
+from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.mock_model_runner import VOCAB, continuation, mock_engine, next_token
-
-
-def ask(prompt, max_tokens: int = 8, **fields) -> Request:
-    return Request(prompt, SamplingParams(max_tokens=max_tokens, **fields))
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB) for _ in range(length)]
 
 
 def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
@@ -35,21 +27,6 @@ def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
             ended.add(key)
     assert ended == set(outputs)
     return outputs
-
-
-def check_empty(engine: Engine) -> None:
-    assert engine.pages_in_use == 0
-    assert not engine._scheduler.has_work and not engine._requests and not engine._scores
-    assert sorted(slot for slots in engine._scheduler._free_slots for slot in slots) == list(
-        range(engine.options.max_num_seqs)
-    )
-
-
-def drain(engine: Engine) -> list[RequestOutput]:
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    return events
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

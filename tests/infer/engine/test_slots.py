@@ -2,9 +2,8 @@
 
 import pytest
 
+from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.mock_model_runner import continuation, mock_engine
-
-from .test_scheduler import ask, check_empty, drain, prompt_of
 
 
 def test_a_slot_is_free_when_the_last_call_of_its_sequence_is_sent():

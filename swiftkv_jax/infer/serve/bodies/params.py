@@ -158,12 +158,12 @@ def sampling_params(
     given: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
-    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit or 2**64
+    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit
     too_long = "messages" if isinstance(body, ChatBody) else "prompt"
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
-            tokens = min(room, options.default_max_tokens or room, limit)
+            tokens = min(room, options.default_max_tokens or room, limit or room)
             if (logprobs := _logprobs(body)) is not None:
                 tokens = min(tokens, MAX_LOGPROB_ENTRIES // ((body.n or 1) * (logprobs + 1)))
             tokens = max(tokens, 1)
@@ -172,12 +172,12 @@ def sampling_params(
     else:
         tokens = body.max_tokens
         if tokens is None:
-            tokens = min(COMPLETION_MAX_TOKENS, limit, max(room, 1))
+            tokens = min(COMPLETION_MAX_TOKENS, limit or COMPLETION_MAX_TOKENS, max(room, 1))
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
     if options.clamp_max_tokens and room > 0:
-        tokens = min(tokens, room, limit)
-    if tokens > limit:
+        tokens = min(tokens, room, limit or room)
+    if limit is not None and tokens > limit:
         raise invalid(
             names["max_tokens"],
             f"`{names['max_tokens']}`={tokens} is above the server's limit of {limit}",
