@@ -176,6 +176,8 @@ class Engine[R: ModelRunnerBase]:
 
     def _add(self, request: Request | ScoreRequest) -> RequestState:
         check_request(request, self.config, self.options)
+        if isinstance(request, Request):
+            request.params.end_token_ids(self.eos_token_ids)  # else it would fail in a step
         state = RequestState(next(self._ids), request, own_start(request, self.config))
         check_fits(state, self._pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state

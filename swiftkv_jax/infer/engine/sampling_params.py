@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from reprlib import repr as short
 from typing import Any
 
@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20  # OpenAI's `top_logprobs`
 MAX_BIASES = 300  # OpenAI
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
+MAX_END_TOKENS = 24
 _MAX_INT = 2**31 - 1
 
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
@@ -204,6 +205,18 @@ class SamplingParams:
                     raise UsageError(
                         f"`{name}`: token {token} is outside the vocabulary, 0 to {vocab_size - 1}"
                     )
+
+    def end_token_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
+        """Tokens that end a sequence: the model's `eos_token_ids`, unless they are ignored, and
+        `stop_token_ids`. Raises `UsageError` if there are more than 24."""
+        eos = () if self.ignore_eos else eos_token_ids
+        found = list(dict.fromkeys([*eos, *self.stop_token_ids]))
+        if len(found) > MAX_END_TOKENS:
+            raise UsageError(
+                f"`stop_token_ids` and the model's end tokens are {len(found)} together; at most "
+                f"{MAX_END_TOKENS} are possible"
+            )
+        return found
 
 
 def _quoted(name: str) -> str:

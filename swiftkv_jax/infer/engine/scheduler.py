@@ -115,7 +115,7 @@ class Scheduler:
     def _admit_waiting(self, builders: list[ChunkBuilder], chunk: Chunk) -> None:
         """Admit requests from the queue while the chunk has room."""
         skipped = 0
-        while skipped < min(len(self.waiting), self.max_skips) and any(
+        while skipped < min(len(self.waiting), self.max_skips + 1) and any(
             builder.has_room() for builder in builders
         ):
             # The first in the queue has been skipped most often.

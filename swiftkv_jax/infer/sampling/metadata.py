@@ -8,11 +8,9 @@ import jax
 import numpy as np
 from flax import struct
 
-from ...errors import UsageError
 from ...params import Leaf
-from ..engine.sampling_params import MAX_BIASES, SamplingParams
+from ..engine.sampling_params import MAX_BIASES, MAX_END_TOKENS, SamplingParams
 
-MAX_STOP_TOKENS = 24
 _NONE = -1
 
 
@@ -49,16 +47,9 @@ def sampling_row(
     """The metadata of one row in NumPy, without the B axis.
 
     `eos_token_ids` are the model's; `rng_stream` is (number of the prompt in its call, number of
-    the sample). Raises `UsageError` if there are more than 24 end tokens, `stop_token_ids` among
-    them.
+    the sample). Raises `UsageError` as `SamplingParams.end_token_ids` does.
     """
-    eos = () if params.ignore_eos else eos_token_ids
-    stops = list(dict.fromkeys([*eos, *params.stop_token_ids]))
-    if len(stops) > MAX_STOP_TOKENS:
-        raise UsageError(
-            f"stop_token_ids and the model's end tokens are {len(stops)} together; at most "
-            f"{MAX_STOP_TOKENS} are possible"
-        )
+    stops = params.end_token_ids(eos_token_ids)
     return SamplingMetadata(
         temperature=np.float32(params.temperature),
         top_k=np.int32(max(params.top_k, 0)),
@@ -69,7 +60,7 @@ def sampling_row(
         frequency_penalty=np.float32(params.frequency_penalty),
         seed=np.array([params.seed >> 32, params.seed & 0xFFFFFFFF], np.uint32),
         rng_stream=np.array(rng_stream, np.uint32),
-        stop_token_ids=_padded(stops, MAX_STOP_TOKENS, _NONE, np.int32),
+        stop_token_ids=_padded(stops, MAX_END_TOKENS, _NONE, np.int32),
         min_length=np.int32(prompt_length + params.min_tokens),
         bias_ids=_padded(list(params.logit_bias), MAX_BIASES, _NONE, np.int32),
         bias=_padded(list(params.logit_bias.values()), MAX_BIASES, 0, np.float32),

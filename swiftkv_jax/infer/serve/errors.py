@@ -75,6 +75,11 @@ def request_timeout(seconds: float, limit: float) -> APIError:
     return APIError(504, "request_timeout", message, headers={"x-should-retry": "false"})
 
 
+def internal(message: str = "an internal error, which the server's log describes") -> APIError:
+    """500 for a request whose handling has failed."""
+    return APIError(500, "internal", message)
+
+
 def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIError:
     """400 for a value that the engine refuses: it names the parameter in backticks. `names` maps
     the engine's names to the body's."""

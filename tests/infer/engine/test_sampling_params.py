@@ -10,6 +10,8 @@ import pytest
 
 from swiftkv_jax import UsageError
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from tests.infer.engine.mock_requests import ask, check_empty, drain
+from tests.infer.mock_model_runner import mock_engine
 
 REFUSED = [
     ({"max_tokens": 0}, "`max_tokens`=0 must be an integer from 1 to 2147483647"),
@@ -216,3 +218,14 @@ def test_token_ids_must_be_in_the_vocabulary():
             refusal(params.check_vocabulary, 100)
             == f"`{name}`: token 100 is outside the vocabulary, 0 to 99"
         )
+
+
+def test_too_many_end_tokens_are_refused_before_a_step():
+    engine, _ = mock_engine()
+    engine.eos_token_ids = tuple(range(20))
+    with pytest.raises(UsageError, match="`stop_token_ids` and .* are 25 together; at most 24"):
+        engine.add_request(ask([1], stop_token_ids=list(range(20, 25))))
+    engine.add_request(ask([1], stop_token_ids=list(range(20, 24))))
+    engine.add_request(ask([1], stop_token_ids=list(range(20, 25)), ignore_eos=True))
+    drain(engine)
+    check_empty(engine)

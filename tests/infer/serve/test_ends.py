@@ -10,6 +10,7 @@ import time
 import pytest
 
 from swiftkv_jax.infer.engine.sampler_output import NON_FINITE
+from swiftkv_jax.infer.serve.service.generation import Choice
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
@@ -191,6 +192,55 @@ def test_many_requests_of_one_key_do_not_delay_another(start):
         assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
         assert service.num_admitted > 20
         assert {other.result()[0] for other in others} == {200}
+    running.check_empty()
+
+
+def test_one_large_request_of_a_key_does_not_delay_another(start):
+    """Its prompts take turns with those of others."""
+    keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
+    running = start(api_keys=keys, max_num_queued_reqs=200, engine={"slots": 2}, **SLOW)
+    body, service = BODY | {"max_tokens": 20}, running.app.service
+    large = body | {"prompt": ["hello"] * 60}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(running.post, "/v1/completions", large, x_api_key="key-of-a-0")
+        running.until(lambda: service.admission.sequences == 60)
+        assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
+        assert service._num_submitted < 20 and not other.done()
+        assert other.result()[0] == 200
+    running.check_empty()
+
+
+def test_who_leaves_with_half_of_its_prompts_begun_frees_all(start):
+    running = start(engine={"slots": 2}, **SLOW)
+    connection = connect(running, BODY | {"prompt": ["hello"] * 8})
+    service = running.app.service
+    running.until(lambda: service.engine.snapshot.load.num_running == 2)
+    assert 2 <= service._num_submitted < 8 and service.num_waiting
+    connection.close()
+    running.check_empty()
+    assert service._num_submitted < 8 and not len(service._queue)
+    assert metric(running, "vllm:request_success_total", finished_reason="abort") == 8
+
+
+def test_an_answer_whose_text_fails_ends_alone(start, monkeypatch, caplog):
+    push = Choice.push
+
+    def failing(choice, output):
+        if choice.index == 1:
+            raise ValueError("no such token")
+        return push(choice, output)
+
+    monkeypatch.setattr(Choice, "push", failing)
+    running = start(**SLOW)
+    other = connect(running, BODY | {"max_tokens": 60})
+    running.until(lambda: running.app.service.num_admitted == 1)
+    status, answer = running.post("/v1/completions", BODY | {"n": 2})
+    assert status == 500 and answer["error"]["code"] == "internal"
+    assert "no such token" in caplog.text
+    content = b""
+    while b'"finish_reason":"length"' not in content.replace(b" ", b""):
+        content += other.recv(65536)
+    other.close()
     running.check_empty()
 
 

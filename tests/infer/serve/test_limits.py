@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import time
+import types
 
 import pytest
 
@@ -11,7 +12,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.serve.http.auth import KEY_VARIABLE, read_keys
 from swiftkv_jax.infer.serve.options import ServerOptions
 from swiftkv_jax.infer.serve.service.admission import QUANTUM, FairQueue
-from swiftkv_jax.infer.serve.service.generation import Generation
+from swiftkv_jax.infer.serve.service.generation import Generation, WaitingPart
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 2}
@@ -262,7 +263,7 @@ def test_requests_one_after_the_other_on_a_connection(running):
 
 class Waits:
     def __init__(self, name: str, num_prompt_tokens: int, rank: float = 0.0):
-        self.name, self.num_prompt_tokens, self.rank = name, num_prompt_tokens, rank
+        self.name, self.cost, self.rank = name, max(num_prompt_tokens, QUANTUM), rank
 
 
 def test_keys_take_turns():
@@ -292,7 +293,8 @@ def test_priorities_age():
     generations = [Generation([], [], None, arrival) for arrival in (0.0, 2.0, 11.0)]  # type: ignore[arg-type]
     for generation, priority in zip(generations, (1, 1, 0), strict=True):
         generation.priority = priority
-    assert sorted(range(3), key=lambda number: generations[number].rank) == [0, 2, 1]
+    waiting = [WaitingPart(generation, None) for generation in generations]  # type: ignore[arg-type]
+    assert sorted(range(3), key=lambda number: waiting[number].rank) == [0, 2, 1]
 
 
 def test_equal_keys_get_equal_shares():
@@ -305,7 +307,7 @@ def test_equal_keys_get_equal_shares():
     for _ in range(400):
         found = queue.pop()
         assert found is not None
-        costs[found.name] += max(found.num_prompt_tokens, QUANTUM)
+        costs[found.name] += found.cost
     assert max(costs.values()) - min(costs.values()) < 3 * QUANTUM + 3000
 
 
@@ -316,6 +318,16 @@ def test_short_prompts_take_turns_too():
         queue.push("a", Waits("a", 5))
     queue.push("b", Waits("b", 5))
     assert "b" in [found.name for _ in range(3) if (found := queue.pop())]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples", "cost"),
+    [(5, 1, QUANTUM), (5, 3, 3 * QUANTUM), (9 * QUANTUM, 3, 9 * QUANTUM), (5, 0, QUANTUM)],
+)
+def test_each_sample_takes_a_turn(tokens, samples, cost):
+    prompt = types.SimpleNamespace(token_ids=range(tokens))
+    part = types.SimpleNamespace(prompt=prompt, choices=[None] * samples)
+    assert WaitingPart(None, part).cost == cost  # type: ignore[arg-type]
 
 
 def test_what_is_removed_does_not_come():

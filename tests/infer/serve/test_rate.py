@@ -64,9 +64,7 @@ def test_requests_of_several_samples_wait_for_as_many_slots():
             service._prefilled.clear()
             for second in range(3):
                 snapshot.stats.prefilled_tokens += 10
-                one = types.SimpleNamespace(
-                    parts=parts, arrival=0.0, timeout=None, is_submitted=True
-                )
+                one = types.SimpleNamespace(parts=parts, arrival=0.0, timeout=None)
                 service._admitted = [one]  # type: ignore[assignment]
                 service._measure_rate(float(second))
             assert service.prefill_rate == rate

@@ -9,7 +9,10 @@ import time
 import pytest
 
 from swiftkv_jax.infer.serve import server
+from swiftkv_jax.infer.serve.service.engine_thread import EngineThread
 from swiftkv_jax.infer.serve.service.generation import Generation
+from tests.infer.engine.mock_requests import ask, prompt_of
+from tests.infer.mock_model_runner import mock_engine
 from tests.infer.serve.test_ends import BODY, SLOW, connect
 
 
@@ -183,6 +186,22 @@ def test_an_engine_that_stalls_is_not_ready(start):
     assert service.num_admitted == 1, "while the request still runs"
     connection.close()
     running.check_empty()
+
+
+def test_an_idle_engine_that_gets_a_request_has_not_stalled():
+    """However long it had nothing to do, and however late its thread wakes up."""
+    engine, _ = mock_engine()
+    ended = threading.Event()
+    thread = EngineThread(engine, lambda events: ended.set(), lambda error: None)
+    thread.start()
+    wake, thread._wake.set = thread._wake.set, lambda: None
+    time.sleep(0.3)
+    thread.submit(0, ask(prompt_of(0, 5)))
+    assert thread.stalled_seconds == 0.0
+    thread._wake.set = wake
+    wake()
+    assert ended.wait(10) and thread.stalled_seconds < 0.2
+    assert thread.stop(10)
 
 
 def test_events_of_the_loop_are_one_call_a_step(start):

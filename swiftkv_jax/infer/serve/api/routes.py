@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from .... import __version__
 from ..app import App
-from ..errors import APIError, printable
+from ..errors import APIError, internal, printable
 from ..http.exchange import ClientGone, HTTPExchange, Receive, Scope, Send
 from .exposition import exposition
 from .generate import chat_completions, completions
@@ -111,7 +111,7 @@ class Endpoint:
             except Exception:
                 logger.exception("request %s failed", exchange.request_id)
                 message = f"an internal error; the log has it under {exchange.request_id}"
-                await exchange.send_error(APIError(500, "internal", message))
+                await exchange.send_error(internal(message))
         except ClientGone as gone:
             app.service.metrics.slow_clients += bool(gone.args)
             exchange.log["error"] = "slow_client" if gone.args else "client_gone"

@@ -18,8 +18,8 @@ from ..errors import APIError, invalid
 from ..options import ServerOptions
 
 QUANTUM = 2048
-"""Prompt tokens that a key may submit before it is another's turn. A request counts as so many at
-least: it takes a slot whose time its answer decides."""
+"""Prompt tokens that a key may submit before it is another's turn. Each sequence counts as so many
+at least: it takes a slot whose time its answer decides."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -163,7 +163,9 @@ class Waiting(Protocol):
     """What waits in a `FairQueue`."""
 
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def cost(self) -> int:
+        """Prompt tokens that its turn takes."""
+        ...
 
     @property
     def rank(self) -> float:
@@ -172,7 +174,7 @@ class Waiting(Protocol):
 
 
 class FairQueue[W: Waiting]:
-    """Requests that the engine has not got yet. Keys take turns by prompt tokens, as deficit round
+    """Prompts that the engine has not got yet. Keys take turns by prompt tokens, as deficit round
     robin does with bytes (Shreedhar and Varghese, SIGCOMM 1995); within a key the lowest rank
     comes first, and of equal ones the first that came."""
 
@@ -198,10 +200,9 @@ class FairQueue[W: Waiting]:
         while self._queues:
             key, queue = next(iter(self._queues.items()))
             first = queue[0]
-            cost = max(first.num_prompt_tokens, QUANTUM)
-            if self._credit[key] >= cost or len(self._queues) == 1:
+            if self._credit[key] >= first.cost or len(self._queues) == 1:
                 del queue[0]
-                self._credit[key] = max(self._credit[key] - cost, 0)
+                self._credit[key] = max(self._credit[key] - first.cost, 0)
                 self._drop_if_empty(key)
                 return first
             self._credit[key] += QUANTUM

@@ -77,6 +77,8 @@ class EngineThread:
         """Id -> samples that have not ended."""
         self._num_taken = self._num_steps = 0
         self._idle_seconds = 0.0
+        self._last_step: float | None = None
+        """`time.monotonic()` of the last step; None while the thread waits for something to do."""
         self.iteration_tokens = Histogram(ITERATION_BUCKETS)
         """Tokens that a step sent through prefill, and that it received; steps without any are left
         out. Written by the engine's thread."""
@@ -109,9 +111,9 @@ class EngineThread:
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds since the last step, 0 while there is nothing to do."""
-        busy = self._submitted or self._engine.has_work
-        return max(time.monotonic() - self.snapshot.time, 0.0) if busy else 0.0
+        """Seconds since the last step, 0 while the thread waits for something to do."""
+        last = self._last_step
+        return 0.0 if last is None else max(time.monotonic() - last, 0.0)
 
     # In the engine's thread -------------------------------------------------------
 
@@ -119,6 +121,7 @@ class EngineThread:
         engine = self._engine
         try:
             while not self._stopping:
+                self._last_step = time.monotonic()
                 self._wake.clear()
                 events = self._take_commands()
                 if engine.has_work:
@@ -128,13 +131,11 @@ class EngineThread:
                 if events:
                     self._deliver(events)
                 if not engine.has_work and not self._submitted and not self._aborted:
-                    start = time.monotonic()
+                    self._last_step, start = None, time.monotonic()
                     self._wake.wait(
                         None if self._followers is None else self._followers.idle_seconds
                     )
                     self._idle_seconds += time.monotonic() - start
-                    # Not stalled: work begins now.
-                    self.snapshot = self.snapshot._replace(time=time.monotonic())
         except BaseException as error:  # whatever it is, no request may wait for ever
             self._on_failure(error if self._followers is None else self._followers.cause(error))
 

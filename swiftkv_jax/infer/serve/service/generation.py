@@ -8,7 +8,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....errors import UsageError
 from ...engine.grammar import Matcher
@@ -19,7 +19,7 @@ from ..errors import APIError, invalid, of_usage
 from ..text.prompts import Prompt
 from ..text.reasoning import END, ReasoningDelta, ReasoningParser, tokens_through
 from ..text.tool_calls import AnswerPart, ToolCallDelta, ToolCallParser
-from .admission import Reservation
+from .admission import QUANTUM, Reservation
 from .engine_thread import Ended
 
 PRIORITY_SECONDS = 10.0
@@ -230,16 +230,19 @@ class Generation:
         """Lower ones are served first."""
         self.timeout = math.inf
         """Seconds that it may take, by the server's option and the client's header."""
-        self.is_submitted = False
         self.abort_reason: str | None = None
         """Why it was ended before its end."""
         self.submitted = self.started = self.first_token = self.last_token = 0.0
-        """`time.monotonic()`; 0 before it has happened."""
+        """`time.monotonic()`; 0 before it has happened. `submitted` is when the engine got the
+        first part."""
 
     @property
-    def rank(self) -> float:
-        """Its place among those that wait with it; fixed, since all of them age alike."""
-        return self.arrival + PRIORITY_SECONDS * self.priority
+    def is_ended(self) -> bool:
+        """The engine holds nothing of it any more."""
+        for part in self.parts:
+            if not part.is_ended:
+                return False
+        return True
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -313,6 +316,24 @@ class Generation:
         if not self.is_done:
             self.error = error
         self.changed.set()
+
+
+class WaitingPart(NamedTuple):
+    """A part that the engine has not got yet."""
+
+    generation: Generation
+    part: EngineRequest
+
+    @property
+    def cost(self) -> int:
+        """Prompt tokens that its turn takes."""
+        sequences = max(len(self.part.choices), 1)
+        return max(len(self.part.prompt.token_ids), QUANTUM * sequences)
+
+    @property
+    def rank(self) -> float:
+        """Its place among those that wait with it; fixed, since all of them age alike."""
+        return self.generation.arrival + PRIORITY_SECONDS * self.generation.priority
 
 
 def request_of(

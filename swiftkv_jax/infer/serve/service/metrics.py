@@ -135,6 +135,6 @@ STATES = ("queued", "prefilling", "decoding")
 
 def state_of(generation: Generation) -> str:
     """What a request is at."""
-    if not generation.is_submitted:
+    if not generation.submitted:
         return "queued"
     return "decoding" if generation.first_token else "prefilling"

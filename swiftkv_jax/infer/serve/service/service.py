@@ -18,12 +18,12 @@ from ...engine.requests import RequestOutput
 from ...engine.scheduler import MAX_SKIPS
 from ..distributed.followers import Followers
 from ..distributed.kv_event_publisher import KVEventPublisher
-from ..errors import APIError, request_timeout
+from ..errors import APIError, internal, request_timeout
 from ..options import ServerOptions
 from .admission import Admission, FairQueue
 from .backlog import Backlog
 from .engine_thread import EngineThread, Event
-from .generation import EngineRequest, Generation
+from .generation import EngineRequest, Generation, WaitingPart
 from .metrics import Metrics, state_of
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ class Service:
         """Nothing is admitted, and all answers are sent."""
         self.idle.set()
         self._admitted: set[Generation] = set()
-        self._queue: FairQueue[Generation] = FairQueue()
+        self._queue: FairQueue[WaitingPart] = FairQueue()
         self._parts: dict[int, tuple[Generation, EngineRequest]] = {}
-        self._num_ids = self._num_submitted = self._num_answering = 0
+        self._num_submitted = self._num_answering = 0
         self._reading: set[asyncio.Task[Any]] = set()
         """Those that read a body."""
         self._stopped: set[asyncio.Task[Any]] = set()
@@ -166,7 +166,8 @@ class Service:
         """Let a request wait for its turn."""
         self._admitted.add(generation)
         self.idle.clear()
-        self._queue.push(generation.queue_key, generation)
+        for part in generation.parts:
+            self._queue.push(generation.queue_key, WaitingPart(generation, part))
         self._pump()
 
     def abort(self, generation: Generation, reason: str) -> None:
@@ -180,18 +181,19 @@ class Service:
         generation.abort_reason = reason
         if reason == "client":
             self.metrics.disconnects[state_of(generation)] += 1
-        if not generation.is_submitted:
-            self._queue.remove(generation.queue_key, generation)
-            self._end(generation)
-            return
         assert self.engine is not None
         for part in generation.parts:
-            if not part.is_ended:
+            if part.engine_id < 0:
+                self._queue.remove(generation.queue_key, WaitingPart(generation, part))
+                part.is_ended = True
+            elif not part.is_ended:
                 self.engine.abort(part.engine_id)
+        if generation.is_ended:
+            self._end(generation)
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose prefill has not begun."""
+        """Prompts whose prefill has not begun."""
         return len(self._queue) + self._num_waiting_in_engine
 
     @property
@@ -218,14 +220,13 @@ class Service:
         """Submit what waits, as far as the engine needs it."""
         assert self.engine is not None
         while self._has_room_in_engine:
-            if (generation := self._queue.pop()) is None:
+            if (found := self._queue.pop()) is None:
                 return
-            generation.is_submitted, generation.submitted = True, time.monotonic()
-            for part in generation.parts:
-                part.engine_id, self._num_ids = self._num_ids, self._num_ids + 1
-                self._parts[part.engine_id] = generation, part
-                self.engine.submit(part.engine_id, part.request)
-                self._num_submitted += 1
+            generation, part = found
+            generation.submitted = generation.submitted or time.monotonic()
+            part.engine_id, self._num_submitted = self._num_submitted, self._num_submitted + 1
+            self._parts[part.engine_id] = generation, part
+            self.engine.submit(part.engine_id, part.request)
 
     def _on_events(self, events: list[Event]) -> None:
         """What one step gave. Requests get their first token before those of the others are made
@@ -246,9 +247,14 @@ class Service:
             if (found := self._parts.get(engine_id)) is None:
                 continue
             generation, part = found
-            self.metrics.observe_event(generation, part, event)
-            ended_by_text = generation.push(part, event)
-            self.metrics.count_tokens(generation, part, event)
+            try:
+                self.metrics.observe_event(generation, part, event)
+                ended_by_text = generation.push(part, event)
+                self.metrics.count_tokens(generation, part, event)
+            except Exception:  # a tokenizer's or a parser's: no other request may suffer
+                logger.exception("the text of an answer has failed")
+                generation.fail(internal())
+                ended_by_text = False
             if ended_by_text:
                 assert isinstance(event, RequestOutput)
                 self.engine.abort(engine_id, event.sample)
@@ -258,7 +264,7 @@ class Service:
         for generation in changed:
             if generation.error is not None:
                 self.abort(generation, "error")  # its other parts
-            if all(part.is_ended for part in generation.parts):
+            if generation.is_ended:
                 self._end(generation)
         self._pump()
 
@@ -329,9 +335,7 @@ class Service:
         """Whether nothing of it has run."""
         assert self.engine is not None
         waiting = self.engine.snapshot.waiting
-        return not generation.is_submitted or all(
-            part.engine_id in waiting for part in generation.parts
-        )
+        return all(part.engine_id < 0 or part.engine_id in waiting for part in generation.parts)
 
     def _time_out(self, generation: Generation, error: APIError) -> None:
         generation.fail(error)

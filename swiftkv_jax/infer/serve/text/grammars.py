@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ....errors import UsageError
 from ...engine.grammar import Matcher
-from ..errors import APIError, invalid
+from ..errors import APIError, internal, invalid
 from .grammar_process import GrammarProcessError
 from .workers import Workers
 
@@ -73,7 +73,7 @@ class GrammarQueue:
         except UsageError as error:
             raise invalid(param, str(error), "invalid_grammar") from None
         except GrammarProcessError as error:
-            raise APIError(500, "internal", str(error)) from None
+            raise internal(str(error)) from None
         finally:
             one.waiting -= 1
             if not one.waiting:
