@@ -141,6 +141,8 @@ def generate(
     for number, request in enumerate(requests):
         with _naming(None if one else number):
             check_request(request, model.config, options)
+    if not many:
+        return []
     engine = Engine.from_model(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
     answers = _run(engine, requests, tokenizer, text)
     return answers[0] if one else answers

@@ -29,6 +29,7 @@ from ..checkpoints.states import (
     read_leaf,
     read_metadata,
 )
+from ..checkpoints.training_run import EXPORT
 from ..distributed import barrier, is_main_process
 from ..errors import CheckpointError, UsageError
 from .recipe import Resume
@@ -240,9 +241,15 @@ def check_resume(output: Path, resume: Resume) -> None:
         raise UsageError(
             f"`resume`=never: {folder} holds checkpoints; name another `output_dir`, or delete it"
         )
-    if isinstance(resume, int) and resume not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        raise UsageError(f"`resume`={resume}: no checkpoint of that step in {folder}; {there}")
+    if isinstance(resume, int):
+        if resume not in steps:
+            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+            raise UsageError(f"`resume`={resume}: no checkpoint of that step in {folder}; {there}")
+        if (exported := output / EXPORT).exists():
+            raise UsageError(
+                f"`resume`={resume}: {output} holds the model of a finished run; remove {exported} "
+                f"to train from step {resume} on"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,6 +115,17 @@ def test_a_step_by_number_sets_later_ones_aside_and_writes_them_again(tmp_path):
     assert there(tmp_path, "checkpoints-replaced") == ["2", "2-2", "3"]
 
 
+def test_a_step_by_number_of_a_finished_run_is_refused(tmp_path):
+    """The export would be that of the last step still."""
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        UsageError, match="`resume`=1: .* holds the model of a finished run; remove"
+    ):
+        restore(tmp_path, resume=1)
+    assert there(tmp_path) == ["1", "2"]
+
+
 def test_a_step_by_number_that_is_not_there(tmp_path):
     with pytest.raises(
         UsageError, match="`resume`=2: no checkpoint of that step in .*; there is none"

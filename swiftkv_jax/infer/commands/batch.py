@@ -1,7 +1,7 @@
 """Many rows through one engine: read lazily, and written in the order of the input.
 
-Memory holds the rows in flight and those that ended before an earlier row did, never the whole
-file.
+Memory holds the rows in flight, those that ended before an earlier row did, and the ids of all
+rows, to refuse one that comes twice.
 """
 
 from __future__ import annotations

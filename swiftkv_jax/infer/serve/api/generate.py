@@ -199,13 +199,17 @@ async def _parts(
         tokenizer = app.reasoning.tokenizer
     if body.skip_special_tokens is False:
         tokenizer = WithSpecialTokens(app.tokenizer)
-    grammar = filtered(
-        body,
-        matcher,
-        app.tokenizer,
-        app.encoder.vocab_size,
-        possible=app.grammars is not None,
-    )
+    grammar = matcher
+    if body.bad_words or body.allowed_token_ids:
+        restrict = functools.partial(
+            filtered,
+            body,
+            matcher,
+            app.tokenizer,
+            app.encoder.vocab_size,
+            possible=app.grammars is not None,
+        )
+        grammar = await app.encoder.in_thread(restrict, sum(map(len, body.bad_words or ())))
     omit = isinstance(body, ChatBody) and body.include_reasoning is False
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0

@@ -19,8 +19,9 @@ MAX_BAD_WORD_CHARACTERS = 4096
 def filtered(
     body: Sampling, grammar: Matcher | None, tokenizer: Any, vocab_size: int, *, possible: bool
 ) -> Matcher | None:
-    """`grammar`, or with None nothing, within what the body allows. Raises `APIError`; also where
-    it asks for something and that is not `possible` on this server."""
+    """`grammar`, or with None nothing, within what the body allows. Tokenizes `bad_words`: for a
+    thread. Raises `APIError`; also where the body asks for something and that is not `possible` on
+    this server."""
     allowed, words = body.allowed_token_ids, body.bad_words
     if not allowed and not words:
         return grammar
