@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         text = f"swiftkv-jax {__version__}" if argv[0] == "--version" else overview()
         return cli.run(lambda: print(text) or cli.OK)
     if not argv or argv[0] not in COMMANDS:
-        what = f"{argv[0]!r} is no command" if argv else "a command is missing"
+        what = f"{argv[0]!r} is not a command" if argv else "a command is missing"
         return cli.fail(f"{what}: choose from {', '.join(COMMANDS)}", cli.USAGE)
     module, _ = COMMANDS[argv[0]]
     rest = argv if argv[0] == "serve" else argv[1:]

@@ -15,7 +15,8 @@ class DataError(ValueError):
 
 
 class DivergenceError(ArithmeticError):
-    """Training whose loss or gradient is no longer finite. Exit code 1."""
+    """Training whose loss or gradient is no longer finite, or calibration on hidden states that are
+    not. Exit code 1."""
 
 
 class CheckpointError(ValueError):

@@ -12,13 +12,15 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from .attention import DEFAULT, Attention
 from .config import Activation, Config
 from .experts import mixture
+from .mesh import MODEL
 from .params import Block, Leaf, ServingBlock
-from .quantization import Quantized, as_matrix, product
+from .quantization import Quantized, as_matrix, merge_outputs, product
 
 
 @runtime_checkable
@@ -88,7 +90,10 @@ def project_heads(
     bias: Float[Array, "N H"] | None,
 ) -> Float[Array, "B T N H"]:
     """A query, key or value projection."""
-    out = product("BTD,NHD->BTNH", x, weight)
+    # As a matrix: weights of three axes XLA would transpose on a CPU, in every call.
+    matrix = merge_outputs(weight)
+    heads = (weight.values if isinstance(weight, Quantized) else weight).shape[:2]
+    out = product("BTD,MD->BTM", x, matrix).reshape(*x.shape[:2], *heads)
     return out if bias is None else out + bias
 
 
@@ -122,16 +127,22 @@ def output_and_mlp(
             return _gated(gate, up, config.activation)
 
         if block.router is None:
-            out = product("BTF,DF->BTD", activate(*_gate_and_up(block, h)), block.down)
+            out = product(
+                "BTF,DF->BTD", activate(*_gate_and_up(block, h, attention.mesh)), block.down
+            )
         else:
             out = mixture(config, block, h, activate, attention)
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
 
 def _gate_and_up(
-    block: Block | ServingBlock, h: Float[Array, "B T D"]
+    block: Block | ServingBlock, h: Float[Array, "B T D"], mesh: Mesh | None
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
     if isinstance(block, ServingBlock):
+        if mesh is None or mesh.shape[MODEL] == 1:
+            gate, up = jnp.split(product("BTD,MD->BTM", h, merge_outputs(block.gate_up)), 2, -1)
+            return gate, up
+        # merged axes could not stay split
         both = product("BTD,PFD->BTPF", h, block.gate_up)
         return both[:, :, 0], both[:, :, 1]
     return product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)

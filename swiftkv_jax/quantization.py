@@ -143,6 +143,15 @@ def as_matrix(weight: Any) -> Any:
     return weight.reshape(weight.shape[0], -1)
 
 
+def merge_outputs(weight: Any) -> Any:
+    """A matrix, plain or quantised, with the axes before the last merged into one."""
+    if isinstance(weight, Quantized):
+        return dataclasses.replace(
+            weight, values=merge_outputs(weight.values), scale=weight.scale.ravel()
+        )
+    return weight.reshape(-1, weight.shape[-1])
+
+
 def quantized_shapes[Tree: Llama | SwiftKV](shapes: Tree, scheme: Scheme | None) -> Tree:
     """A tree of `params` in which each matrix's `ShapeDtypeStruct` has become a `Quantized` of two;
     None changes nothing."""

@@ -3,7 +3,7 @@
 Batches are split over `data` and `fsdp`; heads, MLP width and vocabulary over `model` (tensor
 parallelism), as the table in `params` says; each matrix is also sharded over `fsdp`, and gathered
 layer by layer where it is used. A dimension that its axis does not divide is replicated (two
-key/value heads on four devices, for example).
+key/value heads on four devices, for example; `infer.runner.kv_heads` splits them for serving).
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ def llama_shardings(config: Config, mesh: Mesh, quantization: Scheme | None = No
 def swiftkv_shardings(config: Config, mesh: Mesh, quantization: Scheme | None = None) -> SwiftKV:
     """A `NamedSharding` for every tensor of the delta that `config` has."""
     return _fit(quantized_shapes(swiftkv_shapes(config), quantization), mesh)
+
+
+def param_sharding(mesh: Mesh, row: Param, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of one parameter of this shape."""
+    return NamedSharding(mesh, _spec(mesh, row.model_axes, shape, int(row.stacked)))
+
+
+def scale_sharding(mesh: Mesh, row: Param, shape: tuple[int, ...]) -> NamedSharding:
+    """That of a quantised parameter's scale: it has the first axes of its matrix and is split as
+    they are, but not over `fsdp`."""
+    return NamedSharding(mesh, _spec(mesh, row.model_axes, shape, int(row.stacked), fsdp=False))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -146,17 +157,11 @@ _gather.defvjp(
 
 
 def _fit[Tree: Llama | SwiftKV](shapes: Tree, mesh: Mesh) -> Tree:
-    def sharding(row: Param, shape, *, fsdp: bool = True) -> NamedSharding:
-        return NamedSharding(
-            mesh, _spec(mesh, row.model_axes, shape.shape, int(row.stacked), fsdp=fsdp)
-        )
-
     def fit(row: Param, shape):
         if not isinstance(shape, Quantized):
-            return sharding(row, shape)
-        # A scale has the first axes of its matrix and is split as they are, but not over `fsdp`.
-        scale = sharding(row, shape.scale, fsdp=False)
-        return Quantized(sharding(row, shape.values), scale, shape.scheme)
+            return param_sharding(mesh, row, shape.shape)
+        values = param_sharding(mesh, row, shape.values.shape)
+        return Quantized(values, scale_sharding(mesh, row, shape.scale.shape), shape.scheme)
 
     return map_params(fit, shapes, is_leaf=_is_quantized)
 

@@ -21,7 +21,7 @@ from .table import (
     steps_of,
     verdicts,
 )
-from .verdict import Row, key, verdict
+from .verdict import Row, against, key, name, of_authors, verdict
 
 TITLE = "What each cut costs in quality"
 PICTURE = "quality"
@@ -54,6 +54,7 @@ def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
             f"another page, with intervals."
         )
         bars = [f"- {line}" for line in verdict(document["rows"])[0] if " (bar " in line]
+        bars.append(f"- {describe_comparisons(document['rows'])}")
         parts = [describe(document), table, summary_table(document["rows"])]
         if teacher == "demo":
             parts = [
@@ -73,6 +74,22 @@ def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
                 *parts,
             ]
         yield markdown.section(title(teacher), *parts, "Requirements:", "\n".join(bars))
+
+
+def describe_comparisons(rows: Sequence[Row]) -> str:
+    """How many of the package's trained students are better than those of the authors' recipe, and
+    which are not."""
+    found: dict[str, list[str]] = {}
+    for ours, authors in of_authors(rows):
+        found.setdefault(against(ours, authors), []).append(name(ours))
+    total, better = sum(map(len, found.values())), len(found.pop("met", ()))
+    others = "; ".join(
+        f"{outcome}: {' / '.join(names)}" for outcome, names in sorted(found.items())
+    )
+    return (
+        f"better than the authors' recipe at its best learning rate after the same steps: {better} "
+        f"of {total} rows" + (f"; {others}" if others else "")
+    )
 
 
 def title(teacher: str) -> str:
@@ -210,7 +227,32 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if row["mode"] != "boundary" or row.get("generated_kv") != "own":
                 before = found.get(key(row))
                 found[key(row)] = row if before is None else _better(before, row)
-    return first | {"rows": sorted(found.values(), key=_row_order)}
+    rows = _with_all_rates(list(found.values()))
+    return first | {"rows": sorted(rows, key=_row_order)}
+
+
+def _with_all_rates(rows: list[Row]) -> list[Row]:
+    """The rows, each with the learning rates that were tried for its student, however it was served
+    when they were: rates are compared in one mode. A row of another rate than the best stays as it
+    is."""
+    tried: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        tried.setdefault(_trained(row), {}).update(row["perplexity_of_rates"] or {})
+
+    def completed(row: Row) -> Row:
+        rates = tried[_trained(row)]
+        known = {rate: value for rate, value in rates.items() if value is not None}
+        if not known or min(known, key=known.__getitem__) != f"{row['learning_rate']:g}":
+            return row
+        return row | {"perplexity_of_rates": rates}
+
+    return list(map(completed, rows))
+
+
+def _trained(row: Row) -> tuple:
+    """Which student it is, however it is served, and where its learning rates were compared."""
+    lower, group, start, steps, _, fitted, loss = key(row)
+    return lower, group, start, steps, fitted, loss, row.get("rates_mode", "boundary")
 
 
 def _text(document: dict[str, Any]) -> tuple[int, ...]:

@@ -8,13 +8,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
+
 from . import bootstrap
 
 Row = dict[str, Any]
 Outcome = Literal["met", "not met", "mixed", "undecided"]
-
-MAX_FAR_LOSS = 0.15
-"""Nats lost on far-dependent tokens above which a student is refused, whatever its averages."""
 
 
 @dataclasses.dataclass(frozen=True)

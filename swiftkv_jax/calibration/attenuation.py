@@ -62,9 +62,11 @@ def scale_delta_queries(
     slopes = sums[:, 0] / np.maximum(sums[:, 1], np.finfo(float).tiny)  # U K
     if (limited := int((slopes < MIN_SLOPE).sum())) > 0:
         logger.info(
-            "of %d of %d key/value heads scores shrink by more than the %g that is made up for",
+            "%d of %d key/value heads: scores are below %g of the teacher's; queries are scaled by "
+            "%g at most",
             limited,
             slopes.size,
+            MIN_SLOPE,
             1 / MIN_SLOPE,
         )
     slopes = np.clip(slopes, MIN_SLOPE, 1)

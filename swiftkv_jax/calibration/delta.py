@@ -16,6 +16,7 @@ from jaxtyping import Array, Complex, Float, Int
 
 from ..config import Config
 from ..distributed import from_process_0
+from ..errors import DivergenceError
 from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
@@ -50,7 +51,7 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values in that dtype,
     in float64 those of one group's layers, and the second moments of one layer at a time. With
     several processes all of them call this; the result is that of process 0. Raises `ValueError` if
-    the teacher's upper projections were dropped.
+    the teacher's upper projections were dropped, `DivergenceError` if it is not finite.
     """
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
@@ -155,19 +156,22 @@ def fit_layers(
     entry: int = 0,
 ) -> Iterator[FittedLayer]:
     """The upper layers of `config` one after another. They begin at layer `first` of the stacks
-    `qkv` and `metrics` (of `output_metrics`), and at `entry` of the moments."""
+    `qkv` and `metrics` (of `output_metrics`), and at `entry` of the moments. Raises
+    `DivergenceError` for a teacher that is not finite."""
     tokens = float(to_host(moments.tokens))
 
     def fit_layer(index: int) -> FittedLayer:
+        number = config.num_lower_layers + index
         moment = _layer_moments(moments, entry + index, tokens)
+        _check_finite(number, *jax.tree.leaves(moment), metrics[first + index])
         fitted = _regress(qkv, first + index, moment)
+        _check_finite(number, fitted.weights)
         k, v = np.split(fitted.weights, 2)
         r2_k, r2_v = np.split(fitted.r2, 2)
         if config.generated_kv == "own" and config.key_value_group_size == 1:
             k = solve.divide_keys_by_r2(k, r2_k)
         energy = moment.query_energy.reshape(len(k), -1, moment.query_energy.shape[-1]).sum(1)
         member = solve.Member(k, v, energy, metrics[first + index])
-        number = config.num_lower_layers + index
         return FittedLayer(number, entry + index, member, float(r2_k.mean()), float(r2_v.mean()))
 
     return map(fit_layer, range(config.num_upper_layers))
@@ -205,6 +209,14 @@ def _layer_moments(moments: Moments, entry: int, tokens: float) -> Moments:
         return found
 
     return jax.tree.map(expectation, moments)
+
+
+def _check_finite(layer: int, *arrays: Any) -> None:
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise DivergenceError(
+            f"layer {layer}: weights of the teacher, or its hidden states on the calibration text, "
+            f"are not finite"
+        )
 
 
 def _regress(qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:

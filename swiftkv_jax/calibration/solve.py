@@ -40,8 +40,11 @@ RIDGE = 1e-4
 """Ridge penalty relative to the mean eigenvalue of the inputs' second moments."""
 MIN_R2 = 0.5
 """The smallest R2 that keys are divided by: below it most of a scaled key would be error."""
-_TINY = np.finfo(np.float64).tiny
-_SMALLEST = 1e-8  # eigenvalues of an output metric below this share of the largest count as it
+_SMALLEST_METRIC = 1e-8
+"""Added to output metrics, in shares of the group's largest trace: a head that is not read at all,
+or a direction of one, has no inverse."""
+_SMALLEST_ENERGY = 1e-12
+"""Added to the energy of queries, in shares of the group's largest."""
 
 Array = np.ndarray
 
@@ -78,7 +81,8 @@ def ridge(
     explained = flat * (target + penalty * change)
     explained = explained.reshape(size, heads, head_dim).sum((0, 2))
     weights = flat.reshape(size, heads, head_dim).transpose(1, 0, 2)
-    return Ridge(weights, explained / np.maximum(energy, _TINY))
+    # a head whose keys are all 0 has nothing to explain
+    return Ridge(weights, np.divide(explained, energy, out=np.ones_like(energy), where=energy > 0))
 
 
 def divide_keys_by_r2(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:
@@ -124,7 +128,7 @@ def share(inputs: Float[Array, "E E"], members: list[Member]) -> Group:
     second moments of all members' keys and values together, (g K H)^2 (1 + 1 / H) numbers. Arrays
     of E rows are those of one member at a time.
     """
-    count = len(members[0].k)
+    count, members = len(members[0].k), _invertible(members)
     k_moments, v_moments = _moments(inputs, members)
     orders = _pair(k_moments, v_moments, count)
     # [K][g]: the members' heads for each shared one, as the moments count them.
@@ -140,6 +144,20 @@ def share(inputs: Float[Array, "E E"], members: list[Member]) -> Group:
     return Group(k, v, tuple(orders), key_factors, mix, kept_k, kept_v)
 
 
+def _invertible(members: list[Member]) -> list[Member]:
+    """The members with weights that can be divided by."""
+    metric = max(np.trace(m.output_metric, axis1=1, axis2=2).max() for m in members)
+    energy = max(m.query_energy.max() for m in members)
+    identity = np.eye(members[0].v.shape[-1]) * (metric * _SMALLEST_METRIC or 1.0)
+    return [
+        m._replace(
+            output_metric=(m.output_metric + m.output_metric.mT) / 2 + identity,
+            query_energy=m.query_energy + (energy * _SMALLEST_ENERGY or 1.0),
+        )
+        for m in members
+    ]
+
+
 def share_bytes(members: int, kv_heads: int, size: int, head_dim: int) -> float:
     """Memory that `share` takes at its peak beside its arguments, with the eigenvectors' work
     arrays."""
@@ -149,7 +167,8 @@ def share_bytes(members: int, kv_heads: int, size: int, head_dim: int) -> float:
     while_gathered = moments + 3 * own + 8.0 * rows**2
     while_chosen = moments + chosen + square
     while_factored = 2 * chosen + own + max(3 * square, own + 2 * 8.0 * size * head_dim)
-    return max(while_gathered, while_chosen, while_factored)
+    metrics = 8.0 * members * rows * head_dim
+    return metrics + max(while_gathered, while_chosen, while_factored)
 
 
 def _pairs(x: Float[Array, "*a H"]) -> Complex[Array, "*a H_half"]:
@@ -209,9 +228,9 @@ def _flat(values: Float[Array, "K E H"]) -> Float[Array, "E K*H"]:
 
 
 def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
-    """Square roots of symmetric positive matrices, and their inverses."""
-    values, vectors = np.linalg.eigh((metric + metric.mT) / 2)
-    values = np.sqrt(np.maximum(values, np.maximum(values[..., -1:] * _SMALLEST, _TINY)))
+    """Square roots of symmetric positive definite matrices, and their inverses."""
+    values, vectors = np.linalg.eigh(metric)
+    values = np.sqrt(values)
     return (vectors * values[..., None, :]) @ vectors.mT, (
         vectors / values[..., None, :]
     ) @ vectors.mT
@@ -228,13 +247,13 @@ def _share_keys(
             keys = _pairs(member.k[own]) * np.sqrt(member.query_energy[own])
             shared[head] += keys * top[head, :, number]
     # Scaled to a mean square of one: the gradient's scale, and 8-bit caches.
-    scale = np.sqrt(np.maximum(values[..., -1].mean(-1), _TINY) / 2)
+    scale = _root_or_one(values[..., -1].mean(-1) / 2)
     shared /= scale[:, None, None]
     energies = [m.query_energy[list(order)] for m, order in zip(members, orders, strict=True)]
     weights = np.sqrt(np.stack(energies, -1))  # K F g
-    factors = (top.conj() / np.maximum(weights, _TINY)) * scale[:, None, None]
+    factors = (top.conj() / weights) * scale[:, None, None]
     flat = np.concatenate([shared.real, shared.imag], -1)
-    return flat, factors.transpose(2, 0, 1), float(values[..., -1].sum() / values.sum())
+    return flat, factors.transpose(2, 0, 1), _kept(values[..., -1:], values)
 
 
 def _share_values(
@@ -243,7 +262,7 @@ def _share_values(
     head_dim = members[0].v.shape[-1]
     energies, vectors = np.linalg.eigh(moments)
     top = vectors[..., -head_dim:]
-    scale = np.sqrt(np.maximum(energies[..., -head_dim:].mean(-1), _TINY))[:, None, None]
+    scale = _root_or_one(energies[..., -head_dim:].mean(-1))[:, None, None]
     shared, mix = np.zeros((len(moments), *members[0].v.shape[1:])), []
     for member, order, block in zip(
         members, orders, np.split(top, len(members), axis=-2), strict=True
@@ -253,7 +272,17 @@ def _share_values(
             shared[head] += member.v[own] @ (roots[head] @ block[head])
         mix.append(inverses @ block * scale)
     shared /= scale
-    return shared, np.stack(mix), float(energies[..., -head_dim:].sum() / energies.sum())
+    return shared, np.stack(mix), _kept(energies[..., -head_dim:], energies)
+
+
+def _root_or_one(mean_square: Float[Array, " K"]) -> Float[Array, " K"]:
+    """What shared keys or values are divided by; those of a head may all be 0."""
+    return np.where(mean_square > 0, np.sqrt(np.maximum(mean_square, 0)), 1.0)
+
+
+def _kept(part: Array, whole: Array) -> float:
+    total = whole.sum()
+    return float(part.sum() / total) if total > 0 else 1.0
 
 
 def _block(moments: Float[Array, "M H M H"], heads: Array) -> Float[Array, "nH nH"]:
@@ -270,8 +299,8 @@ def _pair(k_moments: Array, v_moments: Array, count: int) -> list[tuple[int, ...
     with. Members are assigned one after another, each so that the largest share of the energy is
     kept (Hungarian method)."""
     head_dim = v_moments.shape[-1]
-    k_energy = np.trace(k_moments, axis1=1, axis2=2).real.sum()
-    v_energy = np.einsum("ahah->", v_moments)
+    k_energy = np.trace(k_moments, axis1=1, axis2=2).real.sum() or 1.0
+    v_energy = np.einsum("ahah->", v_moments) or 1.0
     orders = [tuple(range(count))]
     sets = [[a] for a in range(count)]  # what has been assigned to each shared head
     for first in range(count, len(v_moments), count):

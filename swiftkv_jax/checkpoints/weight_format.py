@@ -139,7 +139,7 @@ def read_names(where: str, value: Any) -> tuple[str, ...]:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
             raise ConfigError(
-                f"{where}: {shown(name)} is no regular expression ({error})"
+                f"{where}: {shown(name)} is not a regular expression ({error})"
             ) from None
     return tuple(names)
 

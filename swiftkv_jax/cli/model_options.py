@@ -111,7 +111,8 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, demo: bool = True
     add(
         "--attention",
         choices=IMPLEMENTATIONS,
-        help="implementation of attention (default: the one for the device)",
+        help="implementation of attention, and xla also of experts (default: the one for the "
+        "device)",
     )
     add(
         "--compile-cache",

@@ -90,7 +90,7 @@ class Tasks:
                 else " (`lm-eval ls tasks` lists them)"
             )
             raise UsageError(
-                f"`tasks`: {unknown[0]!r} is no task of the installed harness{instead}"
+                f"`tasks`: {unknown[0]!r} is not a task of the installed harness{instead}"
             )
 
     def check(self, model: TextModel) -> None:

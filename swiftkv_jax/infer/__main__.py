@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         return cli.run(lambda: print(overview()) or cli.OK)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         return cli.fail(
-            f"{argv[0]!r} is no command: choose from {', '.join(COMMANDS)}, or give a prompt with "
-            f"--prompt",
+            f"{argv[0]!r} is not a command: choose from {', '.join(COMMANDS)}, or give a prompt "
+            f"with --prompt",
             cli.USAGE,
         )
     words = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)

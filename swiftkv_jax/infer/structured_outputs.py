@@ -128,7 +128,7 @@ def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, A
         found = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"`json` is no JSON schema: {one_line(error)}") from None
+        raise UsageError(f"`json` is not a JSON schema: {one_line(error)}") from None
     if not isinstance(found, Mapping):
         raise UsageError("`json` must be a JSON schema, that is an object, or True")
     if len(text) > MAX_GRAMMAR_LENGTH:
@@ -222,7 +222,7 @@ class GrammarCompiler:
 
         backend = copy.copy(getattr(self._source, "backend_tokenizer", None))
         if not isinstance(backend, Tokenizer):
-            raise ValueError("it is no fast tokenizer")
+            raise ValueError("it is not a fast tokenizer")
         backend.no_padding()
         backend.no_truncation()
         ends = self._eos_token_ids

@@ -35,7 +35,7 @@ from ..sharding import batch_sharding
 from .arguments import add_dtype
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
-from .far_tokens import FAR_NATS
+from .far_tokens import FAR_NATS, MAX_FAR_LOSS
 from .plots import draw_analysis
 from .recipe import DEMO, Init, Recipe
 from .start import TOKENS_PER_DIMENSION
@@ -162,10 +162,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def analyze(options: AnalyzeOptions) -> int:
-    """Print the table and write the files. Returns the exit code.
-
-    Resolve the options for the model. Raises `UsageError` for options that do not fit it.
-    """
+    """Print the table and write the files. Returns the exit code. Raises `UsageError` for options
+    that do not fit the model, `DataError` for text that does not suffice."""
     join_and_emulate(options.mesh)
     mesh, settings = make_mesh(options.mesh), settle(options)
     check_all_take_part(mesh)
@@ -226,6 +224,11 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     """Raises `UsageError` for options that do not fit the model."""
     if options.model and not options.data:
         raise UsageError("`model` also needs `data`")
+    if options.calibration_tokens is not None and options.init != "closed-form":
+        raise UsageError(
+            f"`calibration_tokens`={options.calibration_tokens} needs `init`=closed-form, and it "
+            f"is {options.init}"
+        )
     model = options.model or DEMO.model
     found = open_any(model).config
     config = found.cut(found.num_layers)
@@ -317,11 +320,18 @@ def table(analysis: Analysis, num_layers: int) -> str:
 
 
 def _describe_far(analysis: Analysis) -> str:
-    """A sentence about the far tokens."""
-    return (
+    """Sentences about the far tokens."""
+    text = (
         f"far nats: lost on the {analysis.far_tokens:,} tokens on which the teacher loses more "
         f"than {FAR_NATS:g} nat without the far part of the row"
     )
+    if any(_loses_far(cut) for cut in analysis.cuts):
+        text += f"; *: more than {MAX_FAR_LOSS:g}, so distil it before you serve it"
+    return text
+
+
+def _loses_far(cut: CutResult) -> bool:
+    return cut.far_nats is not None and cut.far_nats > MAX_FAR_LOSS
 
 
 def _describe_init(analysis: Analysis) -> str:
@@ -339,14 +349,15 @@ def _cells(cut: CutResult, num_layers: int) -> list[str]:
         f"{cut.kl:.4f}",
         f"{cut.agreement:.1%}",
         f"{cut.student_perplexity:,.2f}",
-        "none" if cut.far_nats is None else f"{cut.far_nats:+.3f}",
+        "none" if cut.far_nats is None else f"{cut.far_nats:+.3f}" + "*" * _loses_far(cut),
         f"{cut.prefill_flops_share:.1%}",
         f"{cut.kv_bytes_per_token:,}",
         f"{cut.kv_bytes_share:.1%}",
     ]
-    if cut.layers:  # means over the upper layers
-        cells += [f"{np.mean([layer.r2_k for layer in cut.layers]):.3f}"]
-        cells += [f"{np.mean([layer.r2_v for layer in cut.layers]):.3f}"]
+    if fits := cut.layers[1:] or cut.layers:  # layer K's own are 1
+        cells += [
+            f"{np.mean([getattr(fit, name) for fit in fits]):.3f}" for name in ("r2_k", "r2_v")
+        ]
     return cells
 
 

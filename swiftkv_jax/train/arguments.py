@@ -60,12 +60,7 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
     )
     flag("--eval-data", metavar="PATH", help="held-out data, in the same forms")
     add_max_length(parser)
-    flag(
-        "--max-unreadable-share",
-        type=float,
-        help=f"share of unreadable rows in a source above which the run stops "
-        f"(default: {Recipe.max_unreadable_share:g})",
-    )
+    add_max_unreadable_share(parser)
     flag(
         "--output-dir",
         type=Path,
@@ -281,13 +276,15 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
         "--num-key-value-layers",
         type=int,
         metavar="K",
-        help="layers that keep their own keys and values (default: half)",
+        help="layers that keep their own keys and values (default: as in the model's delta, or "
+        "half)",
     )
     flag(
         "--key-value-group-size",
         type=int,
         metavar="G",
-        help="upper layers that share one key/value cache, AcrossKV (default: 1)",
+        help="upper layers that share one key/value cache, AcrossKV (default: as in the model's "
+        "delta, or 1)",
     )
     flag(
         "--generated-kv",
@@ -310,6 +307,17 @@ def add_max_length(parser: argparse._ActionsContainer) -> None:
         "--max-length",
         type=int,
         help=f"tokens in a packed row (default: {Recipe.max_length}; demo: {DEMO.max_length})",
+    )
+
+
+def add_max_unreadable_share(parser: argparse._ActionsContainer) -> None:
+    """How many rows may be unreadable."""
+    parser.add_argument(
+        "--max-unreadable-share",
+        type=float,
+        metavar="SHARE",
+        help=f"share of unreadable rows in a source above which the command stops "
+        f"(default: {Recipe.max_unreadable_share:g})",
     )
 
 

@@ -43,10 +43,17 @@ from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
 from ..model import Model
 from ..stacks import cast
-from .arguments import PROCESS_ARGUMENTS, add_cut, add_dtype, add_max_length, make_recipe
+from .arguments import (
+    PROCESS_ARGUMENTS,
+    add_cut,
+    add_dtype,
+    add_max_length,
+    add_max_unreadable_share,
+    make_recipe,
+)
 from .data.loader import DatasetMixture
 from .evaluation import held_out_batches, sums
-from .far_tokens import FAR_NATS, only_far
+from .far_tokens import FAR_NATS, MAX_FAR_LOSS, only_far
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
@@ -87,9 +94,8 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "--keep-delta",
         action="store_true",
-        help="with --generated-kv own, for a trained model whose layers share "
-        "caches: keep its delta, and "
-        "scale its queries",
+        help="with --generated-kv own, for a trained model whose layers share caches: keep its "
+        "delta, and scale its queries",
     )
     flag(
         "--calibration-tokens",
@@ -98,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
         help="(default: 256 per entry of the hidden state)",
     )
     add_max_length(result)
+    add_max_unreadable_share(result)
     flag("--batch-size", type=int, help=f"rows at a time (default: {Recipe.batch_size})")
     flag("--eval-batches", type=int, help=f"of --eval-data (default: {Recipe.eval_batches})")
     flag("--seed", type=int, help="seed of the order of the data (default: 0)")
@@ -122,6 +129,10 @@ def main(argv: list[str] | None = None) -> int:
         recipe = recipe_from(args)
         if args.topology and not args.dry_run:
             raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
+        if args.keep_delta and args.dry_run:
+            raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
+        if args.keep_delta and args.calibration_tokens is not None:
+            raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
         if args.dry_run:
             from . import calibration_plan
 
@@ -184,17 +195,18 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     logger.info("calibrated in %.1f s", seconds)
     results = {}
     if eval_data is not None:
-        students = {"calibrated": calibrated}
         if keep_delta:
-            students = {"as it was": given} | students
+            students = {"as it was": given, "scaled": calibrated}
         else:
-            copied = dataclasses.replace(recipe, init="authors")
-            students = {"copied": initialize_delta(copied, model, data, mesh)[0]} | students
+            copied = dataclasses.replace(recipe, init="authors", calibration_tokens=None)
+            copy = initialize_delta(copied, model, data, mesh)[0]
+            students = {"copied": copy, "calibrated": calibrated}
         results = measure(recipe, students, eval_data, mesh)
         del students
     if is_main_process():
         if results:
             print(table(results))
+            warn_of_losses(results)
         write_json(
             recipe.output_dir / CALIBRATION,
             {
@@ -224,6 +236,8 @@ def _check_kept(source: Source, config: Config) -> None:
             f"`keep_delta`: the model's delta is of `num_key_value_layers`={found[0]} and "
             f"`key_value_group_size`={found[1]}"
         )
+    if source.config.has_two_caches:
+        raise UsageError("`keep_delta`: the model is for `generated_kv`=own: it is scaled already")
     if not config.has_two_caches:
         raise UsageError("`keep_delta` needs `generated_kv`=own and layers that share caches")
     if config.qk_norm is not None:
@@ -263,7 +277,8 @@ def measure(
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """One line per student, the teacher's perplexity in the title."""
-    teacher = results["calibrated"]["teacher_perplexity"]
+    *_, last = results.values()
+    teacher = last["teacher_perplexity"]
     lines = [
         f"held-out text; teacher's perplexity {teacher:,.3f}",
         "projections  perplexity  above the teacher      KL  agreement  far tokens, nats lost",
@@ -275,10 +290,32 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             f"{row['agreement']:9.1%}  "
             + ("none" if row["far_nats"] is None else f"{row['far_nats']:+.3f}").rjust(21)
         )
-    far, lost = (results["calibrated"][name] for name in ("far_tokens", "far_nats"))
+    far, lost = last["far_tokens"], last["far_nats"]
     lines.append(
         f"far tokens: the {far:,} on which the teacher loses more than {FAR_NATS:g} nat without "
         f"the far part of the row"
         + ("; below 0 is no gain" if lost is not None and lost < 0 else "")
     )
     return "\n".join(lines)
+
+
+def warn_of_losses(results: dict[str, dict[str, Any]]) -> None:
+    """Log a warning if the last student should not be served as it is: it loses more than
+    `MAX_FAR_LOSS` on far tokens, or is further from the teacher than the one it was made from."""
+    (before, old), (name, new) = results.items()
+    if (lost := new["far_nats"]) is not None and lost > MAX_FAR_LOSS:
+        logger.warning(
+            "the %s model loses %.2f nats on tokens that depend on the far prompt, more than %g: "
+            "distil it before you serve it, or keep more layers (`num_key_value_layers`)",
+            name,
+            lost,
+            MAX_FAR_LOSS,
+        )
+    if new["kl"] > old["kl"]:
+        logger.warning(
+            "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",
+            name,
+            new["kl"],
+            before,
+            old["kl"],
+        )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,11 +25,19 @@ from ..calibration.solve import share_bytes
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_part
+from ..hardware import HARDWARE, Hardware, hardware_of
 from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
 from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
 from .memory import sharded_bytes
-from .plan import compile_and_report, planned_model, table_of_bytes, table_of_flops
+from .plan import (
+    ASSUMED_UTILISATION,
+    compile_and_report,
+    planned_model,
+    table_of_bytes,
+    table_of_flops,
+    verdict,
+)
 from .recipe import Recipe
 from .serving_plan import serving_table
 from .start import calibration_tokens
@@ -47,6 +56,9 @@ def main(recipe: Recipe, topology: str | None) -> int:
     host = host_memory(config, dtype)
     print(f"\n{table_of_bytes('memory of the host', host)}")
     print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
+    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
+    machines = HARDWARE if machine is None else (machine,)
+    print(f"\n{time_table(recipe, config, sum(memory.values()), machines)}")
     if config.has_two_caches:
         batch = recipe.micro_batch_size * recipe.max_length
         tokens = math.ceil(SLOPE_TOKENS / batch) * batch
@@ -79,6 +91,27 @@ def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
         f"mesh {recipe.mesh} ({math.prod(recipe.mesh)} devices), {dtype}; then one factorisation "
         f"of {size_of(config):,} x {size_of(config):,} numbers per upper layer on the host"
     )
+
+
+def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:
+    """For each machine, the time of the passes at the assumed utilisation, and whether their
+    `memory` fits; then the host's operations."""
+    per_token = sum(calibration_flops_by_part(config, recipe.max_length).values())
+    flops = per_token * calibration_tokens(recipe, config)
+    if config.has_two_caches:
+        scale = query_scale_flops_by_part(config, recipe.max_length)
+        flops += sum(scale.values()) * SLOPE_TOKENS
+    devices = math.prod(recipe.mesh)
+    lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
+    for machine in machines:
+        seconds = flops / (ASSUMED_UTILISATION * machine.flops * devices)
+        lines.append(
+            f"  {devices} x {machine.name:<19}{seconds:>10,.0f} s   {verdict(memory, machine)}"
+        )
+    size, upper = size_of(config), config.num_upper_layers
+    host = upper * (size**3 / 3 + 4 * size**2 * kv_width(config))
+    lines.append(f"then the host's least squares: {host / 1e12:,.1f} TFLOP in float64")
+    return "\n".join(lines)
 
 
 def size_of(config: Config) -> int:

@@ -32,7 +32,7 @@ from ..checkpoints.states import (
 from ..checkpoints.training_run import EXPORT
 from ..distributed import barrier, is_main_process
 from ..errors import CheckpointError, UsageError
-from .recipe import Resume
+from .recipe import UNRECORDED, Resume
 from .step import TrainState
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,9 @@ class RunCheckpoints:
         names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
         if names:
             different = "; ".join(
-                f"{name} was {then.get(name)} and is now {now.get(name)}" for name in names
+                f"{name} was {then.get(name, UNRECORDED.get(name))} and is now "
+                f"{now.get(name, UNRECORDED.get(name))}"
+                for name in names
             )
             raise CheckpointError(
                 f"{path} belongs to another run ({different}); name another `output_dir`"

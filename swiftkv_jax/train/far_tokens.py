@@ -24,6 +24,9 @@ from ..sharding import constrain_activations
 from ..transformer import teacher
 
 FAR_NATS = 1.0
+MAX_FAR_LOSS = 0.15
+"""Nats lost on far-dependent predictions, on average, above which the commands warn of a
+student."""
 KEPT = 64
 """Tokens at the end of a row's first half that are not far; a quarter of a row at most."""
 _CHUNK = 256  # positions whose logits exist at a time

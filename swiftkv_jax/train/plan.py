@@ -147,14 +147,9 @@ def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequenc
     lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
         speed = ASSUMED_UTILISATION * machine.flops * devices / per_token
-        verdict = (
-            "fits"
-            if fits(memory, machine)
-            else f"does not fit in {machine.memory_bytes / GIB:.0f} GiB"
-        )
         lines.append(
             f"  {devices} x {machine.name:<19}{speed:>12,.0f} tokens/s {tokens / speed:9.2f} s a "
-            f"step   {verdict}"
+            f"step   {verdict(memory, machine)}"
         )
     if gathered := _fsdp_bytes(recipe, config):
         lines.append(
@@ -163,6 +158,13 @@ def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequenc
     if not all(fits(memory, machine) for machine in machines):
         lines.append(f"to make it fit: {_advice(recipe)}")
     return "\n".join(lines)
+
+
+def verdict(memory: float, machine: Hardware) -> str:
+    """Whether these bytes fit each of its devices, in words."""
+    if fits(memory, machine):
+        return "fits"
+    return f"does not fit in {machine.memory_bytes / GIB:.0f} GiB"
 
 
 def _fsdp_bytes(recipe: Recipe, config: Config) -> float:

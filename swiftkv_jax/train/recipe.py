@@ -146,6 +146,11 @@ class Recipe:
                 raise UsageError(f"`{name}`={value}: must be from 0 to below 1")
         if not self.hidden_loss_weight >= 0:
             raise UsageError(f"`hidden_loss_weight`={self.hidden_loss_weight}: must be at least 0")
+        if self.calibration_tokens is not None and self.init != "closed-form":
+            raise UsageError(
+                f"`calibration_tokens`={self.calibration_tokens} needs `init`=closed-form, and it "
+                f"is {self.init}"
+            )
         self._check_batch()
         self._check_evaluation()
         if self.profile_steps is not None:
@@ -158,9 +163,11 @@ class Recipe:
                 f"`gradient_accumulation_steps`={self.gradient_accumulation_steps}"
             )
         if self.micro_batch_size % self.mesh.rows:
+            parts = self.gradient_accumulation_steps
+            divided = f" in {parts} micro-batches" if parts > 1 else ""
             raise UsageError(
-                f"`batch_size`={self.batch_size} in {self.gradient_accumulation_steps} "
-                f"micro-batches must be a multiple of the {self.mesh.rows} data devices of `mesh`"
+                f"`batch_size`={self.batch_size}{divided} must be a multiple of the "
+                f"{self.mesh.rows} data devices of `mesh`"
             )
         if self.shard_sequence and self.max_length % self.mesh.model:
             raise UsageError(
@@ -223,6 +230,8 @@ STEERING_LATER = {
 }
 """Fields that steer the updates too, but are missing in the first checkpoints; each with the value
 that those were trained with."""
+UNRECORDED = STEERING_LATER | {"generated_kv": "boundary", "exact_tail": 0}
+"""Values of settings that a checkpoint does not name."""
 NOT_STEERING = (
     # Their results are in the fingerprint: weights, cut, data, number of steps.
     "model",

@@ -211,7 +211,8 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
     if config.key_value_group_size > 1:
         groups = f", of the others {config.key_value_group_size} share a cache"
     if config.generated_kv == "own":
-        own = f"; generated tokens and the last {config.exact_tail} of a prompt keep all their own"
+        tail = f" and the last {config.exact_tail} of a prompt" if config.exact_tail else ""
+        own = f"; generated tokens{tail} keep those of every layer"
     processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
     return (
         f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; "

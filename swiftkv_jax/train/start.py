@@ -52,10 +52,16 @@ def start_of_run(
     record = recipe.output_dir / START
     if continues and record.is_file():
         found = read_json(record)
+        if found["init"] != recipe.init:
+            logger.warning("`init`=%s: the run continues, from %s", recipe.init, found["init"])
         return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
     if model.swiftkv is None:
         model, layers = initialize_delta(recipe, model, data, mesh)
     else:
+        if recipe.init != Recipe.init:
+            logger.warning(
+                "`init`=%s: the model has a delta, which the run begins with", recipe.init
+            )
         layers = ()
     start = Start(model, digest_all(jax.tree.leaves(model.swiftkv)))
     if is_main_process():
@@ -92,10 +98,9 @@ def initialize_delta(
             out_shardings=swiftkv_shardings(config, mesh),
         )
         return dataclasses.replace(model, swiftkv=init(config, model.llama, start=recipe.init)), ()
-    rows, tokens = recipe.micro_batch_size, calibration_tokens(recipe, config)
-    count = min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
-    attention = Attention(mesh, recipe.attention)
-    fit = calibrate(config, model.llama, _batches(recipe, data, mesh, count), attention=attention)
+    tokens = calibration_tokens(recipe, config)
+    found = _batches(recipe, data, mesh, tokens)
+    fit = calibrate(config, model.llama, found, attention=Attention(mesh, recipe.attention))
     logger.info("fitted to %d tokens (%d asked for)", fit.tokens, tokens)
     logger.info("%s", describe_fit(fit.layers))
     return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
@@ -104,10 +109,9 @@ def initialize_delta(
 def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
     """The model with its queries scaled for shared keys beside tokens' own keys
     (`calibration.attenuation`), measured on the rows that training begins with."""
-    delta, rows = model.swiftkv, recipe.micro_batch_size
+    delta = model.swiftkv
     assert delta is not None
-    count = min(math.ceil(SLOPE_TOKENS / (rows * recipe.max_length)), data.num_rows // rows)
-    batches = _batches(recipe, data, mesh, max(1, count))
+    batches = _batches(recipe, data, mesh, SLOPE_TOKENS)
     attention = Attention(mesh, recipe.attention)
     delta = scale_delta_queries(model.config, model.llama, delta, batches, attention=attention)
     return dataclasses.replace(model, swiftkv=delta)
@@ -118,8 +122,14 @@ def calibration_tokens(recipe: Recipe, config: Config) -> int:
     return recipe.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
 
 
-def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, count: int) -> Iterator[Batch]:
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
+def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
+    """Batches of at least `tokens` positions, or as far as the data goes. None of its rows comes
+    twice, unless it has fewer rows than there are data devices."""
+    rows = min(
+        recipe.micro_batch_size, max(1, data.num_rows // recipe.mesh.rows) * recipe.mesh.rows
+    )
+    count = min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
+    sharder = BatchSharder(batch_sharding(mesh), (rows,))
     reading = batches(
         data,
         sharder.num_rows,

@@ -13,6 +13,7 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import moments
 from swiftkv_jax.checkpoints.hf_read import load_delta
+from swiftkv_jax.errors import DivergenceError
 from swiftkv_jax.initialization import init_swiftkv
 from swiftkv_jax.model import Model
 from swiftkv_jax.stacks import split_layers
@@ -144,6 +145,16 @@ def test_the_fit_is_nearer_to_the_teacher_than_a_copy(group):
     copied = skv.add_swiftkv(teacher, 2, group)
     fitted = skv.calibrate(teacher, RNG.integers(0, 61, (64, 40)), 2, group).model
     assert divergence(fitted) < 0.8 * divergence(copied)
+
+
+@pytest.mark.parametrize("leaf", ["o", "mlp_norm"])
+def test_a_teacher_that_is_not_finite_is_named(leaf):
+    teacher = random_teacher()
+    llama = split_layers(teacher.config.cut(2), teacher.llama)
+    upper = dataclasses.replace(llama.upper, **{leaf: getattr(llama.upper, leaf).at[0].set(np.nan)})
+    broken = dataclasses.replace(teacher, llama=dataclasses.replace(llama, upper=upper))
+    with pytest.raises(DivergenceError, match="layer [23]: weights of the teacher, or its hidden"):
+        skv.calibrate(broken, TOKENS, 2)
 
 
 def test_layer_k_keeps_its_own_projections():

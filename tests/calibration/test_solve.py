@@ -147,6 +147,46 @@ def test_memory_of_sharing_is_what_is_planned(count, kv_heads, size, head_dim):
     assert peak == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.parametrize("field", solve.Member._fields)
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(None)], ids=["one head", "all heads"])
+@pytest.mark.parametrize("both", [False, True], ids=["of one layer", "of both"])
+def test_heads_that_are_0_share_finite_weights(field, heads, both):
+    """Pruned models have them."""
+    s = random_inputs(12)
+    inputs = s.T @ s / len(s)
+    o = RNG.normal(size=(2, 3, 9, 4))
+    members = [
+        solve.Member(
+            *RNG.normal(size=(2, 3, 12, 4)), RNG.uniform(0.5, 2, (3, 2)), matrix.mT @ matrix
+        )
+        for matrix in o
+    ]
+    for member in members[: 1 + both]:
+        getattr(member, field)[heads] = 0
+    group = solve.share(inputs, members)
+    assert all(np.isfinite(leaf).all() for leaf in group), field
+    assert 0 < group.kept_k <= 1 and 0 < group.kept_v <= 1
+    for leaf in (group.k, group.v, group.key_factors, group.mix):
+        assert np.abs(leaf).max() < 1e3
+    for member, order, factors, mix in zip(
+        members, group.head_order, group.key_factors, group.mix, strict=True
+    ):
+        for shared, own in enumerate(order):
+            if not member.k[own].any():
+                np.testing.assert_allclose(group.k[shared] * np.tile(abs(factors[shared]), 2), 0)
+            if not member.v[own].any():
+                np.testing.assert_allclose(group.v[shared] @ mix[shared].T, 0, atol=1e-6)
+
+
+def test_ridge_of_keys_that_are_0():
+    s = random_inputs(6)
+    found = solve.ridge(
+        s.T @ s / len(s), np.zeros((6, 2, 4)), np.array([0.0, 0.0]), np.zeros((6, 2, 4))
+    )
+    np.testing.assert_array_equal(found.weights, 0)
+    np.testing.assert_array_equal(found.r2, 1)
+
+
 def reordered(member: solve.Member) -> solve.Member:
     """With the heads in another order."""
     return solve.Member(*(field[[2, 0, 1]] for field in member))

@@ -121,7 +121,7 @@ REFUSED = {  # path of a field, another value, what the error says of it
     ),
     "act-order": (f"{GROUP}.weights.actorder", "group", r"weights\.actorder='group'"),
     "no targets": (f"{GROUP}.targets", [], r"group_0\.targets=\[\] must name modules"),
-    "a broken expression": ("ignore", ["re:("], r"ignore: 're:\(' is no regular expression"),
+    "a broken expression": ("ignore", ["re:("], r"ignore: 're:\(' is not a regular expression"),
     "blocks without sizes": (f"{GROUP}.weights.strategy", "block", "block_structure=None must be"),
     "integers": (f"{GROUP}.weights.type", "int", r"weights: type='int', num_bits=8"),
     "groups of weights": (f"{GROUP}.weights.group_size", 128, r"weights\.group_size=128"),

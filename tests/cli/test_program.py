@@ -32,7 +32,8 @@ def test_the_version(capsys):
     [
         (
             ["serfe"],
-            "'serfe' is no command: choose from infer, serve, train, convert, eval, check-kernels",
+            "'serfe' is not a command: "
+            "choose from infer, serve, train, convert, eval, check-kernels",
         ),
         ([], "a command is missing: choose from infer, serve, train, convert, eval, check-kernels"),
     ],

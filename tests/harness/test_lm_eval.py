@@ -118,4 +118,4 @@ def test_tasks_from_local_files(
     assert (
         main(["-m", str(checkpoint), "--tasks", "nonesuch", "--compile-cache", "none"]) == cli.USAGE
     )
-    assert "'nonesuch' is no task of the installed harness" in capsys.readouterr().err
+    assert "'nonesuch' is not a task of the installed harness" in capsys.readouterr().err

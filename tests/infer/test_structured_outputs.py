@@ -114,7 +114,7 @@ def test_what_they_accept(outputs, right, wrong):
         ({"regex": "a" * 4097}, "1 to 4096"),
         ({"regex": ""}, "1 to 4096"),
         ({"json": 3}, "must be a JSON schema"),
-        ({"json": "{"}, "no JSON schema"),
+        ({"json": "{"}, "not a JSON schema"),
         ({"json": {"type": "nope"}}, "refused"),
         ({"json": {"not": {"type": "string"}}}, "refused"),
         ({"json": {"$ref": "http://somewhere/x"}}, "refused"),

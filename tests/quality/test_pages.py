@@ -120,6 +120,7 @@ def test_the_cost_of_generated_keys_and_values():
         (16, 1, "own", 64),
         (16, 4, "boundary", 0),
         (16, 4, "own", 64),
+        (12, 1, "own", 64),
         (12, 4, "own", 64),
     )
     for lower, group, mode, tail in served:

@@ -100,7 +100,7 @@ def test_queries_of_a_given_delta_are_scaled(folder, capsys):
     rest = ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "later")]
     capsys.readouterr()
     assert calibrate(folder, "--model", given, *kept, *rest) == 0
-    assert re.search(r"^as it was  .*\ncalibrated  ", capsys.readouterr().out, re.M)
+    assert re.search(r"^as it was  .*\nscaled  ", capsys.readouterr().out, re.M)
     before, once, later = (
         skv.load(folder / name / "model") for name in ("shared", "at once", "later")
     )
@@ -118,6 +118,13 @@ def test_queries_of_a_given_delta_are_scaled(folder, capsys):
         "--keep-delta: the model's delta is of --num-key-value-layers 2 and": [
             *("--model", given, "--key-value-group-size", "4", *kept),
         ],
+        "--keep-delta: the model is for --generated-kv own: it is scaled already": [
+            *("--model", str(folder / "later" / "model"), *kept),
+        ],
+        "--calibration-tokens: --keep-delta fits nothing to them": [
+            *("--model", given, "--calibration-tokens", "64", *kept),
+        ],
+        "--dry-run: there is none of --keep-delta": ["--model", given, "--dry-run", *kept],
     }.items():
         assert calibrate(folder, *arguments, "--output-dir", str(folder / "none")) == 2
         assert message in capsys.readouterr().err
@@ -143,6 +150,25 @@ def test_far_predictions_are_found_once(folder, monkeypatch):
         assert student["far_tokens"] == sum(found)
         lost = math.log(student["perplexity"] / student["teacher_perplexity"])
         assert student["far_nats"] == pytest.approx(lost, rel=1e-4)
+
+
+def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
+    before = {"kl": 0.02, "far_nats": 0.3}
+    for kl, far, warnings in (0.01, 0.16, 1), (0.03, 0.14, 1), (0.03, 0.2, 2), (0.01, None, 0):
+        caplog.clear()
+        train_calibrate.warn_of_losses(
+            {"copied": before, "calibrated": {"kl": kl, "far_nats": far}}
+        )
+        assert len(caplog.records) == warnings
+    caplog.clear()
+    train_calibrate.warn_of_losses({"copied": before, "calibrated": {"kl": 0.03, "far_nats": 0.2}})
+    far, kl = caplog.messages
+    assert far.startswith("the calibrated model loses 0.20 nats on tokens that depend on the far")
+    assert (
+        kl
+        == "the calibrated model's KL from the teacher, 0.0300, is above that of the model "
+        + ("copied, 0.0200")
+    )
 
 
 BAD_INPUT = {

@@ -63,7 +63,7 @@ BAD_INPUT = {
     "batch": (
         "--mesh 2x1 --batch-size 3",
         2,
-        "--batch-size 3 in 1 micro-batches must be a multiple of the 2 data devices",
+        "--batch-size 3 must be a multiple of the 2 data devices",
     ),
     "cut": ("--num-key-value-layers 9", 2, "num_key_value_layers=9 must be from 1 to num_layers=8"),
     "no upper layers": ("--num-key-value-layers 8", 2, "nothing is left to distil"),

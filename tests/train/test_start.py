@@ -59,6 +59,25 @@ def test_the_record_says_how_it_started(folder):
     assert exported.config.shared_kv_heads == tuple(map(tuple, record["shared_kv_heads"]))
 
 
+def test_no_token_counts_twice(folder, capsys):
+    """Where the data has fewer rows than a batch."""
+    assert train(folder, "few", "--batch-size", "64", "--max-steps", "1") == 0
+    (manifest,) = (folder / "few" / "data").glob("*/manifest.json")
+    tokens = json.loads(manifest.read_text())["tokens"]
+    assert f"fitted to {tokens} tokens" in capsys.readouterr().err
+
+
+def test_a_start_that_has_no_effect_is_warned_of(folder, capsys):
+    again = ["--init", "leader"]
+    assert train(folder, "run", *again) == 0
+    assert "--init leader: the run continues, from closed-form" in capsys.readouterr().err
+    given = ["--model", str(folder / "run" / "model"), "--max-steps", "1"]
+    assert train(folder, "next", *given, *again) == 0
+    assert "--init leader: the model has a delta" in capsys.readouterr().err
+    assert train(folder, "none", *again, "--calibration-tokens", "64") == 2
+    assert "--calibration-tokens 64 needs --init closed-form" in capsys.readouterr().err
+
+
 def test_a_run_that_continues_does_not_calibrate_again(folder, monkeypatch):
     """It ends with the same weights, bit for bit, though its text could no longer be fitted to."""
     run = folder / "again"

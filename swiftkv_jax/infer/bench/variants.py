@@ -196,7 +196,7 @@ def _needed_memory(
 
 def _cache_bytes(source: Source, name: str, cells: Sequence[Cell], options: EngineOptions) -> int:
     """Bytes on one device of the cache that the largest cell fills."""
-    served = served_config(source.config, name == STUDENT)
+    served = served_config(source.config, name == STUDENT, mesh=source.mesh)
     rows = -(-options.max_num_seqs // dp_size(source.mesh))
     layout = Layout(served, cache_dtype(options.kv_cache_dtype, source.dtype), source.mesh)
     return num_pages(cells, rows, options.page_size) * layout.page_bytes(options.page_size)

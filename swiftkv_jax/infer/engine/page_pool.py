@@ -193,8 +193,8 @@ class PagePool:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one user less of `pages`. The last page of a sequence is evicted before its first
-        page, because more sequences can share the first."""
+        """Take one user of each of `pages` away; a page without users can be evicted. The last page
+        of a sequence is evicted before its first, because more sequences can share the first."""
         for page in reversed(pages):
             if page == RELEASED:
                 continue

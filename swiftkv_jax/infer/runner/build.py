@@ -16,6 +16,7 @@ from ...mesh import check_mesh, dp_size, mesh_of
 from ...model import Model, check_model
 from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
+from .kv_heads import copy_kv_heads
 from .layout import Layout
 from .memory import allocating, bytes_per_device, memory_limit
 from .mix import fold_mix, order_heads
@@ -44,13 +45,15 @@ def build_model_runner(
     swiftkv = model.uses_swiftkv(swiftkv)
     mixed = options.mixed_generated_kv
     config = model.config.at_length(options.max_model_len or model.config.max_position_embeddings)
-    served = served_config(config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed)
+    mesh = mesh or mesh_of(model.llama.embed)
+    served = served_config(
+        config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed, mesh=mesh
+    )
     kv = kv_programs(served, mixed=mixed)
     two_caches = serves_two_caches(served, kv)
     if kv != "boundary":
         _check_own_kv(model, two_caches)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
-    mesh = mesh or mesh_of(model.llama.embed)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
     if mesh is None:
@@ -68,6 +71,8 @@ def build_model_runner(
         if delta is not None:
             for_cache = order_heads if two_caches else fold_mix
             llama, delta = for_cache(model.config, llama, delta)
+        if mesh is not None:
+            llama, delta = copy_kv_heads(model.config, llama, delta, mesh, donate=donate)
         weights = serving_weights(
             llama, delta, own_kv=kv != "boundary", two_caches=two_caches, donate=donate
         )

@@ -37,6 +37,7 @@ from ...quantization import (
 from ...sharding import llama_shardings, swiftkv_shardings
 from ...stacks import unstack
 from ...transformer import delta_queries
+from .kv_heads import kv_head_copies, with_kv_head_copies
 from .shapes import kv_programs, serves_two_caches
 
 
@@ -69,13 +70,16 @@ def served_config(
     exact_tail: int | None = None,
     *,
     mixed: bool = False,
+    mesh: Mesh | None = None,
 ) -> Config:
-    """The architecture that is served: the teacher is the cut above the last layer, and a student's
-    heads are in the order of its cache's (`mix.fold_mix`). `generated_kv` and `exact_tail` replace
+    """The architecture that is served: the teacher is the cut above the last layer, a student's
+    heads are in the order of its cache's (`mix.fold_mix`), and on a `mesh` there are copies of
+    key/value heads where it has more devices (`kv_heads`). `generated_kv` and `exact_tail` replace
     those of `config` unless they are None; `mixed` if each request chooses. Raises `UsageError` if
     the student cannot have them."""
+    copies = kv_head_copies(config, mesh)
     if not swiftkv:
-        return config.cut(config.num_layers)
+        return with_kv_head_copies(config.cut(config.num_layers), copies)
     config = choose_generated_kv(config, generated_kv, exact_tail)
     if mixed:
         choose_generated_kv(config, "own")
@@ -83,7 +87,8 @@ def served_config(
     two_caches = serves_two_caches(config, kv_programs(config, mixed=mixed))
     if two_caches and config.shared_kv_heads is not None:
         heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
-    return dataclasses.replace(config, shared_kv_heads=heads)
+    config = dataclasses.replace(config, shared_kv_heads=heads)
+    return with_kv_head_copies(config, copies)
 
 
 def serving_weights(

@@ -4,8 +4,8 @@
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "Once upon a time", "max_tokens": 32}'
 
-Every client of OpenAI's API works with it: chat, completions, streams, log-probabilities. It needs
-the extra `serve`: pip install 'swiftkv-jax[serve]'. docs/server.md describes it.
+Clients of OpenAI's API work with it: chat, completions, streams, log-probabilities. It needs the
+extra `serve`: pip install 'swiftkv-jax[serve]'. docs/server.md describes it.
 """
 
 from __future__ import annotations

@@ -154,4 +154,4 @@ def _facts(model_options: ModelOptions, engine_options: EngineOptions) -> dict[s
 
 
 def _ignore(phase: str) -> None:
-    """A follower has nowhere to say what its start is at."""
+    """A follower has no `/ready` that would report the phase of its start."""

@@ -221,7 +221,7 @@ def test_added_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(
 
 
 NO_COMMANDS = [
-    ("serving", "'serving' is no command: choose from generate, chat, serve,"),
+    ("serving", "'serving' is not a command: choose from generate, chat, serve,"),
     ("generate x", "argument -"),
     ("chat", "--model"),
 ]

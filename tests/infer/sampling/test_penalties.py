@@ -58,7 +58,7 @@ def test_end_tokens_of_a_row():
     assert len(ends(range(100, 108), stop_token_ids=tuple(range(16)))) == 24
     with pytest.raises(
         UsageError,
-        match="^stop_token_ids and the model's end tokens are 25 together; at most 24 are "
+        match="^`stop_token_ids` and the model's end tokens are 25 together; at most 24 are "
         "possible$",
     ):
         ends(range(100, 109), stop_token_ids=tuple(range(16)))

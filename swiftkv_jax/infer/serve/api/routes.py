@@ -167,7 +167,7 @@ class Endpoint:
 
 
 async def refuse(app: App, exchange: HTTPExchange) -> None:
-    """A path or a method that is none."""
+    """Answer a path that no route has with 404, and a method that its route lacks with 405."""
     error, path = exchange.scope["refusal"], exchange.scope["path"]
     if error.status_code == 405:
         message = f"{exchange.method} is not possible here"

@@ -96,5 +96,5 @@ def _of_validation(error: msgspec.ValidationError) -> APIError:
         path = f"{path}.{name}" if path else name
         return invalid(path, f"`{name}` is missing")
     if not path:
-        return invalid(None, f"the body is no JSON object: {text.lower()}", "invalid_json")
+        return invalid(None, f"the body is not a JSON object: {text.lower()}", "invalid_json")
     return invalid(path, f"`{path}`: {text[:1].lower()}{text[1:]}")

@@ -244,10 +244,10 @@ def _authenticated(channel: Channel, secret: bytes, missing: set[int]) -> Hello 
     try:
         hello = channel.receive(HELLO, MAX_HELLO_BYTES)
     except OSError as error:
-        logger.warning("a connection that is none of a follower's: %s", error)
+        logger.warning("a connection that is not from a follower: %s", error)
         return None
     if not hmac.compare_digest(hello.secret, secret):
-        logger.warning("a connection that is none of a follower's: without the secret")
+        logger.warning("a connection that is not from a follower: without the secret")
         return None
     if hello.process not in missing:
         logger.warning("a connection of process %d, which is not missing", hello.process)

@@ -97,7 +97,7 @@ def _read_file(file: Path) -> dict[str, str]:
         if name in keys:
             raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is there twice")
         if not name.isprintable():
-            raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is no name")
+            raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is not a valid name")
         keys[name] = key
     if not keys:
         raise UsageError(f"`api_key_file`={file}: there is no key in it")

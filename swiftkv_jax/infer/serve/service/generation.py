@@ -29,7 +29,7 @@ ever."""
 
 @dataclasses.dataclass
 class TextDelta:
-    """What has become certain of a choice since the last time."""
+    """The text, calls and tokens of a choice that are new since the last event."""
 
     parts: list[ReasoningDelta | AnswerPart] = dataclasses.field(default_factory=list)
     """Reasoning, content and calls, in their order."""

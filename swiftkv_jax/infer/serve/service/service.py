@@ -50,9 +50,9 @@ class Service:
         self.options, self.model_name = options, model_name
         self.state: State = "starting"
         self.is_shutting_down = False
-        """It will end soon, and still takes requests."""
+        """Whether a shutdown has begun whose `--shutdown-delay` still runs: requests are taken."""
         self.phase = "weights"
-        """What a start is at."""
+        """The step of the start that runs, as `/ready` reports it."""
         self.failure: BaseException | None = None
         self.metrics = Metrics()
         self.idle = asyncio.Event()
