@@ -1,5 +1,6 @@
 """The formulas of the closed form against brute force."""
 
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -155,12 +156,9 @@ def test_heads_that_are_0_share_finite_weights(field, heads, both):
     s = random_inputs(12)
     inputs = s.T @ s / len(s)
     o = RNG.normal(size=(2, 3, 9, 4))
-    members = [
-        solve.Member(
-            *RNG.normal(size=(2, 3, 12, 4)), RNG.uniform(0.5, 2, (3, 2)), matrix.mT @ matrix
-        )
-        for matrix in o
-    ]
+    k, v = RNG.normal(size=(2, 2, 3, 12, 4))
+    energies = RNG.uniform(0.5, 2, (2, 3, 2))
+    members = list(itertools.starmap(solve.Member, zip(k, v, energies, o.mT @ o, strict=True)))
     for member in members[: 1 + both]:
         getattr(member, field)[heads] = 0
     group = solve.share(inputs, members)
