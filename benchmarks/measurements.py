@@ -110,9 +110,8 @@ def lengths() -> str:
     ]
     return section(
         "Prefill over the length of the prompt",
-        f"The same model, medians of {repetitions}, on a machine that was busy with other work (a "
-        f"load of {load:.1f} on {result['host']['cores']} cores), so rates are far below those "
-        "above. Use only the ratios; CPU time is more reliable than wall time here.",
+        f"The same model, medians of {repetitions}; load {load:.1f} on {result['host']['cores']} "
+        f"cores at the start.",
         table(("tokens", "times as fast", "by CPU time", "by operations"), rows),
         "![Speed-up and rate of prefill over the length](img/prefill.png)",
     )
@@ -161,10 +160,9 @@ def transformers() -> str:
         "same model and prompts; `python -m benchmarks.hf_baseline`. The table says how many times "
         f"as fast this package is, medians of {len(times)}:",
         table(("", "time to first token", "further tokens"), rows),
-        f"The machine was busy with other work, and the further tokens of transformers took "
-        f"{further[0]:.0f} to {further[-1]:.0f} ms, so use only the first column. The teacher's "
-        f"tokens are the same as those of transformers in {result['same_tokens']} of {len(times)} "
-        "runs.",
+        f"The further tokens of transformers took {further[0]:.0f} to {further[-1]:.0f} ms each. "
+        f"The teacher's tokens are the same as those of transformers in {result['same_tokens']} of "
+        f"{len(times)} runs.",
     )
 
 

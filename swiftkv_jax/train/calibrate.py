@@ -301,9 +301,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def warn_of_losses(results: dict[str, dict[str, Any]]) -> None:
     """Log a warning if the last student should not be served as it is: it loses more than
-    `MAX_FAR_LOSS` on far tokens, or is further from the teacher than the one it was made from."""
+    `MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without losing less
+    there."""
     (before, old), (name, new) = results.items()
-    if (lost := new["far_nats"]) is not None and lost > MAX_FAR_LOSS:
+    lost, lost_before = new["far_nats"], old["far_nats"]
+    if lost is not None and lost > MAX_FAR_LOSS:
         logger.warning(
             "the %s model loses %.2f nats on tokens that depend on the far prompt, more than %g: "
             "distil it before you serve it, or keep more layers (`num_key_value_layers`)",
@@ -311,7 +313,7 @@ def warn_of_losses(results: dict[str, dict[str, Any]]) -> None:
             lost,
             MAX_FAR_LOSS,
         )
-    if new["kl"] > old["kl"]:
+    if new["kl"] > old["kl"] and (lost is None or lost >= lost_before):
         logger.warning(
             "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",
             name,
