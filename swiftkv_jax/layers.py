@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from .attention import DEFAULT, Attention
 from .config import Activation, Config
 from .experts import mixture
-from .mesh import MODEL
+from .mesh import FSDP, MODEL
 from .params import Block, Leaf, ServingBlock
 from .quantization import Quantized, as_matrix, merge_outputs, product
 
@@ -139,7 +139,7 @@ def _gate_and_up(
     block: Block | ServingBlock, h: Float[Array, "B T D"], mesh: Mesh | None
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
     if isinstance(block, ServingBlock):
-        if mesh is None or mesh.shape[MODEL] == 1:
+        if mesh is None or mesh.shape[MODEL] == mesh.shape.get(FSDP, 1) == 1:
             gate, up = jnp.split(product("BTD,MD->BTM", h, merge_outputs(block.gate_up)), 2, -1)
             return gate, up
         # merged axes could not stay split

@@ -233,20 +233,12 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _with_all_rates(rows: list[Row]) -> list[Row]:
     """The rows, each with the learning rates that were tried for its student, however it was served
-    when they were: rates are compared in one mode. A row of another rate than the best stays as it
-    is."""
+    when they were: rates are compared in one mode."""
     tried: dict[tuple, dict[str, float]] = {}
     for row in rows:
         tried.setdefault(_trained(row), {}).update(row["perplexity_of_rates"] or {})
 
-    def completed(row: Row) -> Row:
-        rates = tried[_trained(row)]
-        known = {rate: value for rate, value in rates.items() if value is not None}
-        if not known or min(known, key=known.__getitem__) != f"{row['learning_rate']:g}":
-            return row
-        return row | {"perplexity_of_rates": rates}
-
-    return list(map(completed, rows))
+    return [row | {"perplexity_of_rates": tried[_trained(row)] or None} for row in rows]
 
 
 def _trained(row: Row) -> tuple:

@@ -232,9 +232,12 @@ def _sign(ours: _Figure | None, theirs: _Figure | None) -> int:
 
 
 def _at_edge(row: Row) -> bool:
-    """Whether the best learning rate is the smallest or the largest that was tried."""
-    rates = sorted(map(float, row["perplexity_of_rates"]))
-    return row["learning_rate"] in (rates[0], rates[-1])
+    """Whether another learning rate may be better: one that was tried is, or the row's is the
+    smallest or the largest of them."""
+    tried = {float(rate): value for rate, value in row["perplexity_of_rates"].items()}
+    known = {rate: value for rate, value in tried.items() if value is not None}
+    best = min(known, key=known.__getitem__, default=None)
+    return row["learning_rate"] in (min(tried), max(tried)) or row["learning_rate"] != best
 
 
 def _rate(row: Row) -> str:

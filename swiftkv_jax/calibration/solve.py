@@ -82,7 +82,7 @@ def ridge(
     explained = explained.reshape(size, heads, head_dim).sum((0, 2))
     weights = flat.reshape(size, heads, head_dim).transpose(1, 0, 2)
     # a head whose keys are all 0 has nothing to explain
-    return Ridge(weights, np.divide(explained, energy, out=np.ones_like(energy), where=energy > 0))
+    return Ridge(weights, np.divide(explained, energy, out=np.ones_like(energy), where=energy != 0))
 
 
 def divide_keys_by_r2(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:

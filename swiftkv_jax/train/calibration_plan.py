@@ -97,10 +97,11 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
     """For each machine, the time of the passes at the assumed utilisation, and whether their
     `memory` fits; then the host's operations."""
     per_token = sum(calibration_flops_by_part(config, recipe.max_length).values())
-    flops = per_token * calibration_tokens(recipe, config)
+    batch = recipe.micro_batch_size * recipe.max_length
+    flops = per_token * math.ceil(calibration_tokens(recipe, config) / batch) * batch
     if config.has_two_caches:
         scale = query_scale_flops_by_part(config, recipe.max_length)
-        flops += sum(scale.values()) * SLOPE_TOKENS
+        flops += sum(scale.values()) * math.ceil(SLOPE_TOKENS / batch) * batch
     devices = math.prod(recipe.mesh)
     lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
@@ -110,7 +111,8 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
         )
     size, upper = size_of(config), config.num_upper_layers
     host = upper * (size**3 / 3 + 4 * size**2 * kv_width(config))
-    lines.append(f"then the host's least squares: {host / 1e12:,.1f} TFLOP in float64")
+    groups = ", and what layers share" if config.key_value_group_size > 1 else ""
+    lines.append(f"then on the host: least squares, {host / 1e12:,.1f} TFLOP in float64{groups}")
     return "\n".join(lines)
 
 

@@ -41,6 +41,7 @@ from ...io.provenance import provenance
 from ...roofline import Roofline, measure_roofline
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
+from ..runner.kv_heads import kv_head_copies
 from ..runner.model_runner import ModelRunner
 from .cells import Cell, Mode, check_lengths
 from .options import BenchOptions, add_flags, plan
@@ -161,7 +162,14 @@ def _measure_group(
 
 def _variant(name: str, config: Config, engine: Engine[ModelRunner]) -> Variant:
     runner = engine.model_runner
-    return variant_of(name, config, runner.weights, runner.cache_dtype, runner.shapes)
+    return variant_of(
+        name,
+        config,
+        runner.weights,
+        runner.cache_dtype,
+        runner.shapes,
+        kv_head_copies=kv_head_copies(config, runner.layout.mesh),
+    )
 
 
 def _setup(engine: Engine[ModelRunner]) -> dict[str, Any]:

@@ -77,9 +77,16 @@ class Variant:
 
 
 def variant_of(
-    name: str, config: Config, weights: Weights, cache_dtype: Any, shapes: Shapes
+    name: str,
+    config: Config,
+    weights: Weights,
+    cache_dtype: Any,
+    shapes: Shapes,
+    *,
+    kv_head_copies: int = 1,
 ) -> Variant:
-    """Facts of an engine that serves `weights`, or their shapes, of a model with `config`."""
+    """Facts of an engine that serves `weights`, or their shapes, of a model with `config`, on a
+    mesh that needs `kv_head_copies` of each key/value head."""
     boundary = (weights.norm_swiftkv, weights.kv, weights.kv_bias, weights.k_norm_swiftkv)
     filling = num_bytes((weights.lower, weights.lower_qkv, boundary))
     if not weights.upper:  # of the last layer only the keys and values are needed
@@ -98,8 +105,9 @@ def variant_of(
         config=config,
         prefill_bytes=dp_size * filling,
         weight_bytes=dp_size * (num_bytes(weights) - unread),
-        kv_bytes=bytes_per_token(config, cache_dtype, swiftkv=False),
-        written_bytes=bytes_per_token(served, cache_dtype, swiftkv=not shapes.pages_per_own_page),
+        kv_bytes=kv_head_copies * bytes_per_token(config, cache_dtype, swiftkv=False),
+        written_bytes=kv_head_copies
+        * bytes_per_token(served, cache_dtype, swiftkv=not shapes.pages_per_own_page),
         decode_steps=shapes.decode_steps,
         expert_bytes=dp_size * num_bytes(experts),
         tail_bytes=dp_size * tail if shapes.tail else 0,

@@ -72,10 +72,14 @@ def build_model_runner(
             for_cache = order_heads if two_caches else fold_mix
             llama, delta = for_cache(model.config, llama, delta)
         if mesh is not None:
-            llama, delta = copy_kv_heads(model.config, llama, delta, mesh, donate=donate)
+            upper_kv = delta is None or kv != "boundary"
+            llama, delta = copy_kv_heads(
+                model.config, llama, delta, mesh, upper_kv=upper_kv, donate=donate
+            )
         weights = serving_weights(
             llama, delta, own_kv=kv != "boundary", two_caches=two_caches, donate=donate
         )
+        del llama, delta
     limit = memory_limit(device, options.memory_utilization)
     shapes = choose_shapes(
         served,

@@ -47,10 +47,17 @@ def with_kv_head_copies(config: Config, copies: int) -> Config:
 
 
 def copy_kv_heads(
-    config: Config, llama: Llama, delta: SwiftKV | None, mesh: Mesh, *, donate: bool = False
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV | None,
+    mesh: Mesh,
+    *,
+    upper_kv: bool = True,
+    donate: bool = False,
 ) -> tuple[Llama, SwiftKV | None]:
-    """The same student and teacher, on `mesh`, in the architecture of `with_kv_head_copies`. With
-    `donate` what has been copied is deleted."""
+    """The same student and teacher, on `mesh`, in the architecture of `with_kv_head_copies`. The
+    teacher's upper projections stay as they are without `upper_kv`. With `donate` what has been
+    copied is deleted."""
     copies = kv_head_copies(config, mesh)
     if copies == 1:
         return llama, delta
@@ -81,4 +88,9 @@ def copy_kv_heads(
     def copied_tree(tree: Any) -> Any:
         return map_params(copied, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
-    return copied_tree(llama), None if delta is None else copied_tree(delta)
+    if upper_kv:
+        wide = copied_tree(llama)
+    else:
+        wide = copied_tree(dataclasses.replace(llama, upper_qkv=None))
+        wide = dataclasses.replace(wide, upper_qkv=llama.upper_qkv)
+    return wide, None if delta is None else copied_tree(delta)

@@ -1,5 +1,7 @@
-"""Compiled programs on a CPU read weights in place."""
+"""Compiled programs read weights in place."""
 
+import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,6 +9,18 @@ import pytest
 
 from swiftkv_jax import Config
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
+from swiftkv_jax.mesh import make_mesh, parse_mesh
+
+WIDE = Config(
+    vocab_size=64,
+    embed_dim=256,
+    mlp_dim=1024,
+    num_layers=4,
+    num_key_value_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,19 +28,27 @@ from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, low
 )
 def test_a_cpu_does_not_transpose_weights(program):
     """It would take the time of reading them three times, in every call."""
-    wide = Config(
-        vocab_size=64,
-        embed_dim=256,
-        mlp_dim=1024,
-        num_layers=4,
-        num_key_value_layers=2,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-    )
     lowered = lower_program(
-        wide, program, batch=2, max_model_len=64, page_size=16, dtype=jnp.float32
+        WIDE, program, batch=2, max_model_len=64, page_size=16, dtype=jnp.float32
     )
     memory: Any = lowered.compile().memory_analysis()
-    gate_and_up = 4 * 2 * wide.mlp_dim * wide.embed_dim
+    gate_and_up = 4 * 2 * WIDE.mlp_dim * WIDE.embed_dim
     assert memory.temp_size_in_bytes < gate_and_up / 4
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "1x4", "fsdp=2,model=2"])
+def test_a_mesh_gathers_no_gate_and_up(mesh):
+    """Decoding moves activations instead, which are smaller."""
+    lowered = lower_program(
+        WIDE,
+        DecodeProgram(4),
+        batch=4,
+        max_model_len=64,
+        page_size=16,
+        dtype=jnp.float32,
+        mesh=make_mesh(parse_mesh(mesh)),
+    )
+    text = str(lowered.compile().as_text())
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in gathered]
+    assert max(sizes, default=0) < WIDE.mlp_dim * WIDE.embed_dim
