@@ -163,11 +163,35 @@ def test_closing_ends_what_is_compiled(compiler):
     thread.start()
     until(lambda: children(pid))
     (child,) = children(pid)
-    begun = time.monotonic()
     checked.close()
     thread.join(10)
-    assert time.monotonic() - begun < 1 and caught == ["the server ends"]
+    assert not thread.is_alive() and caught == ["the server ends"]
     until(lambda: not (PROC / str(child)).exists() and not (PROC / str(pid)).exists())
+
+
+@needs_proc
+def test_closing_does_not_wait_for_what_is_killed(compiler, monkeypatch):
+    """The child still compiles when the one that waited for it has been told."""
+    process, caught = GrammarProcess(compiler.describe_tokenizer()), []
+
+    def check() -> None:
+        with pytest.raises(GrammarProcessError) as error:
+            process.check(endless())
+        caught.append(str(error.value))
+
+    process.check(json_grammar(True))
+    thread = threading.Thread(target=check)
+    thread.start()
+    until(lambda: children(process.pid))
+    (child,) = children(process.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process, "_kill", lambda process: None)
+        process.close()
+        thread.join(10)
+        still = (PROC / str(child)).exists()
+    os.killpg(process.pid, signal.SIGKILL)
+    process._process.wait()
+    assert still and caught == ["the server ends"]
 
 
 @needs_proc

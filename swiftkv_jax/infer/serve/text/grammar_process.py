@@ -70,6 +70,7 @@ class GrammarProcess:
         tokenizer.write(self._tokenizer)
         self._tokenizer.flush()
         self._lock, self._is_closed = threading.Lock(), False
+        self._waiting = set[socket.socket]()
         self._process, self._socket = self._start()
 
     def check(self, grammar: str) -> None:
@@ -91,6 +92,9 @@ class GrammarProcess:
         """End it; what waits for it ends too."""
         with self._lock:
             self._is_closed = True
+            for waiting in self._waiting:  # at once, however long the kernel takes to kill
+                with contextlib.suppress(OSError):
+                    waiting.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             _kill(self._process)
             self._tokenizer.close()
@@ -125,13 +129,20 @@ class GrammarProcess:
         theirs.close()
         return process, ours
 
+    def _waits_no_more(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._waiting.discard(connection)
+
     def _ask(self, grammar: str, process: subprocess.Popen[bytes]) -> str | None:
         """Why a grammar is refused, "" if it is not; None if the process has ended. Raises
         `OSError`."""
         ours, theirs = socket.socketpair()
-        with ours:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ours)
             with theirs, self._lock:
                 socket.send_fds(self._socket, [b"\0"], [theirs.fileno()])
+                self._waiting.add(ours)
+            stack.callback(self._waits_no_more, ours)
             ours.settimeout(START_SECONDS + COMPILE_SECONDS)
             if ours.recv(1) != _BEGUN:
                 return None
