@@ -91,6 +91,11 @@ class Quantized:
     scheme: Scheme = struct.field(pytree_node=False)
 
 
+def is_quantized(leaf: Any) -> bool:
+    """For `is_leaf` of `jax.tree.map` and `params.map_params`."""
+    return isinstance(leaf, Quantized)
+
+
 def quantize(weight: Float[Array, "*shape"], in_axes: int, scheme: Scheme) -> Quantized:
     """Round to nearest, with the scale of each output channel set by its largest magnitude.
 
@@ -169,8 +174,8 @@ def quantized_shapes[Tree: Llama | SwiftKV](shapes: Tree, scheme: Scheme | None)
 
 def scheme_of(tree: Any) -> Scheme | None:
     """The scheme of the tree's quantised matrices; None if it has none."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
-    return next((leaf.scheme for leaf in leaves if isinstance(leaf, Quantized)), None)
+    leaves = jax.tree.leaves(tree, is_leaf=is_quantized)
+    return next((leaf.scheme for leaf in leaves if is_quantized(leaf)), None)
 
 
 def refuse_quantized(tree: Any, purpose: str) -> None:

@@ -30,7 +30,7 @@ from .params import (
     map_params,
     swiftkv_shapes,
 )
-from .quantization import Quantized, Scheme, quantized_shapes
+from .quantization import Quantized, Scheme, is_quantized, quantized_shapes
 
 # For each axis of an array the mesh axis that it is split over, or None.
 Axes = tuple[str | None, ...]
@@ -84,7 +84,7 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
         )
         return jax.tree.map(lambda leaf: _gather(mesh, spec, leaf, stack_axes), weight)
 
-    return map_params(gather, weights, is_leaf=_is_quantized)
+    return map_params(gather, weights, is_leaf=is_quantized)
 
 
 def all_gather_mix(mesh: Mesh | None, mix: jax.Array | None) -> jax.Array | None:
@@ -163,11 +163,7 @@ def _fit[Tree: Llama | SwiftKV](shapes: Tree, mesh: Mesh) -> Tree:
         values = param_sharding(mesh, row, shape.values.shape)
         return Quantized(values, scale_sharding(mesh, row, shape.scale.shape), shape.scheme)
 
-    return map_params(fit, shapes, is_leaf=_is_quantized)
-
-
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, Quantized)
+    return map_params(fit, shapes, is_leaf=is_quantized)
 
 
 def _spec(

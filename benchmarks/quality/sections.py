@@ -237,7 +237,6 @@ def _with_all_rates(rows: list[Row]) -> list[Row]:
     tried: dict[tuple, dict[str, float]] = {}
     for row in rows:
         tried.setdefault(_trained(row), {}).update(row["perplexity_of_rates"] or {})
-
     return [row | {"perplexity_of_rates": tried[_trained(row)] or None} for row in rows]
 
 

@@ -37,7 +37,7 @@ from .data.batches import batches_of
 from .data.excerpts import read_excerpts
 from .far_tokens import FAR_NATS, MAX_FAR_LOSS
 from .plots import draw_analysis
-from .recipe import DEMO, Init, Recipe
+from .recipe import DEMO, Init, Recipe, check_calibration_tokens
 from .start import TOKENS_PER_DIMENSION
 from .sweep import Analysis, CutResult, analyze_cuts, possible_cuts
 
@@ -224,11 +224,7 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     """Raises `UsageError` for options that do not fit the model."""
     if options.model and not options.data:
         raise UsageError("`model` also needs `data`")
-    if options.calibration_tokens is not None and options.init != "closed-form":
-        raise UsageError(
-            f"`calibration_tokens`={options.calibration_tokens} needs `init`=closed-form, and it "
-            f"is {options.init}"
-        )
+    check_calibration_tokens(options.calibration_tokens, options.init)
     model = options.model or DEMO.model
     found = open_any(model).config
     config = found.cut(found.num_layers)

@@ -25,7 +25,7 @@ from ..calibration.solve import share_bytes
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_part
-from ..hardware import HARDWARE, Hardware, hardware_of
+from ..hardware import Hardware
 from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
 from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
@@ -33,6 +33,7 @@ from .memory import sharded_bytes
 from .plan import (
     ASSUMED_UTILISATION,
     compile_and_report,
+    machines_of,
     planned_model,
     table_of_bytes,
     table_of_flops,
@@ -56,12 +57,9 @@ def main(recipe: Recipe, topology: str | None) -> int:
     host = host_memory(config, dtype)
     print(f"\n{table_of_bytes('memory of the host', host)}")
     print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
-    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
-    machines = HARDWARE if machine is None else (machine,)
-    print(f"\n{time_table(recipe, config, sum(memory.values()), machines)}")
+    print(f"\n{time_table(recipe, config, sum(memory.values()), machines_of(mesh))}")
     if config.has_two_caches:
-        batch = recipe.micro_batch_size * recipe.max_length
-        tokens = math.ceil(SLOPE_TOKENS / batch) * batch
+        tokens = _in_whole_batches(recipe, SLOPE_TOKENS)
         print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
         print(table_of_flops(query_scale_flops_by_part(config, recipe.max_length)))
     print(f"\n{serving_table(config, dtype, recipe.max_length)}")
@@ -97,11 +95,10 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
     """For each machine, the time of the passes at the assumed utilisation, and whether their
     `memory` fits; then the host's operations."""
     per_token = sum(calibration_flops_by_part(config, recipe.max_length).values())
-    batch = recipe.micro_batch_size * recipe.max_length
-    flops = per_token * math.ceil(calibration_tokens(recipe, config) / batch) * batch
+    flops = per_token * _in_whole_batches(recipe, calibration_tokens(recipe, config))
     if config.has_two_caches:
         scale = query_scale_flops_by_part(config, recipe.max_length)
-        flops += sum(scale.values()) * math.ceil(SLOPE_TOKENS / batch) * batch
+        flops += sum(scale.values()) * _in_whole_batches(recipe, SLOPE_TOKENS)
     devices = math.prod(recipe.mesh)
     lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
@@ -114,6 +111,11 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
     groups = ", and what layers share" if config.key_value_group_size > 1 else ""
     lines.append(f"then on the host: least squares, {host / 1e12:,.1f} TFLOP in float64{groups}")
     return "\n".join(lines)
+
+
+def _in_whole_batches(recipe: Recipe, tokens: int) -> int:
+    batch = recipe.micro_batch_size * recipe.max_length
+    return math.ceil(tokens / batch) * batch
 
 
 def size_of(config: Config) -> int:

@@ -56,11 +56,10 @@ def main(recipe: Recipe, topology: str | None) -> int:
     check_trainable(config)
     memory = memory_per_device(recipe, config, mesh, dtype)
     total = sum(memory.values())
-    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
     flops = train_flops_by_part(config, recipe.max_length, remat=recipe.remat)
     print(describe_plan(recipe, config, dtype))
     print(f"\n{table_of_bytes('memory per device', memory)}\n\n{table_of_flops(flops)}\n")
-    print(_time_table(recipe, config, total, HARDWARE if machine is None else (machine,)))
+    print(_time_table(recipe, config, total, machines_of(mesh)))
     print(f"\n{serving_table(config, dtype, recipe.max_length)}")
     if recipe.init == "closed-form":
         tokens = calibration_tokens(recipe, config)
@@ -97,6 +96,13 @@ def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
     if -1 in recipe.mesh:
         return make_mesh(recipe.mesh)
     return AbstractMesh(tuple(recipe.mesh), MeshShape._fields)
+
+
+def machines_of(mesh: Mesh | AbstractMesh) -> Sequence[Hardware]:
+    """The machine that the devices of `mesh` are; all known ones if they need not exist, or are of
+    no known kind."""
+    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
+    return HARDWARE if machine is None else (machine,)
 
 
 # Tables -----------------------------------------------------------------------

@@ -46,6 +46,14 @@ _AT_LEAST_ONE = (
 )
 
 
+def check_calibration_tokens(tokens: int | None, init: Init) -> None:
+    """Raise `UsageError` for a number of tokens that no start of `init` is fitted to."""
+    if tokens is not None and init != "closed-form":
+        raise UsageError(
+            f"`calibration_tokens`={tokens} needs `init`=closed-form, and it is {init}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining
@@ -146,11 +154,7 @@ class Recipe:
                 raise UsageError(f"`{name}`={value}: must be from 0 to below 1")
         if not self.hidden_loss_weight >= 0:
             raise UsageError(f"`hidden_loss_weight`={self.hidden_loss_weight}: must be at least 0")
-        if self.calibration_tokens is not None and self.init != "closed-form":
-            raise UsageError(
-                f"`calibration_tokens`={self.calibration_tokens} needs `init`=closed-form, and it "
-                f"is {self.init}"
-            )
+        check_calibration_tokens(self.calibration_tokens, self.init)
         self._check_batch()
         self._check_evaluation()
         if self.profile_steps is not None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from ...config import Config
 from ...model import Model
 from ...params import Llama, llama_shapes, swiftkv_shapes
-from ...quantization import Format, Quantized, Scheme, quantized_shapes
+from ...quantization import Format, Quantized, Scheme, is_quantized, quantized_shapes
 from ...sharding import llama_shardings, swiftkv_shardings
 
 STANDARD_DEVIATION = 0.02
@@ -84,9 +84,7 @@ def _with_shardings(shapes, shardings):
 
 
 def _make_tree(shapes):
-    return jax.tree_util.tree_map_with_path(
-        _make, shapes, is_leaf=lambda leaf: isinstance(leaf, Quantized)
-    )
+    return jax.tree_util.tree_map_with_path(_make, shapes, is_leaf=is_quantized)
 
 
 def _make(path, leaf: jax.ShapeDtypeStruct | Quantized) -> jax.Array | Quantized:

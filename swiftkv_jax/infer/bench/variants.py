@@ -28,7 +28,7 @@ from ...presets import PRESETS
 from ...quantization import Format, Scheme, scheme_for
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
-from ..runner.kv_heads import kv_head_copies, with_kv_head_copies
+from ..runner.kv_heads import with_kv_head_copies
 from ..runner.layout import Layout
 from ..runner.memory import host_memory, memory_limit
 from ..runner.model_runner import ModelRunner
@@ -188,7 +188,7 @@ def _needed_memory(
     source: Source, name: str, cells: Sequence[Cell], options: EngineOptions
 ) -> tuple[int, int]:
     """Bytes of weights and of cache on one device."""
-    config = with_kv_head_copies(source.config, kv_head_copies(source.config, source.mesh))
+    config = with_kv_head_copies(source.config, source.mesh)
     weights = num_bytes(weight_shapes(config, name == STUDENT, source.dtype, source.quantization))
     split = 1 if source.mesh is None else source.mesh.shape[MODEL]
     return weights // split, _cache_bytes(source, name, cells, options)

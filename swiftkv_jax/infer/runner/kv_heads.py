@@ -20,7 +20,7 @@ from ...attention import split_heads
 from ...config import Config
 from ...mesh import MODEL
 from ...params import Llama, Param, SwiftKV, map_params
-from ...quantization import Quantized
+from ...quantization import Quantized, is_quantized
 from ...sharding import param_sharding, scale_sharding
 
 
@@ -33,8 +33,9 @@ def kv_head_copies(config: Config, mesh: Mesh | None) -> int:
     return mesh.shape[MODEL] // config.num_kv_heads if shared else 1
 
 
-def with_kv_head_copies(config: Config, copies: int) -> Config:
-    """The architecture with each key/value head `copies` times, one after the other."""
+def with_kv_head_copies(config: Config, mesh: Mesh | None) -> Config:
+    """The architecture with the copies of each key/value head one after the other."""
+    copies = kv_head_copies(config, mesh)
     orders = config.shared_kv_heads
     if orders is not None:
         orders = tuple(
@@ -86,7 +87,7 @@ def copy_kv_heads(
         return found
 
     def copied_tree(tree: Any) -> Any:
-        return map_params(copied, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+        return map_params(copied, tree, is_leaf=is_quantized)
 
     if upper_kv:
         wide = copied_tree(llama)

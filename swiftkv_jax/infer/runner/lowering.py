@@ -19,7 +19,7 @@ from ...quantization import Scheme
 from ..engine.grammar import mask_words
 from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_sequences, insert_token_counts, update_page_tables
-from .kv_heads import kv_head_copies, with_kv_head_copies
+from .kv_heads import with_kv_head_copies
 from .layout import Layout
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
 from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
@@ -221,7 +221,7 @@ def lower_program(
     """
     shards = dp_size(mesh)
     served = served_config(config, swiftkv, mesh=mesh).at_length(max_model_len)
-    config = with_kv_head_copies(config, kv_head_copies(config, mesh))
+    config = with_kv_head_copies(config, mesh)
     table_pages = -(-max_model_len // page_size)
     shapes = Shapes(
         dp_size=shards,

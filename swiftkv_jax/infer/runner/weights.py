@@ -37,7 +37,7 @@ from ...quantization import (
 from ...sharding import llama_shardings, swiftkv_shardings
 from ...stacks import unstack
 from ...transformer import delta_queries
-from .kv_heads import kv_head_copies, with_kv_head_copies
+from .kv_heads import with_kv_head_copies
 from .shapes import kv_programs, serves_two_caches
 
 
@@ -77,9 +77,8 @@ def served_config(
     key/value heads where it has more devices (`kv_heads`). `generated_kv` and `exact_tail` replace
     those of `config` unless they are None; `mixed` if each request chooses. Raises `UsageError` if
     the student cannot have them."""
-    copies = kv_head_copies(config, mesh)
     if not swiftkv:
-        return with_kv_head_copies(config.cut(config.num_layers), copies)
+        return with_kv_head_copies(config.cut(config.num_layers), mesh)
     config = choose_generated_kv(config, generated_kv, exact_tail)
     if mixed:
         choose_generated_kv(config, "own")
@@ -88,7 +87,7 @@ def served_config(
     if two_caches and config.shared_kv_heads is not None:
         heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     config = dataclasses.replace(config, shared_kv_heads=heads)
-    return with_kv_head_copies(config, copies)
+    return with_kv_head_copies(config, mesh)
 
 
 def serving_weights(

@@ -88,7 +88,7 @@ def test_it_is_the_same_model(name, eight_bits):
         model = dataclasses.replace(model, llama=dequantized(llama), swiftkv=dequantized(delta))
     assert kv_head_copies(model.config, mesh) == 4
     llama, delta = map(dequantized, copy_kv_heads(model.config, llama, delta, mesh))
-    copied = Model(llama, delta, with_kv_head_copies(model.config, 4))
+    copied = Model(llama, delta, with_kv_head_copies(model.config, mesh))
     for swiftkv in True, False:
         found, expected = (skv.logits(each, TOKENS, swiftkv=swiftkv) for each in (copied, model))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
