@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import random
 import statistics
@@ -30,6 +31,8 @@ from swiftkv_jax.infer.serve.options import ServerOptions
 from .client_floor import answering_at_once
 from .engines import CHUNK, CHUNK_SECONDS, TimedModelRunner, make_tokenizer
 from .host import OtherProcesses
+
+logger = logging.getLogger("swiftkv_jax.benchmarks")
 
 HALF_LOAD = 2
 """Requests of a client that arrive at half of the throughput."""
@@ -60,6 +63,12 @@ class Cell:
             runs["bare"].append(self.bare(seed, rate))
             rate = rate or runs["bare"][0]["request_rate"]
             runs["served"].append(self.served(seed, rate))
+            logger.info(
+                "repetition %d of %d: %.0f tokens/s alone, %.0f served",
+                seed + 1,
+                self.args.repetitions,
+                *(runs[kind][-1]["tokens_per_s"] for kind in ("bare", "served")),
+            )
         medians = {
             kind: {name: statistics.median(run[name] for run in all_) for name in all_[0]}
             for kind, all_ in runs.items()

@@ -29,7 +29,6 @@ import jax
 from jax.sharding import Mesh
 
 from .. import cli
-from ..attention import Attention
 from ..checkpoints import open_any, save_hf
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
@@ -52,8 +51,8 @@ from .arguments import (
     make_recipe,
 )
 from .data.loader import DatasetMixture
-from .evaluation import held_out_batches, sums
-from .far_tokens import FAR_NATS, MAX_FAR_LOSS, only_far
+from .evaluation import far_loss, load_held_out, sums, warn_of_far_loss
+from .far_tokens import FAR_NATS
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
@@ -250,27 +249,19 @@ def measure(
     """For each student of one teacher: perplexities, divergence and agreement on held-out rows, and
     the nats lost on the predictions that depend on the far prompt, of which there may be none."""
     first = next(iter(students.values()))
-    rows = list(held_out_batches(recipe, first.config, data, mesh))
-    # The same rows with all predictions: far tokens are found by halves of a row, whatever the
-    # roles of its tokens are.
-    boundary = dataclasses.replace(first.config, generated_kv="boundary", exact_tail=0)
-    same = boundary == first.config
-    whole = rows if same else held_out_batches(recipe, boundary, data, mesh)
-    attention = Attention(mesh, recipe.attention)
-    far_rows = [only_far(first.config, attention, first.llama, batch) for batch in whole]
+    rows = load_held_out(recipe, first.config, first.llama, data, mesh)
     step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
     results = {}
     for name, student in students.items():
         step = functools.partial(step_of(student.config), student.swiftkv, student.llama)
-        means, far = sums(step, rows).means(), sums(step, far_rows)
-        tokens = int(far.targets)
+        means, (far_tokens, far_nats) = sums(step, rows.batches).means(), far_loss(step, rows)
         results[name] = {
             "teacher_perplexity": math.exp(means["teacher_loss"]),
             "perplexity": math.exp(means["student_loss"]),
             "kl": float(means["logits_loss"]),
             "agreement": float(means["agreement"]),
-            "far_tokens": tokens,
-            "far_nats": float(far.student_nll - far.teacher_nll) / tokens if tokens else None,
+            "far_tokens": far_tokens,
+            "far_nats": far_nats,
         }
     return results
 
@@ -301,18 +292,15 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def warn_of_losses(results: dict[str, dict[str, Any]]) -> None:
     """Log a warning if the last student should not be served as it is: it loses more than
-    `MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without losing less
-    there."""
+    `far_tokens.MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without
+    losing less there."""
     (before, old), (name, new) = results.items()
     lost, lost_before = new["far_nats"], old["far_nats"]
-    if lost is not None and lost > MAX_FAR_LOSS:
-        logger.warning(
-            "the %s model loses %.2f nats on tokens that depend on the far prompt, more than %g: "
-            "distil it before you serve it, or keep more layers (`num_key_value_layers`)",
-            name,
-            lost,
-            MAX_FAR_LOSS,
-        )
+    warn_of_far_loss(
+        lost,
+        f"the {name} model",
+        "distil it before you serve it, or keep more layers (`num_key_value_layers`)",
+    )
     if new["kl"] > old["kl"] and (lost is None or lost >= lost_before):
         logger.warning(
             "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",

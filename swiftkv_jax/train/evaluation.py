@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..attention import Attention
 from ..batch import Batch
 from ..config import Config
+from ..params import Llama
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, first_batches
 from .distill import Sums
-from .metrics import EVAL_LOSS
+from .far_tokens import MAX_FAR_LOSS, only_far
+from .metrics import EVAL_FAR_NATS, EVAL_LOSS, METRICS, read_metrics
 from .recipe import Recipe
 from .setup import own_tail
 
+logger = logging.getLogger(__name__)
 
-def held_out_batches(
-    recipe: Recipe, config: Config, data: DatasetMixture, mesh: Mesh
-) -> Iterator[Batch]:
-    """The first rows of `data` on the mesh, as many as the recipe evaluates, fields B T."""
+
+class HeldOut(NamedTuple):
+    """Held-out rows on a mesh, fields B T."""
+
+    batches: list[Batch]
+    far_batches: list[Batch]
+    """The same rows with a `loss_mask` that keeps only the far-dependent predictions."""
+
+
+def load_held_out(
+    recipe: Recipe, config: Config, llama: Llama, data: DatasetMixture, mesh: Mesh
+) -> HeldOut:
+    """The first rows of `data`, as many as the recipe evaluates. The teacher runs on them twice to
+    find the far-dependent predictions."""
+    batches = list(_batches(recipe, config, data, mesh))
+    # The same rows with all predictions: far tokens are found by halves of a row, whatever the
+    # roles of its tokens are.
+    boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
+    whole = batches if boundary == config else _batches(recipe, boundary, data, mesh)
+    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+    return HeldOut(batches, [only_far(config, attention, llama, batch) for batch in whole])
+
+
+def _batches(recipe: Recipe, config: Config, data: DatasetMixture, mesh: Mesh) -> Iterator[Batch]:
     sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
     for local in first_batches(
         data,
@@ -36,21 +64,62 @@ def held_out_batches(
 
 
 def evaluate(
-    step: Callable[[Batch], Sums], batches: Iterable[Batch], hidden_weight: float
+    step: Callable[[Batch], Sums], rows: HeldOut, hidden_weight: float
 ) -> dict[str, float]:
-    """Perplexities, agreement, divergence and hidden loss per token, under names that begin with
-    `eval_`.
+    """Perplexities, agreement, divergence and hidden loss per token, and the nats lost on far
+    tokens if there are any, under names that begin with `eval_`.
 
     They are means over the predictions of targets (`hidden_loss`: over tokens). The recipe's
     `loss_average` and `loss_mask` affect only the training loss.
     """
-    means = {name: float(value) for name, value in sums(step, batches).means().items()}
-    return {
+    means = {name: float(value) for name, value in sums(step, rows.batches).means().items()}
+    results = {
         EVAL_LOSS: means["logits_loss"] + hidden_weight * means["hidden_loss"],
         "eval_teacher_perplexity": math.exp(means.pop("teacher_loss")),
         "eval_student_perplexity": math.exp(means.pop("student_loss")),
         **{f"eval_{name}": value for name, value in means.items()},
     }
+    _, lost = far_loss(step, rows)
+    return results if lost is None else results | {EVAL_FAR_NATS: lost}
+
+
+def far_loss(step: Callable[[Batch], Sums], rows: HeldOut) -> tuple[int, float | None]:
+    """(far-dependent predictions, nats that the student loses on them against the teacher, on
+    average; None if there are none)"""
+    far = sums(step, rows.far_batches)
+    tokens = int(far.targets)
+    return tokens, float(far.student_nll - far.teacher_nll) / tokens if tokens else None
+
+
+def warn_of_far_loss(lost: float | None, what: str, remedy: str) -> None:
+    """Log a warning if `what` loses more than `MAX_FAR_LOSS` nats on far tokens."""
+    if lost is not None and lost > MAX_FAR_LOSS:
+        logger.warning(
+            "%s loses %.2f nats on tokens that depend on the far prompt, more than %g: %s",
+            what,
+            lost,
+            MAX_FAR_LOSS,
+            remedy,
+        )
+
+
+def log_far_loss(folder: Path, step: int) -> None:
+    """Log what a run in `folder` lost on far tokens before its first step and after `step`, if it
+    was measured, with a warning if that is too much."""
+    lost = {
+        row["step"]: row[EVAL_FAR_NATS]
+        for row in read_metrics(folder / METRICS)
+        if EVAL_FAR_NATS in row
+    }
+    before, after = lost.get(0), lost.get(step)
+    if before is not None and after is not None:
+        logger.info("far tokens: %+.3f nats lost before training, %+.3f after", before, after)
+    warn_of_far_loss(
+        after,
+        "the student",
+        "train it longer, keep more layers (`num_key_value_layers`), or make smaller groups "
+        "(`key_value_group_size`)",
+    )
 
 
 def sums(step: Callable[[Batch], Sums], batches: Iterable[Batch]) -> Sums:

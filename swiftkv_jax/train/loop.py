@@ -26,7 +26,13 @@ from ..stacks import cast
 from .batch_sharder import BatchSharder
 from .checkpointing import RunCheckpoints, check_resume
 from .data.loader import DatasetMixture, batches
-from .evaluation import evaluate, evaluations_since_best, held_out_batches
+from .evaluation import (
+    HeldOut,
+    evaluate,
+    evaluations_since_best,
+    load_held_out,
+    log_far_loss,
+)
 from .metrics import EVAL_LOSS, MetricsRecorder
 from .output_folder import prepare_folder, removed_if_empty
 from .profiling import ProfileWindow
@@ -144,6 +150,7 @@ def run(recipe: Recipe) -> RunResult:
             state = checkpoints.load(best, shapes, shardings)
 
     if is_main_process():
+        log_far_loss(recipe.output_dir, int(state.step))
         # Before the export, because a run that has its model is finished and not started again.
         write_report(recipe.output_dir)
     llama, delta = (cast(tree, export_dtype) for tree in (model.llama, state.delta))
@@ -197,12 +204,16 @@ def train(
         )
         signals = stack.enter_context(StopSignals())
 
+        @functools.cache
+        def held_out(data: DatasetMixture) -> HeldOut:
+            return load_held_out(recipe, context.config, context.llama, data, context.mesh)
+
         def measure(step: int, state: TrainState) -> float | None:
             """The held-out loss; None without held-out data."""
             if context.eval_data is None:
                 return None
-            rows = held_out_batches(recipe, context.config, context.eval_data, context.mesh)
             compare = functools.partial(eval_step, state.delta, context.llama)
+            rows = held_out(context.eval_data)
             results = evaluate(compare, rows, recipe.hidden_loss_weight)
             metrics.record_evaluation(step, results)
             return results[EVAL_LOSS]

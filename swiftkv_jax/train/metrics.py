@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 EVAL_LOSS = "eval_loss"
 """Name of the held-out loss in a row."""
+EVAL_FAR_NATS = "eval_far_nats"
+"""Name of the nats lost on held-out far tokens, see `far_tokens`."""
 
 _PACKAGES = {  # a name of `report_to`: the module that it needs, and how to get it
     "jsonl": None,

@@ -104,6 +104,7 @@ _PANELS = (
         (("agreement", "training"), ("eval_agreement", "held-out")),
         scale=100,
     ),
+    Panel("Lost on held-out far tokens", "nats per token", (("eval_far_nats", ""),)),
     Panel("Gradient norm, before clipping", "norm", (("grad_norm", ""),), log=True),
     Panel("Learning rate", "rate", (("learning_rate", ""),)),
     Panel(

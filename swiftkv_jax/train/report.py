@@ -40,6 +40,7 @@ _OUTCOMES = {  # name in the metrics -> (label, format)
     "eval_agreement": ("next token agrees with the teacher", "{:.1%}"),
     "eval_logits_loss": ("KL, nats per token", "{:.4g}"),
     "eval_hidden_loss": ("hidden loss", "{:.4g}"),
+    "eval_far_nats": ("far tokens, nats lost", "{:+.3f}"),
 }
 
 _PAGE = """<!doctype html>

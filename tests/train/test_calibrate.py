@@ -21,7 +21,7 @@ from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train import calibrate as train_calibrate
-from swiftkv_jax.train import far_tokens
+from swiftkv_jax.train import evaluation, far_tokens
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
 from tests import tiny
@@ -142,7 +142,7 @@ def test_far_predictions_are_found_once(folder, monkeypatch):
         found.append(float(arguments[-1].loss_mask.sum()))
         return arguments[-1]
 
-    monkeypatch.setattr(train_calibrate, "only_far", all_are_far)
+    monkeypatch.setattr(evaluation, "only_far", all_are_far)
     flags = ["--num-key-value-layers", "2", "--eval-data", str(folder / "text.txt")]
     assert calibrate(folder, *flags, "--output-dir", str(folder / "once")) == 0
     record = json.loads((folder / "once" / "calibration.json").read_text())

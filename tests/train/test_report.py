@@ -31,6 +31,7 @@ def evaluation(step: int, student: float) -> dict:
         "logits_loss": 0.2,
         "hidden_loss": 0.1,
         "loss": 0.3,
+        "far_nats": 0.25,
     }
     return {"step": step} | {f"eval_{name}": value for name, value in numbers.items()}
 
@@ -81,6 +82,7 @@ def test_a_finished_run(tmp_path):
     assert rows["perplexity, student"] == ["12", "10.5"]
     assert rows["student&#x27;s perplexity above the teacher&#x27;s"] == ["+20.00%", "+5.00%"]
     assert rows["next token agrees with the teacher"] == ["90.0%", "90.0%"]
+    assert rows["far tokens, nats lost"] == ["+0.250", "+0.250"]
     assert rows["model"] == ["llama &lt;8B&gt;"], "escaped"
     assert (
         rows["data"] == ["a.jsonl, b.jsonl"]
@@ -103,6 +105,7 @@ def test_the_picture_is_in_the_page(tmp_path):
     titles = {
         "Loss",
         "Held-out perplexity",
+        "Lost on held-out far tokens",
         "Learning rate",
         "Speed",
         "tokens per second",

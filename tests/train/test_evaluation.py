@@ -1,0 +1,53 @@
+"""What a run reports of far tokens: at each evaluation, and of the model that it exports."""
+
+import json
+import math
+
+import pytest
+
+from swiftkv_jax.train import evaluation
+from swiftkv_jax.train.__main__ import main
+
+TEXT = (
+    "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
+)
+FLAGS = "--max-length 32 --batch-size 2 --max-steps 2 --learning-rate 0.01 --eval-steps 1"
+
+
+def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
+    tmp_path, monkeypatch, capsys
+):
+    """Where all predictions are far, what is lost there is what is lost."""
+    found = []
+
+    def all_are_far(*arguments):
+        found.append(arguments[-1])
+        return arguments[-1]
+
+    monkeypatch.setattr(evaluation, "only_far", all_are_far)
+    (code := tmp_path / "code.txt").write_text(TEXT * 10)
+    files = ["--data", str(code), "--eval-data", str(code), "--output-dir", str(tmp_path / "run")]
+    assert main([*FLAGS.split(), "--eval-batches", "3", *files]) == 0
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    measured = {row["step"]: row for row in rows if "eval_loss" in row}
+    assert list(measured) == [0, 1, 2] and len(found) == 3
+    for row in measured.values():
+        lost = math.log(row["eval_student_perplexity"] / row["eval_teacher_perplexity"])
+        assert row["eval_far_nats"] == pytest.approx(lost, rel=1e-3, abs=1e-6)
+    first, last = (measured[step]["eval_far_nats"] for step in (0, 2))
+    error = capsys.readouterr().err
+    assert f"far tokens: {first:+.3f} nats lost before training, {last:+.3f} after" in error
+
+
+@pytest.mark.parametrize(("lost", "warns"), [(0.14, False), (0.16, True), (None, False)])
+def test_a_student_that_loses_far_tokens_is_warned_of(lost, warns, tmp_path, log):
+    """Of the step that is exported, whatever the others lost."""
+    rows = [{"step": 0, "eval_far_nats": 0.1}, {"step": 1, "loss": 1.0}, {"step": 1}]
+    rows += [{"step": 2, "eval_far_nats": 0.9}]
+    if lost is not None:
+        rows[2]["eval_far_nats"] = lost
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation.log_far_loss(tmp_path, 1)
+    text = "the student loses 0.16 nats on tokens that depend on the far prompt, more than 0.15"
+    assert any(message.startswith(text) for message in log.messages) == warns
+    assert len(log.messages) == (0 if lost is None else 1 + warns)
