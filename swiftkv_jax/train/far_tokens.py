@@ -22,6 +22,7 @@ from ..layers import unembed
 from ..params import Llama
 from ..sharding import constrain_activations
 from ..transformer import teacher
+from .distill import chunk_length
 
 FAR_NATS = 1.0
 MAX_FAR_LOSS = 0.15
@@ -29,7 +30,6 @@ MAX_FAR_LOSS = 0.15
 student."""
 KEPT = 64
 """Tokens at the end of a row's first half that are not far; a quarter of a row at most."""
-_CHUNK = 256  # positions whose logits exist at a time
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -58,10 +58,11 @@ def _nll(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Fl
     x = constrain_activations(attention.mesh, teacher(config, llama, batch, attention=attention))
     targets = jnp.roll(batch.tokens, -1, axis=1)
     rows, length, _ = x.shape
+    chunk = chunk_length(rows, length, config.vocab_size, attention.mesh)
 
-    def chunks(array):  # B T ... -> chunks B _CHUNK ...
-        array = jnp.pad(array, [(0, 0), (0, -length % _CHUNK)] + [(0, 0)] * (array.ndim - 2))
-        return jnp.moveaxis(array.reshape(rows, -1, _CHUNK, *array.shape[2:]), 1, 0)
+    def chunks(array):  # B T ... -> chunks B chunk ...
+        array = jnp.pad(array, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (array.ndim - 2))
+        return jnp.moveaxis(array.reshape(rows, -1, chunk, *array.shape[2:]), 1, 0)
 
     def nll(part):
         x, targets = part

@@ -40,12 +40,12 @@ def nll(model: Model, row: int, start: int, stop: int) -> np.ndarray:
     return -log_p[np.arange(stop - start - 1), tokens[0, 1:]]
 
 
-@pytest.mark.parametrize("chunk", [256, 7])
+@pytest.mark.parametrize("chunk", [LENGTH, 7])
 @pytest.mark.parametrize("mesh", [None, "2x2"])
 def test_far_predictions(chunk, mesh, monkeypatch):
     """Rows of 24: the first half ends in 6 tokens that are not far."""
     monkeypatch.setattr(far_tokens, "FAR_NATS", 0.01)
-    monkeypatch.setattr(far_tokens, "_CHUNK", chunk)
+    monkeypatch.setattr(far_tokens, "chunk_length", lambda *_: chunk)
     jax.clear_caches()
     hf = tiny.hf_config()
     model = dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
