@@ -172,8 +172,8 @@ class MockModelRunner:
         return SamplerOutput(
             token,
             -token.astype(np.float32),
-            np.stack([token] * 20, -1),
-            np.zeros((*token.shape, 20), np.float32),
+            (token[..., None] + np.arange(20)) % VOCAB,
+            np.broadcast_to(-np.arange(20, dtype=np.float32), (*token.shape, 20)),
         )
 
     def _write(

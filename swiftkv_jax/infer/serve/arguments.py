@@ -202,7 +202,7 @@ def add_endpoints(parser: argparse._ActionsContainer) -> None:
     _add_switch(
         parser,
         "scoring",
-        "log-probabilities of prompts: /v1/score, and echo with logprobs",
+        "log-probabilities of prompts: /v1/score, prompt_logprobs, and echo with logprobs",
         "--enable-scoring",
     )
     _add_switch(

@@ -235,6 +235,58 @@ def test_each_choice_repeats_the_log_probabilities_of_its_prompt(running):
     assert "16160 tokens" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_prompt_logprobs(running, max_tokens):
+    """As vLLM lists them; the values are those of `echo`."""
+    body = {"prompt": ["hello", "a"], "max_tokens": max_tokens, "n": 2, "echo": True, "logprobs": 1}
+    _, answer = running.post("/v1/completions", body | {"prompt_logprobs": 3})
+    _, more = running.post("/v1/completions", body | {"n": 1, "logprobs": 3})
+    _, without = running.post("/v1/completions", body)
+    for choice, same in zip(answer["choices"], without["choices"], strict=True):
+        found = choice.pop("prompt_logprobs")
+        assert choice == same and "prompt_logprobs" not in same
+        ids = ids_of(body["prompt"][choice["index"] // 2])
+        lists = more["choices"][choice["index"] // 2]["logprobs"]
+        assert found[0] is None and len(found) == len(ids)
+        for token, entries, value, top in zip(
+            ids[1:],
+            found[1:],
+            lists["token_logprobs"][1 : len(ids)],
+            lists["top_logprobs"][1 : len(ids)],
+            strict=True,
+        ):
+            assert entries[str(token)]["logprob"] == value
+            assert {one["decoded_token"]: one["logprob"] for one in entries.values()} == top
+            ranks = {one["rank"]: one["logprob"] for one in entries.values()}
+            assert [ranks[1], ranks[2], ranks[3]] == sorted(top.values())[::-1][:3]
+            assert len(entries) == 3 or (len(entries) == 4 and entries[str(token)]["rank"] is None)
+
+
+def test_prompt_logprobs_of_a_chat(running):
+    """Those of its prompt, once."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2}
+    chat |= {"prompt_logprobs": 0, "return_token_ids": True}
+    _, answer = running.post("/v1/chat/completions", chat)
+    body = {"prompt": answer["prompt_token_ids"], "max_tokens": 1, "prompt_logprobs": 0}
+    _, same = running.post("/v1/completions", body)
+    assert answer["prompt_logprobs"] == same["choices"][0]["prompt_logprobs"]
+    assert [set(one) for one in answer["prompt_logprobs"][1:]] == [
+        {str(token)} for token in answer["prompt_token_ids"][1:]
+    ]
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": -1}, "prompt_logprobs")]
+    + [({"stream": True}, "stream"), ({"prompt": [[1] * 100] * 100, "n": 4}, "prompt_logprobs")],
+)
+def test_bad_prompt_logprobs(running, change, param):
+    body = {"prompt": "a", "max_tokens": 1, "prompt_logprobs": 20} | change
+    status, answer = running.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
 def test_an_echo_alone_needs_no_engine(running):
     steps = running.app.service.engine.snapshot.num_steps
     body = {"prompt": [[5, 6], [7]], "max_tokens": 0, "echo": True}

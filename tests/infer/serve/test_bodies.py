@@ -61,7 +61,6 @@ REFUSED = [
     ("use_beam_search", True, "unsupported_parameter"),
     ("length_penalty", 0.5, "unsupported_parameter"),
     ("guided_json", {}, "unsupported_parameter"),
-    ("prompt_logprobs", 1, "unsupported_parameter"),
     ("priority", 1, "unsupported_parameter"),
     ("priority", "high", "invalid_value"),
     ("truncate_prompt_tokens", 0, "invalid_value"),
@@ -184,7 +183,7 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "echo max_completion_tokens add_generation_prompt continue_final_message response_format "
         "structured_outputs tools tool_choice parallel_tool_calls include_reasoning "
         "chat_template_kwargs reasoning_effort skip_special_tokens truncate_prompt_tokens "
-        "truncation_side priority".split()
+        "truncation_side priority prompt_logprobs".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}

@@ -212,6 +212,25 @@ def test_a_thousand_requests_leave_equal_pages_after_every_step(lockstep, compil
     assert ours == theirs and len(ours) > 900 and max(ours) > 30 and ours[-1] == 0
 
 
+def test_steps_before_the_last_frame_end_well_after_process_0_has_closed(lockstep):
+    """Process 0 waits for a slow follower no longer than `END_SECONDS`."""
+    one = lockstep()
+    step = one.follower._engine.step
+
+    def slow():
+        time.sleep(0.1)
+        return step()
+
+    one.follower._engine.step = slow
+    one.thread.submit(0, Request([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)))
+    until(lambda: any(isinstance(event, Ended) for _, event in list(one.events)))
+    assert one.thread.stop(10)
+    one.followers.close()
+    assert not one.result
+    one.follower_thread.join(10)
+    assert one.result == [None] and not one.failures and not one.ends
+
+
 def test_an_engine_that_differs_ends_all(lockstep):
     one = lockstep()
     one.followers.send(3, 0, [], [])

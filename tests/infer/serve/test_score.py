@@ -74,3 +74,24 @@ def test_a_continuation_that_is_greedy_says_so(running):
 def test_refusals_name_the_pair(running, pairs, param):
     status, answer = running.post("/v1/score", {"pairs": pairs})
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/score", {"pairs": [{"context": "a", "continuation": "b"}]}, "pairs"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 0},
+            "prompt_logprobs",
+        ),
+    ],
+)
+def test_scores_need_a_server_that_has_programs_for_them(start, path, body, param):
+    running = start()
+    running.app.scoring = False
+    status, answer = running.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "the server's --enable-scoring" in answer["error"]["message"]

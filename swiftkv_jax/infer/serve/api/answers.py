@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import math
 from typing import Any
 
@@ -82,6 +83,30 @@ class CompletionLogprobs:
         return found
 
 
+def prompt_logprobs(
+    part: EngineRequest, count: int, spellings: TokenSpellings
+) -> list[dict[str, Any] | None]:
+    """For each token of a prompt but the first, which nothing predicts: itself and the `count`
+    likeliest ones, as vLLM lists them. The rank of a token that is not among those is null."""
+    entries: list[dict[str, Any] | None] = [None]
+    tokens = part.prompt.token_ids.tolist()[1:]
+    for token, logprob in zip(tokens, part.logprobs, strict=True):
+        found: dict[int, tuple[float, int | None]] = {token: (logprob.logprob, None)}
+        for rank, (other, value) in enumerate(logprob.top_logprobs[:count], start=1):
+            found[other] = value, rank
+        entries.append(
+            {
+                str(other): {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": spellings[other].text,
+                }
+                for other, (value, rank) in found.items()
+            }
+        )
+    return entries
+
+
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else LOWEST
 
@@ -111,6 +136,10 @@ class Writer:
         self._with_token_ids = with_token_ids
         self._head = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._fingerprint = fingerprint
+        self.scored: list[EngineRequest] = []
+        """Of each prompt its tokens, and their scores if they were asked for."""
+        self.prompt_logprobs: int | None = None
+        """Likeliest tokens that are listed for each token of a prompt, if they were asked for."""
 
     usage = staticmethod(usage)
 
@@ -142,6 +171,13 @@ class Writer:
     def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _of_prompts(self, number: int) -> dict[str, Any]:
+        """The log-probabilities of one prompt, if they were asked for."""
+        if self.prompt_logprobs is None:
+            return {}
+        part = self.scored[number]
+        return {"prompt_logprobs": prompt_logprobs(part, self.prompt_logprobs, self._spellings)}
+
     def _ids(self, delta: TextDelta) -> dict[str, Any]:
         return {"token_ids": delta.token_ids} if self._with_token_ids else {}
 
@@ -156,7 +192,7 @@ class ChatWriter(Writer):
         extra: dict[str, Any] = {"service_tier": None}
         if self._with_token_ids:
             extra["prompt_token_ids"] = generation.parts[0].prompt.token_ids.tolist()
-        return super().whole(generation) | extra
+        return super().whole(generation) | extra | self._of_prompts(0)
 
     def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         delta = choice.take()
@@ -230,18 +266,19 @@ class CompletionWriter(Writer):
     def __init__(
         self,
         *args: Any,
+        num_logprobs: int,
         echo: bool,
         prompt_texts: list[str],
         with_special: bool,
         **fields: Any,
     ):
-        """`prompt_texts` are those of the prompts, one each, for `echo`; `with_special` is whether
-        answers have special tokens."""
+        """`num_logprobs` is the number of likeliest tokens in a list; `prompt_texts` are those of
+        the prompts, one each, for `echo`; `with_special` is whether answers have special
+        tokens."""
         super().__init__(*args, **fields)
+        self._num_logprobs = num_logprobs
         self._echo, self._prompt_texts, self._with_special = echo, prompt_texts, with_special
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self.scores: list[EngineRequest] = []
-        """Of each prompt, for `echo`: its tokens, and their scores if they were asked for."""
         self.generates = True
         """False if nothing but the prompts is asked for."""
         self.num_samples = 1
@@ -258,8 +295,9 @@ class CompletionWriter(Writer):
                 "logprobs": self._of_prompt(index, part) if self.with_logprobs else None,
                 "finish_reason": "length",
                 "stop_reason": None,
+                **self._of_prompts(number),
             }
-            for number, (text, part) in enumerate(zip(self._prompt_texts, self.scores, strict=True))
+            for number, (text, part) in enumerate(zip(self._prompt_texts, self.scored, strict=True))
             for index in range(number * n, number * n + n)
         ]
 
@@ -270,7 +308,11 @@ class CompletionWriter(Writer):
     def _of_prompt(self, index: int, part: EngineRequest) -> dict[str, Any]:
         """Lists of a prompt's tokens, the first of which nothing predicts."""
         ids = part.prompt.token_ids.tolist()
-        return self._lists(index).of(ids, [None, *part.logprobs])
+        logprobs = (
+            dataclasses.replace(one, top_logprobs=one.top_logprobs[: self._num_logprobs])
+            for one in part.logprobs
+        )
+        return self._lists(index).of(ids, [None, *logprobs])
 
     def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         delta, number = choice.take(), choice.index // max(len(part.choices), 1)
@@ -278,13 +320,14 @@ class CompletionWriter(Writer):
         if self.with_logprobs:
             before = None
             if self._echo:
-                before = self._of_prompt(choice.index, self.scores[number])
+                before = self._of_prompt(choice.index, self.scored[number])
             logprobs = self._lists(choice.index).of(delta.token_ids, list(delta.logprobs))
             if before is not None:
                 logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         if self._echo:
             text = self._prompt_texts[number] + text
         result = {"index": choice.index, "text": text, "logprobs": logprobs, **self._end(choice)}
+        result |= self._of_prompts(number)
         if self._with_token_ids:
             result |= self._ids(delta) | {"prompt_token_ids": part.prompt.token_ids.tolist()}
         return result

@@ -12,7 +12,9 @@ from ..app import App
 from ..bodies.forms import Form
 from ..bodies.params import (
     check_logprob_entries,
+    check_prompt_logprob_entries,
     priority_of,
+    prompt_logprobs,
     refuse_unsupported,
     sampling_params,
 )
@@ -74,9 +76,10 @@ async def _completion(
     app: App, exchange: HTTPExchange, body: CompletionBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
     texts, salt = body.prompts(), salt_of(app, exchange, body.cache_salt)
+    wanted = prompt_logprobs(body, scoring=app.scoring)
     scores = bool(body.echo) and body.logprobs is not None
     if scores and not app.scoring:
-        raise unsupported("echo", "`echo` with `logprobs` needs the server's `enable_scoring`")
+        raise unsupported("echo", "`echo` with `logprobs` needs the server's --enable-scoring")
     if body.stream and (scores or body.max_tokens == 0):
         raise unsupported(
             "stream", "`stream` does not go with `echo` and `logprobs`, or without new tokens"
@@ -95,12 +98,12 @@ async def _completion(
     total = sum(len(prompt.token_ids) for prompt in prompts)
     # Each choice repeats what is echoed.
     check_logprob_entries(params, params.n * total if scores else 0, len(prompts))
+    check_prompt_logprob_entries(wanted, params.n * total)
     generates = body.max_tokens != 0
-    scored = [
-        EngineRequest(score_of(prompt, params.logprobs or 0, salt=salt), prompt)
-        for prompt in prompts
-    ]
-    parts = [part for part in scored if scores and len(part.prompt.token_ids) > 1]
+    top = max(params.logprobs or 0, wanted or 0)
+    scored = [EngineRequest(score_of(prompt, top, salt=salt), prompt) for prompt in prompts]
+    is_scored = scores or wanted is not None
+    parts = [part for part in scored if is_scored and len(part.prompt.token_ids) > 1]
     if generates:
         parts += await _parts(app, body, prompts, params, salt, form)
     _count(reservation, parts, "n" if params.n > 1 else "prompt")
@@ -116,11 +119,13 @@ async def _completion(
         *_facts(app, exchange, body),
         with_logprobs=params.logprobs is not None,
         with_token_ids=bool(body.return_token_ids),
+        num_logprobs=params.logprobs or 0,
         echo=bool(body.echo),
         prompt_texts=prompt_texts,
         with_special=body.skip_special_tokens is False,
     )
-    writer.scores, writer.generates, writer.num_samples = scored, generates, params.n
+    writer.scored, writer.prompt_logprobs = scored, wanted
+    writer.generates, writer.num_samples = generates, params.n
     return Generation(prompts, parts, reservation, exchange.arrival), writer
 
 
@@ -133,23 +138,30 @@ async def _chat(
         with_logprobs=params.logprobs is not None,
         with_token_ids=bool(body.return_token_ids),
     )
+    writer.scored, writer.prompt_logprobs = generation.parts, body.prompt_logprobs
     return generation, writer
 
 
 async def chat_generation(
     app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, SamplingParams]:
-    """What the engine runs for a chat. Raises `APIError`."""
+    """What the engine runs for a chat, the scores of its prompt first if they are asked for. Raises
+    `APIError`."""
+    wanted = prompt_logprobs(body, scoring=app.scoring)
     form = await app.form_of(body, app.tool_format, exchange.num_bytes_in)
     salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
     prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])
     check_logprob_entries(params, 0, 1)
+    check_prompt_logprob_entries(wanted, len(prompt.token_ids))
     begin: Start = "over"
     if app.reasoning is not None:
         begin = app.reasoning.start(prompt.text, continued(body))
-    parts = await _parts(app, body, [prompt], params, salt, form, begin)
+    parts = []
+    if wanted is not None and len(prompt.token_ids) > 1:
+        parts.append(EngineRequest(score_of(prompt, wanted, salt=salt), prompt))
+    parts += await _parts(app, body, [prompt], params, salt, form, begin)
     _count(reservation, parts, "n")
     return Generation([prompt], parts, reservation, exchange.arrival), params
 
@@ -247,7 +259,9 @@ async def _answer(
     await until_done(exchange, generation)
     exchange.extra["server-timing"] = server_timing(generation)
     extra = {"metrics": request_metrics(generation)} if app.options.request_metrics else {}
-    if writer.with_logprobs:  # microseconds for each token, and there may be many
+    if (
+        writer.with_logprobs or writer.prompt_logprobs is not None
+    ):  # microseconds for each token, and there may be many
         work, length = functools.partial(writer.whole, generation), generation.num_prompt_tokens
         whole = await app.encoder.in_thread(work, length + generation.num_tokens)
     else:

@@ -29,7 +29,7 @@ async def score(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/score"""
     app.service.check_ready()
     if not app.scoring:
-        raise unsupported("pairs", "scores need the server's `enable_scoring`")
+        raise unsupported("pairs", "scores need the server's --enable-scoring")
     await run(app, exchange, ScoreBody, _prepare, _send)
 
 

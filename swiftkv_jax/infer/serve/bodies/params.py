@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....errors import UsageError
-from ...engine.sampling_params import MAX_BIASES, SamplingParams
+from ...engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from ..errors import invalid, of_usage, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
 from ..protocol import ChatBody, CompletionBody, Sampling
@@ -60,7 +60,6 @@ _REFUSED = sorted(
         "moderation",
         "prediction",
         "prompt_embeds",
-        "prompt_logprobs",
         "repetition_detection",
         "stream_interval",
         "suffix",
@@ -238,18 +237,44 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
     return body.top_logprobs or 0
 
 
+def prompt_logprobs(body: ChatBody | CompletionBody, *, scoring: bool) -> int | None:
+    """Number of likeliest tokens that are listed for each token of a prompt; None: the prompt's
+    log-probabilities are not asked for. `scoring` is whether the server gives them. Raises
+    `APIError`."""
+    count = body.prompt_logprobs
+    if count is None:
+        return None
+    if not scoring:
+        message = "`prompt_logprobs` needs the server's --enable-scoring"
+        raise unsupported("prompt_logprobs", message)
+    if body.stream:
+        raise unsupported("stream", "`stream` does not go with `prompt_logprobs`")
+    if not 0 <= count <= MAX_LOGPROBS:
+        message = f"`prompt_logprobs`={count} must be from 0 to {MAX_LOGPROBS}"
+        raise invalid("prompt_logprobs", message)
+    return count
+
+
 def check_logprob_entries(params: SamplingParams, prompt_tokens: int, prompts: int) -> None:
     """Raise `APIError` for more log-probabilities than one answer may hold. `prompt_tokens` are
-    those whose log-probabilities are asked for."""
-    if params.logprobs is None:
-        return
-    tokens = prompts * params.n * params.max_tokens + prompt_tokens
-    entries = tokens * (params.logprobs + 1)
-    if entries > MAX_LOGPROB_ENTRIES:
+    those whose log-probabilities `echo` asks for."""
+    if params.logprobs is not None:
+        tokens = prompts * params.n * params.max_tokens + prompt_tokens
+        _check_entries(tokens, params.logprobs, "logprobs", "`max_tokens`, `n` or `logprobs`")
+
+
+def check_prompt_logprob_entries(count: int | None, tokens: int) -> None:
+    """The same for `prompt_logprobs`, of so many prompt tokens."""
+    if count is not None:
+        _check_entries(tokens, count, "prompt_logprobs", "`n` or `prompt_logprobs`")
+
+
+def _check_entries(tokens: int, count: int, param: str, lower: str) -> None:
+    if tokens * (count + 1) > MAX_LOGPROB_ENTRIES:
         raise invalid(
-            "logprobs",
-            f"{tokens} tokens with {params.logprobs + 1} log-probabilities each are above the "
-            f"limit of {MAX_LOGPROB_ENTRIES}: lower `max_tokens`, `n` or `logprobs`",
+            param,
+            f"{tokens} tokens with {count + 1} log-probabilities each are above the limit of "
+            f"{MAX_LOGPROB_ENTRIES}: lower {lower}",
         )
 
 

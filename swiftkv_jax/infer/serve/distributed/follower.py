@@ -119,7 +119,10 @@ class Follower:
             if engine.has_work:
                 engine.step()
                 num_steps += 1
-            self._channel.send(Done(commands.step))
+            # Process 0 does not wait long for steps before the last frame. If it has ended without
+            # one, `_receive` notices.
+            with contextlib.suppress(OSError):
+                self._channel.send(Done(commands.step))
 
     def fail(self, error: BaseException) -> None:
         """Send process 0 why this one ends. Where that has ended, which may be the reason, this
