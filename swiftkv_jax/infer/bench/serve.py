@@ -83,20 +83,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-concurrency", type=int, metavar="N", help="requests that run (default: all)")
     add("--num-warmups", type=int, default=1, metavar="N", help="first, untimed (default: 1)")
     add("--goodput", metavar="NAME:MS,...", help="share within ttft:MS, tpot:MS, e2e:MS")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields of a body")
+    add("--extra-body", default="{}", metavar="JSON", help="more fields of a body")
     add("--no-ignore-eos", action="store_true", help="let answers end by themselves")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
     add("--output", "-o", type=Path, metavar="JSON", help="all figures and times")
 
 
+def _fields(text: str) -> dict[str, Any]:
+    """The value of --extra-body. Raises `UsageError`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"`extra_body`: must be an object in JSON, got {text!r}")
+    return found
+
+
 def main(args: argparse.Namespace) -> int:
-    for name in ("input_len", "output_len", "num_prompts"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"`{name}`={getattr(args, name)} must be at least 1")
-    if args.request_rate <= 0 or args.burstiness <= 0:
-        raise UsageError("`request_rate` and `burstiness` must be above 0")
+    for name in ("input_len", "output_len", "num_prompts", "vocab_size", "max_concurrency"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"`{name}`={value} must be at least 1")
+    for name in ("request_rate", "burstiness"):
+        if not getattr(args, name) > 0:
+            raise UsageError(f"`{name}`={getattr(args, name)} must be above 0")
+    if args.num_warmups < 0:
+        raise UsageError(f"`num_warmups`={args.num_warmups} must not be negative")
     if args.prefix_len >= args.input_len:
         raise UsageError(f"`prefix_len`={args.prefix_len} must be below `input_len`")
+    args.extra_body = _fields(args.extra_body)
     limits = _goodput(args.goodput)
     prompts = read_prompts(args.dataset) if args.dataset else random_prompts(args)
     prompts = list(itertools.islice(itertools.cycle(prompts), args.num_prompts))

@@ -71,7 +71,7 @@ def unsupported(param: str, message: str = "") -> APIError:
 
 def request_timeout(seconds: float, limit: float) -> APIError:
     """504 for a request that has taken longer than it may."""
-    message = f"has run for {seconds:.3g} s, longer than {limit:g} s"
+    message = f"the request has run for {seconds:.3g} s, longer than {limit:g} s"
     return APIError(504, "request_timeout", message, headers={"x-should-retry": "false"})
 
 

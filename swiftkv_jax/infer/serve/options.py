@@ -213,9 +213,9 @@ class ServerOptions:
             elif isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             elif field.name == "shutdown_delay" or field.name == "shutdown_timeout":
-                if value < 0:
+                if not value >= 0:
                     raise UsageError(f"`{field.name}`={value} must not be negative")
-            elif value <= 0:
+            elif not value > 0:  # not a number either
                 raise UsageError(f"`{field.name}`={value} must be above 0")
         if refused := [name for name in self.chat_template_kwargs if name in _OF_THE_SERVER]:
             raise UsageError(f"`chat_template_kwargs`: requests cannot set {refused[0]!r}")

@@ -227,6 +227,20 @@ def test_log_probabilities_of_a_prompt(running, max_tokens):
     assert answer["usage"]["prompt_tokens"] == 6
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("prompt", ["a<|user|>b", [1, USER_TOKEN, 2, 71]])
+def test_offsets_of_an_echo_index_its_text(running, prompt, skip):
+    """Its special tokens too, which the answer leaves out."""
+    body = {"prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 0, "ignore_eos": True}
+    _, answer = running.post("/v1/completions", body | {"skip_special_tokens": skip})
+    (choice,) = answer["choices"]
+    lists, text = choice["logprobs"], choice["text"]
+    assert any(token.startswith("<|") for token in lists["tokens"])
+    for token, start in zip(lists["tokens"], lists["text_offset"], strict=True):
+        assert text.startswith(token, start) or token.startswith("<|")
+    assert lists["text_offset"][-1] + len(lists["tokens"][-1]) == len(text)
+
+
 def test_each_choice_repeats_the_log_probabilities_of_its_prompt(running):
     """So they count as often against the limit of one answer."""
     body = {"prompt": [[1] * 100] * 40, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 20}

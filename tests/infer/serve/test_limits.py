@@ -82,7 +82,7 @@ def test_keys_do_not_share_prefixes(guarded):
 
 def test_where_keys_come_from(tmp_path, monkeypatch):
     file = tmp_path / "keys"
-    file.write_text("# a comment\n\nalice: key-of-alice\nkey-without-name\n")
+    file.write_text("# a comment\n\nalice: key-of-alice\nbob:key:of:bob\n")
     file.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         read_keys([], file)
@@ -92,12 +92,23 @@ def test_where_keys_come_from(tmp_path, monkeypatch):
         "key1": "given-key",
         "environment": "from-the-environment",
         "alice": "key-of-alice",
-        "line 4": "key-without-name",
+        "bob": "key:of:bob",
     }
     monkeypatch.delenv(KEY_VARIABLE)
     for bad in ("short", "with space inside", "ümlaut-key"):
         with pytest.raises(UsageError, match="8 to 512"):
             read_keys([bad], None)
+    for bad, message in (
+        ("key-without-name", "line 1 must be NAME:KEY"),
+        ("a:", "line 1 must be NAME:KEY"),
+        (":key-of-none", "line 1: '' is not a valid name"),
+        ("a:short", "line 1: a key must be 8 to 512"),
+        ("a:key-of-a\na:key-of-b", "line 2: 'a' is there twice"),
+    ):
+        file.write_text(bad)
+        with pytest.raises(UsageError, match=message) as error:
+            read_keys([], file)
+        assert "key-of" not in str(error.value) and "key-without" not in str(error.value)
     file.write_text("\n")
     with pytest.raises(UsageError, match="no key"):
         read_keys([], file)

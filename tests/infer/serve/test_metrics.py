@@ -189,6 +189,12 @@ def test_openmetrics_where_it_is_accepted(answered):
     )
     assert headers["content-type"].startswith("application/openmetrics-text")
     assert content.endswith(b"# EOF\n")
+    _, _, plain = answered.request("GET", "/metrics")
+
+    def names(text: bytes) -> set[bytes]:
+        return {line.partition(b"{")[0] for line in text.splitlines() if not line.startswith(b"#")}
+
+    assert names(plain) == names(content)
     headers = {"accept": "application/openmetrics-text; version=x"}
     status, headers, _ = answered.request("GET", "/metrics", headers=headers)
     assert status == 200 and headers["content-type"].startswith("text/plain")

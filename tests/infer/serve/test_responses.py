@@ -129,6 +129,9 @@ def test_many_calls_are_one_message_at_once():
         chat_body(ResponsesBody(input=[call] * (MAX_MESSAGES + 1)))
 
 
+BAD_FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "messages[9]"}}
+
+
 def test_an_answer_may_be_sent_back(client):
     """As the client's own objects, and as what they are dumped to, with fields of its own."""
     first = client.responses.create(
@@ -173,6 +176,8 @@ def test_an_answer_may_be_sent_back(client):
         ({"zzz": 1}, "zzz"),
         ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "input[0].output"),
         ({"text": {"format": {"type": "json_object", "name": "x", "schema": {}}}}, "text.format"),
+        # The client's own words, in the message of the error.
+        ({"text": {"format": BAD_FORMAT}}, "text.format"),
         ({"tools": [FORECAST, FORECAST]}, "tools[1].name"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         (

@@ -55,13 +55,19 @@ class CompletionLogprobs:
         self._spellings, self._with_special, self._offset = spellings, with_special, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, token_ids: list[int], logprobs: list[Logprob | None]) -> dict[str, Any]:
-        """Lists for the next tokens; None is an entry for a token that nothing predicts."""
+    def of(
+        self, token_ids: list[int], logprobs: list[Logprob | None], text: str | None = None
+    ) -> dict[str, Any]:
+        """Lists for the next tokens; None is an entry for a token that nothing predicts. `text` is
+        that of a prompt, which has the special tokens that it spells."""
         spellings = [self._spellings[token] for token in token_ids]
         tokens, offsets = [spelling.text for spelling in spellings], []
         for spelling in spellings:
             offsets.append(self._offset)
-            if self._with_special or not spelling.is_special:
+            shown = not spelling.is_special or self._with_special
+            if spelling.is_special and text is not None:
+                shown = text.startswith(spelling.content.decode(), self._offset)
+            if shown:
                 self._offset += len(self._decoder.decode(spelling.content))
         return {
             "tokens": tokens,
@@ -312,7 +318,8 @@ class CompletionWriter(Writer):
             dataclasses.replace(one, top_logprobs=one.top_logprobs[: self._num_logprobs])
             for one in part.logprobs
         )
-        return self._lists(index).of(ids, [None, *logprobs])
+        text = self._prompt_texts[index // self.num_samples]
+        return self._lists(index).of(ids, [None, *logprobs], text)
 
     def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
         delta, number = choice.take(), choice.index // max(len(part.choices), 1)

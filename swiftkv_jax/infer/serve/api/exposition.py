@@ -15,6 +15,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from .... import __version__
 from ..service.histogram import Histogram
@@ -32,6 +33,9 @@ def exposition(service: Service, accept: str) -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
     except Exception:  # of its parser, for a header that it does not understand
         encode, content_type = choose_encoder("")
+    if isinstance(encode, functools.partial):
+        # The names need no escaping, and that by underscores would replace their colons.
+        encode = functools.partial(encode, escaping=ALLOWUTF8)
     return encode(registry), content_type
 
 

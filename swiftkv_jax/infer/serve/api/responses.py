@@ -145,6 +145,8 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 """Fields that are refused, with the values besides null at which they change nothing."""
 _NAMES = {
     "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -191,17 +193,17 @@ async def _prepare(
 
 def _renamed(error: APIError, items: list[str]) -> APIError:
     """An error of the chat, with the names of this body. `items` are where its messages come
-    from."""
-
-    def here(text: str) -> str:
-        text = re.sub(r"\bmessages\[(\d+)\]", lambda found: items[int(found[1])], text)
-        text = re.sub(r"\b(tools\[\d+\])\.function", r"\1", text)
-        return re.sub(r"\b(max_tokens|max_completion_tokens)\b", "max_output_tokens", text)
-
-    message, param = here(error.message), error.param and here(error.param)
+    from. Only what `param` names is renamed, and what is in backticks: the rest of a message may
+    be the client's own words."""
+    message, param = error.message, error.param
     for chat, name in _NAMES.items():
         message = message.replace(f"`{chat}`", f"`{name}`")
         param = name if param == chat else param
+    found = re.match(r"messages\[(\d+)\]|tools\[\d+\]\.function", param or "")
+    if param is not None and found is not None:
+        here = items[int(found[1])] if found[1] else found[0].removesuffix(".function")
+        message = message.replace(found[0], here)
+        param = here + param[found.end() :]
     return APIError(error.status, error.code, message, param=param, headers=error.headers)
 
 

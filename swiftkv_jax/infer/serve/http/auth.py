@@ -71,34 +71,43 @@ def _refusal(code: str, message: str) -> APIError:
 def read_keys(given: Iterable[str], file: Path | None) -> dict[str, str]:
     """Name -> key, from arguments, a file and the environment. Raises `UsageError`."""
     keys = {f"key{number}": key for number, key in enumerate(given, start=1)}
+    for key in keys.values():
+        _check(key, "`api_key`")
     if key := os.environ.get(KEY_VARIABLE):
-        keys["environment"] = key
+        keys["environment"] = _check(key, KEY_VARIABLE)
     if file is not None:
         of_file = _read_file(file)
         if both := sorted(keys.keys() & of_file.keys()):
             raise UsageError(f"`api_key_file`={file}: the name {both[0]!r} is taken")
         keys |= of_file
-    for name, key in keys.items():
-        if not re.fullmatch(r"[!-~]{8,512}", key):
-            raise UsageError(f"the key {name!r} must be 8 to 512 letters, digits and signs")
     return keys
 
 
+def _check(key: str, where: str) -> str:
+    """The key. Raises `UsageError`, which does not repeat it."""
+    if not re.fullmatch(r"[!-~]{8,512}", key):
+        raise UsageError(f"{where}: a key must be 8 to 512 letters, digits and signs")
+    return key
+
+
 def _read_file(file: Path) -> dict[str, str]:
-    """A key a line, `name:key` or the key alone; empty lines and those with # are left out."""
+    """A line for each key, `name:key`; empty lines and those with # are left out. A key has a name
+    because its clients share a prefix cache, and keep it when the file is read anew."""
     if stat.S_IMODE(file.stat().st_mode) & 0o077:
         raise UsageError(f"`api_key_file`={file}: others can read it; chmod 600 it")
     keys: dict[str, str] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if not (line := line.strip()) or line.startswith("#"):
             continue
-        name, colon, key = line.partition(":")
-        name, key = (name.strip(), key.strip()) if colon else (f"line {number}", line)
+        name, _, key = map(str.strip, line.partition(":"))
+        where = f"`api_key_file`={file}: line {number}"
+        if not key:
+            raise UsageError(f"{where} must be NAME:KEY")
         if name in keys:
-            raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is there twice")
-        if not name.isprintable():
-            raise UsageError(f"`api_key_file`={file}: line {number}: {name!r} is not a valid name")
-        keys[name] = key
+            raise UsageError(f"{where}: {name!r} is there twice")
+        if not (name and name.isprintable()):
+            raise UsageError(f"{where}: {name!r} is not a valid name")
+        keys[name] = _check(key, where)
     if not keys:
         raise UsageError(f"`api_key_file`={file}: there is no key in it")
     return keys

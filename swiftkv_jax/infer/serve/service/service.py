@@ -311,7 +311,9 @@ class Service:
         for generation in list(self._admitted):
             age = now - generation.arrival
             if age > options.queue_timeout and self._is_waiting(generation):
-                message = f"waited {age:.0f} s, longer than {options.queue_timeout:g} s"
+                message = (
+                    f"the request has waited {age:.0f} s, longer than {options.queue_timeout:g} s"
+                )
                 headers = {"retry-after": str(admission.retry_after())}
                 self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
             elif age > generation.timeout:

@@ -68,7 +68,7 @@ class GrammarQueue:
                 await one.begun.wait()
             return await asyncio.shield(one.task)
         except TimeoutError:
-            message = f"waited {self._queue_timeout:g} s for the compiler of grammars"
+            message = f"the request has waited {self._queue_timeout:g} s for a grammar's compiler"
             raise APIError(408, "queue_timeout", message, headers={"retry-after": "5"}) from None
         except UsageError as error:
             raise invalid(param, str(error), "invalid_grammar") from None
