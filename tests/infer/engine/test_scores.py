@@ -4,7 +4,7 @@ import pytest
 
 from swiftkv_jax.infer.engine.requests import LogprobArrays, ScoreRequest
 from tests.infer.engine.test_scheduler import ask, check, check_empty, drain, prompt_of
-from tests.infer.mock_model_runner import mock_engine, next_token
+from tests.infer.mock_model_runner import VOCAB, mock_engine, next_token
 
 
 def test_scores_run_in_chunks_and_reuse_what_comes_before():
@@ -36,7 +36,9 @@ def test_long_scores_come_in_parts(length, sizes):
     check(request, 0, found)
     entries = [entry for output in outputs for entry in output.logprobs or ()]
     assert [entry.logprob for entry in entries] == [-token for token in found]
-    assert [entry.top_logprobs for entry in entries] == [((token, 0.0),) * 2 for token in found]
+    assert [entry.top_logprobs for entry in entries] == [
+        ((token, 0.0), ((token + 1) % VOCAB, -1.0)) for token in found
+    ]
     check_empty(engine)
 
 
