@@ -263,6 +263,13 @@ def chunk_length(batch: int, length: int, vocabulary: int, mesh: Mesh | None = N
     return min(length, 2 ** (allowed.bit_length() - 1))
 
 
+def split_chunks(x: Array, chunk: int) -> Array:
+    """B T ... -> chunks B `chunk` ...; the last chunk is padded with zeros."""
+    batch, length, *rest = x.shape
+    x = jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * len(rest))
+    return jnp.moveaxis(x.reshape(batch, -1, chunk, *rest), 1, 0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear_kl(static, *arrays):
     return _scan_chunks(static, *arrays, with_gradient=False)[0]
@@ -291,10 +298,6 @@ def _scan_chunks(
     chunk = static.chunk
     chunks = -(-length // chunk)
 
-    def split(x):  # B T ... -> chunks B chunk ...
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, chunks, chunk, *x.shape[2:]), 1, 0)
-
     def step(sums, arrays):
         student_x, teacher_x, next_tokens, weights = arrays
         student = jnp.einsum("BTD,VD->BTV", student_x, head, preferred_element_type=jnp.float32)
@@ -322,7 +325,9 @@ def _scan_chunks(
 
     zeros = (jnp.zeros((), jnp.float32),) * 4
     sums, gradient = jax.lax.scan(
-        step, zeros, tuple(map(split, (student_x, teacher_x, next_tokens, weights)))
+        step,
+        zeros,
+        tuple(split_chunks(x, chunk) for x in (student_x, teacher_x, next_tokens, weights)),
     )
     if gradient is not None:
         gradient = jnp.moveaxis(gradient, 0, 1).reshape(batch, chunks * chunk, -1)[:, :length]

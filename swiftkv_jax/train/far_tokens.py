@@ -22,7 +22,7 @@ from ..layers import unembed
 from ..params import Llama
 from ..sharding import constrain_activations
 from ..transformer import teacher
-from .distill import chunk_length
+from .distill import chunk_length, split_chunks
 
 FAR_NATS = 1.0
 MAX_FAR_LOSS = 0.15
@@ -60,15 +60,11 @@ def _nll(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Fl
     rows, length, _ = x.shape
     chunk = chunk_length(rows, length, config.vocab_size, attention.mesh)
 
-    def chunks(array):  # B T ... -> chunks B chunk ...
-        array = jnp.pad(array, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (array.ndim - 2))
-        return jnp.moveaxis(array.reshape(rows, -1, chunk, *array.shape[2:]), 1, 0)
-
     def nll(part):
         x, targets = part
         logits = unembed(config, llama, x)
         taken = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jax.nn.logsumexp(logits, -1) - taken
 
-    found = jax.lax.map(nll, (chunks(x), chunks(targets)))
+    found = jax.lax.map(nll, (split_chunks(x, chunk), split_chunks(targets, chunk)))
     return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]

@@ -259,9 +259,8 @@ async def _answer(
     await until_done(exchange, generation)
     exchange.extra["server-timing"] = server_timing(generation)
     extra = {"metrics": request_metrics(generation)} if app.options.request_metrics else {}
-    if (
-        writer.with_logprobs or writer.prompt_logprobs is not None
-    ):  # microseconds for each token, and there may be many
+    # Log-probabilities take microseconds for each token, and there may be many.
+    if writer.with_logprobs or writer.prompt_logprobs is not None:
         work, length = functools.partial(writer.whole, generation), generation.num_prompt_tokens
         whole = await app.encoder.in_thread(work, length + generation.num_tokens)
     else:
