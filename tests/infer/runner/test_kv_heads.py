@@ -91,7 +91,8 @@ def test_it_is_the_same_model(name, eight_bits):
     copied = Model(llama, delta, with_kv_head_copies(model.config, mesh))
     for swiftkv in True, False:
         found, expected = (skv.logits(each, TOKENS, swiftkv=swiftkv) for each in (copied, model))
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        # Sums over one head and over two differ in order. A wrong head is off by the logits' size.
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_which_meshes_need_copies():
