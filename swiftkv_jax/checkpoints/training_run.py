@@ -108,12 +108,7 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         generated_kv=recorded.get("generated_kv", "boundary"),
         exact_tail=recorded.get("exact_tail", 0),
     )
-    found = json.loads(json.dumps(dataclasses.asdict(config)))
-    if different := [
-        f"{name} {found.get(name)}, not {value}"
-        for name, value in recorded.items()
-        if found.get(name) != value
-    ]:
+    if different := config_differences(recorded, config):
         raise CheckpointError(
             f"{where}: not the base model of {path}: {'; '.join(different)}; give that "
             f"one's directory as `base`"
@@ -121,9 +116,19 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
     return open_any(where, config)
 
 
+def config_differences(recorded: dict[str, Any], config: Config) -> list[str]:
+    """How `config` differs from one that was written as JSON, field by field."""
+    found = json.loads(json.dumps(dataclasses.asdict(config)))
+    return [
+        f"{name} {found.get(name)}, not {value}"
+        for name, value in recorded.items()
+        if found.get(name) != value
+    ]
+
+
 def _newest_intact(path: Path, config: Config) -> int:
-    """The newest step whose delta is what was saved. Reads it: five percent of the model,
-    typically."""
+    """The newest step whose delta is what was saved. Reads it: the delta and its
+    moments."""
     damage: list[DamagedError] = []
     where = shardings(config, None)
     for step in reversed(run_steps(path)):

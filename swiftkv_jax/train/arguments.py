@@ -249,7 +249,7 @@ def add_checkpoints_and_reports(parser: argparse._ActionsContainer) -> None:
     flag(
         "--eval-batches",
         type=int,
-        help=f"batches of --eval-data used (default: {Recipe.eval_batches})",
+        help=f"batches of --eval-data used, of --batch-size (default: {Recipe.eval_batches})",
     )
     flag(
         "--early-stopping-patience",
@@ -336,7 +336,11 @@ def make_recipe(
 ) -> Recipe:
     """The `given` fields over those of `demo` where no model is named, else over the defaults of
     `Recipe`. Raises `UsageError`, which names the `command`, for arguments that are missing."""
+    if given.get("max_steps") is not None and "num_train_epochs" in given:
+        raise UsageError("give `max_steps` or `num_train_epochs`, not both")
     if args.model is None:
+        if "num_train_epochs" in given:
+            given["max_steps"] = None  # the demo's own number of steps
         if args.data is not None and args.eval_data is None:
             given["eval_data"] = None  # the demo's held-out text belongs to the demo's data
         return dataclasses.replace(demo, **given)

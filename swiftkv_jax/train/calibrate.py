@@ -56,6 +56,7 @@ from .far_tokens import FAR_NATS
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
+    check_closed_form,
     cut_model,
     describe_run,
     load_data,
@@ -170,6 +171,8 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     config = cut_model(recipe, source.config)
     if keep_delta:
         _check_kept(source, config)
+    else:
+        check_closed_form(config)
     exported = recipe.output_dir / EXPORT
     with removed_if_empty(recipe.output_dir):
         prepare_folder(recipe.output_dir, recipe.model)

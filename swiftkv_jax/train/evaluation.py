@@ -57,7 +57,7 @@ def _batches(recipe: Recipe, config: Config, data: DatasetMixture, mesh: Mesh) -
         data,
         sharder.num_rows,
         positions=sharder.positions,
-        limit=recipe.eval_batches,
+        limit=recipe.eval_batches * recipe.gradient_accumulation_steps,
         own_tail=own_tail(config),
     ):
         yield sharder.shard(local.batch)

@@ -40,6 +40,7 @@ from .progress import PeakFlops, Progress, peak_flops
 from .recipe import Recipe
 from .report import write_report
 from .setup import (
+    check_recorded,
     check_trainable,
     cut_model,
     describe_run,
@@ -93,6 +94,12 @@ def run(recipe: Recipe) -> RunResult:
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
     with removed_if_empty(recipe.output_dir):
         prepare_folder(recipe.output_dir, recipe.model)
+        exported, continues = recipe.output_dir / EXPORT, bool(run_steps(recipe.output_dir))
+        if exported.exists() and not continues:
+            raise UsageError(
+                f"`output_dir`={recipe.output_dir} holds a model but no run to continue; name "
+                f"another, or remove {exported}"
+            )
         data, eval_data = load_data(recipe, open_tokenizer(recipe))
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
 
@@ -101,7 +108,6 @@ def run(recipe: Recipe) -> RunResult:
     configs = training_configs(config, model.dtype, mesh)
     attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
     recipe = dataclasses.replace(recipe, attention=attention)
-    continues = bool(run_steps(recipe.output_dir))
     model, initial_delta_digest = start_of_run(recipe, model, data, mesh, continues=continues)
     config = model.config
     logger.info("%s", describe_run(recipe, model, mesh))
@@ -115,13 +121,7 @@ def run(recipe: Recipe) -> RunResult:
     )
     with contextlib.closing(checkpoints):
         state = checkpoints.restore(shapes, shardings)
-        exported = recipe.output_dir / EXPORT
-        if exported.exists():
-            if state is None:
-                raise UsageError(
-                    f"`output_dir`={recipe.output_dir} holds the model of a finished run; name "
-                    f"another, or remove {exported}"
-                )
+        if state is not None and exported.exists():
             logger.info(
                 "finished after step %d before: the model is in %s", int(state.step), exported
             )
@@ -129,6 +129,8 @@ def run(recipe: Recipe) -> RunResult:
         if state is None:
             assert model.swiftkv is not None
             state = init_state(config, optimizer, mesh, model.swiftkv)
+        else:
+            check_recorded(recipe, config)
         # From here on the delta is the master copy in the state.
         model = dataclasses.replace(model, swiftkv=None)
 
@@ -234,7 +236,9 @@ def train(
             if patience_is_over(first):
                 return state, 0
         else:
-            measure(0, state)
+            score = measure(0, state)
+            if recipe.load_best_model_at_end:  # training may make it worse
+                checkpoints.save(state, score=score)
         reading = batches(
             context.data,
             recipe.batch_size,

@@ -105,6 +105,7 @@ class Recipe:
     hidden_loss: HiddenLoss = "relative"
     hidden_loss_weight: float = 0.1
     hidden_loss_layer: int = AUTHORS.hidden_layer
+    """Hidden state that is compared. The hidden loss is 0 where that is not above the cut."""
     loss_average: LossAverage = "targets"
     """What the summed KL divergence of a step is divided by."""
     loss_mask: LossMask = "shifted"
@@ -129,10 +130,12 @@ class Recipe:
     eval_steps: int | None = None
     """Steps between evaluations. None evaluates before the first step and after the last."""
     eval_batches: int = 16
+    """Batches of `batch_size` held-out rows in an evaluation."""
     early_stopping_patience: int | None = None
     """Evaluations in a row without a lower held-out loss after which the run ends."""
     load_best_model_at_end: bool = False
-    """Whether the state of the lowest held-out loss is exported instead of the last."""
+    """Whether the state of the lowest held-out loss, that of step 0 included, is exported instead
+    of the last."""
     max_unreadable_share: float = 0.01
     """Share of a source's rows above which unreadable ones stop the run."""
     resume: Resume = "auto"

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 REPORT = "report.html"
 
 _SETTINGS = """
-model data eval_data mesh num_key_value_layers key_value_group_size max_length batch_size
-gradient_accumulation_steps max_steps learning_rate lr_schedule warmup_ratio temperature kl kl_top_k
-hidden_loss_weight hidden_loss_layer loss_average loss_mask dtype remat seed mfu_of jax
+model data eval_data mesh num_key_value_layers key_value_group_size generated_kv exact_tail init
+max_length padding batch_size gradient_accumulation_steps max_steps learning_rate lr_schedule
+warmup_ratio max_grad_norm temperature kl kl_top_k hidden_loss hidden_loss_weight hidden_loss_layer
+loss_average loss_mask dtype remat seed mfu_of jax
 """.split()
 
 _OUTCOMES = {  # name in the metrics -> (label, format)
@@ -149,7 +150,9 @@ def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list
     """Held-out numbers of the first and of the last evaluation: (heading, rows)."""
     chosen = evaluations[:1] if len(evaluations) == 1 else [evaluations[0], evaluations[-1]]
     heading = ("held-out", *(_moment(row["step"]) for row in chosen))
-    found = {key: outcome for key, outcome in _OUTCOMES.items() if key in chosen[0]}
+    found = {
+        key: outcome for key, outcome in _OUTCOMES.items() if all(key in row for row in chosen)
+    }
     rows = [
         (label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()
     ]

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from ..calibration import check_groups
 from ..checkpoints import load, open_any
-from ..checkpoints.auxiliary import load_tokenizer
+from ..checkpoints.auxiliary import load_tokenizer, read_json
 from ..checkpoints.digest import digest_all
-from ..checkpoints.training_run import RECIPE
+from ..checkpoints.training_run import RECIPE, config_differences
 from ..config import Config
-from ..cut import choose_cut, choose_generated_kv
+from ..cut import choose_cut, choose_generated_kv, has_same_delta
 from ..errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ..hardware import GIB
 from ..io.files import write_json
@@ -45,11 +45,8 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
     """
     config = choose_cut(found, recipe.num_key_value_layers, recipe.key_value_group_size)
     config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
-    if recipe.init == "closed-form":
-        try:
-            check_groups(config)
-        except ConfigError as error:
-            raise UsageError(str(error)) from None
+    if recipe.init == "closed-form" and not has_delta(found, config):
+        check_closed_form(config)
     if recipe.max_length > config.max_position_embeddings:
         raise UsageError(
             f"`max_length`={recipe.max_length}: this model has {config.max_position_embeddings} "
@@ -58,6 +55,16 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
         raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")
+    compared = recipe.objective.layer_index(config.num_layers)
+    if (
+        compared <= config.num_key_value_layers
+        and recipe.hidden_loss_weight
+        and recipe.hidden_loss_layer != Recipe.hidden_loss_layer
+    ):
+        raise UsageError(
+            f"`hidden_loss_layer`={recipe.hidden_loss_layer}: teacher and student have the same "
+            f"state there; name one above {config.num_key_value_layers}"
+        )
     if recipe.kl_top_k is not None and recipe.kl_top_k > config.vocab_size:
         raise UsageError(f"`kl_top_k`={recipe.kl_top_k}: this model has {config.vocab_size} tokens")
     if config.num_upper_layers == 0:
@@ -66,6 +73,19 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
             f"layers, so nothing is left to distil"
         )
     return config
+
+
+def has_delta(found: Config, config: Config) -> bool:
+    """Whether a checkpoint of architecture `found` has a delta for `config`."""
+    return bool(found.num_upper_layers) and has_same_delta(found, config)
+
+
+def check_closed_form(config: Config) -> None:
+    """Raise `UsageError` if there is no closed form for the delta."""
+    try:
+        check_groups(config)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
 
 
 def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
@@ -220,6 +240,34 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
         f"layers have keys and values of their own{groups}{own}\n"
         f"{model.dtype} on {mesh.size} x {device.device_kind}{processes}, {axes}{emulated}"
     )
+
+
+def check_recorded(recipe: Recipe, config: Config) -> None:
+    """Compare a run that continues with what `write_settings` wrote. Raises `CheckpointError` for
+    another architecture, `UsageError` if losses on other held-out rows would be compared."""
+    path = recipe.output_dir / RECIPE
+    if not path.is_file():
+        return
+    recorded = read_json(path)
+    if different := config_differences(recorded.get("config", {}), config):
+        raise CheckpointError(
+            f"{recipe.model}: its architecture is not that of the run in {recipe.output_dir}: "
+            f"{'; '.join(different)}"
+        )
+    changed = [
+        name
+        for name in ("eval_data", "eval_batches")
+        if name in recorded and recorded[name] != getattr(recipe, name)
+    ]
+    if not changed:
+        return
+    if recipe.early_stopping_patience is not None or recipe.load_best_model_at_end:
+        raise UsageError(
+            f"`{changed[0]}`={getattr(recipe, changed[0])}: the run was measured with "
+            f"{recorded[changed[0]]}; `early_stopping_patience` and `load_best_model_at_end` "
+            f"compare losses on the same rows only"
+        )
+    logger.warning("`%s` has changed: losses before and from here are not comparable", changed[0])
 
 
 def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> None:

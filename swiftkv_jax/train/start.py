@@ -62,6 +62,11 @@ def start_of_run(
             logger.warning(
                 "`init`=%s: the model has a delta, which the run begins with", recipe.init
             )
+        if recipe.calibration_tokens is not None:
+            logger.warning(
+                "`calibration_tokens`=%d: the model has a delta, which the run begins with",
+                recipe.calibration_tokens,
+            )
         layers = ()
     start = Start(model, digest_all(jax.tree.leaves(model.swiftkv)))
     if is_main_process():

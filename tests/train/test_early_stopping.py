@@ -43,6 +43,29 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
         shutil.rmtree(run / "model")  # as after a kill in the export
 
 
+def test_the_start_is_exported_where_training_made_it_worse(tmp_path, capsys):
+    code = tmp_path / "code.txt"
+    code.write_text(TEXT)
+    settings = "--max-length 32 --batch-size 2 --max-steps 4 --eval-steps 2 --save-steps 2"
+    files = ["--data", str(code), "--eval-data", str(code)]
+
+    def exported(run: str, rate: str, *flags: str) -> bytes:
+        more = ["--learning-rate", rate, "--output-dir", str(tmp_path / run), *flags]
+        assert main([*settings.split(), *files, *more]) == 0
+        return (tmp_path / run / "model" / "model.safetensors").read_bytes()
+
+    start = exported("unchanged", "1e-30")
+    assert exported("worse", "0.3") != start
+    best = ["--load-best-model-at-end"]
+    assert exported("best", "0.3", *best) == start
+    assert "exporting step 0, which had the lowest held-out loss" in capsys.readouterr().err
+    # As after a kill in the export, and before the second step.
+    shutil.rmtree(tmp_path / "best" / "model")
+    shutil.rmtree(tmp_path / "best" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "best" / "checkpoints" / "2")
+    assert exported("best", "0.3", *best) == start
+
+
 def steps(run: Path) -> list[dict]:
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "loss" in row]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 
+import numpy as np
 import pytest
 
 from swiftkv_jax.train import evaluation
@@ -37,6 +39,31 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
     first, last = (measured[step]["eval_far_nats"] for step in (0, 2))
     error = capsys.readouterr().err
     assert f"far tokens: {first:+.3f} nats lost before training, {last:+.3f} after" in error
+
+    # Losses on other rows are not comparable.
+    shutil.rmtree(tmp_path / "run" / "model")
+    other = [*FLAGS.split(), "--eval-batches", "2", *files]
+    assert main([*other, "--load-best-model-at-end"]) == 2
+    error = capsys.readouterr().err
+    assert "--eval-batches 2: the run was measured with 3" in error
+    assert main(other) == 0
+    assert "--eval-batches has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_micro_batches_do_not_change_which_rows_are_measured(parts, tmp_path, monkeypatch):
+    rows = []
+
+    def count(*arguments):
+        rows.extend(np.asarray(arguments[-1].tokens))
+        return arguments[-1]
+
+    monkeypatch.setattr(evaluation, "only_far", count)
+    (code := tmp_path / "code.txt").write_text(TEXT * 10)
+    files = ["--data", str(code), "--eval-data", str(code), "--output-dir", str(tmp_path / "run")]
+    parts_flag = ["--gradient-accumulation-steps", str(parts)]
+    assert main([*FLAGS.split(), "--eval-batches", "3", *parts_flag, *files]) == 0
+    assert len(rows) == 6
 
 
 @pytest.mark.parametrize(("lost", "warns"), [(0.14, False), (0.16, True), (None, False)])

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import pytest
 
+from swiftkv_jax import Config
 from swiftkv_jax.checkpoints.digest import digest_all
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.train.__main__ import parser, recipe_from
 from swiftkv_jax.train.recipe import (
     AUTHORS_RECIPE,
@@ -17,9 +19,10 @@ from swiftkv_jax.train.recipe import (
     STEERING_LATER,
     Recipe,
 )
-from swiftkv_jax.train.setup import fingerprint
+from swiftkv_jax.train.setup import cut_model, fingerprint
 from tests import tiny
 
+RECIPE = Recipe(model="m", data=("d",), output_dir=Path("o"), max_length=64)
 AUTHORS = {
     "init": "authors",
     "loss_average": "positions",
@@ -42,6 +45,38 @@ def test_the_authors_recipe():
     assert changed == AUTHORS
     mixed = parser().parse_args([*flags, "--recipe", "authors", "--padding", "separate"])
     assert recipe_from(mixed) == dataclasses.replace(authors, padding="separate")
+
+
+def test_epochs_and_steps():
+    """Epochs take the place of the demo's own steps; both at once would contradict each other."""
+    assert recipe_from(parser().parse_args(["--num-train-epochs", "3"])).max_steps is None
+    both = parser().parse_args(["--num-train-epochs", "3", "--max-steps", "5"])
+    with pytest.raises(UsageError, match="`max_steps` or `num_train_epochs`, not both"):
+        recipe_from(both)
+
+
+def config_of(**changes: Any) -> Config:
+    """Six layers, cut at 2, of the others two share a cache."""
+    hf = tiny.hf_config(key_value_group_size=2)
+    return dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)).config, **changes)
+
+
+@pytest.mark.parametrize("layer", [0, 2, -5])
+def test_a_hidden_state_that_cannot_differ_is_refused(layer):
+    """States up to the one that enters layer 2 are the teacher's."""
+    recipe = dataclasses.replace(RECIPE, hidden_loss_layer=layer)
+    with pytest.raises(UsageError, match="teacher and student have the same state there"):
+        cut_model(recipe, config_of())
+    assert cut_model(dataclasses.replace(recipe, hidden_loss_weight=0.0), config_of())
+    assert cut_model(dataclasses.replace(recipe, hidden_loss_layer=3), config_of())
+
+
+def test_a_delta_needs_no_closed_form():
+    """Keys with norms have no closed form for groups; a delta that is there can be trained."""
+    config = config_of(qk_norm="head")
+    assert cut_model(RECIPE, config) == config
+    with pytest.raises(UsageError, match="no closed form"):
+        cut_model(dataclasses.replace(RECIPE, key_value_group_size=4), config)
 
 
 # Continuing a run -------------------------------------------------------------

@@ -125,6 +125,13 @@ def test_a_run_that_goes_on(count, tmp_path):
     assert f"step {FINISHED[count - 1]['step']} of 40" in text
 
 
+def test_evaluations_on_other_rows_show_what_both_have():
+    first, last = evaluation(0, 12.0), evaluation(40, 10.5)
+    del last["eval_far_nats"]
+    labels = [row[0] for row in report.outcomes([first, last])[1]]
+    assert "perplexity, student" in labels and not any("far" in label for label in labels)
+
+
 def test_a_run_without_held_out_data_or_speeds(tmp_path):
     text = page(tmp_path, [{"step": 1, "loss": 2.0, "grad_norm": 1.0}])
     assert (

@@ -161,7 +161,9 @@ def test_a_finished_model_is_not_taken_for_a_new_runs(data, uninterrupted, tmp_p
     output = tmp_path / "run"
     shutil.copytree(uninterrupted / "model", output / "model")
     assert main(arguments(data, output)) == 2
-    assert f"{output} holds the model of a finished run" in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{output} holds a model but no run to continue" in error
+    assert [path.name for path in output.iterdir()] == ["model"]  # found before data is prepared
 
 
 def test_divergence_stops_the_run(data, tmp_path, capsys):

@@ -74,6 +74,8 @@ def test_a_start_that_has_no_effect_is_warned_of(folder, capsys):
     given = ["--model", str(folder / "run" / "model"), "--max-steps", "1"]
     assert train(folder, "next", *given, *again) == 0
     assert "--init leader: the model has a delta" in capsys.readouterr().err
+    assert train(folder, "next too", *given, "--calibration-tokens", "64") == 0
+    assert "--calibration-tokens 64: the model has a delta" in capsys.readouterr().err
     assert train(folder, "none", *again, "--calibration-tokens", "64") == 2
     assert "--calibration-tokens 64 needs --init closed-form" in capsys.readouterr().err
 
@@ -101,3 +103,16 @@ def test_another_start_is_another_run(folder, capsys):
     shutil.rmtree(run / "model")
     assert train(folder, "other") == 4
     assert "belongs to another run" in capsys.readouterr().err
+
+
+def test_another_architecture_is_another_run(folder, capsys):
+    """The weights alone do not say how they are used."""
+    run, teacher = folder / "edited", folder / "edited teacher"
+    shutil.copytree(folder / "run", run)
+    shutil.rmtree(run / "model")
+    shutil.copytree(folder / "teacher", teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert train(folder, "edited", "--model", str(teacher)) == 4
+    assert "its architecture is not that of the run" in capsys.readouterr().err
+    assert train(folder, "edited") == 0

@@ -143,7 +143,13 @@ def describe_dataset(dataset: PackedDataset) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of all that decides which tokens a document becomes."""
+    """Hash of all that decides which tokens a document becomes.
+
+    A file may ask for truncation or padding. Documents are encoded without, which switches them off
+    in the tokenizer; here it is done first, so that the hash is the same before and after.
+    """
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -66,6 +66,18 @@ def test_a_dataset_is_found_again_while_nothing_has_changed(
         prepare(source, tokenizer, LENGTH, cache)
 
 
+def test_truncation_and_padding_of_a_tokenizer_file_change_nothing(tmp_path, tokenizer, source):
+    """Calling the tokenizer switches both off, so a hash with them would change on the way."""
+    other = copy.deepcopy(tokenizer)
+    other.backend_tokenizer.enable_truncation(8)
+    other.backend_tokenizer.enable_padding(length=8)
+    assert tokenizer_fingerprint(other) == tokenizer_fingerprint(tokenizer)
+    prepare(source, other, LENGTH, tmp_path / "cache")
+    other.backend_tokenizer.enable_truncation(8)  # as the next process reads it
+    found = prepare(source, other, LENGTH, tmp_path / "cache")
+    assert found.manifest.tokenizer == tokenizer_fingerprint(tokenizer)
+
+
 def test_the_fingerprint_does_not_depend_on_the_place(tmp_path, tokenizer, source):
     (tmp_path / "elsewhere").mkdir()
     moved = write_rows(tmp_path / "elsewhere" / "b.jsonl", 20)
