@@ -19,7 +19,7 @@ from tqdm import tqdm
 from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from ..infer.engine.engine import Engine
-from ..infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
+from ..infer.engine.requests import Request, RequestOutput, ScoreRequest
 from ..infer.text import TextStream, brings_first_token, check_unicode, encode_pair, first_token
 from .generation import Generation, generation
 
@@ -195,13 +195,13 @@ class TextModel:
                 yield request
 
         def update(number: int, output: RequestOutput) -> bool:
+            if output.finish_reason == "error":
+                raise DataError(f"request {number}: {output.error}")
             parts[number].append(output)
             if output.finish_reason is None:
                 return False
             outputs = parts.pop(number)
             logprob = math.fsum(entry.logprob for part in outputs for entry in part.logprobs or ())
-            if not math.isfinite(logprob):
-                raise DataError(f"request {number}: {NOT_FINITE}")
             likeliest = [token for part in outputs for token in part.token_ids]
             found[number] = logprob, likeliest == list(scored.pop(number))
             return True

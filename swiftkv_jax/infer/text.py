@@ -139,12 +139,16 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
         """The text is what follows that of `prompt`."""
-        self._text_of, self._prompt = text_decoder(tokenizer), list(prompt[-PROMPT_TOKENS:])
+        self._text_of = text_decoder(tokenizer)
+        self._textless = textless_tokens(tokenizer)
+        self._prompt = [t for t in prompt[-PROMPT_TOKENS:] if t not in self._textless]
         self._ids: list[int] = []
         self._context, self._done = 0, 0
 
     def push(self, token: int) -> str:
         """The text that has become certain."""
+        if token in self._textless:  # kept, a run of them would be decoded again and again
+            return ""
         if not self._ids:
             self._begin()
         self._ids.append(token)
@@ -164,6 +168,7 @@ class Detokenizer:
     def push_all(self, tokens: Sequence[int]) -> str:
         """The text that has become certain of several tokens, at the cost of one where they end
         with a whole character."""
+        tokens = [token for token in tokens if token not in self._textless]
         if not self._ids:
             self._begin()
         before = len(self._ids)
@@ -209,6 +214,18 @@ def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     return functools.partial(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
+
+
+@functools.lru_cache(maxsize=8)
+def textless_tokens(tokenizer: Any) -> frozenset[int]:
+    """Ids that a text decoder leaves out: the tokenizer's special tokens; none where it decodes
+    them too."""
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return frozenset(getattr(tokenizer, "all_special_ids", ()))
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
 
 
 class TextStream:

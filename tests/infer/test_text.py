@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import swiftkv_jax.infer.text as text_module
 from swiftkv_jax import UsageError
 from swiftkv_jax.infer.stop_strings import StopStrings
 from swiftkv_jax.infer.text import (
@@ -16,6 +17,7 @@ from swiftkv_jax.infer.text import (
     TextStream,
     encode,
     encode_chat,
+    text_decoder,
 )
 from tests.conftest import TEXT
 from tests.infer.conftest import CHAT_TEMPLATE
@@ -56,6 +58,25 @@ def test_any_tokens_give_their_text(tokenizer):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+@pytest.mark.parametrize("stops", [[], ["never"]])
+def test_special_tokens_are_not_decoded_again(tokenizer, stops, monkeypatch):
+    """They have no text, so nothing would ever be certain in a long run of them."""
+    lengths = []
+    decoder = text_decoder(tokenizer)
+
+    def count(ids):
+        lengths.append(len(ids))
+        return decoder(ids)
+
+    monkeypatch.setattr(text_module, "text_decoder", lambda _: count)
+    stream = TextStream(tokenizer, stops)
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("a ", "b"))
+    ids = [*before, *[tokenizer.eos_token_id] * 1000, *after]
+    pieces = [stream.push(ids[at : at + 8]) for at in range(0, len(ids), 8)]
+    assert "".join([*pieces, stream.finish()]) == "a b"
+    assert max(lengths) < 10 and stream.token_ids == ids
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -32,7 +32,7 @@ from ...cli.model_options import ModelOptions, add_model_arguments, load_model
 from ...errors import DataError, UsageError
 from ...io.jsonl import scan
 from ..engine.options import EngineOptions
-from ..engine.requests import NOT_FINITE, RequestOutput, ScoreRequest, Timing
+from ..engine.requests import RequestOutput, ScoreRequest, Timing
 from ..text import encode, encode_pair
 from .batch import read_rows, run_rows
 from .engine_options import add_engine_arguments, given_engine_options, start_engine
@@ -65,10 +65,10 @@ class Scores:
         self.timing: Timing | None = None
 
     def update(self, output: RequestOutput) -> bool:
+        if output.finish_reason == "error":
+            raise DataError(output.error)
         assert output.logprobs is not None
         self._logprobs += (entry.logprob for entry in output.logprobs)
-        if not all(map(math.isfinite, self._logprobs[-len(output.logprobs) :])):
-            raise DataError(NOT_FINITE)
         self._likeliest += output.token_ids
         self.done, self.timing = output.finish_reason is not None, output.timing
         return not self.done

@@ -78,6 +78,16 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         )
 
 
+def check_ends(request: Request, end_token_ids: Sequence[int]) -> None:
+    """Raise `UsageError` if `min_tokens` forbids every token that the request allows."""
+    allowed = getattr(request.grammar, "allowed_token_ids", None)
+    if request.params.min_tokens and allowed is not None and set(allowed) <= set(end_token_ids):
+        raise UsageError(
+            f"`min_tokens`={request.params.min_tokens} goes with no `allowed_token_ids` that all "
+            f"end the text"
+        )
+
+
 def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
     """Raise `UsageError` for a request that is too large for the whole cache or for all slots
     together."""

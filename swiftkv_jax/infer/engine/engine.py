@@ -28,7 +28,7 @@ import numpy as np
 from ...config import Config
 from ...errors import UsageError
 from .cache_events import CacheEvents
-from .checks import check_fits, check_request, own_start
+from .checks import check_ends, check_fits, check_request, own_start
 from .grammar import fill_masks, mask_words
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
@@ -135,6 +135,7 @@ class Engine[R: ModelRunnerBase]:
     def reset_stats(self) -> None:
         """Set all counters to zero."""
         self.stats = Stats()
+        self._scheduler.num_preemptions = self._scheduler.num_times_skipped = 0
         for pool in self._pools:
             pool.stats = PrefixStats()
 
@@ -177,7 +178,7 @@ class Engine[R: ModelRunnerBase]:
     def _add(self, request: Request | ScoreRequest) -> RequestState:
         check_request(request, self.config, self.options)
         if isinstance(request, Request):
-            request.params.end_token_ids(self.eos_token_ids)  # else it would fail in a step
+            check_ends(request, request.params.end_token_ids(self.eos_token_ids))
         state = RequestState(next(self._ids), request, own_start(request, self.config))
         check_fits(state, self._pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state
@@ -360,6 +361,11 @@ class Engine[R: ModelRunnerBase]:
             if not state.scored or state.request_id not in self._requests:
                 continue
             found = self._scores.setdefault(state.request_id, Scores(state))
+            if not np.isfinite(scores.logprob[start:stop]).all():
+                yield found.failed()
+                self._scheduler.abort(state)
+                self._forget(state)
+                continue
             last = scheduled.stop == state.prefill_target
             yield from found.add(scores, range(start, stop), last=last)
             if last:

@@ -126,6 +126,19 @@ class Scores:
             if ended or len(taken) == room:
                 yield self._output("stop" if ended else None)
 
+    def failed(self) -> RequestOutput:
+        """The last output of a request whose logits are not finite."""
+        return RequestOutput(
+            request_id=self._state.request_id,
+            sample=0,
+            token_ids=[],
+            logprobs=None,
+            finish_reason="error",
+            timing=dataclasses.replace(self._state.timing),
+            num_cached_tokens=self._state.num_cached_tokens,
+            error=NOT_FINITE,
+        )
+
     def _output(self, reason: FinishReason | None) -> RequestOutput:
         state, likeliest, parts = self._state, self._likeliest, self._logprobs
         self._likeliest, self._logprobs = [], []

@@ -48,7 +48,7 @@ class Scheduler:
         self.pools, self.limits, self.max_skips = list(pools), limits, max_skips
         self.reserve_tokens = reserve_tokens
         self.page_size = pools[0].page_size
-        self.waiting: dict[RequestState, None] = {}
+        self.waiting = collections.OrderedDict[RequestState, None]()
         """Requests that are not admitted yet, in the order of their arrival."""
         self.prefilling: list[RequestState] = []
         """Admitted requests whose prefill is not completely planned."""
@@ -304,14 +304,12 @@ class Scheduler:
         preempted = last.request_state
         self.finish(last, aborted=True)
         preempted.preempt(last)
-        pool, size = self.pools[state.dp_rank], self.page_size
-        shareable = preempted.prefill_token_ids[: preempted.own_start]
-        preempted.page_keys = pool.keys(
-            shareable[len(preempted.page_keys) * size :],
-            preempted.request.cache_salt,
-            after=preempted.page_keys,
-        )
-        self.waiting = {preempted: None, **self.waiting}
+        keys, salt = preempted.page_keys, preempted.request.cache_salt
+        start = len(keys) * self.page_size
+        shareable = preempted.prefill_token_ids[start : preempted.own_start]
+        preempted.page_keys = self.pools[state.dp_rank].keys(shareable, salt, after=keys)
+        self.waiting[preempted] = None
+        self.waiting.move_to_end(preempted, last=False)
         self.num_preemptions += 1
         return True
 

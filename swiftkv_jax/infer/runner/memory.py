@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,13 @@ import jax
 from ...distributed import smallest
 from ...errors import OutOfMemoryError
 from ...hardware import GIB
+
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Files with the limit of a container's memory: of version 2 and of version 1 of Linux's cgroups
+(https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +101,16 @@ def allocating(what: str) -> Iterator[None]:
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine; of the smallest of several processes'."""
-    return smallest(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    """Bytes of memory of this machine or container; of the smallest of several processes'."""
+    limits = [int(text) for file in CGROUP_LIMITS if (text := _read(file)).isdigit()]
+    return smallest(min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits]))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _shard_bytes(leaf) -> int:

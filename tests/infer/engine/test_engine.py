@@ -16,7 +16,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.requests import Request, RequestOutput, ScoreRequest
+from swiftkv_jax.infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, UpperProgram
@@ -282,8 +282,12 @@ def test_a_broken_row_ends_alone(format, params):
     }
     expected = [alone(format, True, tuple(request.prompt), request.params)[0] for request in good]
     assert [found[number] for number in sorted(found) if number not in (0, 5, 10)] == expected
-    ((_, score),) = engine.run([ScoreRequest([60, 1, 2, 3], 2)])
-    assert np.isnan(logprobs_of(score)).all()
+    longer = ScoreRequest([*range(1, 30), 60, *range(1, 30)], 2)  # broken in its second chunk
+    scores = [ScoreRequest([60, 1, 2, 3], 2), longer, ScoreRequest([5, 1, 2, 3], 2)]
+    ends = {number: output for number, output in engine.run(scores) if output.finish_reason}
+    assert [ends[number].finish_reason for number in range(3)] == ["error", "error", "stop"]
+    assert ends[0].error == ends[1].error == NOT_FINITE
+    assert np.isfinite(logprobs_of(ends[2])).all()
     assert engine.pages_in_use == 0
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import logging
+import os
 
 import jax
 import pytest
 
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.runner import build, model_runner, shapes
+from swiftkv_jax.infer.runner import build, memory, model_runner, shapes
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.memory import MemoryPlan
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
@@ -116,3 +117,13 @@ def test_options_are_checked():
     ):
         with pytest.raises(UsageError, match=message):
             Engine.from_model(model(), options(**fields))
+
+
+def test_a_container_has_the_memory_it_is_given(tmp_path, monkeypatch):
+    limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
+    limit.write_text("123456789\n")
+    unlimited.write_text("max\n")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for files, expected in ([limit], 123456789), ([unlimited, tmp_path / "none"], whole):
+        monkeypatch.setattr(memory, "CGROUP_LIMITS", files)
+        assert memory.host_memory() == expected

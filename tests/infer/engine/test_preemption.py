@@ -37,6 +37,8 @@ def test_what_may_be_generated_is_not_reserved():
     assert engine.stats.preemptions > 3 and engine.load.pages_in_use == 0
     assert engine.stats.prompt_tokens == 8 * 3, "prompts are counted once"
     check_empty(engine)
+    engine.reset_stats()
+    assert len(list(engine.run([ask(0, 4)]))) and engine.stats.preemptions == 0
 
 
 def test_the_first_request_is_never_preempted():

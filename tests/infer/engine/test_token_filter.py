@@ -1,10 +1,12 @@
 """Tokens that are allowed, and words that are forbidden, within a grammar or without."""
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
 
+from swiftkv_jax import UsageError
 from swiftkv_jax.infer.engine.grammar import fill_masks, mask_words
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -80,3 +82,14 @@ def test_in_the_engine():
         assert not {(7, 8), (9, 9)} & set(zip(text, text[1:], strict=False))
     assert len(found[3, 0]) == 1
     check_empty(engine)
+
+
+def test_end_tokens_alone_cannot_fill_a_minimum():
+    """The mask of `min_tokens` would leave nothing, which looks like logits that are not finite."""
+    engine, _ = mock_engine(structured_outputs=True)
+    params = SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=[7, 8])
+    for allowed, fits in ([7, 8], False), ([7], False), ([7, 9], True):
+        request = Request([1], params, grammar=TokenFilter(VOCAB, allowed_token_ids=allowed))
+        refused = pytest.raises(UsageError, match="`min_tokens`=1")
+        with contextlib.nullcontext() if fits else refused:
+            engine.add_request(request)
