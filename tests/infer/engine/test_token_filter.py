@@ -87,7 +87,7 @@ def test_in_the_engine():
 def test_end_tokens_alone_cannot_fill_a_minimum():
     """The mask of `min_tokens` would leave nothing, which looks like logits that are not finite."""
     engine, _ = mock_engine(structured_outputs=True)
-    params = SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=[7, 8])
+    params = SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=(7, 8))
     for allowed, fits in ([7, 8], False), ([7], False), ([7, 9], True):
         request = Request([1], params, grammar=TokenFilter(VOCAB, allowed_token_ids=allowed))
         refused = pytest.raises(UsageError, match="`min_tokens`=1")

@@ -224,6 +224,13 @@ def test_bodies_that_are_no_requests(running, content, status, code):
     assert len(answer) <= 2048
 
 
+def test_half_of_a_surrogate_pair_is_named(running):
+    for end, half in (b"", True), (b"more text", True), (b"\\", False):
+        body = b'{"prompt": "' + end + b'\\ud800"}'
+        _, _, answer = running.request("POST", COMPLETION, body)
+        assert (b"surrogate pair" in answer) == half, answer
+
+
 def test_what_a_client_sends_is_not_taken_for_a_message(running):
     """Of the JSON library, which shows values in its messages."""
     for value in ("unknown field `x`", "missing required field `x`", "x - at `$.y`"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ MAX_NULLS = 256
 MAX_BRACKETS = 50_000
 """Of a body in which they are looked for: each list and object takes about a microsecond."""
 
+_HALF_PAIR = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"')
+"""A string that ends in the first half of a pair, which msgspec calls truncated."""
+
 
 def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tuple[B, list[str]]:
     """(body, paths of fields that were ignored). Raises `APIError`."""
@@ -28,7 +32,10 @@ def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tupl
     except msgspec.ValidationError as error:
         raise _of_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(None, f"the body is not JSON: {error}", "invalid_json") from None
+        said = str(error)
+        if "truncated" in said and _HALF_PAIR.search(body):
+            said = "a text ends in half of a surrogate pair"
+        raise invalid(None, f"the body is not JSON: {said}", "invalid_json") from None
     except RecursionError:
         raise invalid(None, "the body is nested too deeply", "invalid_json") from None
 
