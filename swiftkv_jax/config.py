@@ -273,6 +273,12 @@ class Config:
         """The distinct rotary embeddings of the layers."""
         return tuple(dict.fromkeys(kind.rope for kind in self.kinds if kind.rope is not None))
 
+    @property
+    def rotated_dims(self) -> int:
+        """R: number of a head's dimensions, its first ones, that rotate in the layers that do; all
+        if no layer rotates."""
+        return self.ropes[0].rotated(self.head_dim) if self.ropes else self.head_dim
+
     def at_length(self, length: int) -> Config:
         """The same model for texts of at most `length` tokens: LongRoPE uses its short or its long
         factors, and windows that hide nothing are removed.

@@ -125,6 +125,14 @@ def scanned_kinds(config: Config, tables: Tables, layers: range) -> tuple[Array 
     return jnp.array([kinds.index(config.kind(layer)) for layer in layers]), kind_of
 
 
+def paired_dims(config: Config) -> Int[np.ndarray, "2 H_half"]:
+    """A head's dimensions in pairs, column by column, such that a complex factor of each pair
+    commutes with the rotation: (f, f + R/2) of the R that rotate, then the others, of which any two
+    would do."""
+    rotating, still = np.split(np.arange(config.head_dim), [config.rotated_dims])
+    return np.concatenate([rotating.reshape(2, -1), still.reshape(2, -1)], axis=1)
+
+
 def apply_rope(
     x: Float[Array, "B T *J N H"], rope: Float[Array, "2 B T *J F"] | None, scale: float = 1.0
 ) -> Float[Array, "B T *J N H"]:

@@ -1,6 +1,7 @@
 """Tiny random checkpoints, as Hugging Face tensors and as our models. Shares no code with the
 package's own reader."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from swiftkv_jax import Model
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.config import Config, LayerKind
 from swiftkv_jax.params import QKV, Block, Llama, SwiftKV
 
 
@@ -145,6 +147,14 @@ def model_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype=jnp
             else stack(upper, "self_attn.mix_swiftkv.weight", K, H, H),
         )
     return Model(llama=llama, swiftkv=swiftkv, config=config)
+
+
+def rotating(config: Config, dims: int) -> Config:
+    """The config with heads of which only the first `dims` entries rotate."""
+    (kind,) = config.layer_kinds
+    assert kind.rope is not None
+    rope = dataclasses.replace(kind.rope, fraction=dims / config.head_dim)
+    return dataclasses.replace(config, layer_kinds=(LayerKind(rope, kind.window),))
 
 
 def tokens_for(hf: Mapping[str, Any], rows: int, length: int, seed: int = 1) -> np.ndarray:

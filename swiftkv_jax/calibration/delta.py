@@ -18,6 +18,7 @@ from ..config import Config
 from ..distributed import from_process_0
 from ..errors import DivergenceError
 from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
+from ..rope import paired_dims
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
 from .moments import Moments, first_upper_norm
@@ -60,7 +61,8 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     stack = config.num_kv_groups, config.num_kv_heads, config.head_dim, rows
     k, v = np.empty(stack, dtype), np.empty(stack, dtype)
     groups, fits = list[FittedGroup](), list[list[LayerFit]]()
-    for group, fit in share_layers(layers, config.key_value_group_size, moments):
+    pairs = paired_dims(config)
+    for group, fit in share_layers(layers, config.key_value_group_size, moments, pairs):
         k[len(fits)], v[len(fits)] = group.k, group.v
         groups.append(group._replace(k=k[len(fits)], v=v[len(fits)]))
         fits.append(fit)
@@ -95,7 +97,7 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
         )
     if shared:
         factors = np.concatenate([group.query_factors for group in groups]).astype(np.complex64)
-        turn = functools.partial(_turn_queries, real=factors.real, imag=factors.imag)
+        turn = functools.partial(_turn_queries, real=factors.real, imag=factors.imag, pairs=pairs)
         delta = dataclasses.replace(
             delta,
             q=turn(delta.q),
@@ -131,6 +133,8 @@ class FittedGroup(NamedTuple):
     query_factors: Complex[np.ndarray, "g K H_half"]
     """Heads in each layer's own order, as in `mix`."""
     mix: Float[np.ndarray, "g K H H"]
+    pairs: Int[np.ndarray, "2 H_half"]
+    """The entries of a key that each factor turns."""
     kept_k: float
     kept_v: float
 
@@ -140,9 +144,10 @@ class FittedGroup(NamedTuple):
         for heads, factors, mix in zip(
             self.shared_kv_heads, self.query_factors, self.mix, strict=True
         ):
-            real, imag = np.split(self.k[heads], 2, axis=1)
-            turned = (real + 1j * imag) * factors[..., None]
-            layers.append((np.concatenate([turned.real, turned.imag], 1), mix @ self.v[heads]))
+            k, (first, second) = self.k[heads], self.pairs
+            turned = (k[:, first] + 1j * k[:, second]) * factors[..., None]
+            k[:, first], k[:, second] = turned.real, turned.imag
+            layers.append((k, mix @ self.v[heads]))
         return layers
 
 
@@ -178,15 +183,20 @@ def fit_layers(
 
 
 def share_layers(
-    layers: Iterable[FittedLayer], group_size: int, moments: Moments
+    layers: Iterable[FittedLayer],
+    group_size: int,
+    moments: Moments,
+    pairs: Int[np.ndarray, "2 H_half"],
 ) -> Iterator[tuple[FittedGroup, list[LayerFit]]]:
-    """Fits of groups of `group_size` successive layers; with several processes, the fits of process
-    0."""
+    """Fits of groups of `group_size` successive layers, with `pairs` as in `solve.share`; with
+    several processes, the fits of process 0."""
     for layers_of_group in itertools.batched(layers, group_size):
         members = [layer.member for layer in layers_of_group]
         entries = [layer.entry for layer in layers_of_group]
         group = from_process_0(
-            _alone(*members) if group_size == 1 else _shared(_inputs(moments, entries), members)
+            _alone(members[0], pairs)
+            if group_size == 1
+            else _shared(_inputs(moments, entries), members, pairs)
         )
         yield (
             group,
@@ -245,7 +255,7 @@ def _inputs(moments: Moments, entries: list[int]) -> Float[np.ndarray, "E E"]:
     return total
 
 
-def _alone(member: solve.Member) -> FittedGroup:
+def _alone(member: solve.Member, pairs: Int[np.ndarray, "2 H_half"]) -> FittedGroup:
     kv_heads, _, head_dim = member.k.shape
     return FittedGroup(
         member.k.mT,
@@ -253,19 +263,25 @@ def _alone(member: solve.Member) -> FittedGroup:
         np.arange(kv_heads)[None],
         np.ones((1, kv_heads, head_dim // 2), np.complex128),
         np.broadcast_to(np.eye(head_dim), (1, kv_heads, head_dim, head_dim)),
+        pairs,
         1.0,
         1.0,
     )
 
 
-def _shared(inputs: Float[np.ndarray, "E E"], members: list[solve.Member]) -> FittedGroup:
-    group = solve.share(inputs, members)
+def _shared(
+    inputs: Float[np.ndarray, "E E"],
+    members: list[solve.Member],
+    pairs: Int[np.ndarray, "2 H_half"],
+) -> FittedGroup:
+    group = solve.share(inputs, members, pairs)
     reads = np.argsort(np.asarray(group.head_order), axis=1)
     factors, mix = (
         np.stack([part[heads] for part, heads in zip(parts, reads, strict=True)])
         for parts in (group.key_factors, group.mix)
     )
-    return FittedGroup(group.k.mT, group.v.mT, reads, factors, mix, group.kept_k, group.kept_v)
+    k, v = group.k.mT, group.v.mT
+    return FittedGroup(k, v, reads, factors, mix, pairs, group.kept_k, group.kept_v)
 
 
 def output_metrics(o: Float[Array, "U D N H"], kv_heads: int) -> Float[np.ndarray, "U K H H"]:
@@ -284,12 +300,11 @@ def _turn_queries(
     q: Float[Array, "U N H D"] | Float[Array, "U N H"],
     real: Float[Array, "U K H_half"],
     imag: Float[Array, "U K H_half"],
+    pairs: Int[Array, "2 H_half"],
 ) -> Float[Array, "U N H D"] | Float[Array, "U N H"]:
-    """Queries for shared keys: each rotary pair times the conjugate of its head's factor."""
-    layers, _, head_dim = q.shape[:3]
-    wide = q.astype(jnp.float32)
-    pairs = wide.reshape(layers, real.shape[1], -1, 2, head_dim // 2, *q.shape[3:])
-    a, b = pairs[:, :, :, 0], pairs[:, :, :, 1]
+    """Queries for shared keys: each pair times the conjugate of its head's factor."""
+    heads = q.reshape(len(q), real.shape[1], -1, *q.shape[2:])  # U K R H ...
+    a, b = (heads[:, :, :, dims].astype(jnp.float32) for dims in pairs)
     real, imag = (jnp.expand_dims(x, (2, *range(4, a.ndim))) for x in (real, imag))
-    turned = jnp.stack([real * a + imag * b, real * b - imag * a], axis=3)
-    return turned.reshape(q.shape).astype(q.dtype)
+    turned = jnp.concatenate([real * a + imag * b, real * b - imag * a], axis=3).astype(q.dtype)
+    return turned[:, :, :, jnp.argsort(pairs.ravel())].reshape(q.shape)

@@ -42,7 +42,7 @@ class Moments:
     inputs: Leaf  # f32[U, E, E]: s s'
     cross: Leaf  # f32[U, E, P, K, H]: s y', y before rotation
     energy: Leaf  # f32[U, P, K]: |y|^2
-    query_energy: Leaf  # f32[U, N, H/2]: |q|^2 of each rotary pair, every token counted once
+    query_energy: Leaf  # f32[U, N, H/2]: |q|^2 of each pair, every token counted once
     tokens: Leaf  # f32[]
 
 
@@ -169,7 +169,7 @@ def layer_moments(
         inputs=_products("BTD,BTE->DE", weighted, s),
         cross=_products("BTE,BTPKH->EPKH", weighted, y),
         energy=_products("BT,BTPKH->PK", weight, jnp.square(y.astype(jnp.float32))),
-        query_energy=pair_energy(q, real),
+        query_energy=pair_energy(q, real, config.rotated_dims),
         tokens=jnp.zeros(()),
     )
 
@@ -209,9 +209,15 @@ def _products(spec: str, weighted: Float[Array, "B T E"], other: Array) -> Array
     return high + low
 
 
-def pair_energy(q: Float[Array, "B T N H"], real: Float[Array, "B T"]) -> Float[Array, "N H_half"]:
-    a, b = jnp.split(jnp.square(q.astype(jnp.float32)), 2, axis=-1)
-    return jnp.einsum("BTNF,BT->NF", a + b, real)
+def pair_energy(
+    q: Float[Array, "B T N H"], real: Float[Array, "B T"], rotated: int
+) -> Float[Array, "N H_half"]:
+    """Sum of |q|^2 over real tokens for each pair of `rope.paired_dims`, taken as slices: of the
+    `rotated` entries, and of the others."""
+    squares = jnp.square(q.astype(jnp.float32))
+    parts = (part for part in jnp.split(squares, [rotated], axis=-1) if part.shape[-1])
+    pairs = [a + b for a, b in (jnp.split(part, 2, axis=-1) for part in parts)]
+    return jnp.einsum("BTNF,BT->NF", jnp.concatenate(pairs, axis=-1), real)
 
 
 def received_attention(

@@ -20,10 +20,11 @@ attention's output linearly, where least squares is right as it is.
 The layers of a group share one basis c(s). For values, errors count as the output projection
 passes them on: with B = sum over the query heads of a key/value head of O'O, the best c of rank H
 are the leading eigenvectors of the members' stacked W B^1/2 under S (reduced-rank regression;
-Izenman 1975), and each layer's values are `mix` times c. A rotary embedding multiplies the pair
-(f, f + H/2) of a key by a complex phase, so a key may only be scaled and turned within its pairs:
-per pair the best c is the leading eigenvector over the complex numbers, weighted by the energy of
-the queries, and the factor of each layer is folded into its queries.
+Izenman 1975), and each layer's values are `mix` times c. A rotary embedding multiplies each pair of
+a key's entries (`rope.paired_dims`) by a complex phase, so a key may only be scaled and turned
+within its pairs: per pair the best c is the leading eigenvector over the complex numbers, weighted
+by the energy of the queries, and the factor of each layer is folded into its queries. Entries that
+do not rotate are treated alike, in pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.linalg
 import scipy.optimize
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 
 RIDGE = 1e-4
 """Ridge penalty relative to the mean eigenvalue of the inputs' second moments."""
@@ -98,7 +99,7 @@ class Member(NamedTuple):
     k: Float[Array, "K E H"]
     v: Float[Array, "K E H"]
     query_energy: Float[Array, "K H_half"]
-    """E[|q|^2] of each rotary pair, summed over the query heads of a key/value head."""
+    """E[|q|^2] of each pair, summed over the query heads of a key/value head."""
     output_metric: Float[Array, "K H H"]
     """Sum over the query heads of a key/value head of O'O, with O [D, H] of the output
     projection."""
@@ -112,7 +113,7 @@ class Group(NamedTuple):
     head_order: tuple[tuple[int, ...], ...]
     """[g][K]: the member's head that reads each shared one."""
     key_factors: Complex[Array, "g K H_half"]
-    """A member's keys are these times the shared ones, per rotary pair, heads in shared order."""
+    """A member's keys are these times the shared ones, per pair, heads in shared order."""
     mix: Float[Array, "g K H H"]
     """A member's values are `mix` times the shared ones, heads in shared order."""
     kept_k: float
@@ -120,16 +121,19 @@ class Group(NamedTuple):
     kept_v: float
 
 
-def share(inputs: Float[Array, "E E"], members: list[Member]) -> Group:
+def share(
+    inputs: Float[Array, "E E"], members: list[Member], pairs: Int[Array, "2 H_half"]
+) -> Group:
     """The best shared keys and values of the members. `inputs` are the second moments of their
-    inputs, averaged over them.
+    inputs, averaged over them; `pairs` are the entries of a key that rotate together, as from
+    `rope.paired_dims`.
 
     Most time goes into products of E x E and E x K H, two for each member, and most memory into the
     second moments of all members' keys and values together, (g K H)^2 (1 + 1 / H) numbers. Arrays
     of E rows are those of one member at a time.
     """
     count, members = len(members[0].k), _invertible(members)
-    k_moments, v_moments = _moments(inputs, members)
+    k_moments, v_moments = _moments(inputs, members, pairs)
     orders = _pair(k_moments, v_moments, count)
     # [K][g]: the members' heads for each shared one, as the moments count them.
     heads = np.stack([number * count + np.array(order) for number, order in enumerate(orders)], 1)
@@ -139,7 +143,7 @@ def share(inputs: Float[Array, "E E"], members: list[Member]) -> Group:
     for group, chosen in zip(heads, v_chosen, strict=True):
         chosen[:] = _block(v_moments, group)
     del k_moments, v_moments
-    k, key_factors, kept_k = _share_keys(k_chosen, members, orders)
+    k, key_factors, kept_k = _share_keys(k_chosen, members, orders, pairs)
     v, mix, kept_v = _share_values(v_chosen, members, orders)
     return Group(k, v, tuple(orders), key_factors, mix, kept_k, kept_v)
 
@@ -171,13 +175,10 @@ def share_bytes(members: int, kv_heads: int, size: int, head_dim: int) -> float:
     return metrics + max(while_gathered, while_chosen, while_factored)
 
 
-def _pairs(x: Float[Array, "*a H"]) -> Complex[Array, "*a H_half"]:
-    half = x.shape[-1] // 2
-    return _complex(x[..., :half], x[..., half:])
-
-
-def _weighted_keys(member: Member) -> Float[Array, "K E H"]:
-    return member.k * np.tile(np.sqrt(member.query_energy), 2)[:, None]
+def _weighted_keys(member: Member, pairs: Int[Array, "2 H_half"]) -> Float[Array, "K E H"]:
+    weights = np.empty((len(member.k), member.k.shape[-1]))
+    weights[:, pairs] = np.sqrt(member.query_energy)[:, None]
+    return member.k * weights[:, None]
 
 
 def _weighted_values(member: Member) -> Float[Array, "K E H"]:
@@ -185,19 +186,20 @@ def _weighted_values(member: Member) -> Float[Array, "K E H"]:
 
 
 def _moments(
-    inputs: Float[Array, "E E"], members: list[Member]
+    inputs: Float[Array, "E E"], members: list[Member], pairs: Int[Array, "2 H_half"]
 ) -> tuple[Complex[Array, "F M M"], Float[Array, "M H M H"]]:
-    """x' S x over all members' heads, with x' the conjugate transpose: of the keys for each rotary
-    pair, of the values for all entries of two heads."""
+    """x' S x over all members' heads, with x' the conjugate transpose: of the keys for each pair,
+    of the values for all entries of two heads."""
     count, _, head_dim = members[0].k.shape
     size, half = len(members) * count, head_dim // 2
     k_moments = np.empty((half, size, size), np.complex128)
     v_moments = np.empty((size, head_dim, size, head_dim))
     parts = [slice(first, first + count) for first in range(0, size, count)]
     for number, member in enumerate(members):
-        here, seen = parts[number], _by_pair(inputs @ _weighted_keys(member)).mT  # F E K
+        here = parts[number]
+        seen = _by_pair(inputs @ _weighted_keys(member, pairs), pairs).mT  # F E K
         for there, other in zip(parts, members[: number + 1], strict=False):
-            block = _by_pair(_weighted_keys(other)).conj() @ seen
+            block = _by_pair(_weighted_keys(other, pairs), pairs).conj() @ seen
             k_moments[:, there, here], k_moments[:, here, there] = block, block.conj().mT
         seen = inputs @ _flat(_weighted_values(member))
         for there, other in zip(parts, members[: number + 1], strict=False):
@@ -210,16 +212,11 @@ def _moments(
     return k_moments, v_moments
 
 
-def _by_pair(keys: Float[Array, "K E H"]) -> Complex[Array, "F K E"]:
-    """Contiguous, for matrix products."""
-    half = keys.shape[-1] // 2
-    return _complex(*(x.transpose(2, 0, 1) for x in (keys[..., :half], keys[..., half:])))
-
-
-def _complex(real: Float[Array, "*a"], imag: Float[Array, "*a"]) -> Complex[Array, "*a"]:
-    """Without temporary arrays."""
-    found = np.empty(real.shape, np.complex128)
-    found.real, found.imag = real, imag
+def _by_pair(keys: Float[Array, "K E H"], pairs: Int[Array, "2 H_half"]) -> Complex[Array, "F K E"]:
+    """Contiguous, for matrix products, and without temporary arrays."""
+    found = np.empty((pairs.shape[1], *keys.shape[:2]), np.complex128)
+    for pair, (a, b) in zip(found, pairs.T, strict=True):
+        pair.real, pair.imag = keys[..., a], keys[..., b]
     return found
 
 
@@ -237,14 +234,17 @@ def _roots(metric: Float[Array, "K H H"]) -> tuple[Array, Array]:
 
 
 def _share_keys(
-    moments: Complex[Array, "K F g g"], members: list[Member], orders: list[tuple[int, ...]]
+    moments: Complex[Array, "K F g g"],
+    members: list[Member],
+    orders: list[tuple[int, ...]],
+    pairs: Int[Array, "2 H_half"],
 ) -> tuple[Array, Array, float]:
     values, vectors = np.linalg.eigh(moments)
     top = vectors[..., -1]  # K F g
     shared = np.zeros((len(moments), members[0].k.shape[1], moments.shape[1]), np.complex128)
     for number, (member, order) in enumerate(zip(members, orders, strict=True)):
         for head, own in enumerate(order):
-            keys = _pairs(member.k[own]) * np.sqrt(member.query_energy[own])
+            keys = _by_pair(member.k[own][None], pairs)[:, 0].T * np.sqrt(member.query_energy[own])
             shared[head] += keys * top[head, :, number]
     # Scaled to a mean square of one: the gradient's scale, and 8-bit caches.
     scale = _root_or_one(values[..., -1].mean(-1) / 2)
@@ -252,7 +252,8 @@ def _share_keys(
     energies = [m.query_energy[list(order)] for m, order in zip(members, orders, strict=True)]
     weights = np.sqrt(np.stack(energies, -1))  # K F g
     factors = (top.conj() / weights) * scale[:, None, None]
-    flat = np.concatenate([shared.real, shared.imag], -1)
+    flat = np.empty((*shared.shape[:2], pairs.size))
+    flat[..., pairs[0]], flat[..., pairs[1]] = shared.real, shared.imag
     return flat, factors.transpose(2, 0, 1), _kept(values[..., -1:], values)
 
 

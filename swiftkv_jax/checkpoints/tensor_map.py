@@ -219,8 +219,7 @@ def _interleaved(config: Config, name: str) -> Interleaved | None:
     rotates = stack.endswith(("qkv", "swiftkv")) and field.partition(".")[0] in _ROTATED
     if not rotates or not FAMILIES[config.family].interleaved:
         return None
-    (rotated,) = {rope.rotated(config.head_dim) for rope in config.ropes}
-    return Interleaved(config.head_dim, rotated)
+    return Interleaved(config.head_dim, config.rotated_dims)
 
 
 def _num_rows(config: Config, row: Param) -> int:

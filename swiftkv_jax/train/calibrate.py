@@ -181,6 +181,9 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
         data, eval_data = load_data(recipe, open_tokenizer(recipe))
     given = load_model(recipe, config, mesh)
     model = dataclasses.replace(given, swiftkv=None)
+    if not keep_delta:  # whatever delta the checkpoint has is left behind, with its order of heads
+        plain = dataclasses.replace(config, shared_kv_heads=None)
+        model = dataclasses.replace(model, config=plain)
     export_dtype = source_dtype(model)
     configs = forward_configs(config, model.dtype, mesh)
     attention = checked_implementation(None, configs, mesh.local_devices[0])
@@ -190,7 +193,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     start = time.perf_counter()
     if keep_delta:
         calibrated, layers = scale_queries(recipe, given, data, mesh), ()
-    else:  # whatever delta the checkpoint has is left behind
+    else:
         calibrated, layers = initialize_delta(recipe, model, data, mesh)
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start

@@ -36,7 +36,7 @@ from ..calibration.moments import (
 from ..config import Config
 from ..initialization import Start
 from ..params import Llama, SwiftKV, swiftkv_shapes
-from ..rope import rope_tables, scanned_kinds
+from ..rope import paired_dims, rope_tables, scanned_kinds
 from ..sharding import all_gather_fsdp, swiftkv_shardings
 
 MOMENTS_BYTES = 2**33
@@ -99,7 +99,7 @@ def calibrated_kv(
     `ValueError` if `states` hold no token.
     """
     size = config.num_layers - min(groups)
-    metrics = output_metrics(llama.lower.o, config.num_kv_heads)
+    metrics, pairs = output_metrics(llama.lower.o, config.num_kv_heads), paired_dims(config)
     for entries, chosen in plan_passes(config, list(groups), attention.mesh):
         moments = _gather(config, llama, entries, chosen, states(), attention)
         for k, entry in chosen.items():
@@ -108,7 +108,7 @@ def calibrated_kv(
             )
             students = []
             for g in groups[k]:
-                shared, fits = zip(*share_layers(layers, g, moments), strict=True)
+                shared, fits = zip(*share_layers(layers, g, moments, pairs), strict=True)
                 expanded = [kv for group in shared for kv in group.expanded()]
                 kv = _put(config, expanded, size, llama.embed.dtype, attention.mesh)
                 if llama.lower_qkv.k_norm is not None:  # then without groups

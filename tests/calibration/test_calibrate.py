@@ -16,6 +16,7 @@ from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.errors import DivergenceError
 from swiftkv_jax.initialization import init_swiftkv
 from swiftkv_jax.model import Model
+from swiftkv_jax.rope import paired_dims
 from swiftkv_jax.stacks import split_layers
 from tests import tiny
 
@@ -48,14 +49,14 @@ def test_received_attention(chunk, monkeypatch):
 # Whole models -----------------------------------------------------------------
 
 
-def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
+def linear_teacher(group: int, seed: int = 0, rotated: int = 8, **overrides) -> Model:
     """A Llama whose upper layers add next to nothing to the stream: their keys and values are
     linear in the input of layer K, but by other matrices than their own, for each has another norm.
     In a group they are those of the first layer, with each rotary pair of the keys turned and
     scaled, values mixed, heads in another order."""
     hf = HF | overrides | {"key_value_group_size": group}
     model = tiny.model_of(hf, tiny.tensors_for(hf, seed))
-    config, llama = model.config, model.llama
+    config, llama = tiny.rotating(model.config, rotated), model.llama
     rng = np.random.default_rng(seed)
     upper = llama.upper
     norms = rng.uniform(0.7, 1.4, upper.attn_norm.shape).astype(np.float32)
@@ -68,7 +69,7 @@ def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
     if upper.o_bias is not None:
         upper = dataclasses.replace(upper, o_bias=jnp.zeros_like(upper.o_bias))
     qkv = jax.tree.map(np.array, llama.upper_qkv)
-    half = config.head_dim // 2
+    (first, second), half = paired_dims(config), config.head_dim // 2
     for layer in range(config.num_upper_layers):
         leader = layer - layer % group
         if layer == leader:
@@ -79,30 +80,31 @@ def linear_teacher(group: int, seed: int = 0, **overrides) -> Model:
         for target in (qkv.k, qkv.k_bias):
             if target is None:
                 continue
-            z = target[leader][:, :half] + 1j * target[leader][:, half:]
+            z = target[leader][:, first] + 1j * target[leader][:, second]
             z = z * factor.reshape(2, half, *(1,) * (z.ndim - 2))
-            target[layer] = np.concatenate([z.real, z.imag], 1)[order]
+            target[layer][:, first], target[layer][:, second] = z.real[order], z.imag[order]
         for target in (qkv.v, qkv.v_bias):
             if target is not None:
                 target[layer] = np.einsum("kgh,kh...->kg...", mix, target[leader])[order]
         for target in (qkv.k, qkv.v):
             target[layer] *= norms[leader] / norms[layer]
     llama = dataclasses.replace(llama, upper=upper, upper_qkv=jax.tree.map(jnp.array, qkv))
-    return dataclasses.replace(model, llama=llama, swiftkv=None)
+    return Model(llama, None, config)
 
 
 TOKENS = RNG.integers(0, HF["vocab_size"], (12, 40))
 
 
 @pytest.mark.parametrize(
-    ("group", "bias"),
+    ("group", "bias", "rotated"),
     [
-        *((group, group == 2) for group in (1, 2, 4)),
-        *(pytest.param(group, group != 2, marks=pytest.mark.long) for group in (1, 2, 4)),
+        *((group, group == 2, 8) for group in (1, 2, 4)),
+        (2, True, 4),
+        *(pytest.param(group, group != 2, 8, marks=pytest.mark.long) for group in (1, 2, 4)),
     ],
 )
-def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias):
-    teacher = linear_teacher(group, attention_bias=bias)
+def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias, rotated):
+    teacher = linear_teacher(group, rotated=rotated, attention_bias=bias)
     student, layers = skv.calibrate(teacher, TOKENS, 2, group)
     assert [fit.layer for fit in layers] == [2, 3, 4, 5]
     shares = [(fit.r2_k, fit.r2_v, fit.kept_k, fit.kept_v) for fit in layers]

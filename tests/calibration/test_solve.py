@@ -11,6 +11,11 @@ from swiftkv_jax.calibration import solve
 RNG = np.random.default_rng(0)
 
 
+def halves(head_dim: int) -> np.ndarray:
+    """Pairs of a head all of which rotates."""
+    return np.arange(head_dim).reshape(2, -1)
+
+
 def random_inputs(size: int, count: int = 400) -> np.ndarray:
     return RNG.normal(size=(count, size)) @ RNG.normal(size=(size, size))
 
@@ -79,7 +84,7 @@ def test_shared_keys_of_one_pair_are_the_best_there_are():
         )
         for energy in energies
     ]
-    group = solve.share(inputs, members)
+    group = solve.share(inputs, members, halves(2))
     y = np.stack([s @ (m.k[0, :, 0] + 1j * m.k[0, :, 1]) for m in members], 1)
 
     def loss(c, factors):
@@ -99,6 +104,27 @@ def test_shared_keys_of_one_pair_are_the_best_there_are():
             assert ours <= loss(c, best) + 1e-9
 
 
+@pytest.mark.parametrize("pairs", [[[0, 1, 2], [3, 4, 5]], [[0, 2, 3], [1, 4, 5]]], ids=str)
+def test_keys_that_differ_by_a_factor_of_each_pair_share_all(pairs):
+    """Also where a part of a head rotates, here 2 of 6 entries. The control: other pairs."""
+    pairs, other = np.array(pairs), np.array([[0, 1, 2], [4, 5, 3]])
+    rng = np.random.default_rng(0)
+    s, (k, v) = rng.normal(size=(400, 7)), rng.normal(size=(2, 2, 7, 6))
+    turned, factors = np.empty_like(k), rng.normal(size=(2, 3, 2)) @ [1, 1j]
+    product = (k[..., pairs[0]] + 1j * k[..., pairs[1]]) * factors[:, None]
+    turned[..., pairs[0]], turned[..., pairs[1]] = product.real, product.imag
+    metric = np.stack([np.eye(6)] * 2)
+    members = [solve.Member(keys, v, rng.uniform(0.5, 2, (2, 3)), metric) for keys in (k, turned)]
+    group = solve.share(s.T @ s / len(s), members, pairs)
+    assert group.kept_k == pytest.approx(1, abs=1e-12)
+    for member, order, of_layer in zip(members, group.head_order, group.key_factors, strict=True):
+        product = (group.k[..., pairs[0]] + 1j * group.k[..., pairs[1]]) * of_layer[:, None]
+        own = member.k[list(order)]
+        np.testing.assert_allclose(product.real, own[..., pairs[0]], atol=1e-10)
+        np.testing.assert_allclose(product.imag, own[..., pairs[1]], atol=1e-10)
+    assert solve.share(s.T @ s / len(s), members, other).kept_k < 0.99
+
+
 def test_shared_values_reach_the_bound_of_their_rank():
     """The outputs' error is that of the best approximation of rank H (Eckart and Young)."""
     s = random_inputs(7)
@@ -112,7 +138,7 @@ def test_shared_values_reach_the_bound_of_their_rank():
         )
         for matrix in o
     ]
-    group = solve.share(s.T @ s / len(s), members)
+    group = solve.share(s.T @ s / len(s), members, halves(2))
     outputs = np.concatenate(
         [s @ m.v[0] @ matrix.T for m, matrix in zip(members, o, strict=True)], 1
     )
@@ -140,7 +166,7 @@ def test_memory_of_sharing_is_what_is_planned(count, kv_heads, size, head_dim):
         members.append(solve.Member(k, v, np.ones((kv_heads, head_dim // 2)), metric))
     inputs = np.eye(size)
     tracemalloc.start()
-    solve.share(inputs, members)
+    solve.share(inputs, members, halves(head_dim))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     planned = solve.share_bytes(count, kv_heads, size, head_dim)
@@ -161,7 +187,7 @@ def test_heads_that_are_0_share_finite_weights(field, heads, both):
     members = list(itertools.starmap(solve.Member, zip(k, v, energies, o.mT @ o, strict=True)))
     for member in members[: 1 + both]:
         getattr(member, field)[heads] = 0
-    group = solve.share(inputs, members)
+    group = solve.share(inputs, members, halves(4))
     assert all(np.isfinite(leaf).all() for leaf in group), field
     assert 0 < group.kept_k <= 1 and 0 < group.kept_v <= 1
     for leaf in (group.k, group.v, group.key_factors, group.mix):
@@ -203,11 +229,11 @@ def test_heads_are_paired_whatever_their_order(monkeypatch):
         first.output_metric,
     )
     inputs = s.T @ s / len(s)
-    straight = solve.share(inputs, [first, near])
-    turned = solve.share(inputs, [first, reordered(near)])
+    straight = solve.share(inputs, [first, near], halves(4))
+    turned = solve.share(inputs, [first, reordered(near)], halves(4))
     assert straight.head_order == ((0, 1, 2), (0, 1, 2))
     assert turned.head_order == ((0, 1, 2), (1, 2, 0))
     np.testing.assert_allclose(turned.kept_k, straight.kept_k)
     monkeypatch.setattr(solve, "_pair", lambda *moments: [(0, 1, 2)] * 2)
-    unpaired = solve.share(inputs, [first, reordered(near)])
+    unpaired = solve.share(inputs, [first, reordered(near)], halves(4))
     assert unpaired.kept_k < straight.kept_k - 0.05

@@ -70,6 +70,23 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert "it holds a model already" in capsys.readouterr().err
 
 
+def test_a_shared_basis_that_the_model_has_is_left_behind(folder):
+    """The copy and the fit are those of the teacher, whatever heads the old delta's layers read."""
+    flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
+    flags += ["--eval-data", str(folder / "text.txt")]
+    assert calibrate(folder, *flags, "--output-dir", str(folder / "first")) == 0
+    model = skv.load(folder / "first" / "model")
+    turned = dataclasses.replace(model.config, shared_kv_heads=((0, 1), (1, 0)) * 2)
+    skv.save_hf(dataclasses.replace(model, config=turned), folder / "turned")
+    given = ["--model", str(folder / "turned")]
+    assert calibrate(folder, *given, *flags, "--output-dir", str(folder / "again")) == 0
+    first, again = (
+        json.loads((folder / name / "calibration.json").read_text())["held_out"]
+        for name in ("first", "again")
+    )
+    assert again == first
+
+
 def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
     """The model says so, and it is measured so: nearer to the teacher than without. Far tokens are
     those of the same rows, wherever text was cut into prompt and answer."""
