@@ -9,6 +9,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+import jax
+import jax.numpy as jnp
+
 from . import report
 
 
@@ -21,8 +24,8 @@ class Worker:
     started by the first call, and anew by the next after one that died or took too long."""
 
     def __init__(self) -> None:
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._calls: Connection | None = None
+        self._process: Any = None
+        self._calls: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -36,7 +39,7 @@ class Worker:
         """The result of a function of a module. Raises `WorkerError`, also after `seconds`."""
         if self._process is None:
             self._start()
-        assert self._process is not None and self._calls is not None
+        process: Any = self._process
         done = False
         try:
             self._calls.send((function, args))
@@ -45,10 +48,8 @@ class Worker:
             error, result = self._calls.recv()
             done = True
         except (EOFError, ConnectionError) as lost:
-            self._process.join()
-            raise WorkerError(
-                f"the process ended with exit code {self._process.exitcode}"
-            ) from lost
+            process.join(10)
+            raise WorkerError(f"the process ended with exit code {process.exitcode}") from lost
         finally:
             if not done:
                 self.end()
@@ -56,9 +57,19 @@ class Worker:
             raise WorkerError(error)
         return result
 
+    def works(self) -> bool:
+        """Whether the device still computes in this process, which it does not after an illegal
+        access. If not, the process is ended."""
+        try:
+            self.call(_compute, seconds=60)
+        except WorkerError:
+            self.end()
+            return False
+        return True
+
     def end(self) -> None:
         """End the process and free what it holds on the device; the next call starts another."""
-        if self._process is not None and self._calls is not None:
+        if self._process is not None:
             self._process.kill()
             self._process.join(10)  # what hangs in a driver may not end at once
             self._calls.close()
@@ -78,6 +89,10 @@ def alone[Result](
     """`Worker.call` in a process for this call alone."""
     with Worker() as worker:
         return worker.call(function, *args, seconds=seconds)
+
+
+def _compute() -> None:
+    jax.block_until_ready(jnp.ones(8) + 1)
 
 
 def _serve(calls: Connection) -> None:

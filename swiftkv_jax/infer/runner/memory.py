@@ -117,7 +117,7 @@ def host_memory() -> int:
     return smallest(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _buffers(array: jax.Array) -> set[tuple[jax.Device, int]]:
+def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
     """Where the memory of an array begins on the devices of this process."""
     return {
         (shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards

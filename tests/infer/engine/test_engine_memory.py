@@ -77,6 +77,7 @@ def test_a_model_that_is_not_donated_is_counted(shape, monkeypatch):
         for copied, donate in ((loaded, False), (jax.tree.map(jnp.copy, loaded), True))
     )
     llama = loaded.llama
+    assert loaded.swiftkv is not None
     everything, shared = (
         bytes_per_device(tree)
         for tree in ((llama, loaded.swiftkv), (llama.embed, llama.lm_head, llama.final_norm))
