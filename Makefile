@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu lock clean
+.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -100,15 +100,26 @@ $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 	touch $@
 
 # On a machine with the device, with a Python that has its JAX and the packages of the extra `test`: the kernels as they are,
-# and what only hardware can show (marked `hardware`, and counted as skipped elsewhere).
+# and what only hardware can show (marked `hardware`, and counted as skipped elsewhere). A process for each file, because
+# after an illegal access no kernel runs in its process; the file most likely to crash or hang is last.
 DEVICE_PYTHON ?= python3
+DEVICE_SECONDS := 1800
+DEVICE_TESTS := test_attention test_windows test_parts
 test-gpu:
 	JAX_PLATFORMS=cuda $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	JAX_PLATFORMS=cuda,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py \
-		tests/pallas_kernels/test_prefill_tiles.py tests/pallas_kernels/test_cudnn.py -k "not tpu"
+	$(call each_file,cuda,$(DEVICE_TESTS) test_cudnn test_prefill_tiles,not tpu)
 test-tpu:
 	JAX_PLATFORMS=tpu $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	JAX_PLATFORMS=tpu,cpu $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) tests/pallas_kernels/test_attention.py -k "not hopper"
+	$(call each_file,tpu,$(DEVICE_TESTS),not hopper)
+# $(1) the platform, $(2) files, $(3) a pytest -k expression
+each_file = @failed=; for file in $(2); do \
+	JAX_PLATFORMS=$(1),cpu timeout --foreground --kill-after 30 $(DEVICE_SECONDS) $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) \
+		tests/pallas_kernels/$$file.py -k "$(3)" || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "error: failed:$$failed" >&2; exit 1; }
+
+# Every step of docs/first-hour-on-a-gpu.md, with the Python of test-gpu.
+first-hour:
+	$(DEVICE_PYTHON) -m benchmarks.first_hour
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax import cli
+from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
@@ -163,16 +164,18 @@ def run(
     model: Model, size: Size, options: Options, seed: int
 ) -> tuple[dict[str, float], list[list[int]]]:
     """(seconds of an engine with these compiler options, all tokens that it has generated)."""
-    pages = -(-(size.prompt + size.new_tokens) // size.page_size)
+    length = -(-(size.prompt + size.new_tokens) // size.page_size) * size.page_size
+    cache_bytes = size.rows * length * bytes_per_token(model.config, model.dtype)
     began = time.perf_counter()
     engine = Engine.from_model(
         model,
         EngineOptions(
-            max_model_len=pages * size.page_size,
+            max_model_len=length,
             max_num_seqs=size.rows,
             page_size=size.page_size,
             decode_rows=(size.rows,),
             chunks=(size.chunk,),
+            kv_cache_memory=cache_bytes,
             enable_prefix_caching=False,
             compiler_options=options,
         ),

@@ -85,16 +85,22 @@ def add_roofline(document: dict[str, Any], measured: Roofline) -> None:
 
 
 def begin(
-    args: argparse.Namespace, benchmark: str, seed: int, compiled_for: str | None = None
+    args: argparse.Namespace,
+    benchmark: str,
+    seed: int,
+    compiled_for: str | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Path | None]:
     """The document of a run, and the file it goes to as `output_path` chooses it.
 
     `compiled_for` names the described machine that programs are compiled for; None if they run on
-    this one.
+    this one. `facts` are those of `environment`, of a process that may start JAX's backend where
+    this one must not.
     """
     document = {
         "benchmark": benchmark,
-        **environment(seed),
+        **(facts or environment(seed)),
+        "command": measured.command(),
         "compiled_for": compiled_for or "this device",
     }
     path = output_path(

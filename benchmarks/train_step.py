@@ -22,15 +22,10 @@ a variant fails or nothing was measured.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
-
-import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.hardware import GIB, hardware_of
@@ -43,10 +38,13 @@ from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan
 from .train_variants import SIZES, Size, Variant, compile_step, described, documents, run_step
 from .two_models import saving
+from .worker import WorkerError, alone
 
 LEAST_SAVED, MEMORY_ERROR = 0.16, 0.10
 """Targets: the share of FLOPs that the shared prefix saves with remat, and how far off the planned
 memory may be."""
+VARIANT_SECONDS = 300
+"""Time for a variant, of which compilation takes most; then its process is ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,13 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # leaves the device's memory to the processes of the variants
     start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
-    device = jax.default_backend() != "cpu"
+    # From another process: one that has started JAX's backend would keep a device from variants.
+    facts = alone(report.environment, seed)
+    device = facts["device"]["platform"] != "cpu"
     here = device or args.shapes == "smoke"  # else the device is described, not there
-    document, path = report.begin(args, "train_step", seed, None if here else TOPOLOGY)
+    document, path = report.begin(args, "train_step", seed, None if here else TOPOLOGY, facts)
     document |= {
         "length": size.length,
         "documents": documents(size.length),
@@ -89,7 +86,7 @@ def _main(args: argparse.Namespace) -> int:
             row["skipped"] = f"the budget of {args.seconds:g} s was spent"
         else:
             cli.log(f"{variant.name} ({number + 1} of {len(size.variants)}, {spent:.0f} s)")
-            row |= measure_row(args.shapes, variant, seed, roofline)
+            row |= measure_row(args.shapes, variant, seed, roofline, facts["device"]["kind"])
         document["rows"].append(row)
         print(_line(row), flush=True)
         report.write_json(path, document)
@@ -115,48 +112,35 @@ def savings(size: Size) -> Iterator[dict[str, Any]]:
 
 
 def measure_row(
-    shapes: str, variant: Variant, seed: int, roofline: Roofline | None
+    shapes: str, variant: Variant, seed: int, roofline: Roofline | None, kind: str
 ) -> dict[str, Any]:
-    """The compiler's figures, and with `roofline` the device's; a failure is recorded as
-    `error`."""
+    """The compiler's figures, and with `roofline` those of the device, one of `kind`; a failure is
+    recorded as `error`."""
     try:
         if roofline is None:
             return _with_error(
                 compile_step(SIZES[shapes], variant, topology_mesh(TOPOLOGY, (1, 1)))
             )
-        row = alone(_run, shapes, variant, seed)
-    except Exception as error:  # also a process that died
+        row = alone(run_step, SIZES[shapes], variant, seed, _plan(shapes), seconds=VARIANT_SECONDS)
+    except WorkerError as error:
+        return {"error": str(error)}
+    except Exception as error:
         return {"error": report.reason(error)}
-    return _with_error(row | utilisation(row, roofline)) if "seconds" in row else row
-
-
-def alone[Result](function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function of this module in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
-def _run(shapes: str, variant: Variant, seed: int) -> dict[str, Any]:
-    try:
-        return run_step(SIZES[shapes], variant, seed, _plan(shapes))
-    except (
-        Exception
-    ) as error:  # in one line: not every error of a compiler can be sent to another process
-        return {"error": report.reason(error)}
+    return _with_error(row | utilisation(row, roofline, kind))
 
 
 def _plan(shapes: str) -> Plan:
     return SMOKE_PLAN if shapes == "smoke" else Plan()
 
 
-def utilisation(row: dict[str, Any], roofline: Roofline) -> dict[str, float]:
+def utilisation(row: dict[str, Any], roofline: Roofline, kind: str) -> dict[str, float]:
     """Shares of the published peak, where it is known, and of the measured rate of a large
     product."""
     shares = {
         "mfu_of_product": row["model_tflops"] / (roofline.flops / 1e12),
         "busy_of_product": row["computed_tflops"] / (roofline.flops / 1e12),
     }
-    if hardware := hardware_of(jax.devices()[0].device_kind):
+    if hardware := hardware_of(kind):
         peak = hardware.flops / 1e12
         shares |= {
             "mfu_of_peak": row["model_tflops"] / peak,

@@ -1,8 +1,8 @@
 """The kernel benchmarks count right, check right, report right, and lose no row when one fails."""
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from benchmarks.kernels import (
     candidates,
     inputs,
     oracle,
+    rows,
     shapes,
-    sweep,
     tune,
 )
-from swiftkv_jax.pallas_kernels import tuning
+from benchmarks.timing import SMOKE_PLAN
+from benchmarks.worker import WorkerError
 from swiftkv_jax.roofline import Roofline
-from tests.pallas_kernels.interpreted import H100
+from tests.in_process import InProcess
 
 ROOFLINE = Roofline(
     flops=1e12, bandwidth=1e9, devices=1, dtype="bfloat16", tried={}, published=None
@@ -39,6 +40,9 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+DECODE = shapes.Decode("e", 2, 32, "bfloat16", heads=4, kv_heads=2, head_dim=8)
 
 
 def mask(shape: shapes.Prefill) -> np.ndarray:
@@ -169,8 +173,9 @@ def test_a_smoke_run_leaves_nothing_and_explains_its_marks(tmp_path, monkeypatch
     }
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "roofline", lambda shapes: ROOFLINE)
+    monkeypatch.setattr(kernels, "Worker", InProcess)
     monkeypatch.setattr(
-        kernels, "measure_row", lambda shape, *_: kernels._described(shape) | {"results": [result]}
+        kernels, "measure_named", lambda shape, *_: rows.described(shape) | {"results": [result]}
     )
     assert kernels.main(["--shapes", "smoke", "--only", "^chunk$"]) == 0
     assert not list(tmp_path.iterdir())
@@ -194,7 +199,8 @@ def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
         ),
         "xla": lambda shape: candidates.ours("xla", shape),
     }
-    monkeypatch.setattr(kernels, "builders", lambda: available)
+    monkeypatch.setattr(rows, "builders", lambda: available)
+    monkeypatch.setattr(kernels, "Worker", InProcess)
     monkeypatch.setitem(shapes.TABLES, "smoke", (PREFILL,))
     path = tmp_path / "kernels.json"
     assert kernels.main(["--shapes", "smoke", "--output", str(path)]) == 1
@@ -215,6 +221,48 @@ def test_what_breaks_loses_no_other(tmp_path, monkeypatch, capsys):
     assert "wrong or broken: p/hopper, p/wrong" in capsys.readouterr().err
 
 
+def test_implementations_are_measured_apart_after_a_crash():
+    """An illegal access or a hang is told of the implementation that is to blame; the rest of the
+    row and the next one are measured in new processes."""
+    calls: list[list[str]] = []
+
+    class Device(InProcess):
+        broken = False
+
+        def call(self, function, *args, seconds=None):
+            shape, names, *_ = args
+            calls.append(names)
+            if shape is DECODE and "tpu" in names:
+                raise WorkerError("no result after 180 s")
+            results = []
+            for name in names:
+                self.broken |= name == "hopper" and shape is PREFILL
+                status = {"status": "error", "reason": "illegal"} if self.broken else {}
+                results.append({"implementation": name, "status": "ok"} | status)
+            return {"name": shape.name, "results": results}
+
+        def works(self):
+            worked, self.broken = not self.broken, False
+            return worked
+
+    worker: Any = Device()
+    measured = [
+        kernels.measure_apart(worker, shape, ["xla", *names], (0, 0), ROOFLINE, SMOKE_PLAN)
+        for shape, names in ((PREFILL, ["hopper", "cudnn"]), (DECODE, ["tpu"]), (CHUNK, ["tpu"]))
+    ]
+    assert [[one["status"] for one in row["results"]] for row in measured] == [
+        ["ok", "error", "ok"],
+        ["ok", "error"],
+        ["ok", "ok"],
+    ]
+    assert measured[1]["results"][1]["reason"] == "no result after 180 s"
+    assert calls == [
+        *(["xla", "hopper", "cudnn"], ["hopper"], ["cudnn"]),
+        *(["xla", "tpu"], ["xla"], ["tpu"]),
+        ["xla", "tpu"],
+    ]
+
+
 def test_judging():
     def row(name, **result):
         return {
@@ -230,12 +278,12 @@ def test_judging():
             ],
         }
 
-    rows = [
+    found = [
         row("prefill 8B 8k, B=1", ratio_to_cudnn=1.01),
         row("decode 64x2k bf16"),
         row("prefill 8B 2k, B=1", status="wrong", ratio_to_cudnn=2.0),
     ]
-    verdicts = {(v["row"], v["measure"]): v["verdict"] for v in kernels.judge(rows, "full")}
+    verdicts = {(v["row"], v["measure"]): v["verdict"] for v in kernels.judge(found, "full")}
     assert verdicts["prefill 8B 8k, B=1", "ratio_to_cudnn"] == "met, 1.01"
     assert verdicts["decode 64x2k bf16", "share_of_roofline"] == "MISSED, 0.8"
     assert (
@@ -278,105 +326,6 @@ def test_seconds_are_positive_and_finite(seconds, capsys):
         f"--seconds: must be a positive, finite number of seconds, got '{seconds}'"
         in capsys.readouterr().err
     )
-
-
-# Tuning -----------------------------------------------------------------------
-
-
-def test_tune_without_a_device(capsys):
-    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [job.name for job in tune.jobs("cpu", None)]
-    assert "Nothing can be timed" in last and " 0 of " not in "".join(lines)
-
-
-def test_tune_fails_where_nothing_runs(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(
-        tune, "tune", lambda *_, **__: {"tried": [{"reason": "broken"}], "best": None, "basis": ""}
-    )
-    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 1
-
-
-def test_sweeps(monkeypatch):
-    every = tune.jobs("cpu", None)
-    assert (
-        sweep.SWEEPS.keys()
-        == {job.kernel for job in every}
-        == {entry["kernel"] for entry in tuning.read_table()}
-    )
-    for job in every:
-        fields = {field.name for field in dataclasses.fields(job.tuning_class)}
-        assert {name for group in sweep.SWEEPS[job.kernel] for name in group} <= fields
-        for shape in sweep.shapes(job.kernel, job.head_dim, job.dtype, "full"):
-            assert getattr(shape, "packed", False) == job.kernel.endswith(".packed")
-    monkeypatch.setitem(sweep.SWEEPS, "tpu.decode", ({"rows": (1,), "block_kv": (128,)},))
-    with pytest.raises(ValueError, match="sweep of tpu.decode has block_kv"):
-        list(
-            sweep.combinations(
-                "tpu.decode", 0, tune.Job("tpu.decode", 128, "int8").tuning_class, {}
-            )
-        )
-
-
-@pytest.mark.parametrize("job", tune.jobs("gpu", "H128 bfloat16"), ids=lambda job: job.kernel)
-def test_every_candidate_is_traced_anew(job):
-    """A cache that ignored the tuning would give all candidates the same program."""
-    (shape,) = sweep.shapes(job.kernel, job.head_dim, job.dtype, "smoke")
-    arrays = [jax.eval_shape(lambda: inputs.draw_one(shape, jax.random.key(0)))]
-    traced = []
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H100)):
-        for values in list(sweep.combinations(job.kernel, 0, job.tuning_class, {}))[:2]:
-            argument = {job.argument: job.tuning_class(**values)}
-            call = candidates.op(shape, "hopper", **argument)
-            program = jax.jit(lambda sets, call=call: [call(one) for one in sets])
-            traced.append(str(program.trace(arrays).jaxpr))
-    assert traced[0] != traced[1]
-
-
-def test_the_table(tmp_path):
-    entry = {
-        "kernel": "hopper.decode",
-        "head_dim": 64,
-        "dtype": "int8",
-        "tuning": {},
-        "basis": "draft",
-    }
-    old = [entry | {"device": device} for device in ("any", "X")]
-    new = old[1] | {"tuning": {"block_kv": 64, "stages": 3}, "basis": "measured"}
-    table = tune.with_entry(old, new)
-    text = tune.table_text(table)
-    assert table == [new, old[0]] == json.loads(text) and len(text.splitlines()) == len(table) + 2
-    assert (
-        tune.table_text(json.loads(tuning.TABLE.read_text())) == tuning.TABLE.read_text()
-    )  # a new entry changes one line
-    (path := tmp_path / "table.json").write_text(text)
-    assert list(tuning.read_table(path)) == table
-
-
-def test_what_tune_writes_goes_before_any(monkeypatch):
-    job, kinds = tune.Job("hopper.prefill.packed", 128, "bfloat16"), ["X", "X", "Y"]
-    usual = {
-        "kernel": job.kernel,
-        "device": "any",
-        "head_dim": "any",
-        "dtype": "any",
-        "tuning": {},
-        "basis": "draft",
-    }
-    entry = usual | {
-        "device": "X",
-        "head_dim": 128,
-        "dtype": "bfloat16",
-        "tuning": {"block_kv": 64},
-    }
-    monkeypatch.setattr(tuning, "read_table", lambda: tune.with_entry([usual], entry))
-    monkeypatch.setattr(tuning, "current_device", lambda: ("gpu", kinds.pop(0)))
-    taken = [
-        tuning.tuning_for(job.tuning_class, job.kernel, head_dim, job.dtype).block_kv
-        for head_dim in (128, 64, 128)
-    ]
-    assert taken == [64, 128, 128]
 
 
 # Models -----------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import report, serve
 from benchmarks.kernels import __main__ as measured
-from benchmarks.kernels import candidates, shapes
+from benchmarks.kernels import candidates, rows, shapes
 from benchmarks.predict import __main__ as command
 from benchmarks.predict import attention, serving
 from benchmarks.predict.devices import DEVICES, H100, H200, device_model
@@ -339,15 +339,15 @@ def test_serving_predicts_in_a_process_without_the_device(monkeypatch):
 
 def test_the_prediction_is_beside_the_time(monkeypatch, capsys):
     shape, key = shapes.SMOKE[0], jax.random.key(0)
-    monkeypatch.setattr(measured, "device_model", lambda kind: H200)
+    monkeypatch.setattr(rows, "device_model", lambda kind: H200)
     available = {
         name: lambda shape, name=name: candidates.Candidate(name, candidates.op(shape, "xla"))
         for name in ("hopper", "xla")
     }
-    row = measured.measure_row(shape, available, key, serving.roofline(H200), SMOKE_PLAN)
+    row = rows.measure_row(shape, available, key, serving.roofline(H200), SMOKE_PLAN)
     predicted = [result.get("predicted_seconds") for result in row["results"]]
     assert predicted == [attention.seconds(H200, shape), None]
-    measured._print_row(row)
+    measured._print_row(row, "cpu")
     hopper, xla = (line.split() for line in capsys.readouterr().out.splitlines())
     assert " ".join(hopper[4:6]) == report.duration(attention.seconds(H200, shape))
     assert xla[4] == "-"

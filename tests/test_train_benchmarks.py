@@ -4,18 +4,18 @@ failure loses a row."""
 import dataclasses
 import functools
 import json
-import os
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 
-from benchmarks import loss, train_step, train_variants, two_models
+from benchmarks import loss, report, train_step, train_variants, two_models
 from benchmarks.hlo_flops import MatmulFlops, matmul_flops
 from benchmarks.timing import SMOKE_PLAN
+from benchmarks.worker import WorkerError
 from swiftkv_jax.batch import Batch
 from swiftkv_jax.config import Config
 from swiftkv_jax.initialization import init_llama, init_swiftkv
@@ -133,15 +133,24 @@ def fail(*_):
 
 def test_rows_of_train_step(tmp_path, monkeypatch, capsys):
     """One variant fails, the others are there all the same."""
-    results: list[dict[str, Any]] = [{"error": "MemoryError: more than there is"}]
-    results.append(
-        {"seconds": 1.0, "tokens_per_second": 2.0, "model_tflops": 30.0, "computed_tflops": 40.0}
-    )
-    results[1] |= {"compiled_peak_bytes": 100, "peak_bytes": None, "planned_bytes": 95.0}
-    monkeypatch.setattr(train_step, "savings", lambda size: iter(()))
-    monkeypatch.setattr(
-        train_step, "alone", lambda function, *args: ROOFLINE if len(args) == 1 else results.pop(0)
-    )
+    right = {"seconds": 1.0, "tokens_per_second": 2.0, "model_tflops": 30.0}
+    right |= {"computed_tflops": 40.0, "compiled_peak_bytes": 100, "planned_bytes": 95.0}
+    results = [WorkerError("MemoryError: more than there is"), right]
+
+    def alone(function, *args, seconds=None):
+        if function is not train_step.run_step:
+            return ROOFLINE if function is report.roofline else facts
+        if isinstance(result := results.pop(0), Exception):
+            raise result
+        return result
+
+    def held(*_, **__):
+        raise AssertionError("the device belongs to the processes of the variants")
+
+    facts = report.environment(0)
+    facts["device"] |= {"platform": "tpu", "kind": "TPU v5 lite"}
+    monkeypatch.setattr(train_step, "alone", alone)
+    monkeypatch.setattr(xla_bridge, "backends", held)
     path = tmp_path / "step.json"
     assert train_step.main(["--shapes", "smoke", "--output", str(path)]) == 1
     broken, right = json.loads(path.read_text())["rows"]
@@ -152,14 +161,8 @@ def test_rows_of_train_step(tmp_path, monkeypatch, capsys):
         right["mfu_of_product"] == 0.3
         and right["busy_of_product"] == 0.4
         and right["plan_error"] == pytest.approx(-0.05)
+        and right["mfu_of_peak"] == pytest.approx(30 / 197)
     )
-
-
-def test_a_process_of_its_own():
-    """Results and errors arrive, and what kills it does not end this one."""
-    assert train_step.alone(divmod, 7, 2) == (3, 1)
-    with pytest.raises(BrokenProcessPool):
-        train_step.alone(os._exit, 3)
 
 
 @pytest.mark.long

@@ -10,45 +10,43 @@ measured roofline (matrix product for prefill, copy bandwidth for decode), speed
 error. Then which targets are met. `~` marks a time that does not scale with the number of
 calls, and `host-bound` one that is the host's, not the device's. JSON with everything, raw times
 included, goes to `benchmarks/results/` (from a smoke run only to `--output`), rewritten after every
-row. Exit code 1 if a result is wrong, one of this package's implementations failed or nothing was
-measured; the other rows are measured all the same.
+row. Rows are measured in another process, and in a new one after a crash or a hang. Exit code 1 if
+a result is wrong, one of this package's implementations failed or nothing was measured; the other
+rows are measured all the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.roofline import Roofline
 
 from .. import report
-from ..predict import attention
-from ..predict.devices import device_model
-from ..timing import SMOKE_PLAN, Plan, Program, measure
-from . import baselines, inputs, oracle
-from .candidates import OURS, Candidate, ours, ours_here, why_not
-from .shapes import TABLES, TARGETS, Shape, rate, roof
+from ..timing import SMOKE_PLAN, Plan
+from ..worker import Worker, WorkerError
+from .candidates import OURS, why_not
+from .rows import described, measure_named, names_here
+from .shapes import TABLES, TARGETS, Shape
 
 CONVENTIONS = (
     "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of "
     "valid positions and their scales"
 )
+ROW_SECONDS = 180
+"""Time for a row, of which compilation takes most; then its process is ended."""
 MARKS = {
     "~": "three times as many calls did not take about three times as long, so the time is not to "
     "be trusted",
     "host-bound": "the host was busy handing over the calls: the time is its own, not the device's",
 }
 """Marks behind a time and their meaning: the table's footer."""
-Builders = dict[str, Callable[[Shape], Candidate]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,12 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(lambda: _main(args))
 
 
-def builders() -> Builders:
-    """All implementations for the current platform by name, this package's first."""
-    own = {name: lambda shape, name=name: ours(name, shape) for name in ours_here()}
-    return own | baselines.builders()
-
-
 def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
     """The rows whose name matches. Raises `UsageError`."""
     try:
@@ -87,24 +79,27 @@ def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
 
 
 def _main(args: argparse.Namespace) -> int:
-    start, chosen = time.monotonic(), select(TABLES[args.shapes], args.only)
-    available = builders()
-    if unknown := set(args.implementation or ()) - available.keys():
-        name = min(unknown)
-        reason = (why_not(name) if name in OURS else None) or "not here"
-        raise UsageError(f"--implementation {name}: {reason}; here are {', '.join(available)}")
-    available = {
-        name: build
-        for name, build in available.items()
-        if not args.implementation or name in args.implementation
-    }
-    seed = report.new_seed(args.seed)
-    document, path = report.begin(args, "kernels", seed)
-    document |= {"conventions": CONVENTIONS, "shapes": args.shapes}
-    cli.log(f"{document['device']['kind']}, seed {seed}, writing {path or 'nothing'}")
+    with Worker() as worker:
+        return _measure(args, worker)
 
-    plan, key = SMOKE_PLAN if args.shapes == "smoke" else Plan(), jax.random.key(seed)
-    roofline = report.roofline(args.shapes)
+
+def _measure(args: argparse.Namespace, worker: Worker) -> int:
+    start, chosen = time.monotonic(), select(TABLES[args.shapes], args.only)
+    available = worker.call(names_here)
+    if unknown := set(args.implementation or ()) - set(available):
+        name = min(unknown)
+        reason = (worker.call(why_not, name) if name in OURS else None) or "not here"
+        raise UsageError(f"--implementation {name}: {reason}; here are {', '.join(available)}")
+    names = [name for name in available if name in (args.implementation or available)]
+    seed = report.new_seed(args.seed)
+    facts = worker.call(report.environment, seed)
+    document, path = report.begin(args, "kernels", seed, facts=facts)
+    document |= {"conventions": CONVENTIONS, "shapes": args.shapes}
+    device = document["device"]
+    cli.log(f"{device['kind']}, seed {seed}, writing {path or 'nothing'}")
+
+    plan = SMOKE_PLAN if args.shapes == "smoke" else Plan()
+    roofline = worker.call(report.roofline, args.shapes)
     report.add_roofline(document, roofline)
     print(CONVENTIONS)
     print(
@@ -118,17 +113,17 @@ def _main(args: argparse.Namespace) -> int:
         spent = time.monotonic() - start
         if spent > args.seconds:
             rows.append(
-                _described(shape)
+                described(shape)
                 | {"skipped": f"the budget of {args.seconds:g} s was spent", "results": []}
             )
             continue
         cli.log(f"{shape.name} ({number + 1} of {len(chosen)}, {spent:.0f} s)")
-        rows.append(measure_row(shape, available, jax.random.fold_in(key, number), roofline, plan))
-        _print_row(rows[-1])
+        rows.append(measure_apart(worker, shape, names, (seed, number), roofline, plan))
+        _print_row(rows[-1], device["platform"])
         report.write_json(path, document)
     timed = [result for row in rows for result in row["results"] if "seconds" in result]
     for mark, meaning in MARKS.items():
-        if any(mark in _marks(result) for result in timed):
+        if any(mark in _marks(result, device["platform"]) for result in timed):
             print(f"{mark}: {meaning}")
     if skipped := [row["name"] for row in rows if "skipped" in row]:
         print(f"skipped, the budget of {args.seconds:g} s was spent: {', '.join(skipped)}")
@@ -154,73 +149,33 @@ def _main(args: argparse.Namespace) -> int:
     return cli.ERROR if bad or not timed else cli.OK
 
 
-def measure_row(
-    shape: Shape, available: Builders, key: jax.Array, roofline: Roofline, plan: Plan
+def measure_apart(
+    worker: Worker,
+    shape: Shape,
+    names: Sequence[str],
+    draw: tuple[int, int],
+    roofline: Roofline,
+    plan: Plan,
 ) -> dict[str, Any]:
-    """Check and time every implementation of one row. A failure is recorded as its result."""
-    row = _described(shape)
+    """A row (`rows.measure_named`), measured in the worker's process. Where that is lost, or its
+    device works no more, the implementations that failed are measured again, one by one in new
+    processes: after an illegal access all fail that come next."""
     try:
-        sets = inputs.draw(shape, key)
-        wanted = oracle.expected(shape, sets[-1])
-    except Exception as error:
-        return row | {
-            "results": [
-                {"implementation": "oracle", "status": "error", "reason": report.reason(error)}
-            ]
-        }
-    results: dict[str, dict[str, Any]] = {}
-    programs: dict[str, Program] = {}
-    for name, build in available.items():
-        results[name], program = _start(name, build, shape, sets, wanted)
-        if program is not None:
-            programs[name] = program
-    timings, failed = measure(programs, plan)
-    for name, error in failed.items():
-        results[name] |= {"status": "error", "reason": report.reason(error)}
-    for name, timing in timings.items():
-        speed = rate(shape, timing.seconds)
-        results[name] |= {
-            "seconds": timing.seconds,
-            "rate": speed,
-            "share_of_roofline": speed / roof(shape, roofline),
-        }
-        if name == "hopper" and (model := device_model(jax.devices()[0].device_kind)):
-            results[name]["predicted_seconds"] = attention.seconds(model, shape)
-        if baselines.CUDNN in timings and results[baselines.CUDNN]["status"] == "ok":
-            results[name]["ratio_to_cudnn"] = timings[baselines.CUDNN].seconds / timing.seconds
-        results[name]["timing"] = dataclasses.asdict(timing)
-    return row | {"results": list(results.values())}
-
-
-def _start(
-    name: str, build: Callable[[Shape], Candidate], shape: Shape, sets, wanted
-) -> tuple[dict[str, Any], Program | None]:
-    """(the result so far, the program to time; None if it failed)."""
-    result: dict[str, Any] = {"implementation": name}
-    try:
-        candidate = build(shape)
-        program = candidate.start(sets)
-        errors, wrong = oracle.check(shape, candidate.canonical(program.result), wanted)
-    except NotImplementedError as error:
-        return result | {
-            "status": "unsupported",
-            "reason": " ".join(str(error).split())[:300],
-        }, None
-    except Exception as error:  # the other implementations go on
-        return result | {"status": "error", "reason": report.reason(error)}, None
-    result |= {"status": "wrong", "reason": wrong} if wrong else {"status": "ok"}
-    result["errors"] = {output: dataclasses.asdict(error) for output, error in errors.items()}
-    result["compile_seconds"] = program.compile_seconds
-    return result, dataclasses.replace(program, result=None)
-
-
-def _described(shape: Shape) -> dict[str, Any]:
-    return {
-        "name": shape.name,
-        "shape": dataclasses.asdict(shape),
-        "work": shape.work,
-        "unit": shape.unit,
+        row = worker.call(measure_named, shape, names, draw, roofline, plan, seconds=ROW_SECONDS)
+        failed = [one["implementation"] for one in row["results"] if one["status"] == "error"]
+        lost = bool(failed) and not worker.works()
+    except WorkerError as error:
+        failure = {"status": "error", "reason": str(error)}
+        results = [{"implementation": name} | failure for name in names]
+        row, failed, lost = described(shape) | {"results": results}, names, True
+    if not lost or len(names) == 1 or "oracle" in failed:
+        return row
+    again = {
+        name: measure_apart(worker, shape, [name], draw, roofline, plan)["results"][0]
+        for name in failed
     }
+    results = [again.get(one["implementation"], one) for one in row["results"]]
+    return row | {"results": results}
 
 
 def _is_bad(result: dict[str, Any]) -> bool:
@@ -230,14 +185,14 @@ def _is_bad(result: dict[str, Any]) -> bool:
     )
 
 
-def _marks(result: dict[str, Any]) -> list[str]:
+def _marks(result: dict[str, Any], platform: str) -> list[str]:
     """Marks (`MARKS`) of a time that is not to be trusted."""
     timing = result["timing"]
-    host_bound = timing["host_share"] > 0.9 and jax.default_backend() != "cpu"
+    host_bound = timing["host_share"] > 0.9 and platform != "cpu"
     return ["~"] * (not timing["linear"]) + ["host-bound"] * host_bound
 
 
-def _print_row(row: dict[str, Any]) -> None:
+def _print_row(row: dict[str, Any], platform: str) -> None:
     for result in row["results"]:
         line = f"{row['name']:22} {result['implementation']:14} "
         if "seconds" in result:
@@ -251,7 +206,7 @@ def _print_row(row: dict[str, Any]) -> None:
                 f"{result['ratio_to_cudnn']:8.3f} " if "ratio_to_cudnn" in result else f"{'-':>8} "
             )
             line += f"{max(error['relative'] for error in result['errors'].values()):8.1e}"
-            line += "".join(f" {mark}" for mark in _marks(result))
+            line += "".join(f" {mark}" for mark in _marks(result, platform))
         if "reason" in result:
             line += f" {result['status']}: {result['reason']}"
         print(line, flush=True)

@@ -19,6 +19,7 @@ candidate of any kernel ran.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import math
@@ -34,19 +35,24 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.io import provenance
 from swiftkv_jax.io.files import write_atomic
 from swiftkv_jax.pallas_kernels import ops, tuning
 from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, current_device
 
 from .. import report
 from ..timing import SMOKE_PLAN, Plan, measure
+from ..worker import Worker, WorkerError
 from . import inputs, oracle, sweep
 from .candidates import Candidate, op
+from .shapes import Shape
 
 KEEP = 0.99
 """A candidate replaces the best so far if it takes less than this share of its time: differences
 below are noise."""
 CACHES = ("bfloat16", "float8_e4m3fn", "int8")
+CANDIDATE_SECONDS = 120
+"""Time for a candidate, of which compilation takes most; then its process is ended."""
 PLAN = Plan(short_run=0.01, seconds=0.25, warm_up=0.05)
 
 
@@ -116,34 +122,34 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
 
 
 def _main(args: argparse.Namespace) -> int:
-    start, platform = time.monotonic(), jax.default_backend()
+    with Worker() as worker:
+        return _tune_all(args, worker)
+
+
+def _tune_all(args: argparse.Namespace, worker: Worker) -> int:
+    start, (platform, kind) = time.monotonic(), worker.call(current_device)
     chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
     if platform not in ("gpu", "tpu"):
         if not args.dry_run:
             raise UsageError("there is nothing to tune on a CPU; --dry-run lists the candidates")
         for job in chosen:
-            print(f"{job.name}: {listed(job)}")
+            print(f"{job.name}: {listed(job, _current(job, kind))}")
         print("Nothing can be timed on a CPU: these are the candidates for a device.")
         return cli.OK
     seed = report.new_seed(args.seed)
-    document = {"benchmark": "tune", **report.environment(seed), "shapes": args.shapes, "jobs": []}
-    path = (
-        None
-        if args.dry_run
-        else report.output_path(args, "tune", document["device"]["kind"], document["date"])
-    )
+    facts = worker.call(report.environment, seed) | {"command": provenance.command()}
+    document = {"benchmark": "tune", **facts, "shapes": args.shapes, "jobs": []}
+    path = None if args.dry_run else report.output_path(args, "tune", kind, document["date"])
     if not args.dry_run:
         report.check_writable(args.table)
-    cli.log(f"{document['device']['kind']}, seed {seed}")
+    cli.log(f"{kind}, seed {seed}")
     for number, job in enumerate(chosen):
         if time.monotonic() - start > args.seconds:
             print(f"{job.name}: skipped, the budget of {args.seconds:g} s was spent", flush=True)
             document["jobs"].append({"name": job.name, "skipped": "budget"})
             continue
-        key = jax.random.fold_in(jax.random.key(seed), number)
-        result = tune(
-            job, args.shapes, key, SMOKE_PLAN if smoke else PLAN, deadline=start + args.seconds
-        )
+        draw, plan = (seed, number), SMOKE_PLAN if smoke else PLAN
+        result = tune(worker, job, kind, args.shapes, draw, plan, deadline=start + args.seconds)
         document["jobs"].append(result)
         if result["best"] is None:
             reasons = "; ".join(
@@ -158,7 +164,7 @@ def _main(args: argparse.Namespace) -> int:
         if not args.dry_run:
             entry = {
                 "kernel": job.kernel,
-                "device": current_device()[1],
+                "device": kind,
                 "head_dim": job.head_dim,
                 "dtype": job.dtype,
             }
@@ -181,9 +187,9 @@ def _main(args: argparse.Namespace) -> int:
     return cli.OK if found else cli.ERROR
 
 
-def listed(job: Job) -> str:
+def listed(job: Job, current: dict[str, Any] | None) -> str:
     """The candidates in one line: the table's entry, then the sweep group by group."""
-    start = _current(job) or {}
+    start = current or {}
     groups = []
     for number, group in enumerate(sweep.SWEEPS[job.kernel]):
         candidates = list(sweep.combinations(job.kernel, number, job.tuning_class, start))
@@ -206,22 +212,23 @@ def _accepted(job: Job, values: dict[str, Any]) -> bool:
 
 
 def tune(
-    job: Job, table: str, key: jax.Array, plan: Plan, deadline: float = math.inf
+    worker: Worker,
+    job: Job,
+    kind: str,
+    table: str,
+    draw: tuple[int, int],
+    plan: Plan,
+    deadline: float = math.inf,
 ) -> dict[str, Any]:
-    """All candidates of one kernel, head dim and cache format, and the best of those that are
-    right, or None."""
+    """All candidates of one kernel, head dim and cache format on a device of this kind, and the
+    best of those that are right, or None. After one that crashes or hangs the next has a new
+    process."""
     cli.log(job.name)
-    implementation = job.kernel.split(".")[0]
     tuning_class = job.tuning_class
-    shapes = sweep.shapes(job.kernel, job.head_dim, job.dtype, table)
-    cases = []
-    for i, shape in enumerate(shapes):
-        sets = inputs.draw(shape, jax.random.fold_in(key, i))
-        cases.append((shape, sets, oracle.expected(shape, sets[-1])))
 
     tried: list[dict[str, Any]] = []
     best: dict[str, Any] | None = None
-    before = _current(job)
+    before = _current(job, kind)
     start = {} if before is None else before
 
     def attempt(values: dict[str, Any]) -> None:
@@ -232,17 +239,24 @@ def tune(
         tried.append(record)
         try:
             candidate = tuning_class(**values)
-            record |= {
-                "tuning": sweep.fields(candidate),
-                "seconds": _times(job, candidate, implementation, cases, plan, best),
-            }
-            record["mean"] = math.exp(
-                sum(map(math.log, record["seconds"].values())) / len(record["seconds"])
+            record["tuning"] = sweep.fields(candidate)
+            seconds, reason = worker.call(
+                *(_times, job, candidate, table, draw, plan, best),
+                seconds=CANDIDATE_SECONDS,
             )
-        except Exception as error:  # refused, does not compile, or wrong: the others go on
-            record["reason"] = report.reason(error)
+        except WorkerError as error:  # the others go on
+            worker.works()
+            seconds, reason = None, str(error)
+        except Exception as error:  # refused
+            seconds, reason = None, report.reason(error)
+        if seconds is None:
+            record["reason"] = reason
             cli.log(f"  {json.dumps(values, default=str)}: {record['reason']}")
             return
+        record |= {
+            "seconds": seconds,
+            "mean": math.exp(sum(map(math.log, seconds.values())) / len(seconds)),
+        }
         cli.log(f"  {json.dumps(record['tuning'])}: {_told(record['seconds'])}")
         if best is None or record["mean"] < KEEP * best["mean"]:
             best = record
@@ -268,28 +282,51 @@ def tune(
     return result | {"best": best["tuning"], "basis": basis}
 
 
-def _current(job: Job) -> dict[str, Any] | None:
+def _current(job: Job, kind: str) -> dict[str, Any] | None:
     """The table's entry, or None if it has none that the class accepts."""
     try:
         return sweep.fields(
-            tuning.tuning_for(job.tuning_class, job.kernel, job.head_dim, job.dtype)
+            tuning.tuning_for(job.tuning_class, job.kernel, job.head_dim, job.dtype, kind)
         )
     except (NotImplementedError, TypeError, ValueError):
         return None
 
 
+# On the device ----------------------------------------------------------------
+
+
+@functools.lru_cache(1)
+def _cases(job: Job, table: str, draw: tuple[int, int]) -> list[tuple[Shape, Any, Any]]:
+    """(shape, sets of inputs, the right result of the last) for each shape of a job."""
+    key = jax.random.fold_in(jax.random.key(draw[0]), draw[1])
+    cases = []
+    for i, shape in enumerate(sweep.shapes(job.kernel, job.head_dim, job.dtype, table)):
+        sets = inputs.draw(shape, jax.random.fold_in(key, i))
+        cases.append((shape, sets, oracle.expected(shape, sets[-1])))
+    return cases
+
+
 def _times(
-    job: Job, candidate: Any, implementation: str, cases, plan: Plan, best: dict[str, Any] | None
-) -> dict[str, float]:
-    """Seconds per call on every shape. Raises for a wrong result, and for one that is far behind on
-    the first shape."""
+    job: Job,
+    candidate: Any,
+    table: str,
+    draw: tuple[int, int],
+    plan: Plan,
+    best: dict[str, Any] | None,
+) -> tuple[dict[str, float] | None, str]:
+    """(seconds per call on every shape, ""), or (None, why not) for a result that is wrong, and for
+    one that is far behind on the first shape. Raises for what fails."""
     seconds: dict[str, float] = {}
+    cases = _cases(job, table, draw)
     for shape, sets, wanted in cases:
-        call = op(shape, implementation, **{job.argument: candidate})
-        program = Candidate(job.name, call).start(sets)
+        call = op(shape, job.kernel.split(".")[0], **{job.argument: candidate})
+        try:
+            program = Candidate(job.name, call).start(sets)
+        except NotImplementedError as error:
+            return None, report.reason(error)
         result = program.result if isinstance(program.result, tuple) else (program.result,)
         if wrong := oracle.check(shape, result, wanted)[1]:
-            raise ArithmeticError(wrong)
+            return None, wrong
         timings, failed = measure({"": program}, plan)
         for error in failed.values():
             raise error
@@ -300,10 +337,9 @@ def _times(
             and len(seconds) == 1
             and seconds[shape.name] > 2 * best["seconds"][shape.name]
         ):
-            raise TimeoutError(
-                f"{report.duration(seconds[shape.name])} on {shape.name} is over twice the best"
-            )
-    return seconds
+            told = report.duration(seconds[shape.name])
+            return None, f"{told} on {shape.name} is over twice the best"
+    return seconds, ""
 
 
 def _told(seconds: dict[str, float]) -> str:

@@ -30,7 +30,7 @@ def provenance() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*_program(), *sys.argv[1:]]),
+        "command": command(),
         "device": {
             "platform": device.platform,
             "kind": device.device_kind,
@@ -44,6 +44,11 @@ def provenance() -> dict[str, Any]:
         | {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
     }
+
+
+def command() -> str:
+    """The command of this process, as a shell takes it."""
+    return shlex.join([*_program(), *sys.argv[1:]])
 
 
 def _program() -> list[str]:

@@ -2,17 +2,19 @@
 
 import dataclasses
 
+import pytest
+
 from swiftkv_jax.kernel_check import (
     KernelConfig,
     forward_configs,
     serving_configs,
     training_configs,
 )
-from swiftkv_jax.kernel_check.comparison import compare
+from swiftkv_jax.kernel_check.comparison import compare, verdict_on
 from swiftkv_jax.kernel_check.configurations import model_configs
 from swiftkv_jax.pallas_kernels import grouped_product
 from swiftkv_jax.presets import PRESETS
-from tests.pallas_kernels.interpreted import device_of
+from tests.pallas_kernels.interpreted import device_of, under
 
 
 def test_experts_are_checked_on_hopper(monkeypatch):
@@ -38,3 +40,17 @@ def test_experts_are_checked_on_hopper(monkeypatch):
 
     monkeypatch.setattr(grouped_product, "block_product", shifted)
     assert compare(experts, "xla", runs=1).error > 3
+
+
+@pytest.mark.parametrize("widths", [(512, 352), (352, 512)])
+def test_widths_that_the_kernel_refuses_are_no_failure(widths):
+    """XLA multiplies there, and the attention kernels stay."""
+    embed_dim, mlp_dim = widths
+    config = KernelConfig(
+        "experts", 0, 0, "bfloat16", "bfloat16", embed_dim=embed_dim, mlp_dim=mlp_dim
+    )
+    with under("H100"):
+        assert grouped_product.choose_grouped(widths, "bfloat16") == "xla"
+        verdict = verdict_on(config, "hopper")
+    assert (verdict.outcome, verdict.usable) == ("unsupported", True)
+    assert "takes inputs in multiples of 64 and outputs of 128" in verdict.detail

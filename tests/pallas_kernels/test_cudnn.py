@@ -250,6 +250,15 @@ def test_no_gradient_of_a_chunk(installed):
         jax.eval_shape(jax.grad(loss), q, kv, kv)
 
 
+def test_the_stand_in_is_exact_on_gpus():
+    """They would round float32 operands to TF32, far beyond the tolerance of float32."""
+    q, kv, lengths = like(2, 6, 4, 64), like(2, 8, 2, 64), like(2, dtype="int32")
+    call = functools.partial(attend, causal=True)
+    traced = str(jax.make_jaxpr(call)(q, kv, kv, lengths, lengths))
+    products = traced.count("dot_general[")
+    assert products and traced.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
+
+
 # On hardware ------------------------------------------------------------------
 
 hardware = pytest.mark.skipif(not on_hardware("cudnn"), reason="needs an NVIDIA GPU: make test-gpu")

@@ -7,6 +7,7 @@ import pytest
 
 from swiftkv_jax.pallas_kernels import hopper, tpu, tuning
 from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
+from swiftkv_jax.pallas_kernels.hopper import decode_tuning
 from tests.pallas_kernels.interpreted import under
 
 CLASSES = {
@@ -98,3 +99,12 @@ def test_a_damaged_table_is_named(tmp_path):
     table.write_text('[{"kernel": "k"}]')
     with pytest.raises(ValueError, match=r"tuning.json: an entry has the fields \['kernel'\]"):
         tuning.read_table(table)
+
+
+def test_stages_of_decode_have_barriers():
+    """Two for each stage, and a group holds 32: not the 24 stages that short pages would give."""
+    tuning = decode_tuning.Tuning(block_kv=256, stages=6)
+    fitted = decode_tuning.fit(tuning, 64, 4, 1, page=64)
+    assert fitted == decode_tuning.Tuning(block_kv=64, stages=16)
+    with pytest.raises(ValueError, match="self.stages=17 must be at most 16: .*two barriers"):
+        decode_tuning.Tuning(block_kv=64, stages=17)

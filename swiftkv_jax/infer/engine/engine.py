@@ -104,9 +104,9 @@ class Engine[R: ModelRunnerBase]:
         `swiftkv` False serves the unmodified teacher, True the student, None the student if there
         is a delta. With a `mesh` (None: the one that the model was loaded on) sequences are split
         over `data`, heads and widths over `model`. `attention` names an implementation; None
-        chooses one for the device. The layers are copied into serving form; with `donate` the
-        model's own arrays are deleted on the way, so that memory holds them once, and `model`
-        cannot be used afterwards.
+        chooses one for the device. The layers are copied into serving form, beside which
+        `model` leaves less memory for the KV cache; with `donate` its arrays are deleted on the
+        way, so that memory holds them once, and it cannot be used afterwards.
 
         Raises `UsageError` (a `ValueError`) for options that cannot be honoured and
         `OutOfMemoryError` if weights, cache and temporaries do not fit the device.

@@ -18,7 +18,7 @@ from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
 from .kv_heads import copy_kv_heads
 from .layout import Layout
-from .memory import allocating, bytes_per_device, memory_limit
+from .memory import allocating, bytes_kept, bytes_per_device, memory_limit
 from .mix import fold_mix, order_heads
 from .model_runner import ModelRunner
 from .shapes import Shapes, choose_shapes, kv_programs, serves_two_caches, with_contexts
@@ -39,6 +39,7 @@ def build_model_runner(
     before `ModelRunner.prepare`. `kernel_check` says how kernels are checked where `attention` is
     None."""
     check_model(model)
+    callers = model.llama, model.swiftkv
     check_mesh(mesh)
     if not isinstance(options, EngineOptions):
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
@@ -80,6 +81,8 @@ def build_model_runner(
             llama, delta, own_kv=kv != "boundary", two_caches=two_caches, donate=donate
         )
         del llama, delta
+    # A caller that donates drops the model, also what was moved to a mesh and not deleted.
+    kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
     shapes = choose_shapes(
         served,
@@ -88,6 +91,7 @@ def build_model_runner(
         platform=device.platform,
         page_bytes=layout.page_bytes(options.page_size),
         weight_bytes=bytes_per_device(weights),
+        kept_bytes=kept_bytes,
         memory_limit=limit,
     )
     ops = Attention(mesh, attention)
@@ -101,6 +105,7 @@ def build_model_runner(
         attention=ops,
         device=device,
         memory_limit=limit,
+        kept_bytes=kept_bytes,
         shrink_cache=options.kv_cache_memory is None,
         compiler_options=options.compiler_options,
     )

@@ -30,6 +30,8 @@ class MemoryPlan:
     """Bytes that an engine needs on one device."""
 
     weights: int
+    kept: int
+    """Bytes of the model that the weights were copied from, where it stays (`bytes_kept`)."""
     cache: int
     rows: int
     """Bytes of the decode state without the cache."""
@@ -42,7 +44,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.rows + self.temporaries
+        return self.weights + self.kept + self.cache + self.rows + self.temporaries
 
     @property
     def over(self) -> int:
@@ -51,15 +53,21 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         of = "" if self.limit is None else f" of {_size(self.limit)}"
+        kept = f"the model they were copied from {_size(self.kept)} + " if self.kept else ""
         return (
-            f"memory per device: weights {_size(self.weights)} + KV cache {_size(self.cache)} + "
-            f"rows {_size(self.rows)} + "
+            f"memory per device: weights {_size(self.weights)} + {kept}"
+            f"KV cache {_size(self.cache)} + rows {_size(self.rows)} + "
             f"temporaries {_size(self.temporaries)} ({self.program}) = {_size(self.total)}{of}"
         )
 
 
 def memory_plan(
-    weights, cache, rows, compiled: Mapping[Any, jax.stages.Compiled], limit: int | None
+    weights,
+    cache,
+    rows,
+    compiled: Mapping[Any, jax.stages.Compiled],
+    limit: int | None,
+    kept_bytes: int = 0,
 ) -> MemoryPlan:
     """The plan for arrays, or their shapes with shardings, and the programs that run on them."""
     temporaries, program = max(
@@ -67,6 +75,7 @@ def memory_plan(
     )
     return MemoryPlan(
         bytes_per_device(weights),
+        kept_bytes,
         bytes_per_device(cache),
         bytes_per_device(rows),
         temporaries,
@@ -78,6 +87,17 @@ def memory_plan(
 def bytes_per_device(tree) -> int:
     """Bytes of a tree of arrays, or of shapes with shardings, on one device."""
     return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def bytes_kept(model, weights) -> int:
+    """Bytes on one device of the arrays of `model` that are not deleted and whose memory `weights`,
+    made from it, do not share."""
+    shared = {buffer for leaf in jax.tree.leaves(weights) for buffer in _buffers(leaf)}
+    return sum(
+        _shard_bytes(leaf)
+        for leaf in jax.tree.leaves(model)
+        if not leaf.is_deleted() and shared.isdisjoint(_buffers(leaf))
+    )
 
 
 def memory_limit(device: Any, utilization: float) -> int | None:
@@ -111,6 +131,13 @@ def _read(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
+
+
+def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
+    """Where the memory of an array begins on the devices of this process."""
+    return {
+        (shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards
+    }
 
 
 def _shard_bytes(leaf) -> int:

@@ -76,20 +76,21 @@ class ModelRunner:
         attention: Attention,
         device: Any,
         memory_limit: int | None,
+        kept_bytes: int,
         shrink_cache: bool,
         compiler_options: abc.Mapping[str, Any],
     ):
         """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
-        (None: not known). With `shrink_cache` a cache that does not fit is made smaller.
-        `compiler_options` are XLA's, for all programs."""
+        (None: not known), `kept_bytes` those that the caller's model takes beside the weights. With
+        `shrink_cache` a cache that does not fit is made smaller. `compiler_options` are XLA's."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
         self.eos_token_ids = eos_token_ids
         self.plan: MemoryPlan | None = None
         """Memory plan; None before `prepare`."""
         self._attention, self._device = attention, device
-        self._memory_limit, self._shrink_cache = memory_limit, shrink_cache
-        self._compiler_options = compiler_options
+        self._memory_limit, self._kept_bytes = memory_limit, kept_bytes
+        self._shrink_cache, self._compiler_options = shrink_cache, compiler_options
         self.limits = shapes.limits
         self._compiled: dict[Program, Any] = {}
 
@@ -160,12 +161,11 @@ class ModelRunner:
             if message == str(error):  # not a refusal by the attention ops
                 raise
             raise UsageError(message) from error
-        state, limit = self.layout.state(self.shapes), self._memory_limit
+        state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh
         if limit is None and self._device.platform == "cpu":
-            mesh = self.layout.mesh
             limit = host_memory() // (1 if mesh is None else mesh.size)
-        rows = state.batch, state.token_counts
-        return memory_plan(self.weights, state.cache, rows, self._compiled, limit)
+        rows, kept = (state.batch, state.token_counts), self._kept_bytes
+        return memory_plan(self.weights, state.cache, rows, self._compiled, limit, kept)
 
     def _warm_up(self) -> None:
         """Run every program, because first runs are slower. On a GPU, XLA records the launches of

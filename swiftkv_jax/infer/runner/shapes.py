@@ -164,12 +164,14 @@ def choose_shapes(
     page_bytes: int,
     weight_bytes: int,
     memory_limit: int | None,
+    kept_bytes: int = 0,
 ) -> Shapes:
     """The shapes for these options.
 
     `page_bytes` are the bytes of a page in all layers on one device, `weight_bytes` those of the
-    weights, `memory_limit` those that may be used (None: the device does not say). Raises
-    `UsageError` if the cache cannot hold one sequence of `max_model_len`.
+    weights, `memory_limit` those that may be used (None: the device does not say), `kept_bytes`
+    those of a model beside the weights. Raises `UsageError` if the cache cannot hold one sequence
+    of `max_model_len`.
     """
     length, page_size = _max_model_len(config, options), options.page_size
     slots, table_pages = -(-options.max_num_seqs // dp_size), -(-length // page_size)
@@ -187,10 +189,11 @@ def choose_shapes(
     kv = kv_programs(config, mixed=options.mixed_generated_kv)
     pages_per_own_page = config.pages_per_own_page if serves_two_caches(config, kv) else 0
     if options.kv_cache_memory is not None:
-        _check_memory(options.kv_cache_memory, weight_bytes, memory_limit)
+        _check_memory(options.kv_cache_memory, weight_bytes, kept_bytes, memory_limit)
         num_pages = options.kv_cache_memory // page_bytes
     elif memory_limit is not None:
-        num_pages = (memory_limit - weight_bytes - _temporaries(config, chunks[-1])) // page_bytes
+        needed = weight_bytes + kept_bytes + _temporaries(config, chunks[-1])
+        num_pages = (memory_limit - needed) // page_bytes
     else:
         num_pages = min(
             slots * table_pages * (1 + pages_per_own_page),
@@ -251,13 +254,16 @@ def _spare_tiles(options: EngineOptions, slots: int, platform: str) -> tuple[int
     return (FEW_TILES, spare) if spare >= 2 * FEW_TILES and not options.one_size else (spare,)
 
 
-def _check_memory(kv_cache_memory: int, weight_bytes: int, memory_limit: int | None) -> None:
+def _check_memory(
+    kv_cache_memory: int, weight_bytes: int, kept_bytes: int, memory_limit: int | None
+) -> None:
     """Raise `OutOfMemoryError` if the weights and the cache that was asked for do not fit."""
     has = host_memory() if memory_limit is None else memory_limit
-    if kv_cache_memory + weight_bytes > has:
+    if kv_cache_memory + weight_bytes + kept_bytes > has:
+        kept = f", and {kept_bytes / GIB:.2f} GiB of the model without `donate`," * bool(kept_bytes)
         raise OutOfMemoryError(
             f"`kv_cache_memory`={kv_cache_memory / GIB:.2f} GiB and "
-            f"{weight_bytes / GIB:.2f} GiB of weights are more than the "
+            f"{weight_bytes / GIB:.2f} GiB of weights{kept} are more than the "
             f"{has / GIB:.2f} GiB that may be used"
         )
 

@@ -12,6 +12,7 @@ from ..device import HEAD_DIMS
 
 _SMS = 132
 _MAX_SHARED_BYTES = 227 * 1024
+_MOST_STAGES = 16  # a group holds at most 32 barriers, and each stage has one for K and one for V
 _ROWS = 64  # queries per key/value head: the columns of a tile
 LEAST_TILES = 4
 """Tiles of a split of a row, at least. With 64 positions in bfloat16 these are 128 KiB, which an SM
@@ -34,6 +35,11 @@ class Tuning:
         if self.stages < 2:
             raise ValueError(
                 f"{self.stages=} must be at least 2, or loads and products cannot overlap"
+            )
+        if self.stages > _MOST_STAGES:
+            raise ValueError(
+                f"{self.stages=} must be at most {_MOST_STAGES}: each has two barriers, and a "
+                f"group holds 32"
             )
         if 2 * self.stages * self.block_kv * 64 > _MAX_SHARED_BYTES:
             raise ValueError(
@@ -75,7 +81,8 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     memory (fewer stages).
 
     A tile that does not divide `page`, a multiple of 64, is shortened to one that does, with as
-    many more stages. Raises `NotImplementedError` where two stages do not fit.
+    many more stages, up to the 16 for which there are barriers. Raises `NotImplementedError` where
+    two stages do not fit.
     """
     columns, eight_bit = pl.cdiv(rows, 8) * 8, itemsize == 1
     block_kv, stages = tuning.block_kv if columns <= 16 else 64, tuning.stages
@@ -86,7 +93,7 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     fixed += eight_bit * 2 * block_kv * head_dim
     fixed += 1024  # for barriers
     stage = 2 * block_kv * (head_dim * itemsize + 4 * eight_bit)
-    stages = min(stages, (_MAX_SHARED_BYTES - fixed) // stage)
+    stages = min(stages, _MOST_STAGES, (_MAX_SHARED_BYTES - fixed) // stage)
     if stages < 2:
         raise NotImplementedError(
             f"has no room in shared memory for two stages of {block_kv=} with {head_dim=}, "

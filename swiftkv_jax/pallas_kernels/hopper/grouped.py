@@ -48,7 +48,7 @@ def block_product(
     count, rows, depth = x.shape
     outputs = weight.shape[2 if inputs == "first" else 1]
     if reason := unsupported_reason(depth, outputs, x.dtype):
-        raise NotImplementedError(f"products of groups on Hopper: {reason}")
+        raise NotImplementedError(f"implementation='hopper' of grouped products {reason}")
     consumers, steps = rows // ROWS, depth // _DEPTH
 
     def kernel(x_gmem, weight_gmem, group_gmem, used_gmem, out_gmem, *scratch):

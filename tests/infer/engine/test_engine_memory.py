@@ -5,14 +5,18 @@ import logging
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.runner import build, memory, model_runner, shapes
 from swiftkv_jax.infer.runner.layout import Layout
-from swiftkv_jax.infer.runner.memory import MemoryPlan
+from swiftkv_jax.infer.runner.memory import MemoryPlan, bytes_per_device
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.infer.runner.weights import shard_model
+from swiftkv_jax.mesh import make_mesh
 from tests.infer.engine.test_engine import engine_of, model, options, small
 
 
@@ -35,6 +39,8 @@ def test_the_plan_is_what_is_allocated():
         tokens = engine.model_runner.shapes.num_pages * engine.model_runner.shapes.page_size
         assert plan.cache == tokens * engine.model_runner.kv_bytes_per_token
         assert plan.temporaries > 0 and plan.program
+        assert plan.total - plan.kept == plan.weights + plan.cache + plan.rows + plan.temporaries
+        assert f"the model they were copied from {plan.kept / 2**20:.1f} MiB" in str(plan)
 
 
 def test_a_cache_of_a_given_size():
@@ -60,6 +66,31 @@ def test_a_cache_for_prompts_but_not_for_answers(pages, answer, caplog):
     assert text in caplog.text and bool(text) == bool(caplog.text)
 
 
+@pytest.mark.parametrize("shape", [None, (2, 2)])
+def test_a_model_that_is_not_donated_is_counted(shape, monkeypatch):
+    """The layers are there twice on the device, embedding and head once."""
+    monkeypatch.setattr(build, "memory_limit", lambda device, share: 600 * 2**20)
+    mesh = None if shape is None else make_mesh(shape)
+    loaded = model() if mesh is None else shard_model(model(), mesh)
+    chosen = dataclasses.replace(small(), decode_rows=EngineOptions.decode_rows)
+    runner, donated = (
+        build.build_model_runner(copied, chosen, mesh=mesh, donate=donate)
+        for copied, donate in ((loaded, False), (jax.tree.map(jnp.copy, loaded), True))
+    )
+    llama = loaded.llama
+    assert loaded.swiftkv is not None
+    everything, shared = (
+        bytes_per_device(tree)
+        for tree in ((llama, loaded.swiftkv), (llama.embed, llama.lm_head, llama.final_norm))
+    )
+    kept, norm = runner._kept_bytes, bytes_per_device(loaded.swiftkv.norm)
+    assert kept == everything - shared - norm > bytes_per_device(runner.weights) / 2
+    assert donated._kept_bytes == 0
+    page_bytes = runner.layout.page_bytes(runner.shapes.page_size)
+    fewer = donated.shapes.num_pages - runner.shapes.num_pages
+    assert kept // page_bytes <= fewer <= -(-kept // page_bytes)
+
+
 def test_what_does_not_fit_is_not_taken(monkeypatch):
     """The cache is sized by the device's memory and an estimate, then by the compiler's figures."""
     monkeypatch.setattr(shapes, "_temporaries", lambda config, tokens: 0)  # a guess that is too low
@@ -69,7 +100,8 @@ def test_what_does_not_fit_is_not_taken(monkeypatch):
     with pytest.raises(
         OutOfMemoryError, match=r"= 10\.\d MiB of 10.3 MiB: lower `kv_cache_memory`"
     ):
-        Engine.from_model(model(), small(kv_cache_memory=10_650_000))
+        copied = jax.tree.map(jnp.copy, model())
+        Engine.from_model(copied, small(kv_cache_memory=10_650_000), donate=True)
     monkeypatch.setattr(build, "memory_limit", lambda device, share: 100_000)
     with pytest.raises(UsageError, match="the KV cache has room for"):
         Engine.from_model(model(), small())

@@ -37,3 +37,20 @@ def test_few_sequences_decode_one_step_where_the_host_keeps_up(
     )
     assert shapes.single_step_rows == expected
     assert bool(shapes.single_step_sizes) == bool(expected)
+
+
+def test_a_model_that_stays_beside_the_weights_takes_pages():
+    shapes = [
+        choose_shapes(
+            config_from_hf(tiny.hf_config()),
+            EngineOptions(max_model_len=64, max_num_seqs=4),
+            dp_size=1,
+            platform="gpu",
+            page_bytes=MIB,
+            weight_bytes=16 * MIB,
+            memory_limit=2048 * MIB,
+            kept_bytes=kept_bytes,
+        )
+        for kept_bytes in (0, 15 * MIB)
+    ]
+    assert shapes[0].num_pages - shapes[1].num_pages == 15
