@@ -96,7 +96,7 @@ def bytes_kept(model, weights) -> int:
     return sum(
         _shard_bytes(leaf)
         for leaf in jax.tree.leaves(model)
-        if not leaf.is_deleted() and shared.isdisjoint(_buffers(leaf))
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and not shared & _buffers(leaf)
     )
 
 
