@@ -34,8 +34,8 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
     flag = parser.add_argument
     flag(
         "--model",
-        help="checkpoint to distil, Hugging Face or Orbax; with --dry-run also llama-3.1-8b, "
-        "-70b, -405b (default: demo)",
+        help="checkpoint to distil, Hugging Face or Orbax; with --dry-run also one "
+        f"of {', '.join(PRESETS)} (default: demo)",
     )
     add_cut(parser, "train for, and export,")
     flag(

@@ -6,7 +6,7 @@
     offline   --num-prompts requests at once, continuous batching
     latency   requests that arrive at --request-rate: TTFT, TPOT, inter-token and end-to-end times
 
-Every figure stands beside what the same devices reach in a large matrix product and a large copy,
+Every figure stands beside what the same devices reach in a large matrix product and a copy,
 measured before and after. A model without weights will do:
 
     python -m swiftkv_jax.infer bench prefill --config llama-3.1-8b --load-format dummy \\

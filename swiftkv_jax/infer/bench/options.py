@@ -10,6 +10,7 @@ from typing import Any
 
 from ...cli.model_options import ModelOptions, add_model_arguments
 from ...errors import UsageError
+from ...presets import PRESETS
 from ..commands.engine_options import add_engine_arguments, given_engine_options, token_count
 from ..engine.options import EngineOptions
 from .cells import MODES, Cell, Mode, make_cells
@@ -80,7 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--config",
         metavar="NAME",
-        help="llama-3.1-8b, -70b, -405b, or a folder with a config.json; with --load-format dummy",
+        help=f"one of {', '.join(PRESETS)}, or a folder with a config.json; with --load-format "
+        "dummy",
     )
     add(
         "--load-format",

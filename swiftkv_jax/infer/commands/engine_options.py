@@ -59,7 +59,7 @@ def add_engine_arguments(parser: argparse._ActionsContainer) -> None:
         type=int,
         metavar="N",
         help="number of sequences up to which a call decodes one token each "
-        "(default: 0, in the server 32)",
+        "(default: 0; in the server 32, on a CPU 0 for weights below 256 MiB)",
     )
     add(
         "--kv-cache-dtype",

@@ -157,7 +157,8 @@ def add_admission(parser: argparse._ActionsContainer) -> None:
         "--max-num-queued-tokens",
         type=token_count,
         metavar="N",
-        help="prompt tokens that wait (default: those of 30 s of prefill)",
+        help="prompt tokens that wait (default: those of 30 s of prefill, "
+        "at least four times --max-model-len)",
     )
     add("--max-queued-bytes", **number, help="bytes of bodies in memory (default: 256 MiB)")
     add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
