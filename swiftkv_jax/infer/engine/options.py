@@ -77,7 +77,8 @@ class EngineOptions:
     chunks: tuple[int, ...] | None = None
     """Sizes of a chunk, ascending; None is `max_num_batched_tokens` and an eighth of it."""
     one_size: bool = False
-    """Compile only the largest of the sizes that are None: for an engine that serves one call."""
+    """For an engine that serves one call: compile only the largest of the sizes that are None, and
+    allocate no more KV cache than `max_num_seqs` sequences fill."""
     compiler_options: Mapping[str, str | int | float | bool] = dataclasses.field(
         default_factory=dict, hash=False
     )

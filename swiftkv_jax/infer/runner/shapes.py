@@ -188,17 +188,18 @@ def choose_shapes(
         )
     kv = kv_programs(config, mixed=options.mixed_generated_kv)
     pages_per_own_page = config.pages_per_own_page if serves_two_caches(config, kv) else 0
+    all_pages = slots * table_pages * (1 + pages_per_own_page)
     if options.kv_cache_memory is not None:
         _check_memory(options.kv_cache_memory, weight_bytes, kept_bytes, memory_limit)
         num_pages = options.kv_cache_memory // page_bytes
     elif memory_limit is not None:
         needed = weight_bytes + kept_bytes + _temporaries(config, chunks[-1])
         num_pages = (memory_limit - needed) // page_bytes
+        if options.one_size:  # no later call will look for prefixes
+            num_pages = min(num_pages, all_pages)
     else:
-        num_pages = min(
-            slots * table_pages * (1 + pages_per_own_page),
-            max(table_pages, int(CPU_CACHE_SHARE * host_memory()) // page_bytes),
-        )
+        share = int(CPU_CACHE_SHARE * host_memory())
+        num_pages = min(all_pages, max(table_pages, share // page_bytes))
     shapes = Shapes(
         dp_size=dp_size,
         page_size=page_size,

@@ -1,5 +1,7 @@
 """The shapes that an engine compiles, by its options and its device."""
 
+import dataclasses
+
 import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
@@ -39,18 +41,27 @@ def test_few_sequences_decode_one_step_where_the_host_keeps_up(
     assert bool(shapes.single_step_sizes) == bool(expected)
 
 
+def gpu_pages(options: EngineOptions, kept_bytes: int = 0) -> int:
+    """Pages of 1 MiB on a GPU with 2 GiB."""
+    shapes = choose_shapes(
+        config_from_hf(tiny.hf_config()),
+        options,
+        dp_size=1,
+        platform="gpu",
+        page_bytes=MIB,
+        weight_bytes=16 * MIB,
+        memory_limit=2048 * MIB,
+        kept_bytes=kept_bytes,
+    )
+    return shapes.num_pages
+
+
 def test_a_model_that_stays_beside_the_weights_takes_pages():
-    shapes = [
-        choose_shapes(
-            config_from_hf(tiny.hf_config()),
-            EngineOptions(max_model_len=64, max_num_seqs=4),
-            dp_size=1,
-            platform="gpu",
-            page_bytes=MIB,
-            weight_bytes=16 * MIB,
-            memory_limit=2048 * MIB,
-            kept_bytes=kept_bytes,
-        )
-        for kept_bytes in (0, 15 * MIB)
-    ]
-    assert shapes[0].num_pages - shapes[1].num_pages == 15
+    options = EngineOptions(max_model_len=64, max_num_seqs=4)
+    assert gpu_pages(options) - gpu_pages(options, kept_bytes=15 * MIB) == 15
+
+
+def test_an_engine_for_one_call_takes_what_its_sequences_fill():
+    options = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=16)
+    assert gpu_pages(options) > 1000
+    assert gpu_pages(dataclasses.replace(options, one_size=True)) == 4 * 4
