@@ -184,6 +184,7 @@ def test_closing_does_not_wait_for_what_is_killed(compiler, monkeypatch):
     thread.start()
     until(lambda: children(process.pid))
     (child,) = children(process.pid)
+    os.kill(child, signal.SIGSTOP)  # it does not reach one of its limits meanwhile
     with monkeypatch.context() as patch:
         patch.setattr(grammar_process, "_kill", lambda process: None)
         process.close()
