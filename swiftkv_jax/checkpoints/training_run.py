@@ -127,8 +127,7 @@ def config_differences(recorded: dict[str, Any], config: Config) -> list[str]:
 
 
 def _newest_intact(path: Path, config: Config) -> int:
-    """The newest step whose delta is what was saved. Reads it: the delta and its
-    moments."""
+    """The newest step whose delta is what was saved. Reads it, with its moments."""
     damage: list[DamagedError] = []
     where = shardings(config, None)
     for step in reversed(run_steps(path)):

@@ -206,26 +206,33 @@ class Detokenizer:
 def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """Text of token ids without special tokens: by the Rust tokenizer itself where there is one,
     because the method of transformers that calls it takes most of a token's time."""
-    from tokenizers import Tokenizer
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if isinstance(backend, Tokenizer):
+    if (backend := rust_tokenizer(tokenizer)) is not None:
         return backend.decode  # leaves special tokens out by default
     return functools.partial(
         tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
 
 
-@functools.lru_cache(maxsize=8)
 def textless_tokens(tokenizer: Any) -> frozenset[int]:
-    """Ids that a text decoder leaves out: the tokenizer's special tokens; none where it decodes
-    them too."""
+    """Ids that `text_decoder` leaves out: the special tokens; none where it decodes them too."""
+    if rust_tokenizer(tokenizer) is None:
+        return frozenset(getattr(tokenizer, "all_special_ids", ()))
+    return _special_ids(tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Those of a Rust tokenizer. They are read once: some have hundreds."""
+    added = rust_tokenizer(tokenizer).get_added_tokens_decoder()
+    return frozenset(i for i, token in added.items() if token.special)
+
+
+def rust_tokenizer(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer, or None."""
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        return frozenset(getattr(tokenizer, "all_special_ids", ()))
-    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+    return backend if isinstance(backend, Tokenizer) else None
 
 
 class TextStream:

@@ -45,7 +45,7 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
     """
     config = choose_cut(found, recipe.num_key_value_layers, recipe.key_value_group_size)
     config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
-    if recipe.init == "closed-form" and not has_delta(found, config):
+    if recipe.init == "closed-form" and not has_same_delta(found, config):
         check_closed_form(config)
     if recipe.max_length > config.max_position_embeddings:
         raise UsageError(
@@ -73,11 +73,6 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
             f"layers, so nothing is left to distil"
         )
     return config
-
-
-def has_delta(found: Config, config: Config) -> bool:
-    """Whether a checkpoint of architecture `found` has a delta for `config`."""
-    return bool(found.num_upper_layers) and has_same_delta(found, config)
 
 
 def check_closed_form(config: Config) -> None:

@@ -35,7 +35,7 @@ from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
 from .page_pool import PagePool, PrefixStats
 from .request_state import Chunk, RequestState, Sequence
-from .requests import Request, RequestOutput, ScoreRequest
+from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
@@ -303,9 +303,10 @@ class Engine[R: ModelRunnerBase]:
         good = [not matcher.error for matcher in matchers]
         for sequence, matcher, goes_on in zip(sequences, matchers, good, strict=True):
             if not goes_on:
-                outputs.append(failed_output(sequence, matcher.error))
+                state = sequence.request_state
+                outputs.append(failed_output(state, matcher.error, sample=sequence.index))
                 self._scheduler.finish(sequence, aborted=True)
-                self._forget(sequence.request_state)
+                self._forget(state)
         return list(itertools.compress(sequences, good)), masks[good]
 
     def _receive_constrained(self, sent: Sent) -> list[RequestOutput]:
@@ -360,12 +361,12 @@ class Engine[R: ModelRunnerBase]:
             start, stop = stop, stop + len(scheduled.scored)
             if not state.scored or state.request_id not in self._requests:
                 continue
-            found = self._scores.setdefault(state.request_id, Scores(state))
             if not np.isfinite(scores.logprob[start:stop]).all():
-                yield found.failed()
+                yield failed_output(state, NOT_FINITE)
                 self._scheduler.abort(state)
                 self._forget(state)
                 continue
+            found = self._scores.setdefault(state.request_id, Scores(state))
             last = scheduled.stop == state.prefill_target
             yield from found.add(scores, range(start, stop), last=last)
             if last:

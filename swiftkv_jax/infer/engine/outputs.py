@@ -15,6 +15,7 @@ from .requests import (
     FinishReason,
     Logprob,
     LogprobArrays,
+    Request,
     RequestOutput,
     ScoreRequest,
 )
@@ -85,14 +86,15 @@ def sequence_output(
     return output, len(emitted)
 
 
-def failed_output(sequence: Sequence, error: str) -> RequestOutput:
-    """The last output of a sequence that cannot go on."""
-    state = sequence.request_state
+def failed_output(state: RequestState, error: str, *, sample: int = 0) -> RequestOutput:
+    """The last output of a sample, or of a `ScoreRequest`, that cannot go on."""
+    request = state.request
+    asked = isinstance(request, Request) and request.params.logprobs is not None
     return RequestOutput(
         request_id=state.request_id,
-        sample=sequence.index,
+        sample=sample,
         token_ids=[],
-        logprobs=None if sequence.params.logprobs is None else [],
+        logprobs=[] if asked else None,
         finish_reason="error",
         timing=dataclasses.replace(state.timing),
         num_cached_tokens=state.num_cached_tokens,
@@ -125,19 +127,6 @@ class Scores:
             ended = last and not entries
             if ended or len(taken) == room:
                 yield self._output("stop" if ended else None)
-
-    def failed(self) -> RequestOutput:
-        """The last output of a request whose logits are not finite."""
-        return RequestOutput(
-            request_id=self._state.request_id,
-            sample=0,
-            token_ids=[],
-            logprobs=None,
-            finish_reason="error",
-            timing=dataclasses.replace(self._state.timing),
-            num_cached_tokens=self._state.num_cached_tokens,
-            error=NOT_FINITE,
-        )
 
     def _output(self, reason: FinishReason | None) -> RequestOutput:
         state, likeliest, parts = self._state, self._likeliest, self._logprobs

@@ -16,7 +16,7 @@ import numpy as np
 from ....chat_template import render_chat
 from ....errors import DataError, UsageError
 from ...engine.page_pool import page_keys
-from ...text import brings_first_token, check_unicode
+from ...text import brings_first_token, check_unicode, rust_tokenizer
 from ..errors import APIError, invalid
 from ..protocol import Message
 from .workers import Workers
@@ -65,8 +65,7 @@ class PromptEncoder:
 
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self.vocab_size, self.page_size, self._caching = vocab_size, page_size, caching
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = backend if isinstance(backend, Tokenizer) else None
+        self._backend = rust_tokenizer(tokenizer)
         self._plain: Any = None
         """The same tokenizer, to which the spelling of a special token is text."""
         if self._backend is not None:

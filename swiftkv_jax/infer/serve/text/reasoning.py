@@ -20,6 +20,7 @@ from typing import Any, Literal
 from ....errors import UsageError
 from ...engine.grammar import Matcher
 from ...engine.reasoning_grammar import ReasoningGrammar
+from ...text import rust_tokenizer
 from .token_text import TokenSpellings
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def with_visible_tags(tokenizer: Any) -> Any:
         return tokenizer
     from tokenizers import Tokenizer
 
-    if not isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+    if (backend := rust_tokenizer(tokenizer)) is None:
         raise UsageError("this tokenizer leaves the tags of reasoning out of texts")
     found = json.loads(backend.to_str())
     for token in found["added_tokens"]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from ...text import rust_tokenizer
+
 
 class Spelling(NamedTuple):
     """A token by itself."""
@@ -61,10 +63,7 @@ class WithSpecialTokens:
         self._tokenizer = tokenizer
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
-        from tokenizers import Tokenizer
-
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if isinstance(backend, Tokenizer):
+        if (backend := rust_tokenizer(self._tokenizer)) is not None:
             return backend.decode(token_ids, skip_special_tokens=False)
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
