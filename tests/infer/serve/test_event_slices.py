@@ -1,9 +1,11 @@
 """What a step gives is made text a few events at a time, first tokens before all others."""
 
 import asyncio
+import sys
 
 import pytest
 
+from swiftkv_jax.infer.serve import server
 from swiftkv_jax.infer.serve.service import backlog
 from swiftkv_jax.infer.serve.service.backlog import Backlog
 from swiftkv_jax.infer.serve.service.service import Service
@@ -117,3 +119,13 @@ def test_what_came_before_an_end_is_processed_before_it(start, monkeypatch, leav
     else:
         running.thread.join(20)
         assert running.code == [1]
+
+
+def test_threads_hand_over_the_interpreter_in_time(start):
+    """While a server runs; its end leaves Python as it was."""
+    before = sys.getswitchinterval()
+    running = start()
+    assert sys.getswitchinterval() == pytest.approx(server.SWITCH_SECONDS)
+    running.stop()
+    running.thread.join(20)
+    assert sys.getswitchinterval() == before
