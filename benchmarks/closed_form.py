@@ -91,15 +91,15 @@ def measure(args: argparse.Namespace) -> int:
         own = score_student(student, teacher, mesh, MODES[1])
         cells.append(
             {"tokens": tokens, "exact": "nothing", "r2_k": r2[0], "r2_v": r2[1]}
-            | above(teacher, score_student(student, teacher, mesh, MODES[0]), "all")
-            | {"own": above(teacher, own, "answers")["above"]}
+            | compared(teacher, score_student(student, teacher, mesh, MODES[0]), "all")
+            | {"own": compared(teacher, own, "answers")}
         )
         logger.info("%s", cells[-1])
         if tokens != args.tokens[min(1, len(args.tokens) - 1)]:
             continue
         for exact in EXACT[1:]:
             found = _with_exact(student, teacher, mesh, exact)
-            cells.append({"tokens": tokens, "exact": exact} | above(teacher, found, "all"))
+            cells.append({"tokens": tokens, "exact": exact} | compared(teacher, found, "all"))
             logger.info("%s", cells[-1])
     report.write_json(output, document)
     print(limits(document))
@@ -162,11 +162,21 @@ def _with_exact(student: Model, teacher: Teacher, mesh: Mesh, exact: str) -> Sco
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
 
-def above(teacher: Teacher, found: Scores, mask: str) -> dict[str, float]:
-    """How far the student's perplexity is above the teacher's on the predictions of a mask."""
-    chosen = teacher.masks[mask]
-    nats = [float(scores.nll[chosen].mean(dtype=np.float64)) for scores in (found, teacher.scores)]
-    return {"above": math.expm1(nats[0] - nats[1]), "teacher_perplexity": math.exp(nats[1])}
+def compared(teacher: Teacher, found: Scores, mask: str) -> dict[str, float]:
+    """How far the student's perplexity is above the teacher's on the predictions of a mask, and the
+    nats that it loses on far tokens."""
+    nats, far = (
+        [
+            float(scores.nll[teacher.masks[name]].mean(dtype=np.float64))
+            for scores in (found, teacher.scores)
+        ]
+        for name in (mask, "far")
+    )
+    return {
+        "above": math.expm1(nats[0] - nats[1]),
+        "teacher_perplexity": math.exp(nats[1]),
+        "far": far[0] - far[1],
+    }
 
 
 def limits(document: dict[str, Any]) -> str:
@@ -177,10 +187,11 @@ def limits(document: dict[str, Any]) -> str:
         "same files as in the table above; `python -m benchmarks.closed_form`. R² is that of the "
         "keys and values of each upper layer; those of the first are exact. The rows with exact "
         "keys or values use the teacher's for all tokens instead of the fitted ones. No engine "
-        "could serve that; it separates the two parts of the loss.",
+        "could serve that; it separates the two parts of the loss. `far` are the nats lost on far "
+        "tokens; the last two columns are for serving `own`.",
         table(
-            "calibration tokens, exact, R² of keys, R² of values, above the teacher, "
-            "after the prompt with own".split(", "),
+            "calibration tokens, exact, R² of keys, R² of values, above the teacher, far, "
+            "`own`: after the prompt, far".split(", "),
             list(_lines(document["cells"])),
         ),
     )
@@ -194,9 +205,13 @@ def _lines(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             cell["exact"],
             *(", ".join(f"{value:.2f}" for value in cell[name]) for name in r2),
             *[""] * (2 - len(r2)),
-            f"{cell['above']:+.2%}",
-            f"{cell['own']:+.2%}" if "own" in cell else "",
+            *_lost(cell),
+            *(_lost(cell["own"]) if "own" in cell else ("", "")),
         )
+
+
+def _lost(found: dict[str, float]) -> tuple[str, str]:
+    return f"{found['above']:+.2%}", f"{found['far']:+.3f}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def test_what_limits_the_closed_form(tmp_path, capsys):
     few, fitted, *halves = (cell["above"] for cell in cells)
     assert few > fitted > max(halves) > min(halves) > 0
     assert cells[1]["r2_k"][0] == pytest.approx(1, abs=1e-4) and 0.5 < cells[1]["r2_v"][-1] < 1
-    assert 0 < cells[1]["own"] < fitted
+    assert 0 < cells[1]["own"]["above"] < fitted
+    assert cells[1]["far"] > cells[2]["far"], "the distant prompt is found by keys"
     assert "| 8,192 | keys |  |  | +" in capsys.readouterr().out
 
 
