@@ -26,7 +26,7 @@ from swiftkv_jax.train.setup import cut_model, load_model
 from swiftkv_jax.train.start import initialize_delta
 
 from . import report
-from .closed_form import MESH, above, open_demo
+from .closed_form import MESH, compared, open_demo
 from .markdown import section, table
 from .quality.scores import MODES, score_student
 from .quality.students import train
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> int:
         for seed in range(args.seeds):
             chosen = dataclasses.replace(recipe, hidden_loss_weight=weight, seed=seed)
             found = score_student(train(chosen, start, data, mesh), teacher, mesh, MODES[0])
-            cell["above"].append(above(teacher, found, "all")["above"])
+            cell["above"].append(compared(teacher, found, "all")["above"])
             cell["kl"].append(float(found.kl[teacher.masks["all"]].mean(dtype=np.float64)))
         logger.info("%s", cell)
         document["cells"].append(cell)
