@@ -2,6 +2,7 @@
 edges of the part before, at and after those of blocks, tiles and pages."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -31,16 +32,19 @@ from tests.pallas_kernels.test_windows import TUNING, spare
 DEVICES = ("hopper", "tpu")
 RUNS = [("xla", "float32"), *((name, "bfloat16") for name in DEVICES)]
 parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
+# In the slowest interpreter: with a window, and in 8 bits, it has pages too.
+SLOW = ("hopper", "*pages")
+JOINED = [RUNS[0], *(pytest.param(*each, marks=LONG) for each in RUNS[1:])]
 
 
 def cases(shapes) -> list:
     """(implementation, format, name) of each combination; `long` where kernels are interpreted, but
     for the shapes whose name begins with a star."""
-    return [
-        pytest.param(*each, name, marks=[] if each[0] == "xla" or name[0] == "*" else LONG)
-        for each in RUNS
-        for name in shapes
-    ]
+    found = []
+    for (device, form), name in itertools.product(RUNS, shapes):
+        short = device == "xla" or (name[0] == "*" and (device, name) != SLOW)
+        found.append(pytest.param(device, form, name, marks=[] if short else LONG))
+    return found
 
 
 def eight_bits(name: str) -> list:
@@ -362,7 +366,7 @@ def joined(implementation, q, k, v, offset, attend_rest, **options):
     return run(implementation, attend, q, k, v, *rest, jnp.asarray(STARTS))
 
 
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype"), JOINED)
 def test_parts_of_prefill_join_to_the_whole(implementation, dtype):
     shape = Prefill(4, 40, 4, 2, 300, 64, (200, 64, 0, 250), (40, 33, 40, 0))
     q, k, v = inputs(shape, dtype)
@@ -383,7 +387,7 @@ def test_parts_of_prefill_join_to_the_whole(implementation, dtype):
     check_with_lse(found, q, k, v, mask)
 
 
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype"), JOINED)
 def test_parts_of_decode_join_to_the_whole(implementation, dtype):
     shape = Decode(4, 1, 4, 2, 300, 64, (290, 65, 40, 0))
     (q, k, v, length), _, expected = decode_inputs(shape, dtype, dtype)
