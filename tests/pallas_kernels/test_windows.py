@@ -262,7 +262,9 @@ BACKWARD_TUNING = {
 }
 
 
-@parametrize(("implementation", "dtype", "name", "window"), cases(GRADIENTS, long_on_hopper=()))
+@parametrize(
+    ("implementation", "dtype", "name", "window"), cases(GRADIENTS, long_on_hopper=frozenset())
+)
 def test_gradient(implementation, dtype, name, window):
     packed = name == "documents"
     shape = DOCUMENTS if packed else Prefill(1, 260, 2, 1, 260, 64)
