@@ -2,7 +2,6 @@
 edges of the part before, at and after those of blocks, tiles and pages."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -32,19 +31,17 @@ from tests.pallas_kernels.test_windows import TUNING, spare
 DEVICES = ("hopper", "tpu")
 RUNS = [("xla", "float32"), *((name, "bfloat16") for name in DEVICES)]
 parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
-# In the slowest interpreter: with a window, and in 8 bits, it has pages too.
-SLOW = ("hopper", "*pages")
 JOINED = [RUNS[0], *(pytest.param(*each, marks=LONG) for each in RUNS[1:])]
 
 
 def cases(shapes) -> list:
     """(implementation, format, name) of each combination; `long` where kernels are interpreted, but
     for the shapes whose name begins with a star."""
-    found = []
-    for (device, form), name in itertools.product(RUNS, shapes):
-        short = device == "xla" or (name[0] == "*" and (device, name) != SLOW)
-        found.append(pytest.param(device, form, name, marks=[] if short else LONG))
-    return found
+    return [
+        pytest.param(*each, name, marks=[] if each[0] == "xla" or name[0] == "*" else LONG)
+        for each in RUNS
+        for name in shapes
+    ]
 
 
 def eight_bits(name: str) -> list:

@@ -39,24 +39,11 @@ RUNS = [("xla", "float32"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
 parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
 
 
-# For Hopper, whose interpreter is slow: documents have the windows of whole rows, and rows of more
-# pages than are loaded at once those of one prompt.
-LONG_ON_HOPPER = {("whole rows", 65), ("of one prompt", 129)}
-
-
-def cases(shapes, runs=RUNS, long_on_hopper=frozenset(LONG_ON_HOPPER)) -> list:
+def cases(shapes, runs=RUNS) -> list:
     """(implementation, format, name, window) for the windows of each shape; `long` where kernels
     are interpreted, but for those that the last entry of a shape names."""
-
-    def is_short(implementation: str, name: str, window: int, short) -> bool:
-        if implementation == "hopper" and (name, window) in long_on_hopper:
-            return False
-        return implementation == "xla" or window in short
-
     return [
-        pytest.param(
-            *each, name, window, marks=[] if is_short(each[0], name, window, short) else LONG
-        )
+        pytest.param(*each, name, window, marks=[] if each[0] == "xla" or window in short else LONG)
         for each in runs
         for name, (*_, windows, short) in shapes.items()
         for window in windows
@@ -262,9 +249,7 @@ BACKWARD_TUNING = {
 }
 
 
-@parametrize(
-    ("implementation", "dtype", "name", "window"), cases(GRADIENTS, long_on_hopper=frozenset())
-)
+@parametrize(("implementation", "dtype", "name", "window"), cases(GRADIENTS))
 def test_gradient(implementation, dtype, name, window):
     packed = name == "documents"
     shape = DOCUMENTS if packed else Prefill(1, 260, 2, 1, 260, 64)
