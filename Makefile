@@ -17,7 +17,7 @@ demo: $(VENV)/installed
 TEST_CACHE ?= $(HOME)/.cache/swiftkv-jax/test-programs
 QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)" \
 	JAX_COMPILATION_CACHE_DIR="$(TEST_CACHE)" \
-	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 PYTEST := -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: lint
 	@if test -d "$(TEST_CACHE)"; then find "$(TEST_CACHE)" -type f -mtime +14 -delete; fi

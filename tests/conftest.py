@@ -22,8 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 jax.config.update("jax_num_cpu_devices", 8)
 # The Makefile's cache of compiled programs is for the test processes themselves. JAX has read it;
 # processes that tests start do without: some are killed, or find a full disk, while they write.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# Those that only end when all is compiled are given it.
+if "PYTEST_XDIST_WORKER" in os.environ and "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    os.environ["TEST_PROGRAMS"] = os.environ.pop("JAX_COMPILATION_CACHE_DIR")
 
 # Not the modules that define pytree dataclasses: the hook would also check what a transformation
 # puts into their fields.

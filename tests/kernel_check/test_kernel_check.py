@@ -70,7 +70,7 @@ def kept(folder: Path) -> dict[str, str]:
 # Verdicts ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["is right", "interpreted"])
+@pytest.mark.parametrize("mode", ["is right", pytest.param("interpreted", marks=pytest.mark.long)])
 def test_right_kernels_are_used_and_checked_once(mode, tmp_path, warnings, caplog):
     check = stand_in(mode, tmp_path)
     configs = [DECODE] if mode == "interpreted" else [PREFILL, DECODE]

@@ -31,6 +31,7 @@ from tests.pallas_kernels.test_windows import TUNING, spare
 DEVICES = ("hopper", "tpu")
 RUNS = [("xla", "float32"), *((name, "bfloat16") for name in DEVICES)]
 parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
+JOINED = [RUNS[0], *(pytest.param(*each, marks=LONG) for each in RUNS[1:])]
 
 
 def cases(shapes) -> list:
@@ -362,7 +363,7 @@ def joined(implementation, q, k, v, offset, attend_rest, **options):
     return run(implementation, attend, q, k, v, *rest, jnp.asarray(STARTS))
 
 
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype"), JOINED)
 def test_parts_of_prefill_join_to_the_whole(implementation, dtype):
     shape = Prefill(4, 40, 4, 2, 300, 64, (200, 64, 0, 250), (40, 33, 40, 0))
     q, k, v = inputs(shape, dtype)
@@ -383,7 +384,7 @@ def test_parts_of_prefill_join_to_the_whole(implementation, dtype):
     check_with_lse(found, q, k, v, mask)
 
 
-@parametrize(("implementation", "dtype"), RUNS)
+@parametrize(("implementation", "dtype"), JOINED)
 def test_parts_of_decode_join_to_the_whole(implementation, dtype):
     shape = Decode(4, 1, 4, 2, 300, 64, (290, 65, 40, 0))
     (q, k, v, length), _, expected = decode_inputs(shape, dtype, dtype)

@@ -81,10 +81,17 @@ def test_scores_are_the_oracles(mode):
         )
 
 
-@pytest.mark.parametrize("format", ["fp8", "int8"])
 @pytest.mark.parametrize(
-    "mode",
-    ["tail 6", "tail 6 g=2", *(pytest.param(mode, marks=LONG) for mode in ("own", "own g=4"))],
+    ("mode", "format"),
+    [
+        *(("tail 6", "fp8"), ("tail 6 g=2", "int8")),
+        *(pytest.param(*case, marks=LONG) for case in (("tail 6", "int8"), ("tail 6 g=2", "fp8"))),
+        *(
+            pytest.param(mode, form, marks=LONG)
+            for mode in ("own", "own g=4")
+            for form in ("fp8", "int8")
+        ),
+    ],
 )
 def test_a_cache_in_eight_bits_is_the_oracles(mode, format):
     """Answers and scores, in chunks and in calls of three steps, cold and over cached pages, are

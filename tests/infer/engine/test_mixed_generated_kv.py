@@ -167,7 +167,7 @@ def test_pages_of_own_keys_and_values_are_not_shared():
     assert mock.pages_in_use == 0
 
 
-@pytest.mark.parametrize("shape", ["g=1", "g=2"])
+@pytest.mark.parametrize("shape", [pytest.param("g=1", marks=pytest.mark.long), "g=2"])
 def test_requests_choose_their_mode(shape):
     """Each in one engine, next to each other and over each other's pages."""
     engine = mixed_engine(shape)

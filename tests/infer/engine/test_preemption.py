@@ -99,7 +99,11 @@ MODES = {
 
 @pytest.mark.parametrize(
     ("mode", "group"),
-    [*((mode, 1) for mode in MODES), ("own", 2), ("own, a tail", 2), ("mixed", 2)],
+    [
+        *(("boundary", 1), ("8 bits", 1), ("own, a tail", 2), ("mixed", 2)),
+        *(pytest.param(mode, 1, marks=pytest.mark.long) for mode in ("own", "own, a tail")),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("mixed", 1), ("own", 2))),
+    ],
 )
 def test_on_a_model(mode, group):
     """Tokens and draws are those of an engine with room, penalties and log-probabilities too."""
@@ -117,11 +121,10 @@ def test_on_a_model(mode, group):
             for number, request in enumerate(requests[1::2])
         ]
     found, preemptions = [], []
-    for pages in (4 * 16, 28) if group == 1 else (4 * 32, 50):
-        probe = Engine.from_model(model, common)
-        memory = pages * probe.model_runner.layout.page_bytes(4)
-        chosen = dataclasses.replace(common, kv_cache_memory=memory, reserve_tokens=4)
-        engine = Engine.from_model(model, chosen)
+    roomy = Engine.from_model(model, common)
+    memory = (28 if group == 1 else 50) * roomy.model_runner.layout.page_bytes(4)
+    chosen = dataclasses.replace(common, kv_cache_memory=memory, reserve_tokens=4)
+    for engine in (roomy, Engine.from_model(model, chosen)):
         tokens: dict[int, list[int]] = {}
         for number, output in engine.run(requests):
             tokens.setdefault(number, []).extend(output.token_ids)

@@ -41,10 +41,13 @@ class Server:
 @contextlib.contextmanager
 def serving(model: Path, *arguments: str, wait_url: bool = True) -> Iterator[Server]:
     """A server of this model, that is ready; killed at the end. Without `wait_url` it has none."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
+    if folder := os.environ.get("TEST_PROGRAMS"):
+        environment["JAX_COMPILATION_CACHE_DIR"] = folder
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--model", str(model), *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"},
+        env=environment,
         stderr=subprocess.PIPE,
         text=True,
     )
