@@ -128,6 +128,7 @@ class App:
             salt=salt,
             add_generation_prompt=generation_prompt,
             continue_final_message=go_on,
+            counting=isinstance(body, TokenizeBody),
             add_special_tokens=bool(body.add_special_tokens),
             truncation=None if isinstance(body, TokenizeBody) else self.truncation_of(body),
             tools=None if body.tools is None else msgspec.to_builtins(body.tools),

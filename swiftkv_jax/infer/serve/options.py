@@ -68,6 +68,11 @@ class KVEventsConfig:
                 good = isinstance(value, str) or (value is None and "None" in kind)
             if not good:
                 raise UsageError(f"`kv_events_config`: `{field.name}`={value!r} is not {kind}")
+        for name in ("endpoint", "replay_endpoint"):  # ZeroMQ would take the port modulo 2**16
+            found = re.fullmatch(r"tcp://.*:(\d+)", getattr(self, name) or "", re.ASCII)
+            if found is not None and int(found[1]) > 65535:
+                message = f"`{name}`={getattr(self, name)!r}: ports are from 0 to 65535"
+                raise UsageError(f"`kv_events_config`: {message}")
 
     @classmethod
     def from_json(cls, text: str) -> KVEventsConfig:
@@ -251,4 +256,8 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
     except (OSError, ValueError) as error:  # `SSLError` is an `OSError`
         name = f"`ssl_certfile`={certificate}"
         name += "" if key is None else f", `ssl_keyfile`={key}"
+        if isinstance(error, ssl.SSLError) and "PEM" in str(error):
+            message = "is not a certificate and its private key, in PEM"
+            message += "; give `ssl_keyfile` if that is another file" if key is None else ""
+            raise UsageError(f"{name} {message}") from None
         raise UsageError(f"{name}: {error}") from None

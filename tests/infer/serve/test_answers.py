@@ -349,8 +349,26 @@ def test_models_and_tokens(client, running):
     assert found["tokens"][0] == USER_TOKEN
 
 
+def test_texts_that_do_not_fit_are_counted(running):
+    """A client learns by how much a text is too long, up to four times the limit."""
+    assert running.post("/tokenize", {"prompt": ""})[1]["count"] == 0
+    status, found = running.post("/tokenize", {"prompt": "a" * 1000, "return_token_strs": True})
+    assert status == 200 and found["count"] == 1000 and found["token_strs"] == ["a"] * 1000
+    messages = [{"role": "user", "content": "a" * 300}]
+    assert running.post("/tokenize", {"messages": messages})[1]["count"] > 300
+    status, found = running.post("/tokenize", {"prompt": "a" * 1100})
+    assert status == 400 and "above the limit of 1024" in found["error"]["message"]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a" * 300}),
+        ("/v1/completions", {"prompt": ""}),
+        ("/v1/chat/completions", {"messages": messages}),
+    ):
+        assert running.post(path, body)[0] == 400
+
+
 def test_the_tokenizer_is_told_where_that_is_enabled(running, start):
-    assert running.request("GET", "/tokenizer_info")[0] == 404
+    status, _, content = running.request("GET", "/tokenizer_info")
+    assert status == 404 and b"--enable-tokenizer-info" in content
     told = start(tokenizer_info=True, api_keys={"one": "a-key-of-some-length"})
     assert told.request("GET", "/tokenizer_info")[0] == 401
     key = {"x-api-key": "a-key-of-some-length"}

@@ -94,8 +94,22 @@ def test_required_calls(start, format):
             if call["function"]["name"] == "forecast":
                 check_schema(call["function"]["arguments"])
             else:
-                assert not number and isinstance(json.loads(call["function"]["arguments"]), dict)
+                assert not number and json.loads(call["function"]["arguments"]) == {}
     running.check_empty()
+
+
+def test_a_function_that_names_no_parameters_has_none(start):
+    """As at OpenAI; one with an empty schema may have any."""
+    running = start(engine=ROOM)
+    choice = {"type": "function", "function": {"name": "now"}}
+    fields = {"tools": TOOLS, "tool_choice": choice, "logit_bias": {str(ord('"')): 5}}
+    status, answer = running.post(CHAT, chat(**fields, seed=5, n=8))
+    assert status == 200, answer
+    calls = [one["message"]["tool_calls"][0]["function"] for one in answer["choices"]]
+    whole = [one["finish_reason"] == "tool_calls" for one in answer["choices"]]
+    assert any(whole)
+    for call, is_whole in zip(calls, whole, strict=True):
+        assert re.fullmatch(r"\{\s*\}" if is_whole else r"\{\s*\}?", call["arguments"])
 
 
 def test_forced_calls_that_are_cut_short(start, says):

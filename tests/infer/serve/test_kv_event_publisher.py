@@ -131,7 +131,7 @@ def test_a_replay_that_asks_for_nothing_harms_nobody(start, connected, tmp_path)
     assert good.poll(10_000) and good.recv_multipart()[0] == bytes(8)
 
 
-@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://*", "http://*:1"])
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://*", "http://*:1", "tcp://*:99999"])
 def test_endpoints_that_are_none(endpoint):
     with pytest.raises(UsageError, match="`kv_events_config`: `endpoint`="):
         KVEventPublisher(KVEventsConfig(endpoint=endpoint))

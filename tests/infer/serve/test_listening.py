@@ -108,7 +108,7 @@ def test_deadlines_and_slow_readers_with_tls(start, certificate):
     [
         ({"ssl_keyfile": "key.pem"}, "`ssl_keyfile` needs `ssl_certfile`"),
         ({"ssl_certfile": "missing.pem"}, "`ssl_certfile`=missing.pem: .*No such file"),
-        ({"ssl_certfile": __file__}, "test_listening.py: "),
+        ({"ssl_certfile": __file__}, "test_listening.py is not a certificate .* `ssl_keyfile`"),
         ({"root_path": "llm"}, "`root_path`='llm' must be like /llm"),
         ({"root_path": "/llm/"}, "`root_path`='/llm/' must be like /llm"),
     ],
@@ -116,6 +116,11 @@ def test_deadlines_and_slow_readers_with_tls(start, certificate):
 def test_mistakes(options, message):
     with pytest.raises(UsageError, match=message):
         ServerOptions(**options)
+
+
+def test_a_certificate_without_its_key(certificate):
+    with pytest.raises(UsageError, match="private key, in PEM; give `ssl_keyfile`"):
+        ServerOptions(ssl_certfile=certificate[0])
 
 
 def test_the_command_names_its_flags(capsys):
@@ -129,6 +134,7 @@ def test_a_path_of_a_proxy(start):
         assert running.post(f"{prefix}/v1/completions", BODY | {"max_tokens": 2})[0] == 200
         assert running.request("GET", f"{prefix}/v1/models/tiny")[0] == 200
         assert running.request("GET", f"{prefix}/")[0] == 200
+    assert running.request("GET", "/llm/one")[0] == 200  # the page, as at /llm/one/
     for path in ("/llm/health", "/llm/onehealth", "/llm/one/llm/one/health"):
         assert running.request("GET", path)[0] == 404
 

@@ -46,6 +46,7 @@ def asgi(app: App) -> Starlette:
         ("/v1/models/{id:path}", ["GET"], model),
         ("/tokenize", ["POST"], tokenize),
         ("/detokenize", ["POST"], detokenize),
+        ("/tokenizer_info", ["GET"], tokenizer_info),
         ("/health", ["GET"], health),
         ("/ready", ["GET"], ready),
         ("/ping", ["GET", "POST"], ready),
@@ -55,8 +56,6 @@ def asgi(app: App) -> Starlette:
         ("/openapi.json", ["GET"], schema),
     ]
     public = {"/health", "/ready", "/ping", "/version", "/"}
-    if app.options.tokenizer_info:
-        root.append(("/tokenizer_info", ["GET"], tokenizer_info))
     if app.options.page:
         root.append(("/", ["GET"], page))
     if app.options.metrics_public:

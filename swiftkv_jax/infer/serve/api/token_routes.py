@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ..app import App
-from ..errors import invalid, unsupported
+from ..errors import APIError, invalid, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import DetokenizeBody, TokenizeBody
 from .run import counted_body
@@ -24,8 +25,13 @@ async def tokenize(app: App, exchange: HTTPExchange) -> None:
         "token_strs": None,
     }
     if body.return_token_strs:
-        found["token_strs"] = [app.spellings[token].text for token in ids]
+        spelled = functools.partial(_spellings, app, ids)
+        found["token_strs"] = await app.encoder.in_thread(spelled, len(ids))
     await exchange.send_json(200, found)
+
+
+def _spellings(app: App, ids: list[int]) -> list[str]:
+    return [app.spellings[token].text for token in ids]
 
 
 async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> list[int]:
@@ -38,7 +44,7 @@ async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> li
     else:
         special = body.add_special_tokens is not False
         (prompt,) = await app.encoder.encode(
-            [body.prompt], add_special_tokens=special, salt="", param="prompt"
+            [body.prompt], add_special_tokens=special, salt="", param="prompt", counting=True
         )
     return prompt.token_ids.tolist()
 
@@ -52,6 +58,9 @@ async def detokenize(app: App, exchange: HTTPExchange) -> None:
 
 async def tokenizer_info(app: App, exchange: HTTPExchange) -> None:
     """GET /tokenizer_info: what tokenizer_config.json says, as far as clients use it."""
+    if not app.options.tokenizer_info:
+        message = "/tokenizer_info needs the server's --enable-tokenizer-info"
+        raise APIError(404, "unknown_route", message)
     app.service.check_ready()
     tokenizer = app.tokenizer
     found: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__}

@@ -18,6 +18,8 @@ from ..protocol import ChatBody, NamedToolChoice, Sampling
 from ..text.tool_calls import ToolCallParser
 
 MAX_TOOLS = 128
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Schema of a function that names no parameters: at OpenAI it has none."""
 BREAK = r"/\n?/"
 """A line break or none, in Lark."""
 
@@ -74,7 +76,10 @@ def form_of(body: Sampling, tool_format: str | None) -> Form:
     if grammar is not None:
         raise invalid(param, f"`{param}` does not go with a `tool_choice` that asks for calls")
     called = [tool.function for tool in body.tools if tool.function.name in names]
-    schemas = {one.name: {"type": "object"} | (one.parameters or {}) for one in called}
+    schemas = {
+        one.name: NO_ARGUMENTS if one.parameters is None else {"type": "object"} | one.parameters
+        for one in called
+    }
     lark = _calls_grammar(schemas, tool_format, single=form.single_call)
     return dataclasses.replace(form, grammar=lark, param="tools")
 

@@ -77,8 +77,8 @@ class Connection(H11Protocol):
 
         async def run(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {CONNECTION: self}
-            if root and scope["path"].startswith(f"{root}/"):  # a proxy may have removed it
-                scope["path"] = scope["path"].removeprefix(root)
+            if root and f"{scope['path']}/".startswith(f"{root}/"):  # a proxy may have removed it
+                scope["path"] = scope["path"].removeprefix(root) or "/"
             await app(scope, receive, send)
 
         self.app = run

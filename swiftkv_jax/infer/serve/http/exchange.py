@@ -94,7 +94,7 @@ class HTTPExchange:
         that is known, and `ClientGone`. `count` is called with the size of each part that comes."""
         content_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if content_type != JSON.encode():
-            raise APIError(415, "unsupported_media_type", f"the body must be {JSON}")
+            raise APIError(415, "unsupported_media_type", f"the header content-type must be {JSON}")
         if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise APIError(415, "unsupported_media_type", "bodies must not be compressed")
         length = self.headers.get(b"content-length", b"0")

@@ -28,6 +28,9 @@ SHORT = 512
 """Characters that are tokenized and hashed in about 0.2 ms: two changes of threads take longer."""
 FEW_IDS = 2048
 """Token ids that are checked and hashed in 0.1 ms, the time that a thread takes to begin."""
+COUNTED = 4
+"""Times `max_model_len` that the tokens of a text may be that is only counted: clients learn by how
+much it is too long, and cut it."""
 TEMPLATE_SECONDS = 5.0
 _SENTINELS = tuple(chr(0xE000 + index) for index in range(64))
 """Characters for private use (Unicode 23.5): one that no message has marks control tokens."""
@@ -90,8 +93,10 @@ class PromptEncoder:
         salt: str,
         param: str,
         truncation: Truncation | None = None,
+        counting: bool = False,
     ) -> list[Prompt]:
-        """Prompts of texts or token ids. Raises `APIError` that names `param`."""
+        """Prompts of texts or token ids. With `counting` nothing continues them: they may be empty,
+        or too long (`COUNTED`). Raises `APIError` that names `param`."""
         for text in texts:
             if isinstance(text, str):
                 self._check_length(text, param)
@@ -100,7 +105,8 @@ class PromptEncoder:
 
         def work() -> list[Prompt]:
             return [
-                self._prompt(text, add_special_tokens, salt, param, truncation) for text in texts
+                self._prompt(text, add_special_tokens, salt, param, truncation, counting)
+                for text in texts
             ]
 
         length = sum(map(len, texts))
@@ -120,10 +126,12 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         truncation: Truncation | None = None,
+        counting: bool = False,
     ) -> Prompt:
         """The prompt of a conversation of some `num_bytes`, with the tools that it may call, as
         OpenAI's objects, and further `variables` of the template. What all of them spell is text:
-        special tokens are the template's alone. Raises `APIError`."""
+        special tokens are the template's alone. `counting` is that of `encode`. Raises
+        `APIError`."""
 
         def work() -> Prompt:
             rendered = [message.rendered(number) for number, message in enumerate(messages)]
@@ -158,7 +166,8 @@ class PromptEncoder:
                     )[0].ids
                 elif segment:
                     ids += self._ids(segment, add_special_tokens and not number)
-            return self._made(np.asarray(ids, np.int32), salt, text, "messages", truncation)
+            made = np.asarray(ids, np.int32)
+            return self._made(made, salt, text, "messages", truncation, counting)
 
         return await self.in_thread(work, num_bytes)
 
@@ -193,17 +202,18 @@ class PromptEncoder:
         salt: str,
         param: str,
         truncation: Truncation | None,
+        counting: bool,
     ) -> Prompt:
         if not isinstance(text, str):
             ids = self._checked(text, param)
-            return self._made(ids, salt, None, param, truncation)
-        if not text:
+            return self._made(ids, salt, None, param, truncation, counting)
+        if not text and not counting:
             raise invalid(param, "the prompt is empty")
         self._check_unicode(text, param)
         special = add_special_tokens and not brings_first_token(self._tokenizer, text)
         ids = np.asarray(self._ids(text, special), np.int32)
         kept = text if truncation is None or ids.size <= truncation.num_tokens else None
-        return self._made(ids, salt, kept, param, truncation)
+        return self._made(ids, salt, kept, param, truncation, counting)
 
     def _made(
         self,
@@ -212,14 +222,17 @@ class PromptEncoder:
         text: str | None,
         param: str,
         truncation: Truncation | None,
+        counting: bool,
     ) -> Prompt:
-        if not ids.size:
+        if not ids.size and not counting:
             raise invalid(param, "the prompt is empty")
         if truncation is not None:
             ids = truncation.of(ids)
-        if ids.size > self._max_model_len:
-            raise self._too_long(ids.size, param)
-        keys = page_keys(ids, self.page_size, salt) if self._caching else []  # type: ignore[arg-type]
+        limit = self._max_model_len * (COUNTED if counting else 1)
+        if ids.size > limit:
+            raise self._too_long(ids.size, param, limit)
+        caching = self._caching and not counting
+        keys = page_keys(ids, self.page_size, salt) if caching else []  # type: ignore[arg-type]
         return Prompt(ids, keys, text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -278,10 +291,10 @@ class PromptEncoder:
         except UsageError as error:
             raise invalid(param, str(error)) from None
 
-    def _too_long(self, tokens: int, param: str) -> APIError:
+    def _too_long(self, tokens: int, param: str, limit: int | None = None) -> APIError:
         return invalid(
             param,
-            f"{tokens} tokens are above the limit of {self._max_model_len}",
+            f"{tokens} tokens are above the limit of {limit or self._max_model_len}",
             "context_length_exceeded",
         )
 
