@@ -166,7 +166,9 @@ async def serve(
         on_start(app, stopping.signal)
     web = asyncio.ensure_future(server.serve(sockets=[listener]))
     closing = asyncio.ensure_future(stopping.wait())
-    tasks = [asyncio.ensure_future(app.service.watch()), closing]
+    watching = asyncio.ensure_future(app.service.watch())
+    watching.add_done_callback(functools.partial(_watch_ended, app))
+    tasks = [watching, closing]
     loading = _in_thread(functools.partial(_load_all, app, load))
     try:
         await asyncio.wait([loading, closing], return_when=asyncio.FIRST_COMPLETED)
@@ -280,6 +282,12 @@ async def _failure(app: App) -> None:
     """Return when the engine has failed."""
     while app.service.state != "failed":
         await asyncio.sleep(0.1)
+
+
+def _watch_ended(app: App, watching: asyncio.Future[None]) -> None:
+    """Without it no request would end at its time limit: an error in it is one of the server."""
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        app.service.fail(error)
 
 
 async def _abandon(

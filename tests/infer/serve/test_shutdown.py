@@ -132,6 +132,20 @@ def test_an_engine_that_fails_ends_the_server(start):
     assert running.code == [1]
 
 
+def test_a_server_whose_time_limits_fail_ends(start, monkeypatch, caplog):
+    running = start(**SLOW)
+    connection = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+
+    def fail(now: float) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(running.app.service, "tick", fail)
+    running.thread.join(10)
+    assert running.code == [1] and "RuntimeError: planted" in caplog.text
+    connection.close()
+
+
 def test_an_engine_that_fails_while_it_drains_is_no_success(start):
     running = start(**SLOW)
     connection = connect(running, BODY)
