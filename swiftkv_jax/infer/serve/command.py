@@ -132,7 +132,8 @@ def chat_template_text(file: Path) -> str:
             return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"`chat_template`={file}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"`chat_template`={file}: {reason}") from None
 
 
 def set_chat_template(tokenizer: Any, template: str, name: str) -> None:

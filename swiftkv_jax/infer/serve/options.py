@@ -260,4 +260,5 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
             message = "is not a certificate and its private key, in PEM"
             message += "; give `ssl_keyfile` if that is another file" if key is None else ""
             raise UsageError(f"{name} {message}") from None
-        raise UsageError(f"{name}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{name}: {reason}") from None
