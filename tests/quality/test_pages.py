@@ -68,6 +68,25 @@ def test_the_limits_of_the_closed_form():
     for cell in cells:
         if cell["exact"] != "nothing":
             assert 0.45 < cell["above"] / default["above"] < 0.55, "about half"
+    keys, values = (
+        next(cell["far"] for cell in cells if cell["exact"] == name) for name in ("keys", "values")
+    )
+    assert f"{default['far']:.3f} nats, none with exact keys, {values:.3f} with exact val" in text
+    assert keys <= 0
+
+
+def test_blocks_that_parse_hide_what_is_lost_on_far_tokens():
+    text, demo = page("generated-kv.md"), rows_of("demo")
+    copied = [
+        [demo[4, group, "authors", 0, mode, "boundary", "distillation"] for group in (2, 4)]
+        for mode in ("boundary", "own+64")
+    ]
+    (two, four), tail = ([row["blocks"]["student"] for row in rows] for rows in copied)
+    teacher = copied[0][0]["blocks"]
+    assert f"Of {teacher['prompts']} functions that the demo model" in text
+    assert f"{teacher['teacher']} parse" in text and f"{two} and {four} do with `bound" in text
+    assert f"and {tail[0]} and {tail[1]} with `own` and a tail of 64" in text
+    assert [round(far(row)) for row in copied[1]] == [2, 2], "these students lose 2 nats"
 
 
 def own(row: table.Row) -> str:
