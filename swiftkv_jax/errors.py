@@ -32,6 +32,11 @@ class OutOfMemoryError(RuntimeError):
     the host. Exit code 5."""
 
 
+def reason_of(error: Exception) -> str:
+    """What went wrong, of an `OSError` in the system's words, without its number and file."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def name_attention(refusal: NotImplementedError) -> str:
     """Message of an error raised by the attention ops, with their argument `implementation` renamed
     to the option `attention`."""

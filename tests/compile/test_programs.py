@@ -103,9 +103,9 @@ def test_two_caches(name, tail):
     """Layers in groups of four whose tokens keep their own keys and values too: decoding, and a
     prompt's tail, attend to both with kernels, and hold one cache."""
     config, topology, mesh, available = MACHINES[name]
-    upper, bound = config.num_upper_layers, 1024 if tail else 96
-    if config is LLAMA_70B:  # as in `test_decode`; what a tail takes on a v5p is not understood
-        bound = 4800 if tail else 320
+    upper, bound = config.num_upper_layers, 96
+    if config is LLAMA_70B:  # as in `test_decode`
+        bound = 320
     heads = (tuple(range(config.num_kv_heads)),) * upper
     config = dataclasses.replace(
         config, key_value_group_size=4, shared_kv_heads=heads, generated_kv="own", exact_tail=tail
@@ -125,7 +125,7 @@ def test_two_caches(name, tail):
     attended = config.num_lower_layers + 2 * upper - bool(tail)
     assert str(compiled.as_text()).count(target) >= attended - bool(tail)
     assert memory.peak_memory_in_bytes < 0.9 * available * GIB
-    assert memory.temp_size_in_bytes <= bound * MIB
+    assert memory.temp_size_in_bytes <= (GIB if tail else bound * MIB)
 
 
 @pytest.mark.parametrize(

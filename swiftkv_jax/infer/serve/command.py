@@ -29,7 +29,7 @@ from ...chat_template import render_chat
 from ...cli import OK, json_log
 from ...cli.model_options import ModelOptions, open_model, read_model, setup_model_devices
 from ...distributed import announces_several
-from ...errors import DataError, UsageError
+from ...errors import DataError, UsageError, reason_of
 from ...model import Model
 from ..commands.engine_options import given_engine_options, given_fields, start_engine
 from ..commands.sampling_options import checkpoint_params, given_sampling_params
@@ -132,8 +132,7 @@ def chat_template_text(file: Path) -> str:
             return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"`chat_template`={file}: {reason}") from None
+        raise UsageError(f"`chat_template`={file}: {reason_of(error)}") from None
 
 
 def set_chat_template(tokenizer: Any, template: str, name: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from ...errors import UsageError
+from ...errors import UsageError, reason_of
 
 MAX_PROMPTS = 128
 """Prompts of one completion request."""
@@ -260,5 +260,4 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
             message = "is not a certificate and its private key, in PEM"
             message += "; give `ssl_keyfile` if that is another file" if key is None else ""
             raise UsageError(f"{name} {message}") from None
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{name}: {reason}") from None
+        raise UsageError(f"{name}: {reason_of(error)}") from None

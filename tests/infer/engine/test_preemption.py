@@ -95,14 +95,14 @@ MODES = {
     "own, a tail": {"generated_kv": "own", "exact_tail": 3},
     "mixed": {"mixed_generated_kv": True},
 }
+SHORT = {("boundary", 1), ("8 bits", 1), ("own, a tail", 2), ("mixed", 2)}
 
 
 @pytest.mark.parametrize(
     ("mode", "group"),
     [
-        *(("boundary", 1), ("8 bits", 1), ("own, a tail", 2), ("mixed", 2)),
-        *(pytest.param(mode, 1, marks=pytest.mark.long) for mode in ("own", "own, a tail")),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("mixed", 1), ("own", 2))),
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.long)
+        for case in (*((mode, 1) for mode in MODES), ("own", 2), ("own, a tail", 2), ("mixed", 2))
     ],
 )
 def test_on_a_model(mode, group):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from .... import cli
-from ....errors import UsageError
+from ....errors import UsageError, reason_of
 from ...engine.engine import Engine
 from ...engine.grammar import Matcher
 from ...engine.requests import Request, ScoreRequest
@@ -54,7 +54,7 @@ def connect(host: str, port: int, secret: bytes, process: int, facts: Mapping[st
             welcome = channel.receive(FROM_PROCESS_0)
         except OSError as error:
             message = f"cannot connect to process 0 at {host}:{port}"
-            raise ConnectionError(f"{message}: {error.strerror or error}") from None
+            raise ConnectionError(f"{message}: {reason_of(error)}") from None
         assert isinstance(welcome, Welcome)
         if welcome.refused:
             raise UsageError(welcome.refused)
