@@ -42,6 +42,7 @@ def test_both_run_the_same_requests(result, capsys):
     assert 0 < cell["served"]["loop_seconds_per_chunk"] < 0.1
     assert 0 < cell["served"]["ttft_client"] < cell["served"]["ttft_alone_p50"]
     assert cell["prompts"] == "token ids" and not cell["client_is_the_limit"]
+    assert len(cell["interpreter_seconds"]) == 2 and min(cell["interpreter_seconds"]) > 0
     assert 0 < share(cell).low <= share(cell).median <= share(cell).high
     assert cell["added_ttft_alone_p50"] == pytest.approx(
         cell["served"]["ttft_alone_p50"] - cell["bare"]["ttft_alone_p50"]

@@ -30,7 +30,7 @@ from swiftkv_jax.infer.serve.options import ServerOptions
 
 from .client_floor import answering_at_once
 from .engines import CHUNK, CHUNK_SECONDS, TimedModelRunner, make_tokenizer
-from .host import OtherProcesses
+from .host import OtherProcesses, interpreter_seconds
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -58,6 +58,7 @@ class Cell:
     def measure(self) -> dict[str, Any]:
         """Medians of the repetitions, and the repetitions."""
         runs: dict[str, list[dict[str, float]]] = {"bare": [], "served": []}
+        speed = interpreter_seconds()
         rate, others = None, OtherProcesses()  # the rate is the same in all repetitions
         for seed in range(self.args.repetitions):
             runs["bare"].append(self.bare(seed, rate))
@@ -82,6 +83,7 @@ class Cell:
             "prompts": "text" if self.text else "token ids",
             "load": os.getloadavg(),
             "cores_of_other_processes": others.cores(),
+            "interpreter_seconds": [speed, interpreter_seconds()],
             "client_is_the_limit": served["client_cpu_share"] > MAX_CPU_SHARE,
         }
         return facts | added | medians | {"runs": runs}

@@ -1,9 +1,10 @@
-"""What else the machine does while HTTP is measured."""
+"""How fast the machine is, and what else it does, while HTTP is measured."""
 
 from __future__ import annotations
 
 import os
 import time
+import timeit
 from pathlib import Path
 
 from swiftkv_jax.errors import UsageError
@@ -22,6 +23,11 @@ def check_load(limit: float, load: float | None = None) -> None:
             f"the load of this machine is {load:.2f}, above `max_load`={limit:g}: times of such a "
             "run tell little; wait, or go on with --max-load inf"
         )
+
+
+def interpreter_seconds() -> float:
+    """Time of a million additions in a loop of the interpreter, the least of five."""
+    return min(timeit.repeat("total += 1", "total = 0", number=1_000_000, repeat=5))
 
 
 class OtherProcesses:

@@ -70,6 +70,12 @@ def _noise(document: dict[str, Any]) -> str:
     text = f"load {document['host']['load'][0]:.1f} on {cores} cores at the start"
     if others:
         text += f", other processes on {min(others):.2f} to {max(others):.2f} cores meanwhile"
+    speeds = [s for cell in document["cells"] for s in cell.get("interpreter_seconds", ())]
+    if speeds:
+        text += (
+            f", a million additions in a Python loop in {1e3 * min(speeds):.0f} to "
+            f"{1e3 * max(speeds):.0f} ms before and after each cell"
+        )
     return text
 
 

@@ -173,6 +173,11 @@ def test_fields_that_are_honoured_or_ask_for_nothing(running, field):
             assert answer["id"].endswith(name)
 
 
+def test_an_empty_suffix_asks_for_nothing(running):
+    status, _ = running.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "suffix": ""})
+    assert status == 200
+
+
 def test_every_field_is_accepted_somewhere_or_refused_by_name():
     """A field that nothing reads would be dropped in silence."""
     read = set(params._SAME_NAME) | set(params._REFUSED)

@@ -113,9 +113,9 @@ async def latency(port: int, body: Any, seconds: float, *, pause: float) -> list
 
 
 def events(body: bytes) -> list[Any]:
-    """The events of a stream, [DONE] as a text."""
-    lines = [line for line in body.decode().split("\n\n") if line and not line.startswith(":")]
-    data = [line.removeprefix("data: ") for line in lines]
+    """The data of a stream's events, [DONE] as a text."""
+    lines = [line for event in body.decode().split("\n\n") for line in event.split("\n")]
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [one if one == "[DONE]" else json.loads(one) for one in data]
 
 

@@ -21,6 +21,8 @@ from tests.soak.server.mutated import Mutator, Raw
 MUTATED, DRAWN, WARMUP, CLIENTS = 10_000, 2_000, 500, 8
 OF_NO_FIELD = ("invalid_json", "invalid_request")
 """Codes of what is no JSON, or no HTTP."""
+ENDS_OF_A_RESPONSE = ("response.completed", "response.incomplete", "response.failed")
+"""Types of the last event of a stream of the Responses API, which has no [DONE]."""
 GOOD = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
 
 
@@ -118,9 +120,8 @@ def _complaint(one: Raw, answer) -> str:
     if not answer.is_whole:
         return f"cut: {answer.body[-200:]!r}" if one.is_whole else ""
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        found = events(answer.body)
-        last = found[-1]
-        if last != "[DONE]" and not str(last).startswith("event: response."):
+        last = events(answer.body)[-1]
+        if last != "[DONE]" and last.get("type") not in ENDS_OF_A_RESPONSE:
             return f"a stream ends with {last!r}"
         return "an error of the server" if "server_error" in answer.body.decode() else ""
     if answer.status < 400 or one.head:

@@ -34,6 +34,7 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "suffix": ("",),
     "use_beam_search": (False,),
     "watermarking": (False,),
 }
@@ -62,7 +63,6 @@ _REFUSED = sorted(
         "prompt_embeds",
         "repetition_detection",
         "stream_interval",
-        "suffix",
         "thinking",
         "thinking_token_budget",
         "verbosity",
