@@ -196,7 +196,12 @@ def _own_cache(
 
 def _upper_input(x: Float[Array, "A T D"], tables: Tables, upper: UpperTokens):
     """Hidden states and rotary tables of the tokens that run through the upper layers."""
-    x = jax.vmap(lambda x, index: x[index])(x, upper.index)
+    if x.shape[0] == 1:
+        # For a gather with a batch axis XLA's TPU compiler computes `x` a second time, as the sum
+        # of what every lower layer has added to it, and keeps all of that until then.
+        x = jnp.squeeze(x, 0)[upper.index[0]][None]
+    else:
+        x = jax.vmap(lambda x, index: x[index])(x, upper.index)
     of_tokens = jax.vmap(lambda table, index: table[:, index], (1, 0), 1)
     return x, tuple(of_tokens(table, upper.index) for table in tables)
 
