@@ -65,11 +65,13 @@ def measure(args: argparse.Namespace) -> int:
     start, _ = initialize_delta(recipe, model, data, mesh)
     document: dict[str, Any] = facts | {"group": GROUP, "steps": args.steps, "cells": []}
     for weight in WEIGHTS:
-        cell: dict[str, Any] = {"weight": weight, "above": [], "kl": []}
+        cell: dict[str, Any] = {"weight": weight, "above": [], "far": [], "kl": []}
         for seed in range(args.seeds):
             chosen = dataclasses.replace(recipe, hidden_loss_weight=weight, seed=seed)
             found = score_student(train(chosen, start, data, mesh), teacher, mesh, MODES[0])
-            cell["above"].append(compared(teacher, found, "all")["above"])
+            lost = compared(teacher, found, "all")
+            cell["above"].append(lost["above"])
+            cell["far"].append(lost["far"])
             cell["kl"].append(float(found.kl[teacher.masks["all"]].mean(dtype=np.float64)))
         logger.info("%s", cell)
         document["cells"].append(cell)
@@ -86,6 +88,7 @@ def hidden_loss(document: dict[str, Any]) -> str:
             f"{cell['weight']:g}",
             ", ".join(f"{value:+.2%}" for value in cell["above"]),
             f"{statistics.mean(cell['above']):+.2%}",
+            f"{statistics.mean(cell['far']):+.3f}",
             f"{statistics.mean(cell['kl']):.4f}",
         )
         for cell in document["cells"]
@@ -96,8 +99,8 @@ def hidden_loss(document: dict[str, Any]) -> str:
         f"sharing, after {document['steps']} steps from the closed form, on the same files as in "
         f"the table above; `python -m benchmarks.hidden_loss`. The weight is that of `swiftkv "
         f"train --hidden-loss-weight`. The columns are the perplexity above the teacher's for each "
-        f"seed, its mean, and the mean KL.",
-        table(("weight", "above the teacher", "mean", "KL"), rows),
+        f"seed, its mean, and the means of the nats lost on far tokens and of the KL.",
+        table(("weight", "above the teacher", "mean", "far", "KL"), rows),
     )
 
 

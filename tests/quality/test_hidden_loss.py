@@ -24,9 +24,9 @@ def test_the_page_has_a_section_where_there_is_a_result(tmp_path, monkeypatch):
     make = measurements.of(hidden_loss.hidden_loss, "hidden loss")
     monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     assert make() is None
-    cells = [{"weight": 0.1, "above": [0.01, 0.03], "kl": [0.5]}]
+    cells = [{"weight": 0.1, "above": [0.01, 0.03], "far": [0.1, 0.3], "kl": [0.5]}]
     document = {"group": 2, "steps": 64, "cells": cells}
     (tmp_path / "hidden-loss-cpu-20260101-000000.json").write_text(json.dumps(document))
     found = make()
     assert found is not None and found.startswith(title)
-    assert "| 0.1 | +1.00%, +3.00% | +2.00% | 0.5000 |" in found
+    assert "| 0.1 | +1.00%, +3.00% | +2.00% | +0.200 | 0.5000 |" in found
