@@ -113,10 +113,16 @@ async def latency(port: int, body: Any, seconds: float, *, pause: float) -> list
 
 
 def events(body: bytes) -> list[Any]:
-    """The data of a stream's events, [DONE] as a text."""
-    lines = [line for event in body.decode().split("\n\n") for line in event.split("\n")]
-    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in data]
+    """The data of a stream's events, [DONE] as a text. Raises `ValueError` for a line that is no
+    part of one."""
+    found: list[Any] = []
+    for line in body.decode().split("\n"):
+        field, _, value = line.partition(": ")
+        if field == "data":
+            found.append(value if value == "[DONE]" else json.loads(value))
+        elif field not in ("", "event"):  # a comment has no field
+            raise ValueError(f"no part of an event: {line[:200]!r}")
+    return found
 
 
 def quantile(values: list[float], share: float) -> float:
