@@ -48,14 +48,15 @@ def text_of(path: Path) -> str:
 
 def blocks(path: Path, language: str) -> list[str]:
     """The fenced blocks of a page in one language; "" is none."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(path), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(path), re.DOTALL | re.MULTILINE)
+    return [block for marked, block in found if marked == language]
 
 
 def commands(path: Path) -> list[list[str]]:
     """Lines of unmarked blocks that start a command of this repository, without their comments."""
     found = []
     for block in blocks(path, ""):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", "").splitlines():
             line = re.sub(r"^PYTHONPATH=\S+ ", "", line)
             if re.match(r"swiftkv |python -m ", line):
                 found.append(shlex.split(line, comments=True))
@@ -202,10 +203,10 @@ def command_of(words: list[str]) -> list[str]:
     start = 3 if words[0] == "python" else 2
     found = words[:start]
     subcommands = {"chat", "serve", "score", "bench", "analyze", "prepare", "show", "report"}
-    subcommands |= {"hf2orbax", "orbax2hf", "inspect"}
-    if len(words) > start and words[start] in subcommands:
-        found.append(words[start])
-    elif found == ["swiftkv", "infer"]:
+    subcommands |= {"calibrate", "hf2orbax", "orbax2hf", "inspect"}
+    while len(words) > len(found) and words[len(found)] in subcommands:
+        found.append(words[len(found)])
+    if found == ["swiftkv", "infer"]:
         found.append("generate")
     return found
 
@@ -217,7 +218,8 @@ def help_of(command: tuple[str, ...]) -> str:
         module, arguments = command[2], command[3:]
     else:
         module, arguments = "swiftkv_jax", command[1:]
-    if module in ("swiftkv_jax", "swiftkv_jax.train", "swiftkv_jax.infer", "swiftkv_jax.eval"):
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations:  # a package
         module += ".__main__"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):

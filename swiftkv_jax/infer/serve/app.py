@@ -98,8 +98,16 @@ class App:
                 param="model",
             )
 
-    async def encode_chat(self, body: ChatBody | TokenizeBody, salt: str, num_bytes: int) -> Prompt:
-        """The prompt of the messages of a body. Raises `APIError`."""
+    async def encode_chat(
+        self,
+        body: ChatBody | TokenizeBody,
+        salt: str,
+        num_bytes: int,
+        *,
+        counting: bool = False,
+    ) -> Prompt:
+        """The prompt of the messages of a body. `counting` is that of `PromptEncoder.encode`.
+        Raises `APIError`."""
         if not body.messages or len(body.messages) > MAX_MESSAGES:
             raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
         if not getattr(self.tokenizer, "chat_template", None):
@@ -128,9 +136,9 @@ class App:
             salt=salt,
             add_generation_prompt=generation_prompt,
             continue_final_message=go_on,
-            counting=isinstance(body, TokenizeBody),
+            counting=counting,
             add_special_tokens=bool(body.add_special_tokens),
-            truncation=None if isinstance(body, TokenizeBody) else self.truncation_of(body),
+            truncation=self.truncation_of(body) if isinstance(body, ChatBody) else None,
             tools=None if body.tools is None else msgspec.to_builtins(body.tools),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import UsageError
@@ -90,6 +90,23 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
     if found is not None and param != found[1]:
         text = text.replace(f"`{found[1]}`", f"`{param}`")
     return invalid(param, text, code)
+
+
+def renamed(error: APIError, names: Mapping[str, str], places: Sequence[str]) -> APIError:
+    """An error of a chat in the names of another body. `names` maps fields of a chat to those of
+    the body, `places` are where its messages come from. Only what `param` names is renamed, and
+    what is in backticks: the rest of a message may be the client's own words."""
+    message, param = error.message, error.param
+    for chat, name in names.items():
+        message = message.replace(f"`{chat}`", f"`{name}`")
+        param = name if param == chat else param
+    found = re.match(r"messages\[(\d+)\]|tools\[\d+\]\.function", param or "")
+    if param is not None and found is not None:
+        here = places[int(found[1])] if found[1] else found[0].removesuffix(".function")
+        message = message.replace(found[0], here)
+        rest = param[found.end() :].removeprefix(".")
+        param = ".".join(filter(None, (here, names.get(rest, rest))))
+    return APIError(error.status, error.code, message, param=param, headers=error.headers)
 
 
 def _shortened(text: str, limit: int) -> str:

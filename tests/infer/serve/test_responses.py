@@ -234,4 +234,4 @@ def test_the_error_of_a_response_has_a_code_of_the_api():
         kinds = [line.partition("\n")[0] for line in lines if line]
         assert kinds == [f"event: response.{name}" for name in ("created", "in_progress", "failed")]
         error = {"code": code or "server_error", "message": "why"}
-        assert writer.response["error"] == error and writer.response["status"] == "failed"
+        assert writer.answer["error"] == error and writer.answer["status"] == "failed"

@@ -13,6 +13,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": USER, "max_tokens": 3},
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 3},
+    "/v1/messages": {"messages": USER, "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": USER},
     "/v1/score": {"pairs": [{"context": "a", "continuation": "b"}]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},

@@ -21,8 +21,14 @@ from tests.soak.server.mutated import Mutator, Raw
 MUTATED, DRAWN, WARMUP, CLIENTS = 10_000, 2_000, 500, 8
 OF_NO_FIELD = ("invalid_json", "invalid_request")
 """Codes of what is no JSON, or no HTTP."""
-ENDS_OF_A_RESPONSE = ("response.completed", "response.incomplete", "response.failed")
-"""Types of the last event of a stream of the Responses API, which has no [DONE]."""
+LAST_EVENTS = (
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+    "message_stop",
+    "error",
+)
+"""Types of the last event of a stream of the Responses and Messages APIs, which have no [DONE]."""
 GOOD = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
 
 
@@ -121,17 +127,22 @@ def _complaint(one: Raw, answer) -> str:
         return f"cut: {answer.body[-200:]!r}" if one.is_whole else ""
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         last = events(answer.body)[-1]
-        if last != "[DONE]" and last.get("type") not in ENDS_OF_A_RESPONSE:
+        if last != "[DONE]" and last.get("type") not in LAST_EVENTS:
             return f"a stream ends with {last!r}"
-        return "an error of the server" if "server_error" in answer.body.decode() else ""
+        failed = any(kind in answer.body.decode() for kind in ("server_error", "api_error"))
+        return "an error of the server" if failed else ""
     if answer.status < 400 or one.head:
         return ""
     if len(answer.body) > MAX_ERROR_BYTES:
         return f"{len(answer.body)} bytes"
     try:
-        error = json.loads(answer.body)["error"]
+        found = json.loads(answer.body)
+        error = found["error"]
     except (ValueError, KeyError, TypeError):
         return f"not of the shape of errors: {answer.body[:200]!r}"
+    if found.keys() == {"type", "error", "request_id"} and error.keys() == {"type", "message"}:
+        names = ": " in error["message"] or "`" in error["message"]  # of /v1/messages
+        return f"names no field: {error}" if answer.status == 400 and not names else ""
     if error.keys() != {"message", "type", "param", "code"}:
         return f"not of the shape of errors: {error}"
     of_all = error["code"] in OF_NO_FIELD or error["message"].startswith("the body: ")

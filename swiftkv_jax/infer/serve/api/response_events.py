@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from ..errors import APIError
+from ..http.exchange import named_event
 from ..service.generation import Choice, Generation, TextDelta
 from ..text.reasoning import ReasoningDelta
-from ..text.tool_calls import AnswerPart, ToolCallDelta
+from ..text.tool_calls import ToolCallDelta
 
 _TEXT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("response.output_text", {"logprobs": []}),
@@ -31,7 +28,7 @@ class ResponseWriter:
 
     def __init__(self, facts: dict[str, Any]):
         """`facts` are fields of the response object."""
-        self.response: dict[str, Any] = {
+        self.answer: dict[str, Any] = {
             "object": "response",
             "status": "in_progress",
             "error": None,
@@ -48,11 +45,11 @@ class ResponseWriter:
         self._open: dict[str, Any] | None = None
         """The item that grows."""
 
-    def add(self, delta: TextDelta) -> bytes:
+    def add(self, generation: Generation, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after those that begin
         every answer."""
         events = self._begun()
-        for part in _joined(delta.parts):
+        for part in delta.joined_parts():
             if isinstance(part, ToolCallDelta):
                 events += self._add_call(part)
             elif isinstance(part, ReasoningDelta):
@@ -65,7 +62,7 @@ class ResponseWriter:
         if self._sequence_number:
             return b""
         names = "response.created", "response.in_progress"
-        return b"".join(self._event(name, response=self.response) for name in names)
+        return b"".join(self._event(name, response=self.answer) for name in names)
 
     def _add_text(self, kind: str, text: str) -> bytes:
         events = b""
@@ -99,12 +96,12 @@ class ResponseWriter:
         return events
 
     def end(self, generation: Generation, choice: Choice) -> bytes:
-        """The last events, when all has been added; `response` is whole then."""
+        """The last events, when all has been added; `answer` is whole then."""
         cut = choice.finish_reason == "length"
         events = b"" if self._output else self._begin_message()
         events += self._close("incomplete" if cut else "completed")
         prompt, new = generation.num_prompt_tokens, generation.num_tokens
-        self.response |= {
+        self.answer |= {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
@@ -115,20 +112,20 @@ class ResponseWriter:
                 "total_tokens": prompt + new,
             },
         }
-        return events + self._event(f"response.{self.response['status']}", response=self.response)
+        return events + self._event(f"response.{self.answer['status']}", response=self.answer)
 
     def fail(self, error: APIError) -> bytes:
         """The last events of an answer that cannot go on."""
         events = self._begun() + self._close("incomplete")
         code = _ERROR_CODES.get(error.status, "server_error")
-        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        return events + self._event("response.failed", response=self.response)
+        self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return events + self._event("response.failed", response=self.answer)
 
     # Items ------------------------------------------------------------------------
 
     @property
     def _output(self) -> list[dict[str, Any]]:
-        return self.response["output"]
+        return self.answer["output"]
 
     def _begin_message(self) -> bytes:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -185,16 +182,4 @@ class ResponseWriter:
     def _event(self, name: str, /, **fields: Any) -> bytes:
         event = {"type": name, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
-        return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
-
-
-def _joined(parts: Iterable[ReasoningDelta | AnswerPart]) -> Iterator[ReasoningDelta | AnswerPart]:
-    """The parts, neighbouring ones of text as one."""
-    for kind, run in itertools.groupby(parts, type):
-        if kind is str:
-            yield "".join(part for part in run if isinstance(part, str))
-        elif kind is ReasoningDelta:
-            texts = (part.text for part in run if isinstance(part, ReasoningDelta))
-            yield ReasoningDelta("".join(texts))
-        else:
-            yield from run
+        return named_event(name, event)

@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ import msgspec
 
 from ..app import App
 from ..bodies.params import asks_for_something, refuse_unsupported
-from ..errors import APIError, invalid, unsupported
+from ..errors import APIError, invalid, renamed, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
     MAX_MESSAGES,
@@ -34,9 +33,10 @@ from ..protocol import (
 )
 from ..service.admission import Reservation
 from ..service.generation import Generation
-from .generate import chat_generation, server_timing
+from .event_stream import answer_in_events
+from .generate import chat_generation
 from .response_events import ResponseWriter
-from .run import changes, run
+from .run import run
 
 _OF_ITEMS = {
     "message": ("role", "content"),
@@ -161,7 +161,7 @@ _STATELESS = {
 
 async def responses(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/responses"""
-    await run(app, exchange, ResponsesBody, _prepare, _answer)
+    await run(app, exchange, ResponsesBody, _prepare, answer_in_events)
 
 
 async def _prepare(
@@ -180,7 +180,7 @@ async def _prepare(
         refuse_unsupported(chat)
         generation, params = await chat_generation(app, exchange, chat, reservation)
     except APIError as error:
-        raise _renamed(error, items) from None
+        raise renamed(error, _NAMES, items) from None
     facts = {
         "id": f"resp_{exchange.request_id}",
         "created_at": int(time.time()),
@@ -189,22 +189,6 @@ async def _prepare(
         "top_p": params.top_p,
     }
     return generation, ResponseWriter(_echo(body) | facts)
-
-
-def _renamed(error: APIError, items: list[str]) -> APIError:
-    """An error of the chat, with the names of this body. `items` are where its messages come
-    from. Only what `param` names is renamed, and what is in backticks: the rest of a message may
-    be the client's own words."""
-    message, param = error.message, error.param
-    for chat, name in _NAMES.items():
-        message = message.replace(f"`{chat}`", f"`{name}`")
-        param = name if param == chat else param
-    found = re.match(r"messages\[(\d+)\]|tools\[\d+\]\.function", param or "")
-    if param is not None and found is not None:
-        here = items[int(found[1])] if found[1] else found[0].removesuffix(".function")
-        message = message.replace(found[0], here)
-        param = here + param[found.end() :]
-    return APIError(error.status, error.code, message, param=param, headers=error.headers)
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
@@ -224,34 +208,6 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "tools": tools,
         "user": body.user,
     }
-
-
-async def _answer(
-    app: App,
-    exchange: HTTPExchange,
-    body: ResponsesBody,
-    generation: Generation,
-    writer: ResponseWriter,
-) -> None:
-    (part,) = generation.parts
-    (choice,) = part.choices
-    exchange.error_events = writer.fail
-    silence = app.options.sse_keep_alive if body.stream else None
-    interval = 0
-    async for _ in changes(exchange, generation, silence=silence):
-        if not choice.is_ready(interval):
-            continue
-        interval = app.options.stream_interval
-        events = writer.add(choice.take())
-        if generation.is_done:
-            events += writer.end(generation, choice)
-        if body.stream and events:
-            if not exchange.status:
-                exchange.extra["server-timing"] = server_timing(generation, whole=False)
-            await exchange.send_events(events, more=not generation.is_done)
-    if not body.stream:
-        exchange.extra["server-timing"] = server_timing(generation)
-        await exchange.send_json(200, writer.response)
 
 
 # The chat ------------------------------------------------------------------------------

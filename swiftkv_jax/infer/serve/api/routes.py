@@ -20,6 +20,8 @@ from ..errors import APIError, internal, printable
 from ..http.exchange import ClientGone, HTTPExchange, Receive, Scope, Send
 from .exposition import exposition
 from .generate import chat_completions, completions
+from .message_events import use_message_errors
+from .messages import count_tokens, messages
 from .page import page
 from .responses import responses
 from .schema import openapi
@@ -41,6 +43,8 @@ def asgi(app: App) -> Starlette:
         ("/v1/chat/completions", ["POST"], chat_completions),
         ("/v1/completions", ["POST"], completions),
         ("/v1/responses", ["POST"], responses),
+        ("/v1/messages", ["POST"], messages),
+        ("/v1/messages/count_tokens", ["POST"], count_tokens),
         ("/v1/score", ["POST"], score),
         ("/v1/models", ["GET"], models),
         ("/v1/models/{id:path}", ["GET"], model),
@@ -95,6 +99,8 @@ class Endpoint:
         exchange = HTTPExchange(scope, receive, send, write_timeout=app.options.write_timeout)
         if app.service.state == "draining":
             exchange.extra["connection"] = "close"
+        if self._route.startswith("/v1/messages"):
+            use_message_errors(exchange)
         try:
             try:
                 exchange.check_head()

@@ -9,12 +9,15 @@ import msgspec
 
 from .... import __version__
 from ..protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
+from .messages import CountTokensBody, MessagesBody
 from .responses import ResponsesBody
 
 _BODIES = {
     "/v1/chat/completions": (ChatBody, "Continue a conversation"),
     "/v1/completions": (CompletionBody, "Continue prompts"),
     "/v1/responses": (ResponsesBody, "Answer, in items"),
+    "/v1/messages": (MessagesBody, "Answer, in blocks"),
+    "/v1/messages/count_tokens": (CountTokensBody, "Number of tokens of a prompt of /v1/messages"),
     "/v1/score": (ScoreBody, "Log-likelihoods of continuations"),
     "/tokenize": (TokenizeBody, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeBody, "Text of token ids"),

@@ -40,7 +40,7 @@ async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> li
     if body.tools is not None and app.tool_format is None:
         raise unsupported("tools", "this model's chat template takes no tools")
     if body.prompt is None:
-        prompt = await app.encode_chat(body, "", exchange.num_bytes_in)
+        prompt = await app.encode_chat(body, "", exchange.num_bytes_in, counting=True)
     else:
         special = body.add_special_tokens is not False
         (prompt,) = await app.encoder.encode(

@@ -40,6 +40,11 @@ def error_events(error: APIError) -> bytes:
     return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
 
 
+def named_event(name: str, event: Mapping[str, Any]) -> bytes:
+    """One event of a stream whose events have names."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
 class HTTPExchange:
     """A request, and the one answer to it."""
 
@@ -62,6 +67,8 @@ class HTTPExchange:
         self.log: dict[str, Any] = {}
         """What the line in the log says of it."""
         self.on_gone: Callable[[], None] = lambda: None
+        self.error_body: Callable[[APIError], dict[str, Any]] = APIError.body
+        """The JSON of an error."""
         self.error_events = error_events
         """What ends a stream that cannot go on."""
 
@@ -172,7 +179,7 @@ class HTTPExchange:
         self.log["error"] = error.code
         if not self.status:
             self.extra |= error.headers
-            await self.send_json(error.status, error.body())
+            await self.send_json(error.status, self.error_body(error))
         else:
             await self._write(self.error_events(error), more=False)
 

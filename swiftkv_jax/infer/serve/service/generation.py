@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -50,6 +51,17 @@ class TextDelta:
     def reasoning(self) -> str:
         """All of the reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
+
+    def joined_parts(self) -> Iterator[ReasoningDelta | AnswerPart]:
+        """The parts, neighbouring ones of text as one."""
+        for kind, run in itertools.groupby(self.parts, type):
+            if kind is str:
+                yield "".join(part for part in run if isinstance(part, str))
+            elif kind is ReasoningDelta:
+                texts = (part.text for part in run if isinstance(part, ReasoningDelta))
+                yield ReasoningDelta("".join(texts))
+            else:
+                yield from run
 
     @property
     def calls(self) -> list[ToolCallDelta]:

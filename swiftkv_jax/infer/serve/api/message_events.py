@@ -1,0 +1,176 @@
+"""The answer of the Messages API, as it grows, the events that tell how, and its errors.
+
+https://platform.claude.com/docs/en/build-with-claude/streaming
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..errors import APIError
+from ..http.exchange import HTTPExchange, named_event
+from ..service.generation import Choice, Generation, TextDelta
+from ..text.reasoning import ReasoningDelta
+from ..text.tool_calls import ToolCallDelta
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status of an error -> its type; `invalid_request_error` for others."""
+_TEXT_DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
+
+
+def error_body(error: APIError, request_id: str) -> dict[str, Any]:
+    """An error in Anthropic's shape. The field that it is about comes first in its message."""
+    message = error.message
+    if error.param is not None and f"`{error.param}`" not in message:
+        message = f"{error.param}: {message}"
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+
+
+def use_message_errors(exchange: HTTPExchange) -> None:
+    """Errors of this request have Anthropic's shape, and its answer the header `request-id`."""
+    exchange.error_body = lambda error: error_body(error, exchange.request_id)
+    exchange.extra["request-id"] = exchange.request_id
+
+
+class MessageWriter:
+    """One answer. Reasoning, each stretch of text and each call are blocks of their own; one is
+    closed before the next is opened."""
+
+    def __init__(self, request_id: str, model: str):
+        self._request_id = request_id
+        self.answer: dict[str, Any] = {
+            "id": f"msg_{request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._has_begun = self._is_open = False
+        self._arguments = ""
+        """Of the call that is open."""
+
+    def add(self, generation: Generation, delta: TextDelta) -> bytes:
+        """Add what has become certain. Returns its events, the first time after the one that begins
+        every answer."""
+        events = self._begun(generation)
+        for part in delta.joined_parts():
+            if isinstance(part, ToolCallDelta):
+                events += self._add_call(part)
+            elif isinstance(part, ReasoningDelta):
+                events += self._add_text("thinking", part.text)
+            else:
+                events += self._add_text("text", part)
+        return events
+
+    def _begun(self, generation: Generation) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        self.answer["usage"] = usage(generation)
+        return self._event("message_start", message=self.answer)
+
+    def _add_text(self, kind: str, text: str) -> bytes:
+        events = b""
+        if not self._is_open or self._content[-1]["type"] != kind:
+            block = {"type": kind, kind: ""}
+            events += self._begin(block | ({"signature": ""} if kind == "thinking" else {}))
+        self._content[-1][kind] += text
+        return events + self._delta({"type": _TEXT_DELTAS[kind], kind: text})
+
+    def _add_call(self, call: ToolCallDelta) -> bytes:
+        events = b""
+        if call.name is not None:
+            events += self._begin(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            )
+        if call.arguments:
+            self._arguments += call.arguments
+            events += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        return events
+
+    def end(self, generation: Generation, choice: Choice) -> bytes:
+        """The last events, when all has been added; `answer` is whole then. A call that was cut
+        before its end is no part of it."""
+        events = self._close()
+        reason = _STOP_REASONS[choice.finish_reason or "stop"]
+        sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        if sequence is not None and reason == "end_turn":
+            reason = "stop_sequence"
+        self.answer |= {
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage(generation),
+        }
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        events += self._event("message_delta", delta=delta, usage=self.answer["usage"])
+        return events + self._event("message_stop")
+
+    def fail(self, error: APIError) -> bytes:
+        """The last event of an answer that cannot go on."""
+        return named_event("error", error_body(error, self._request_id))
+
+    # Blocks -----------------------------------------------------------------------
+
+    @property
+    def _content(self) -> list[dict[str, Any]]:
+        return self.answer["content"]
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        events = self._close()
+        self._content.append(block)
+        self._is_open, self._arguments = True, ""
+        return events + self._event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return self._event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        """Close the block that grows."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        events = self._event("content_block_stop", index=self._index)
+        if self._content[-1]["type"] == "tool_use" and self._arguments:
+            try:
+                self._content[-1]["input"] = msgspec.json.decode(self._arguments)
+            except msgspec.DecodeError:  # the answer ends here
+                del self._content[-1]
+        return events
+
+    @property
+    def _index(self) -> int:
+        return len(self._content) - 1
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        return named_event(name, {"type": name, **fields})
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """Tokens so far. Those that the prefix cache had are counted apart."""
+    cached = generation.num_cached_tokens
+    return {
+        "input_tokens": generation.num_prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": generation.num_tokens,
+        "output_tokens_details": {"thinking_tokens": generation.num_reasoning_tokens},
+    }

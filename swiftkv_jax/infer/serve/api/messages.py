@@ -1,0 +1,363 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API. A body becomes that of
+a chat; `message_events` writes the answer.
+
+https://platform.claude.com/docs/en/api/messages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..app import App
+from ..bodies.params import asks_for_something, refuse_unsupported
+from ..bodies.template_options import SWITCHES
+from ..errors import APIError, invalid, renamed, unsupported
+from ..http.exchange import HTTPExchange
+from ..protocol import (
+    MAX_MESSAGES,
+    Body,
+    ChatBody,
+    Effort,
+    Function,
+    FunctionCall,
+    FunctionName,
+    JSONSchema,
+    Message,
+    NamedToolChoice,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+)
+from ..service.admission import Reservation
+from ..service.generation import Generation
+from .event_stream import answer_in_events
+from .generate import chat_generation
+from .message_events import MessageWriter
+from .run import counted_body, run
+
+_OF_BLOCKS = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""Type of a block -> the fields that it needs."""
+_OF_ROLES = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+}
+"""Role of a message -> the blocks that it may have."""
+
+
+class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text, or what is refused by its type."""
+
+    type: str
+    text: str | None = None
+    cache_control: Any = None
+    citations: Any = None
+    context: Any = None
+    source: Any = None
+    title: Any = None
+
+
+class ContentBlock(Block, kw_only=True):
+    """A part of a message (`_OF_BLOCKS`)."""
+
+    caller: Any = None
+    content: str | list[Block] | None = None
+    data: str | None = None
+    id: str | None = None
+    input: dict[str, Any] | None = None
+    is_error: bool | None = None
+    name: str | None = None
+    signature: str | None = None
+    thinking: str | None = None
+    tool_use_id: str | None = None
+    toolset_name: str | None = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the client runs."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    cache_control: Any = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Any = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    user_id: str | None = None
+
+
+class CountTokensBody(Body, kw_only=True):
+    messages: list[InputMessage]
+    system: str | list[Block] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    # Accepted without effect.
+    cache_control: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    # Refused unless they ask for nothing.
+    speed: Any = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+
+    container: Any = None
+    inference_geo: Any = None
+    mcp_servers: Any = None
+    service_tier: Any = None
+
+
+_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
+"""Fields that are refused, with the values besides null at which they change nothing."""
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "parameters": "input_schema",
+}
+"""Fields of a chat -> those of this body."""
+
+
+# Handlers ------------------------------------------------------------------------------
+
+
+async def messages(app: App, exchange: HTTPExchange) -> None:
+    """POST /v1/messages"""
+    await run(app, exchange, MessagesBody, _prepare, answer_in_events)
+
+
+async def count_tokens(app: App, exchange: HTTPExchange) -> None:
+    """POST /v1/messages/count_tokens"""
+    async with counted_body(app, exchange, CountTokensBody) as body:
+        _refuse(body)
+        chat, places = chat_body(body, app.template_variables)
+        if chat.tools is not None and app.tool_format is None:
+            raise unsupported("tools", "this model's chat template takes no tools")
+        try:
+            prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
+        except APIError as error:
+            raise renamed(error, _NAMES, places) from None
+    await exchange.send_json(200, {"input_tokens": len(prompt.token_ids)})
+
+
+async def _prepare(
+    app: App, exchange: HTTPExchange, body: MessagesBody, reservation: Reservation
+) -> tuple[Generation, MessageWriter]:
+    _refuse(body)
+    chat, places = chat_body(body, app.template_variables)
+    try:
+        refuse_unsupported(chat)
+        generation, _ = await chat_generation(app, exchange, chat, reservation)
+    except APIError as error:
+        raise renamed(error, _NAMES, places) from None
+    model = body.model or app.model_names[0]
+    return generation, MessageWriter(exchange.request_id, model)
+
+
+def _refuse(body: CountTokensBody) -> None:
+    """Raise `APIError` for a field that this server cannot honour and that asks for something."""
+    for name, nothing in _ASK_FOR_NOTHING.items():
+        if asks_for_something(getattr(body, name, None), nothing):
+            raise unsupported(name)
+
+
+# The chat ------------------------------------------------------------------------------
+
+
+def chat_body(body: CountTokensBody, variables: Collection[str]) -> tuple[ChatBody, list[str]]:
+    """(the chat that a body asks for, where each of its messages comes from). `variables` are those
+    that the chat template reads. Raises `APIError`."""
+    if not 1 <= len(body.messages) <= MAX_MESSAGES:
+        raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
+    found: list[Message] = []
+    places: list[str] = []
+    if body.system is not None:
+        found.append(Message(role="system", content=_text(body.system, "system")))
+        places.append("system")
+    for number, message in enumerate(body.messages):
+        at = f"messages[{number}]"
+        for one in _messages_of(message, at):
+            found.append(one)
+            places.append(at)
+    config = body.output_config or OutputConfig()
+    choice, tools = body.tool_choice or ToolChoice(type="auto"), body.tools
+    thinks, switches, effort = _thinking(body.thinking, config, variables)
+    chat = ChatBody(
+        model=body.model,
+        messages=found,
+        tools=None if tools is None else [_tool(tool) for tool in tools],
+        tool_choice=_choice(choice),
+        parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
+        response_format=_format(config.format),
+        reasoning_effort=effort,
+        chat_template_kwargs=switches,
+        include_reasoning=thinks,
+        continue_final_message=bool(found[-1].role == "assistant" and found[-1].content),
+    )
+    if isinstance(body, MessagesBody):
+        chat.max_tokens = body.max_tokens
+        chat.stop = body.stop_sequences or None
+        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.user = None if body.metadata is None else body.metadata.user_id
+    return chat, places
+
+
+def _messages_of(message: InputMessage, at: str) -> list[Message]:
+    """The messages of a chat that stand for one of this API: each result of a tool is one of its
+    own. Raises `APIError`."""
+    role, content = message.role, message.content
+    if isinstance(content, str):
+        return [Message(role=role, content=content)]
+    found: list[Message] = []
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for number, block in enumerate(content):
+        here = f"{at}.content[{number}]"
+        _check_block(block, here, _OF_ROLES[role], f"a message of role {role!r}")
+        if block.type == "text":
+            texts.append(block.text or "")
+        elif block.type == "thinking":
+            reasoning.append(block.thinking or "")
+        elif block.type == "tool_use":
+            function = FunctionCall(name=block.name or "", arguments=block.input or {})
+            calls.append(ToolCall(function=function, id=block.id))
+        else:
+            if texts:
+                found.append(Message(role=role, content="".join(texts)))
+                texts = []
+            result = _text(block.content or "", f"{here}.content")
+            found.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
+    if role == "assistant":
+        found.append(
+            Message(
+                role=role,
+                content="".join(texts) if texts or not (calls or reasoning) else None,
+                reasoning="".join(reasoning) or None,
+                tool_calls=calls or None,
+            )
+        )
+    elif texts or not found:
+        found.append(Message(role=role, content="".join(texts)))
+    return found
+
+
+def _text(content: str | list[Block], at: str) -> str:
+    """Text of blocks that are nothing else. Raises `APIError`."""
+    if isinstance(content, str):
+        return content
+    for number, block in enumerate(content):
+        _check_block(block, f"{at}[{number}]", ("text",), "this field")
+    return "".join(block.text or "" for block in content)
+
+
+def _check_block(block: Block, at: str, kinds: Collection[str], where: str) -> None:
+    """Raise `APIError` for a block that is not of one of these kinds, or lacks a field."""
+    if block.type not in _OF_BLOCKS:
+        message = f"a block of type {block.type!r}: the model reads text alone"
+        raise unsupported(f"{at}.type", message)
+    if block.type not in kinds:
+        raise invalid(f"{at}.type", f"{where} has no block of type {block.type!r}")
+    for name in _OF_BLOCKS[block.type]:
+        if getattr(block, name) is None:
+            raise invalid(f"{at}.{name}", f"`{name}` is missing")
+
+
+def _thinking(
+    thinking: Thinking | None, config: OutputConfig, variables: Collection[str]
+) -> tuple[bool | None, dict[str, Any] | None, Effort | None]:
+    """(whether the answer shows its reasoning, switches of the chat template, effort)."""
+    effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
+    if thinking is None:
+        return None, None, effort
+    if thinking.type == "disabled":
+        return None, None, "none"
+    switches = {name: True for name in SWITCHES if name in variables}
+    return thinking.display != "omitted", switches or None, effort
+
+
+def _choice(
+    choice: ToolChoice,
+) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise invalid("tool_choice.name", "`name` is missing")
+        return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
+    names: Mapping[str, Literal["none", "required"]] = {"none": "none", "any": "required"}
+    return names.get(choice.type)
+
+
+def _format(format: OutputFormat | None) -> ResponseFormat | None:
+    if format is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JSONSchema(schema=format.schema))
+
+
+def _tool(tool: ClientTool) -> Tool:
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)

@@ -1,0 +1,327 @@
+"""The Messages API, asked by Anthropic's own client."""
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+
+from swiftkv_jax.infer.serve.api.message_events import error_body
+from swiftkv_jax.infer.serve.api.messages import (
+    ContentBlock,
+    InputMessage,
+    MessagesBody,
+    Thinking,
+    chat_body,
+)
+from swiftkv_jax.infer.serve.errors import APIError
+from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
+from tests.infer.serve.test_forms import CALL, ROOM, SCHEMA, check_schema
+from tests.infer.serve.test_reasoning_answers import (
+    HYBRID,
+    SAID,
+    make_reasoning_tokenizer,
+    num_tokens,
+)
+
+PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
+HI: Any = [{"role": "user", "content": "hi"}]
+FORECAST: Any = {"name": "forecast", "description": "The weather.", "input_schema": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    return start(engine=ROOM, tool_call_parser="llama3_json")
+
+
+def client_of(running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
+    server.check_empty()
+
+
+GREEDY: Any = {"extra_body": {"temperature": 0}}  # the client no longer has it as a parameter
+
+
+def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
+    return client.messages.create(**{"model": "tiny", "messages": HI, "max_tokens": 200} | fields)
+
+
+def test_text(client, server):
+    """The answer is that of the same chat, and what the prefix cache had is counted apart."""
+    found = ask(client, system="be kind", max_tokens=30, **GREEDY)
+    messages = [{"role": "system", "content": "be kind"}, *HI]
+    _, chat = server.post(CHAT, {"messages": messages, "max_tokens": 30, "temperature": 0})
+    (choice,) = chat["choices"]
+    (block,) = found.content
+    assert block.type == "text" and block.text == choice["message"]["content"]
+    assert (found.type, found.role, found.model) == ("message", "assistant", "tiny")
+    reason = "max_tokens" if choice["finish_reason"] == "length" else "end_turn"
+    assert found.stop_reason == reason and found.stop_sequence is None
+    assert found.usage.output_tokens == chat["usage"]["completion_tokens"]
+    assert found.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    again = ask(client, system="be kind", max_tokens=30, **GREEDY).usage
+    assert again.cache_read_input_tokens > 0
+    assert again.input_tokens + again.cache_read_input_tokens == found.usage.input_tokens
+    counted = client.messages.count_tokens(model="tiny", messages=HI, system="be kind")
+    assert counted.input_tokens == found.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 25},
+        {"tools": [FORECAST], "tool_choice": {"type": "any"}, "max_tokens": 300},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ],
+)
+def test_a_stream_is_the_whole_answer(client, fields):
+    """The client puts the events together, and asserts their order."""
+    fields = {"model": "tiny", "messages": HI, "max_tokens": 200} | GREEDY | fields
+    whole = client.messages.create(**fields)
+    with client.messages.stream(**fields) as stream:
+        kinds = [event.type for event in stream]
+        found: Any = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") > 0
+
+    def said(message: Any) -> list[Any]:
+        return [getattr(block, "text", None) or block.input for block in message.content]
+
+    assert said(found) == said(whole) and found.stop_reason == whole.stop_reason
+    assert found.usage.output_tokens == whole.usage.output_tokens > 0
+    for block in found.content:
+        if block.type == "tool_use":
+            check_schema(json.dumps(block.input))
+            assert whole.stop_reason == "tool_use" and block.name == "forecast"
+    if "output_config" in fields:
+        check_schema(found.content[0].text)
+
+
+def test_blocks_of_an_answer(start, says):
+    """Text and calls keep their order, and an answer may be sent back with a result."""
+    running = start(engine=ROOM, tool_call_parser="llama3_json")
+    says(f"Well. {CALL} Done.")
+    with client_of(running) as client:
+        found = ask(client, tools=[FORECAST], **GREEDY)
+        assert [block.type for block in found.content] == ["text", "tool_use", "text"]
+        call = found.content[1]
+        assert call.input == {"city": "Rome", "days": 3} and found.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sun"}
+        messages = [*HI, {"role": "assistant", "content": found.content}]
+        messages.append({"role": "user", "content": [result, {"type": "text", "text": "thanks"}]})
+        assert ask(client, messages=messages, tools=[FORECAST], max_tokens=4).content
+        single = {"type": "auto", "disable_parallel_tool_use": True}
+        says(CALL + CALL)
+        assert len(ask(client, tools=[FORECAST], **GREEDY).content) == 2
+        one = ask(client, tools=[FORECAST], tool_choice=single, **GREEDY)
+        assert [block.type for block in one.content] == ["tool_use"]
+        cut = ask(client, tools=[FORECAST], **GREEDY, max_tokens=num_tokens(CALL) - 3)
+        assert cut.stop_reason == "max_tokens" and not cut.content
+    running.check_empty()
+
+
+def test_stop_sequences(start, says):
+    running = start(engine=ROOM)
+    says("one, two, three")
+    with client_of(running) as client:
+        found = ask(client, stop_sequences=["four", ", t"], **GREEDY)
+        assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", ", t")
+        assert found.content[0].text == "one"
+        found = ask(client, stop_sequences=[], **GREEDY)
+        assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
+    running.check_empty()
+
+
+def test_the_last_message_may_be_gone_on_with(server, client):
+    """What the assistant is to begin with is part of the prompt, not of the answer."""
+    messages = [*HI, {"role": "assistant", "content": "Well, "}]
+    found = ask(client, messages=messages, max_tokens=9, **GREEDY)
+    body = {"messages": messages, "max_tokens": 9, "temperature": 0, "continue_final_message": True}
+    _, chat = server.post(CHAT, body)
+    assert found.content[0].text == chat["choices"][0]["message"]["content"]
+    assert (
+        found.usage.cache_read_input_tokens + found.usage.input_tokens
+        == (chat["usage"]["prompt_tokens"])
+    )
+
+
+def test_thinking_is_a_block(start, says):
+    tokenizer = make_reasoning_tokenizer(HYBRID)
+    running = start(engine=ROOM, tokenizer=tokenizer, reasoning_parser="auto")
+    says(SAID, tokenizer)
+    with client_of(running) as client:
+        fields: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}} | GREEDY
+        whole = ask(client, **fields)
+        with client.messages.stream(model="tiny", messages=HI, max_tokens=200, **fields) as stream:
+            streamed: Any = stream.get_final_message()
+        for found in (whole, streamed):
+            thought, text = found.content
+            assert (thought.type, thought.thinking) == ("thinking", "Two, or so.")
+            assert (text.type, text.text) == ("text", "It is 4.")
+            details = found.usage.output_tokens_details
+            assert details.thinking_tokens == num_tokens("<think>\nTwo, or so.\n</think>")
+        again = [*HI, {"role": "assistant", "content": whole.content}, *HI]
+        assert ask(client, messages=again, max_tokens=3)
+        omitted = {"type": "adaptive", "display": "omitted"}
+        assert [one.type for one in ask(client, thinking=omitted, **GREEDY).content] == ["text"]
+        says("4", tokenizer, "assistant: <think>\n\n</think>\n\n")
+        off = ask(client, thinking={"type": "disabled"}, **GREEDY)
+        assert [block.type for block in off.content] == ["text"]
+        counted = client.messages.count_tokens(
+            model="tiny", messages=HI, thinking={"type": "disabled"}
+        )
+        usage = off.usage
+        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    running.check_empty()
+
+
+def test_messages_become_those_of_a_chat():
+    def block(type: str, **fields: Any) -> ContentBlock:
+        return ContentBlock(type=type, **fields)
+
+    content = [
+        block("thinking", thinking="hm", signature="x"),
+        block("text", text="a"),
+        block("text", text="b"),
+        block("tool_use", id="1", name="f", input={"x": 1}),
+    ]
+    results = [
+        block("tool_result", tool_use_id="1", content="sun"),
+        block("tool_result", tool_use_id="2", content=[ContentBlock(type="text", text="rain")]),
+        block("text", text="so?"),
+    ]
+    body = MessagesBody(
+        max_tokens=5,
+        system="short",
+        messages=[
+            InputMessage(role="user", content="weather?"),
+            InputMessage(role="assistant", content=content),
+            InputMessage(role="user", content=results),
+        ],
+        thinking=Thinking(type="adaptive"),
+    )
+    chat, places = chat_body(body, {"enable_thinking"})
+    call = ToolCall(function=FunctionCall(name="f", arguments={"x": 1}), id="1")
+    assert chat.messages == [
+        Message(role="system", content="short"),
+        Message(role="user", content="weather?"),
+        Message(role="assistant", content="ab", reasoning="hm", tool_calls=[call]),
+        Message(role="tool", content="sun", tool_call_id="1"),
+        Message(role="tool", content="rain", tool_call_id="2"),
+        Message(role="user", content="so?"),
+    ]
+    assert places == ["system", *(f"messages[{number}]" for number in (0, 1, 2, 2, 2))]
+    assert chat.chat_template_kwargs == {"enable_thinking": True}
+    assert chat_body(body, ())[0].chat_template_kwargs is None
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "`max_tokens`"),
+        ({"messages": []}, "`messages` must have"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "`messages[0].role`"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0].type: a blo",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "[0].text: `text` is"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
+            "messages[0].content[0].type: a message of role 'user' has no",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0].type: a block",
+        ),
+        ({"system": [IMAGE]}, "system[0].type: a block of type 'image'"),
+        ({"tools": [FORECAST, FORECAST]}, "tools[1].name: two tools are"),
+        ({"tools": [FORECAST | {"input_schema": {"type": 3}}]}, "tools[0].input_schema: "),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`"),
+        ({"tools": [FORECAST], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        ({"output_config": {"effort": "high"}}, "output_config.effort: this model's"),
+        ({"mcp_servers": [{"name": "a"}]}, "`mcp_servers` is not supported"),
+        ({"speed": "fast"}, "`speed` is not supported"),
+        ({"temperature": 3}, "`temperature`"),
+        ({"stop_sequences": [""]}, "`stop_sequences`"),
+        ({"context_management": {}}, "context_management: there is no field"),
+    ],
+)
+def test_refused(client, fields, message):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(
+            **{"model": "tiny", "messages": HI, "max_tokens": 2},
+            extra_body=fields,
+        )
+    found = caught.value.body
+    assert isinstance(found, dict) and found["type"] == "error"
+    assert found["error"]["type"] == "invalid_request_error"
+    assert message in found["error"]["message"] and "`stop`" not in found["error"]["message"]
+    assert found["request_id"] == caught.value.request_id
+
+
+def test_what_asks_for_nothing(server):
+    cached = {"cache_control": {"type": "ephemeral"}}
+    fields = {
+        "metadata": {"user_id": "x"},
+        "service_tier": "auto",
+        "speed": "standard",
+        "mcp_servers": [],
+        "container": None,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"} | cached]}],
+        "system": [{"type": "text", "text": "be kind"} | cached],
+        "tools": [FORECAST | cached | {"type": "custom"}],
+        "zzz": None,
+    }
+    status, answer = server.post(PATH, {"max_tokens": 2} | fields | cached)
+    assert status == 200 and answer["type"] == "message", answer
+
+
+def test_errors_have_the_shape_of_the_api(start):
+    running = start(api_keys={"one": "a-key-of-some-length"})
+    for path in (PATH, COUNT):
+        status, answer = running.post(path, {})
+        assert status == 401 and answer["error"]["type"] == "authentication_error"
+    with pytest.raises(anthropic.AuthenticationError) as caught:
+        ask(client_of(running))
+    assert caught.value.type == "authentication_error"
+    with anthropic.Anthropic(
+        base_url=running.url, auth_token="a-key-of-some-length", api_key=None, max_retries=0
+    ) as client:
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            ask(client, model="other")
+        assert missing.value.type == "not_found_error" and "'other'" in str(missing.value)
+        assert ask(client, max_tokens=2).content
+    kinds = [error_body(APIError(status, "a", "b"), "c")["error"]["type"] for status in (429, 503)]
+    assert kinds == ["rate_limit_error", "overloaded_error"]
+
+
+def test_a_stream_that_cannot_go_on_ends_with_an_error(start):
+    running = start(request_timeout=0.6, step_seconds=0.15, sse_keep_alive=0.05)
+    with client_of(running) as client:
+        with pytest.raises(anthropic.APIStatusError, match="has run for"):
+            list(ask(client, stream=True))
+    body = {"messages": HI, "max_tokens": 200, "stream": True}
+    _, _, content = running.request("POST", PATH, body)
+    assert b"[DONE]" not in content and content.count(b"event: error\n") == 1
+    assert b"message_stop" not in content
+    running.check_empty()
