@@ -142,7 +142,7 @@ class Cell:
                 options,
                 "timed",
                 listener,
-                lambda say: loaded,
+                lambda report: loaded,
                 handle_signals=False,
                 on_start=lambda app, signal: stop.append(signal),
             )

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import Mesh
@@ -167,11 +168,17 @@ def given_fields(cls: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_engine(
-    model: Model, mesh: Mesh | None, options: EngineOptions, model_options: ModelOptions
+    model: Model,
+    mesh: Mesh | None,
+    options: EngineOptions,
+    model_options: ModelOptions,
+    *,
+    on_compile: Callable[[int, int], object] | None = None,
 ) -> Engine[ModelRunner]:
     """An engine for a model that a command has loaded, compiled and ready.
 
-    The model's layers are donated: it cannot be used afterwards. Raises as `Engine.from_model`.
+    The model's layers are donated: it cannot be used afterwards. `on_compile` and errors are those
+    of `Engine.from_model`.
     """
     start = time.perf_counter()
     engine = Engine.from_model(
@@ -181,6 +188,7 @@ def start_engine(
         mesh=mesh,
         attention=model_options.attention,
         donate=True,
+        on_compile=on_compile,
     )
     if engine.config.generated_kv == "own":
         tail = engine.config.exact_tail

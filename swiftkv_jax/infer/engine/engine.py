@@ -98,6 +98,7 @@ class Engine[R: ModelRunnerBase]:
         mesh: Mesh | None = None,
         attention: Implementation | None = None,
         donate: bool = False,
+        on_compile: Callable[[int, int], object] | None = None,
     ) -> Engine[ModelRunner]:
         """An engine for a model, compiled and ready to run. Logs the memory plan.
 
@@ -106,7 +107,8 @@ class Engine[R: ModelRunnerBase]:
         over `data`, heads and widths over `model`. `attention` names an implementation; None
         chooses one for the device. The layers are copied into serving form, beside which
         `model` leaves less memory for the KV cache; with `donate` its arrays are deleted on the
-        way, so that memory holds them once, and it cannot be used afterwards.
+        way, so that memory holds them once, and it cannot be used afterwards. `on_compile` is
+        called with the number of compiled programs and of all, as it grows.
 
         Raises `UsageError` (a `ValueError`) for options that cannot be honoured and
         `OutOfMemoryError` if weights, cache and temporaries do not fit the device.
@@ -115,7 +117,13 @@ class Engine[R: ModelRunnerBase]:
 
         options = EngineOptions() if options is None else options
         runner = build_model_runner(
-            model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, donate=donate
+            model,
+            options,
+            swiftkv=swiftkv,
+            mesh=mesh,
+            attention=attention,
+            donate=donate,
+            on_compile=on_compile,
         )
         return Engine(
             runner, config=runner.config, eos_token_ids=model.eos_token_ids, options=options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ def build_model_runner(
     attention: Implementation | None = None,
     donate: bool = False,
     kernel_check: KernelCheck | None = None,
+    on_compile: Callable[[int, int], object] | None = None,
 ) -> ModelRunner:
     """The runner of an engine (arguments and errors as `Engine.from_model`). Nothing is compiled
     before `ModelRunner.prepare`. `kernel_check` says how kernels are checked where `attention` is
@@ -108,6 +110,7 @@ def build_model_runner(
         kept_bytes=kept_bytes,
         shrink_cache=options.kv_cache_memory is None,
         compiler_options=options.compiler_options,
+        on_compile=on_compile,
     )
 
 

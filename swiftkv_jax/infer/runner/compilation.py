@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from tqdm import tqdm
 
 from ...errors import UsageError
 
@@ -19,17 +20,22 @@ _REFUSALS = "No such compile option", "While setting option"
 
 def compile_all[Program](
     lowered: dict[Program, Callable[[], jax.stages.Lowered]],
-    progress: Callable[[], object] = lambda: None,
+    on_progress: Callable[[int, int], object] | None = None,
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> dict[Program, jax.stages.Compiled]:
-    """Lower the programs one after the other and compile as many at once as there are cores;
-    `progress` is called after each. The result has the order of `lowered`. Raises `UsageError` for
+    """Lower the programs one after the other and compile as many at once as there are cores.
+    `on_progress` is called with the number of compiled programs and of all, first with 0; a
+    terminal shows a progress bar. The result has the order of `lowered`. Raises `UsageError` for
     compiler options that XLA refuses."""
 
     def compile_one(program: jax.stages.Lowered) -> jax.stages.Compiled:
         return program.compile(compiler_options=dict(options) if options else None)
 
-    with concurrent.futures.ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+    bar = tqdm(total=len(lowered), desc="compiling", unit="program", disable=None, leave=False)
+    workers = min(len(lowered), os.cpu_count() or 1)
+    with bar, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        if on_progress is not None:
+            on_progress(0, len(lowered))
         running = {pool.submit(compile_one, lower()): key for key, lower in lowered.items()}
         compiled = {}
         for done in concurrent.futures.as_completed(running):
@@ -41,7 +47,9 @@ def compile_all[Program](
                 if not options or refusal is None:
                     raise
                 raise UsageError(f"`compiler_options`: {refusal[0]}") from error
-            progress()
+            bar.update()
+            if on_progress is not None:
+                on_progress(len(compiled), len(lowered))
     # Not in the order in which they finished: every process must run them in the same order.
     return {key: compiled[key] for key in lowered}
 

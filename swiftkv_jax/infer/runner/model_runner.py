@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from ...attention import Attention
 from ...cache import bytes_per_token
@@ -79,10 +78,12 @@ class ModelRunner:
         kept_bytes: int,
         shrink_cache: bool,
         compiler_options: abc.Mapping[str, Any],
+        on_compile: abc.Callable[[int, int], object] | None = None,
     ):
         """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
         (None: not known), `kept_bytes` those that the caller's model takes beside the weights. With
-        `shrink_cache` a cache that does not fit is made smaller. `compiler_options` are XLA's."""
+        `shrink_cache` a cache that does not fit is made smaller. `compiler_options` are XLA's,
+        `on_compile` is `compile_all`'s `on_progress`."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
         self.eos_token_ids = eos_token_ids
@@ -91,6 +92,7 @@ class ModelRunner:
         self._attention, self._device = attention, device
         self._memory_limit, self._kept_bytes = memory_limit, kept_bytes
         self._shrink_cache, self._compiler_options = shrink_cache, compiler_options
+        self._on_compile = on_compile
         self.limits = shapes.limits
         self._compiled: dict[Program, Any] = {}
 
@@ -152,10 +154,7 @@ class ModelRunner:
     def _compile(self) -> MemoryPlan:
         try:
             lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
-            with tqdm(
-                total=len(lowered), desc="compiling", unit="program", disable=None, leave=False
-            ) as progress:
-                self._compiled = compile_all(lowered, progress.update, self._compiler_options)
+            self._compiled = compile_all(lowered, self._on_compile, self._compiler_options)
         except NotImplementedError as error:
             message = name_attention(error)
             if message == str(error):  # not a refusal by the attention ops

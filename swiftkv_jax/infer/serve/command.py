@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import importlib.util
 import ipaddress
 import logging
 import time
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,14 +74,14 @@ def main(args: argparse.Namespace) -> int:
     from ...checkpoints.auxiliary import has_tokenizer
     from . import processes, server  # after the look for their packages
 
-    def load(mesh: Mesh | None, say: Callable[[str], None]) -> server.Loaded:
+    def load(mesh: Mesh | None, report: server.Report) -> server.Loaded:
         model = read_model(model_options, mesh)
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
         if template is not None:
             set_chat_template(tokenizer, template, str(args.chat_template))
         facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))
-        say("compiling")
+        report("compiling")
         compiler, chosen = None, engine_options
         if chosen.structured_outputs:
             try:
@@ -93,8 +93,14 @@ def main(args: argparse.Namespace) -> int:
             except UsageError as error:
                 logger.warning("no structured outputs: %s", error)
                 chosen = dataclasses.replace(chosen, structured_outputs=False)
-        engine = start_engine(model, mesh, chosen, model_options)
-        say("warming")
+        engine = start_engine(
+            model,
+            mesh,
+            chosen,
+            model_options,
+            on_compile=functools.partial(report, "compiling"),
+        )
+        report("warming")
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler, facts)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
@@ -122,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
 
     if announces_several(model_options.coordinator_address):
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
-    return serve(lambda say: load(setup_model_devices(model_options), say))
+    return serve(lambda report: load(setup_model_devices(model_options), report))
 
 
 def chat_template_text(file: Path) -> str:

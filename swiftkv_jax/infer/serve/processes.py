@@ -22,7 +22,7 @@ from ...distributed import coordinator_host, run_on_process_0
 from ..engine.options import EngineOptions
 from .distributed.follower import Follower, connect, ignore_signals
 from .distributed.followers import Followers, accept_followers, listen
-from .server import Loaded
+from .server import Loaded, Report
 from .text.token_text import TokenSpellings
 
 SECRET_BYTES = 32
@@ -33,15 +33,15 @@ PACKAGES = ("swiftkv-jax", "jax", "jaxlib", "llguidance")
 _OWN = ("model", "coordinator_address", "num_processes", "process_id", "compile_cache")
 """Fields of `ModelOptions` that may differ."""
 
-Load = Callable[[Callable[[str], None]], Loaded]
-"""Makes what a server needs, given a function that takes what the start is at."""
+Load = Callable[[Report], Loaded]
+"""Makes what a server needs, and reports how far it is."""
 
 
 def run(
     model_options: ModelOptions,
     engine_options: EngineOptions,
     stall_timeout: float,
-    load: Callable[[Mesh | None, Callable[[str], None]], Loaded],
+    load: Callable[[Mesh | None, Report], Loaded],
     serve: Callable[[Load, Followers | None], int],
 ) -> int:
     """Join the other processes and run this one's part; returns the exit code. `load` runs in all
@@ -52,14 +52,14 @@ def run(
     """
     mesh = setup_model_devices(model_options)
     if jax.process_count() == 1:  # a launcher, but of one process
-        return serve(lambda say: load(mesh, say), None)
+        return serve(lambda report: load(mesh, report), None)
     facts = _facts(model_options, engine_options)
     host = coordinator_host()
     listener, secret, port = _meeting_point(host)
     if listener is None:
         silence = 2 * stall_timeout + SILENCE_SECONDS
         return _follow(host, port, secret, facts, silence, lambda: load(mesh, _ignore))
-    return _lead(listener, secret, facts, stall_timeout, lambda say: load(mesh, say), serve)
+    return _lead(listener, secret, facts, stall_timeout, lambda report: load(mesh, report), serve)
 
 
 def _meeting_point(host: str) -> tuple[socket.socket | None, bytes, int]:
@@ -87,9 +87,9 @@ def _lead(
     """Process 0."""
     followers = None
 
-    def load_all(say: Callable[[str], None]) -> Loaded:
+    def load_all(report: Report) -> Loaded:
         assert followers is not None
-        loaded = load(say)
+        loaded = load(report)
         followers.wait_ready()
         return loaded
 
@@ -153,5 +153,5 @@ def _facts(model_options: ModelOptions, engine_options: EngineOptions) -> dict[s
     return found
 
 
-def _ignore(phase: str) -> None:
+def _ignore(phase: str, done: int = 0, total: int = 0) -> None:
     """A follower has no `/ready` that would report the phase of its start."""

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import uvicorn
 
@@ -35,6 +35,12 @@ from .service.load_log import log_load
 from .text.grammar_process import CheckedCompiler
 
 logger = logging.getLogger(__name__)
+
+
+class Report(Protocol):
+    """Takes what a start is at: the phase, and how many programs of all are compiled."""
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
 
 
 class Loaded(NamedTuple):
@@ -122,7 +128,7 @@ async def serve(
     options: ServerOptions,
     model_name: str,
     listener: socket.socket,
-    load: Callable[[Callable[[str], None]], Loaded],
+    load: Callable[[Report], Loaded],
     *,
     handle_signals: bool = True,
     read_keys: Callable[[], Mapping[str, str]] | None = None,
@@ -132,9 +138,9 @@ async def serve(
     """Serve until a signal; returns the exit code. Raises what `load` raises. With `followers` a
     failure ends the process.
 
-    `load` makes the engine, in a thread of its own; it is given a function that takes what the
-    start is at. `read_keys` gives the keys anew after SIGHUP. `on_start` gets the application and a
-    function that does what a signal does.
+    `load` makes the engine, in a thread of its own, and reports what it is at. `read_keys` gives
+    the keys anew after SIGHUP. `on_start` gets the application and a function that does what a
+    signal does.
     """
     app, loop = App(options, model_name), asyncio.get_running_loop()
     switch_seconds = sys.getswitchinterval()
@@ -201,9 +207,14 @@ async def serve(
         sys.setswitchinterval(switch_seconds)
 
 
-def _load_all(app: App, load: Callable[[Callable[[str], None]], Loaded]) -> Loaded:
+def _load_all(app: App, load: Callable[[Report], Loaded]) -> Loaded:
     """Load the model and prepare the application for it: in a thread."""
-    found = load(lambda phase: setattr(app.service, "phase", phase))
+
+    def report(phase: str, done: int = 0, total: int = 0) -> None:
+        count = {"done": done, "total": total} if total else {}
+        app.service.start = {"phase": phase, **count}
+
+    found = load(report)
     compiler = found.compiler and CheckedCompiler(found.compiler)
     app.prepare(found.engine, found.tokenizer, found.sampling_defaults, compiler, found.facts)
     return found

@@ -18,8 +18,9 @@ def test_all_are_compiled_and_counted():
     lowered = {
         ("double", n): (lambda n=n: jax.jit(lambda x: x * 2 + n).lower(1.0)) for n in range(3)
     }
-    compiled = compile_all(lowered, lambda: done.append(1))
-    assert len(done) == 3 and CompileCounter.read() == before + 3
+    compiled = compile_all(lowered, lambda *counts: done.append(counts))
+    assert done == [(n, 3) for n in range(4)]
+    assert CompileCounter.read() == before + 3
     assert [float(compiled["double", n](5.0)) for n in range(3)] == [10, 11, 12]
     assert CompileCounter.read() == before + 3
 

@@ -150,7 +150,8 @@ Start = Callable[..., Running]
 def start() -> Iterator[Start]:
     """Starts a server: options of `ServerOptions`, `engine` for those of `mock_engine`, and
     `step_seconds` that a decode call takes. `send_buffer` are bytes of the system's buffer,
-    `tokenizer` is another one than that of `make_tokenizer`."""
+    `tokenizer` is another one than that of `make_tokenizer`. `on_load` is called in place of a
+    model that loads, and the server is not ready before it returns."""
     started: list[Running] = []
 
     def begin(
@@ -159,6 +160,7 @@ def start() -> Iterator[Start]:
         step_seconds: float = 0.0,
         send_buffer: int | None = None,
         tokenizer: Any = None,
+        on_load: Callable[[server.Report], None] | None = None,
         **options: Any,
     ) -> Running:
         loaded, runner = mock_loaded(engine, step_seconds, tokenizer)
@@ -168,6 +170,11 @@ def start() -> Iterator[Start]:
         apps: list[tuple[App, Callable[[], None]]] = []
         code: list[int] = []
 
+        def load(report: server.Report) -> server.Loaded:
+            if on_load is not None:
+                on_load(report)
+            return loaded
+
         def run() -> None:
             with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
                 code.append(
@@ -176,7 +183,7 @@ def start() -> Iterator[Start]:
                             ServerOptions(**options),
                             "tiny",
                             listener,
-                            lambda say: loaded,
+                            load,
                             handle_signals=False,
                             on_start=lambda app, stop: apps.append((app, stop)),
                         )
@@ -186,7 +193,7 @@ def start() -> Iterator[Start]:
         thread = threading.Thread(target=run, daemon=True)
         port = listener.getsockname()[1]
         thread.start()
-        while not apps or apps[0][0].service.state == "starting":
+        while not apps or (on_load is None and apps[0][0].service.state == "starting"):
             assert thread.is_alive()
             time.sleep(0.005)
         app, stop = apps[0]

@@ -1,4 +1,5 @@
-"""Where a server can be reached: Unix domain sockets, TLS, a path of a proxy."""
+"""When and where a server can be reached: while it starts; Unix domain sockets, TLS, a path of a
+proxy."""
 
 import asyncio
 import contextlib
@@ -8,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 
 import pytest
@@ -35,6 +37,30 @@ def certificate(tmp_path_factory):
         capture_output=True,
     )
     return files
+
+
+def test_a_start_tells_how_far_it_is(start):
+    reported, go_on = threading.Event(), threading.Event()
+
+    def load(report: server.Report) -> None:
+        report("compiling", 3, 14)
+        reported.set()
+        assert go_on.wait(30)
+
+    running = start(on_load=load)
+    try:
+        assert reported.wait(30)
+        assert running.request("GET", "/health")[0] == 200
+        status, _, content = running.request("GET", "/ready")
+        expected = {"status": "starting", "phase": "compiling", "done": 3, "total": 14}
+        assert (status, json.loads(content)) == (503, expected)
+        status, headers, content = running.request("POST", "/v1/completions", BODY)
+        assert status == 503 and "retry-after" in headers
+        assert json.loads(content)["error"]["code"] == "starting"
+    finally:
+        go_on.set()
+    running.until(lambda: running.request("GET", "/ready")[0] == 200)
+    assert running.post("/v1/completions", BODY)[0] == 200
 
 
 def ask(connection, content: bytes) -> bytes:

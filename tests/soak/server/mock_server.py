@@ -108,7 +108,7 @@ def main(given: dict[str, Any]) -> int:
     print(listener.getsockname()[1], flush=True)
     with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
         return runner.run(
-            server.serve(options, "tiny", listener, lambda say: loaded, on_start=on_start)
+            server.serve(options, "tiny", listener, lambda report: loaded, on_start=on_start)
         )
 
 

@@ -193,7 +193,7 @@ async def ready(app: App, exchange: HTTPExchange) -> None:
     is_ending = service.state == "ready" and service.is_shutting_down
     found: dict[str, Any] = {"status": "draining" if is_ending else service.state}
     if service.state == "starting":
-        found["phase"] = service.phase
+        found |= service.start
     await exchange.send_json(200 if found["status"] == "ready" else 503, found)
 
 

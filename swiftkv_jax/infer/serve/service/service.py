@@ -51,8 +51,8 @@ class Service:
         self.state: State = "starting"
         self.is_shutting_down = False
         """Whether a shutdown has begun whose `--shutdown-delay` still runs: requests are taken."""
-        self.phase = "weights"
-        """The step of the start that runs, as `/ready` reports it."""
+        self.start: dict[str, Any] = {"phase": "weights"}
+        """The step of the start that runs, and how far it is, as `/ready` reports them."""
         self.failure: BaseException | None = None
         self.metrics = Metrics()
         self.idle = asyncio.Event()
