@@ -1,6 +1,5 @@
 """Options of other families, and generated tokens with keys and values of their own, cost a plain
-Llama nothing: its programs have the operations that they had before there were any (the commit
-before the first option, and this one, lower alike)."""
+Llama nothing: its programs have the operations that they would have without any."""
 
 import collections
 import dataclasses
@@ -40,10 +39,11 @@ KEPT = "tanh sqrt rsqrt exponential logistic cosine sine dot_general multiply se
 EXPECTED = {
     "teacher": (0, 0, 5, 3, 0, 1, 1, 19, 33, 3),
     "student": (0, 0, 6, 3, 0, 1, 1, 19, 35, 3),
-    "prefill": (0, 0, 5, 3, 0, 1, 1, 17, 37, 44),
-    "decode": (0, 0, 10, 5, 0, 1, 1, 30, 75, 50),
+    "prefill": (0, 0, 3, 2, 0, 1, 1, 9, 23, 32),
+    "decode": (0, 0, 6, 3, 0, 1, 1, 16, 47, 40),
 }
-"""How many of each a program has, as lowered by JAX 0.11.2."""
+"""How many of each a program has, as lowered by JAX 0.11.2; those of an engine have each kind of
+layer once."""
 
 
 def operations(lowered) -> tuple[int, ...]:
@@ -85,15 +85,12 @@ def test_operations_of_a_plain_llama(name):
 
 BOUNDARY = {
     "student": (476, 19, 0, 26, 1),
-    "prefill": (1052, 17, 16, 50, 9),
-    "score": (1751, 30, 16, 60, 12),
-    "decode": (1526, 30, 22, 61, 31),
+    "prefill": (708, 9, 12, 50, 9),
+    "score": (1194, 16, 12, 60, 12),
+    "decode": (1067, 16, 18, 61, 31),
 }
 """Operations, matrix products, scatters, arrays in and arrays out of each program, as lowered by
-JAX 0.11.2. Before a token could keep upper keys and values of its own there were 8 to 12 operations
-less, the reshapes since projections are products with matrices (`layers.project_heads`), and in
-`score` 3 of the gather of its tokens (`prefill_programs._upper_input`). Without those two changes
-the operations are those of before."""
+JAX 0.11.2; those of an engine have each kind of layer once."""
 
 
 def sizes(lowered) -> tuple[int, ...]:
@@ -105,11 +102,22 @@ def sizes(lowered) -> tuple[int, ...]:
 @recorded
 @pytest.mark.parametrize("name", BOUNDARY)
 def test_boundary_programs_have_nothing_of_own_keys_and_values(name):
-    """No operation, product, write, argument or array of the cache more than before there were any.
+    """No operation, product, write, argument or array of the cache more than without that option.
     The control: the programs of a model whose tokens keep their own have more."""
     assert sizes(PROGRAMS[name](CONFIG)) == BOUNDARY[name]
     own = dataclasses.replace(CONFIG, generated_kv="own")
     assert sizes(PROGRAMS[name](own)) > BOUNDARY[name]
+
+
+@pytest.mark.parametrize("fields", [{}, {"generated_kv": "own"}, {"key_value_group_size": 2}])
+@pytest.mark.parametrize("name", ["prefill", "score", "decode"])
+def test_layers_of_a_kind_are_lowered_once(name, fields):
+    """Three times as many layers have as many products in the text, and three times the calls."""
+    config = dataclasses.replace(CONFIG, num_layers=6, num_key_value_layers=2, **fields)
+    deeper = dataclasses.replace(config, num_layers=18, num_key_value_layers=6)
+    less, more = (PROGRAMS[name](one).as_text() for one in (config, deeper))
+    assert more.count("dot_general") == less.count("dot_general")
+    assert more.count("call @layer") == 3 * less.count("call @layer") > 0
 
 
 @recorded

@@ -6,20 +6,25 @@
 Tokens that keep their own upper keys and values (`Config.generated_kv`) run through
 `run_upper_layers_own` instead, which writes those; where layers share caches, through
 `run_upper_layers_two_caches`.
+
+A program calls one function for all layers of a kind, so it is traced and lowered once: for the 80
+layers of Llama-3.1-70B in a fifth of the time. XLA inlines the calls.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ...attention import Attention, merge_attention
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
 from ...layers import embed
-from ...packed_attention import Attend, head_major, mixed
+from ...packed_attention import head_major, mixed
 from ...rope import Tables, group_table, rope_tables, table_of
 from ...transformer import (
     cross_layer,
@@ -56,11 +61,9 @@ def run_lower_layers(
     tokens' keys and values). `boundary_kv` False leaves out those of the upper layers."""
     x, tables = embed(config, weights.embed, tokens), rope_tables(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))
+    layer = _self_layer(config, write, read, attention)
     for i, (block, qkv) in enumerate(zip(weights.lower, weights.lower_qkv, strict=True)):
-        kind = config.kind(i)
-        attend = _attend_own(pools[i], write, read, kind.window)
-        rope = table_of(config, tables, kind)
-        x, pools[i] = self_layer(config, block, qkv, x, rope, attend, attention)
+        x, pools[i] = layer(config.kind(i), block, qkv, x, tables, pools[i])
     if weights.upper and boundary_kv:
         k, v = project_fused_kv(
             config,
@@ -87,16 +90,20 @@ def run_upper_layers(
 ) -> Float[Array, "A T D"]:
     """The upper layers, for tokens whose own keys and values are in the cache: hidden state before
     the final norm."""
-    layers = zip(weights.upper, weights.upper_q, strict=True)
-    for i, (block, queries) in enumerate(layers):
-        kind = config.kind(config.num_lower_layers + i)
-        entry = config.num_lower_layers + i // config.key_value_group_size
 
-        def attend(q, entry=entry, window=kind.window):
-            return read(q, cache.k[entry], cache.v[entry], window)
+    @functools.partial(jax.jit, static_argnums=0)
+    def layer(kind, block, queries, x, tables, k, v):
+        def attend(q):
+            return read(q, k, v, kind.window)
 
         rope = table_of(config, tables, kind)
-        x = cross_layer(config, block, queries, x, rope, attend, attention)
+        return cross_layer(config, block, queries, x, rope, attend, attention)
+
+    layers = zip(weights.upper, weights.upper_q, strict=True)
+    for i, (block, queries) in enumerate(layers):
+        entry = config.num_lower_layers + i // config.key_value_group_size
+        kind = config.kind(config.num_lower_layers + i)
+        x = layer(kind, block, queries, x, tables, cache.k[entry], cache.v[entry])
     return x
 
 
@@ -114,12 +121,11 @@ def run_upper_layers_own(
     final norm, cache with the keys and values that `write` takes). Tokens whose keys and values
     `write` does not take attend to those from the boundary."""
     pools = list(zip(cache.k, cache.v, strict=True))
+    layer = _self_layer(config, write, read, attention)
     layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
     for i, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
-        kind, qkv = config.kind(i), with_queries(kv, queries)
-        attend = _attend_own(pools[i], write, read, kind.window)
-        rope = table_of(config, tables, kind)
-        x, pools[i] = self_layer(config, block, qkv, x, rope, attend, attention)
+        qkv = with_queries(kv, queries)
+        x, pools[i] = layer(config.kind(i), block, qkv, x, tables, pools[i])
     return x, _cache(pools)
 
 
@@ -148,33 +154,47 @@ def run_upper_layers_two_caches(
     The own keys and values of upper layer u are in pool u modulo C of the C cache layers, in pages
     of `own[u // C]`.
     """
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def layer(kind, part, weights, x, tables, group, pools):
+        """`group` are the pools of the layer's group if they are not `pools`, which the layer
+        writes."""
+        block, queries, qkv, mix = weights
+
+        def attend(shared_q, q, k, v):
+            kv = _store(pools, own[part].write, head_major(k), head_major(v))
+            shared, shared_lse = read_shared(shared_q, *(group or kv), None)
+            mine, lse = own[part].read(q, *kv, None)
+            return merge_attention(mixed(shared, mix), shared_lse, mine, lse), kv
+
+        rope = table_of(config, tables, kind)
+        return two_cache_layer(config, block, qkv, queries, x, rope, attend, attention)
+
     pools = list(zip(cache.k, cache.v, strict=True))
-    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
-    for i, (block, queries, qkv) in enumerate(layers):
+    mixes = weights.upper_mix or (None,) * len(weights.upper)
+    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, mixes, strict=True)
+    for i, of_layer in enumerate(layers):
         kind = config.kind(config.num_lower_layers + i)
         group = config.num_lower_layers + i // config.key_value_group_size
         part, pool = divmod(i, config.num_cache_layers)
-        mix = weights.upper_mix[i] if weights.upper_mix else None
-
-        def attend(shared_q, q, k, v, own=own[part], group=group, pool=pool, mix=mix):
-            pools[pool] = _store(pools[pool], own.write, head_major(k), head_major(v))
-            shared, shared_lse = read_shared(shared_q, *pools[group], None)
-            mine, lse = own.read(q, *pools[pool], None)
-            return merge_attention(mixed(shared, mix), shared_lse, mine, lse), None
-
-        rope = table_of(config, tables, kind)
-        x, _ = two_cache_layer(config, block, qkv, queries, x, rope, attend, attention)
+        shared = pools[group] if group != pool else None
+        x, pools[pool] = layer(kind, part, of_layer, x, tables, shared, pools[pool])
     return x, _cache(pools)
 
 
-def _attend_own(pools: tuple[Pool, Pool], write: Write, read: Read, window: int | None) -> Attend:
-    """Attention of tokens that first write their keys and values."""
+def _self_layer(config: Config, write: Write, read: Read, attention: Attention):
+    """`self_layer` for tokens whose keys and values are written first."""
 
-    def attend(q, k, v):
-        kv = _store(pools, write, head_major(k), head_major(v))
-        return read(q, *kv, window), kv
+    @functools.partial(jax.jit, static_argnums=0)
+    def layer(kind, block, qkv, x, tables, pools):
+        def attend(q, k, v):
+            kv = _store(pools, write, head_major(k), head_major(v))
+            return read(q, *kv, kind.window), kv
 
-    return attend
+        rope = table_of(config, tables, kind)
+        return self_layer(config, block, qkv, x, rope, attend, attention)
+
+    return layer
 
 
 def _store(pools: tuple[Pool, Pool], write: Write, k, v) -> tuple[Pool, Pool]:
