@@ -163,7 +163,8 @@ def run_upper_layers_two_caches(
 
         def attend(shared_q, q, k, v):
             kv = _store(pools, own[part].write, head_major(k), head_major(v))
-            shared, shared_lse = read_shared(shared_q, *(group or kv), None)
+            shared_k, shared_v = group or kv
+            shared, shared_lse = read_shared(shared_q, shared_k, shared_v, None)
             mine, lse = own[part].read(q, *kv, None)
             return merge_attention(mixed(shared, mix), shared_lse, mine, lse), kv
 
