@@ -20,6 +20,7 @@ _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
@@ -65,6 +66,8 @@ class MessageWriter:
             "stop_sequence": None,
         }
         self._has_begun = self._is_open = False
+        self._index = -1
+        """Of the last block in events. `answer` leaves some out."""
         self._arguments = ""
         """Of the call that is open."""
 
@@ -108,10 +111,12 @@ class MessageWriter:
         return events
 
     def end(self, generation: Generation, choice: Choice) -> bytes:
-        """The last events, when all has been added; `answer` is whole then. A call that was cut
-        before its end is no part of it."""
+        """The last events, when all has been added; `answer` is whole then. A call whose arguments
+        are no JSON, most often since it was cut, is no part of it."""
         events = self._close()
         reason = _STOP_REASONS[choice.finish_reason or "stop"]
+        if reason == "tool_use" and all(block["type"] != reason for block in self._content):
+            reason = "end_turn"
         sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         if sequence is not None and reason == "end_turn":
             reason = "stop_sequence"
@@ -137,6 +142,7 @@ class MessageWriter:
     def _begin(self, block: dict[str, Any]) -> bytes:
         events = self._close()
         self._content.append(block)
+        self._index += 1
         self._is_open, self._arguments = True, ""
         return events + self._event("content_block_start", index=self._index, content_block=block)
 
@@ -152,13 +158,9 @@ class MessageWriter:
         if self._content[-1]["type"] == "tool_use" and self._arguments:
             try:
                 self._content[-1]["input"] = msgspec.json.decode(self._arguments)
-            except msgspec.DecodeError:  # the answer ends here
+            except (msgspec.DecodeError, RecursionError):
                 del self._content[-1]
         return events
-
-    @property
-    def _index(self) -> int:
-        return len(self._content) - 1
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         return named_event(name, {"type": name, **fields})
