@@ -39,6 +39,34 @@ def test_blocks_of_an_answer(start, says):
     running.check_empty()
 
 
+def test_the_tool_runner_of_the_client(start, says, monkeypatch):
+    """It begins with a `thread`, and does without: each request has the whole conversation."""
+
+    @anthropic.beta_tool
+    def forecast(city: str, days: int) -> str:
+        """The weather."""
+        return f"sun in {city} for {days} days"
+
+    running = start(engine=ROOM, tool_call_parser="llama3_json", unknown_fields="ignore")
+    prompts, submit = [], running.app.service.submit
+
+    def keep(generation: Any) -> None:
+        prompts.append(generation.prompts[0].text)
+        submit(generation)
+
+    monkeypatch.setattr(running.app.service, "submit", keep)
+    says(CALL)
+    with client_of(running) as client:
+        runner = client.beta.messages.tool_runner(
+            model="tiny", messages=HI, max_tokens=200, tools=[forecast], max_iterations=2
+        )
+        for _ in runner:
+            says("Sunny.")
+    first, second = prompts
+    assert first.count("hi") == second.count("hi") == 1 and "sun in Rome for 3 days" in second
+    running.check_empty()
+
+
 def test_calls_that_are_no_json(start, says):
     """A whole answer leaves them out. A stream has begun them, and goes on with the next block."""
     running = start(engine=ROOM, tool_call_parser="llama3_json")

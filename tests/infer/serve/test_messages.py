@@ -238,6 +238,7 @@ def result(*content: Any) -> Any:
         ({"tools": [FORECAST], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"output_config": {"effort": "high"}}, "output_config.effort: this model's"),
         ({"mcp_servers": [{"name": "a"}]}, "`mcp_servers` is not supported"),
+        ({"thread": {"type": "create"}}, "thread: conversations are not kept"),
         ({"speed": "fast"}, "`speed` is not supported"),
         ({"temperature": 3}, "`temperature`"),
         ({"stop_sequences": [""]}, "`stop_sequences`"),
@@ -269,6 +270,7 @@ def test_what_asks_for_nothing(server):
         "system": [{"type": "text", "text": "be kind"} | cached],
         "tools": [FORECAST | cached | {"type": "custom"}],
         "tool_choice": {"type": "auto"},
+        "diagnostics": {"previous_message_id": None},
         "zzz": None,
     }
     status, answer = server.post(PATH, {"max_tokens": 2} | fields | cached)

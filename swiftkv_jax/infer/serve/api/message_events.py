@@ -28,6 +28,8 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 """Status of an error -> its type; `invalid_request_error` for others."""
+NO_THREADS = "thread_unsupported_request"
+"""Code of an error, after which clients that can do without `thread` ask again."""
 _TEXT_DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 
 
@@ -37,11 +39,10 @@ def error_body(error: APIError, request_id: str) -> dict[str, Any]:
     if error.param is not None and f"`{error.param}`" not in message:
         message = f"{error.param}: {message}"
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id,
-    }
+    found: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == NO_THREADS:
+        found["details"] = {"error_code": NO_THREADS}
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 def use_message_errors(exchange: HTTPExchange) -> None:

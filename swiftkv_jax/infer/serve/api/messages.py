@@ -35,7 +35,7 @@ from ..service.admission import Reservation
 from ..service.generation import Generation
 from .event_stream import answer_in_events
 from .generate import chat_generation
-from .message_events import MessageWriter
+from .message_events import NO_THREADS, MessageWriter
 from .run import counted_body, run
 
 _OF_BLOCKS = {
@@ -142,11 +142,13 @@ class CountTokensBody(Body, kw_only=True):
 
     # Accepted without effect.
     cache_control: Any = None
+    diagnostics: Any = None
     user_profile_id: Any = None
     workspace_id: Any = None
 
     # Refused unless they ask for nothing.
     speed: Any = None
+    thread: Any = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -233,6 +235,8 @@ def _names(body: CountTokensBody) -> Mapping[str, str]:
 
 def _refuse(body: CountTokensBody) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
+    if body.thread is not None:
+        raise invalid("thread", "conversations are not kept: send all messages", NO_THREADS)
     for name, nothing in _ASK_FOR_NOTHING.items():
         if asks_for_something(getattr(body, name, None), nothing):
             raise unsupported(name)
