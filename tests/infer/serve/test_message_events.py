@@ -1,10 +1,14 @@
 """Blocks of answers of the Messages API: text, calls and thinking, whole and as events."""
 
+import types
 from typing import Any
 
 import anthropic
 import pytest
 
+from swiftkv_jax.infer.serve.api.message_events import MessageWriter
+from swiftkv_jax.infer.serve.api.response_events import ResponseWriter
+from swiftkv_jax.infer.serve.service.generation import TextDelta
 from tests.infer.serve.test_forms import CALL, ROOM
 from tests.infer.serve.test_messages import COUNT, FORECAST, GREEDY, HI, PATH, ask, client_of
 from tests.infer.serve.test_reasoning_answers import (
@@ -37,6 +41,25 @@ def test_blocks_of_an_answer(start, says):
         cut = ask(client, tools=[FORECAST], **GREEDY, max_tokens=num_tokens(CALL) - 3)
         assert cut.stop_reason == "max_tokens" and not cut.content
     running.check_empty()
+
+
+@pytest.mark.parametrize("writer", [MessageWriter("1", "tiny"), ResponseWriter({})])
+def test_a_text_is_put_together_once(writer):
+    """If it grew with each piece, a long answer would take seconds for copies of its beginning."""
+    facts: Any = types.SimpleNamespace(
+        num_prompt_tokens=1, num_cached_tokens=0, num_tokens=1, num_reasoning_tokens=0
+    )
+    end: Any = types.SimpleNamespace(finish_reason="stop", stop_reason=None)
+
+    def text() -> str:
+        (block,) = writer.answer.get("content") or writer.answer["output"][0]["content"]
+        return block["text"]
+
+    for _ in range(3):
+        writer.add(facts, TextDelta(parts=["ab"]))
+    assert text() == ""
+    writer.end(facts, end)
+    assert text() == "ababab"
 
 
 def test_the_tool_runner_of_the_client(start, says, monkeypatch):

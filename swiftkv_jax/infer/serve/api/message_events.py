@@ -69,8 +69,8 @@ class MessageWriter:
         self._has_begun = self._is_open = False
         self._index = -1
         """Of the last block in events. `answer` leaves some out."""
-        self._arguments = ""
-        """Of the call that is open."""
+        self._pieces: list[str] = []
+        """Text of the block that is open, or arguments of its call."""
 
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after the one that begins
@@ -97,7 +97,7 @@ class MessageWriter:
         if not self._is_open or self._content[-1]["type"] != kind:
             block = {"type": kind, kind: ""}
             events += self._begin(block | ({"signature": ""} if kind == "thinking" else {}))
-        self._content[-1][kind] += text
+        self._pieces.append(text)
         return events + self._delta({"type": _TEXT_DELTAS[kind], kind: text})
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
@@ -107,7 +107,7 @@ class MessageWriter:
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             )
         if call.arguments:
-            self._arguments += call.arguments
+            self._pieces.append(call.arguments)
             events += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return events
 
@@ -144,7 +144,7 @@ class MessageWriter:
         events = self._close()
         self._content.append(block)
         self._index += 1
-        self._is_open, self._arguments = True, ""
+        self._is_open, self._pieces = True, []
         return events + self._event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
@@ -156,11 +156,14 @@ class MessageWriter:
             return b""
         self._is_open = False
         events = self._event("content_block_stop", index=self._index)
-        if self._content[-1]["type"] == "tool_use" and self._arguments:
-            try:
-                self._content[-1]["input"] = msgspec.json.decode(self._arguments)
-            except (msgspec.DecodeError, RecursionError):
-                del self._content[-1]
+        block, written = self._content[-1], "".join(self._pieces)
+        if block["type"] != "tool_use":
+            block[block["type"]] = written
+            return events
+        try:
+            block["input"] = msgspec.json.decode(written)
+        except (msgspec.DecodeError, RecursionError):
+            del self._content[-1]
         return events
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
