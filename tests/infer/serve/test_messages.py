@@ -16,13 +16,7 @@ from swiftkv_jax.infer.serve.api.messages import (
 )
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
-from tests.infer.serve.test_forms import CALL, ROOM, SCHEMA, check_schema
-from tests.infer.serve.test_reasoning_answers import (
-    HYBRID,
-    SAID,
-    make_reasoning_tokenizer,
-    num_tokens,
-)
+from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -103,29 +97,6 @@ def test_a_stream_is_the_whole_answer(client, fields):
         check_schema(found.content[0].text)
 
 
-def test_blocks_of_an_answer(start, says):
-    """Text and calls keep their order, and an answer may be sent back with a result."""
-    running = start(engine=ROOM, tool_call_parser="llama3_json")
-    says(f"Well. {CALL} Done.")
-    with client_of(running) as client:
-        found = ask(client, tools=[FORECAST], **GREEDY)
-        assert [block.type for block in found.content] == ["text", "tool_use", "text"]
-        call = found.content[1]
-        assert call.input == {"city": "Rome", "days": 3} and found.stop_reason == "tool_use"
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sun"}
-        messages = [*HI, {"role": "assistant", "content": found.content}]
-        messages.append({"role": "user", "content": [result, {"type": "text", "text": "thanks"}]})
-        assert ask(client, messages=messages, tools=[FORECAST], max_tokens=4).content
-        single = {"type": "auto", "disable_parallel_tool_use": True}
-        says(CALL + CALL)
-        assert len(ask(client, tools=[FORECAST], **GREEDY).content) == 2
-        one = ask(client, tools=[FORECAST], tool_choice=single, **GREEDY)
-        assert [block.type for block in one.content] == ["tool_use"]
-        cut = ask(client, tools=[FORECAST], **GREEDY, max_tokens=num_tokens(CALL) - 3)
-        assert cut.stop_reason == "max_tokens" and not cut.content
-    running.check_empty()
-
-
 def test_stop_sequences(start, says):
     running = start(engine=ROOM)
     says("one, two, three")
@@ -149,36 +120,6 @@ def test_the_last_message_may_be_gone_on_with(server, client):
         found.usage.cache_read_input_tokens + found.usage.input_tokens
         == (chat["usage"]["prompt_tokens"])
     )
-
-
-def test_thinking_is_a_block(start, says):
-    tokenizer = make_reasoning_tokenizer(HYBRID)
-    running = start(engine=ROOM, tokenizer=tokenizer, reasoning_parser="auto")
-    says(SAID, tokenizer)
-    with client_of(running) as client:
-        fields: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}} | GREEDY
-        whole = ask(client, **fields)
-        with client.messages.stream(model="tiny", messages=HI, max_tokens=200, **fields) as stream:
-            streamed: Any = stream.get_final_message()
-        for found in (whole, streamed):
-            thought, text = found.content
-            assert (thought.type, thought.thinking) == ("thinking", "Two, or so.")
-            assert (text.type, text.text) == ("text", "It is 4.")
-            details = found.usage.output_tokens_details
-            assert details.thinking_tokens == num_tokens("<think>\nTwo, or so.\n</think>")
-        again = [*HI, {"role": "assistant", "content": whole.content}, *HI]
-        assert ask(client, messages=again, max_tokens=3)
-        omitted = {"type": "adaptive", "display": "omitted"}
-        assert [one.type for one in ask(client, thinking=omitted, **GREEDY).content] == ["text"]
-        says("4", tokenizer, "assistant: <think>\n\n</think>\n\n")
-        off = ask(client, thinking={"type": "disabled"}, **GREEDY)
-        assert [block.type for block in off.content] == ["text"]
-        counted = client.messages.count_tokens(
-            model="tiny", messages=HI, thinking={"type": "disabled"}
-        )
-        usage = off.usage
-        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-    running.check_empty()
 
 
 def test_messages_become_those_of_a_chat():
@@ -221,7 +162,39 @@ def test_messages_become_those_of_a_chat():
     assert chat_body(body, ())[0].chat_template_kwargs is None
 
 
+def test_the_number_of_a_request_is_no_part_of_its_prompt(server):
+    """Claude Code writes one before its system prompt."""
+    numbered = "x-anthropic-billing-header: cc_version=2.1; cch="
+    found = set()
+    for texts in (["be kind"], [numbered + "a1", "be kind"], [numbered + "b22", "be kind"]):
+        system = [{"type": "text", "text": text} for text in texts]
+        _, answer = server.post(COUNT, {"messages": HI, "system": system})
+        found.add(answer["input_tokens"])
+    assert len(found) == 1
+
+
+def test_turns_by_user(start, monkeypatch):
+    running = start(fair_by="user")
+    keys, submit = [], running.app.service.submit
+    monkeypatch.setattr(
+        running.app.service,
+        "submit",
+        lambda generation: keys.append(generation.queue_key) or submit(generation),
+    )
+    for metadata in ({"user_id": "x"}, {"user_id": "y"}, None):
+        body = {"messages": HI, "max_tokens": 2, "metadata": metadata}
+        assert running.post(PATH, body)[0] == 200
+    assert keys == ["/x", "/y", "/"]
+    running.check_empty()
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
+CALLED = {"type": "tool_use", "id": "a", "name": "forecast", "input": {}}
+
+
+def result(*content: Any) -> Any:
+    block = {"type": "tool_result", "tool_use_id": "a", "content": list(content)}
+    return [{"role": "user", "content": [block]}]
 
 
 @pytest.mark.parametrize(
@@ -239,18 +212,23 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
             "messages[0].content[0].type: a message of role 'user' has no",
         ),
+        ({"messages": result(IMAGE)}, "messages[0].content[0].content[0].type: a block"),
+        (
+            {"messages": result({"type": "tool_reference", "tool_name": "f"})},
+            "[0].content[0].type: a block of type 'tool_reference'",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [CALLED]}]},
+            "messages[1]: the results of the calls",
+        ),
         (
             {
                 "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
-                        ],
-                    }
+                    *HI,
+                    {"role": "assistant", "content": [{"type": "text", "text": "a"}, CALLED]},
                 ]
             },
-            "messages[0].content[0].content[0].type: a block",
+            "messages[1]: the results of the calls",
         ),
         ({"system": [IMAGE]}, "system[0].type: a block of type 'image'"),
         ({"tools": [FORECAST, FORECAST]}, "tools[1].name: two tools are"),
@@ -260,6 +238,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
         ({"tools": [FORECAST], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"output_config": {"effort": "high"}}, "output_config.effort: this model's"),
         ({"mcp_servers": [{"name": "a"}]}, "`mcp_servers` is not supported"),
+        ({"thread": {"type": "create"}}, "thread: conversations are not kept"),
         ({"speed": "fast"}, "`speed` is not supported"),
         ({"temperature": 3}, "`temperature`"),
         ({"stop_sequences": [""]}, "`stop_sequences`"),
@@ -290,10 +269,14 @@ def test_what_asks_for_nothing(server):
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"} | cached]}],
         "system": [{"type": "text", "text": "be kind"} | cached],
         "tools": [FORECAST | cached | {"type": "custom"}],
+        "tool_choice": {"type": "auto"},
+        "diagnostics": {"previous_message_id": None},
         "zzz": None,
     }
     status, answer = server.post(PATH, {"max_tokens": 2} | fields | cached)
     assert status == 200 and answer["type"] == "message", answer
+    status, answer = server.post(PATH, {"max_tokens": 2, "messages": HI, "tools": []})
+    assert status == 200, answer
 
 
 def test_errors_have_the_shape_of_the_api(start):
@@ -311,17 +294,15 @@ def test_errors_have_the_shape_of_the_api(start):
             ask(client, model="other")
         assert missing.value.type == "not_found_error" and "'other'" in str(missing.value)
         assert ask(client, max_tokens=2).content
-    kinds = [error_body(APIError(status, "a", "b"), "c")["error"]["type"] for status in (429, 503)]
-    assert kinds == ["rate_limit_error", "overloaded_error"]
-
-
-def test_a_stream_that_cannot_go_on_ends_with_an_error(start):
-    running = start(request_timeout=0.6, step_seconds=0.15, sse_keep_alive=0.05)
-    with client_of(running) as client:
-        with pytest.raises(anthropic.APIStatusError, match="has run for"):
-            list(ask(client, stream=True))
-    body = {"messages": HI, "max_tokens": 200, "stream": True}
-    _, _, content = running.request("POST", PATH, body)
-    assert b"[DONE]" not in content and content.count(b"event: error\n") == 1
-    assert b"message_stop" not in content
-    running.check_empty()
+    assert running.post(PATH, {}, x_api_key="a-key-of-some-length")[0] == 400
+    for method, path, expected in (
+        ("GET", PATH, (405, "invalid_request_error")),
+        ("POST", f"{PATH}/batches", (404, "not_found_error")),
+    ):
+        status, headers, content = running.request(method, path)
+        answer = json.loads(content)
+        assert (status, answer["error"]["type"]) == expected and answer["type"] == "error"
+        assert headers["request-id"] == answer["request_id"]
+    statuses = 408, 429, 503
+    kinds = [error_body(APIError(status, "a", "b"), "c")["error"]["type"] for status in statuses]
+    assert kinds == ["timeout_error", "rate_limit_error", "overloaded_error"]

@@ -20,6 +20,7 @@ _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
@@ -27,6 +28,8 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 """Status of an error -> its type; `invalid_request_error` for others."""
+NO_THREADS = "thread_unsupported_request"
+"""Code of an error, after which clients that can do without `thread` ask again."""
 _TEXT_DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 
 
@@ -36,11 +39,10 @@ def error_body(error: APIError, request_id: str) -> dict[str, Any]:
     if error.param is not None and f"`{error.param}`" not in message:
         message = f"{error.param}: {message}"
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id,
-    }
+    found: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == NO_THREADS:
+        found["details"] = {"error_code": NO_THREADS}
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 def use_message_errors(exchange: HTTPExchange) -> None:
@@ -65,8 +67,10 @@ class MessageWriter:
             "stop_sequence": None,
         }
         self._has_begun = self._is_open = False
-        self._arguments = ""
-        """Of the call that is open."""
+        self._index = -1
+        """Of the last block in events. `answer` leaves some out."""
+        self._pieces: list[str] = []
+        """Text of the block that is open, or arguments of its call."""
 
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after the one that begins
@@ -93,7 +97,7 @@ class MessageWriter:
         if not self._is_open or self._content[-1]["type"] != kind:
             block = {"type": kind, kind: ""}
             events += self._begin(block | ({"signature": ""} if kind == "thinking" else {}))
-        self._content[-1][kind] += text
+        self._pieces.append(text)
         return events + self._delta({"type": _TEXT_DELTAS[kind], kind: text})
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
@@ -103,15 +107,17 @@ class MessageWriter:
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             )
         if call.arguments:
-            self._arguments += call.arguments
+            self._pieces.append(call.arguments)
             events += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return events
 
     def end(self, generation: Generation, choice: Choice) -> bytes:
-        """The last events, when all has been added; `answer` is whole then. A call that was cut
-        before its end is no part of it."""
+        """The last events, when all has been added; `answer` is whole then. A call whose arguments
+        are no JSON, most often since it was cut, is no part of it."""
         events = self._close()
         reason = _STOP_REASONS[choice.finish_reason or "stop"]
+        if reason == "tool_use" and all(block["type"] != reason for block in self._content):
+            reason = "end_turn"
         sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         if sequence is not None and reason == "end_turn":
             reason = "stop_sequence"
@@ -137,7 +143,8 @@ class MessageWriter:
     def _begin(self, block: dict[str, Any]) -> bytes:
         events = self._close()
         self._content.append(block)
-        self._is_open, self._arguments = True, ""
+        self._index += 1
+        self._is_open, self._pieces = True, []
         return events + self._event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
@@ -149,16 +156,15 @@ class MessageWriter:
             return b""
         self._is_open = False
         events = self._event("content_block_stop", index=self._index)
-        if self._content[-1]["type"] == "tool_use" and self._arguments:
-            try:
-                self._content[-1]["input"] = msgspec.json.decode(self._arguments)
-            except msgspec.DecodeError:  # the answer ends here
-                del self._content[-1]
+        block, written = self._content[-1], "".join(self._pieces)
+        if block["type"] != "tool_use":
+            block[block["type"]] = written
+            return events
+        try:
+            block["input"] = msgspec.json.decode(written)
+        except (msgspec.DecodeError, RecursionError):
+            del self._content[-1]
         return events
-
-    @property
-    def _index(self) -> int:
-        return len(self._content) - 1
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         return named_event(name, {"type": name, **fields})

@@ -35,7 +35,7 @@ from ..service.admission import Reservation
 from ..service.generation import Generation
 from .event_stream import answer_in_events
 from .generate import chat_generation
-from .message_events import MessageWriter
+from .message_events import NO_THREADS, MessageWriter
 from .run import counted_body, run
 
 _OF_BLOCKS = {
@@ -51,6 +51,8 @@ _OF_ROLES = {
     "assistant": ("text", "thinking", "tool_use"),
 }
 """Role of a message -> the blocks that it may have."""
+_BILLING = "x-anthropic-billing-header:"
+"""What Claude Code writes before its system prompt, with a number that each request changes."""
 
 
 class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,16 +62,19 @@ class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str | None = None
     cache_control: Any = None
     citations: Any = None
+    content: Any = None
     context: Any = None
+    file_id: Any = None
     source: Any = None
     title: Any = None
+    tool_name: Any = None
 
 
 class ContentBlock(Block, kw_only=True):
     """A part of a message (`_OF_BLOCKS`)."""
 
     caller: Any = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     data: str | None = None
     id: str | None = None
     input: dict[str, Any] | None = None
@@ -137,11 +142,13 @@ class CountTokensBody(Body, kw_only=True):
 
     # Accepted without effect.
     cache_control: Any = None
+    diagnostics: Any = None
     user_profile_id: Any = None
     workspace_id: Any = None
 
     # Refused unless they ask for nothing.
     speed: Any = None
+    thread: Any = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -157,6 +164,11 @@ class MessagesBody(CountTokensBody, kw_only=True):
     inference_geo: Any = None
     mcp_servers: Any = None
     service_tier: Any = None
+
+    @property
+    def user(self) -> str | None:
+        """Whose request it is, with `--fair-by user`."""
+        return None if self.metadata is None else self.metadata.user_id
 
 
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -196,7 +208,7 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
         try:
             prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
         except APIError as error:
-            raise renamed(error, _NAMES, places) from None
+            raise renamed(error, _names(body), places) from None
     await exchange.send_json(200, {"input_tokens": len(prompt.token_ids)})
 
 
@@ -209,13 +221,22 @@ async def _prepare(
         refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
     except APIError as error:
-        raise renamed(error, _NAMES, places) from None
+        raise renamed(error, _names(body), places) from None
     model = body.model or app.model_names[0]
     return generation, MessageWriter(exchange.request_id, model)
 
 
+def _names(body: CountTokensBody) -> Mapping[str, str]:
+    """Fields of a chat -> those of this body."""
+    if body.thinking is not None and body.thinking.type == "disabled":
+        return _NAMES | {"reasoning_effort": "thinking"}
+    return _NAMES
+
+
 def _refuse(body: CountTokensBody) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
+    if body.thread is not None:
+        raise invalid("thread", "conversations are not kept: send all messages", NO_THREADS)
     for name, nothing in _ASK_FOR_NOTHING.items():
         if asks_for_something(getattr(body, name, None), nothing):
             raise unsupported(name)
@@ -232,33 +253,35 @@ def chat_body(body: CountTokensBody, variables: Collection[str]) -> tuple[ChatBo
     found: list[Message] = []
     places: list[str] = []
     if body.system is not None:
-        found.append(Message(role="system", content=_text(body.system, "system")))
+        found.append(Message(role="system", content=_system_text(body.system)))
         places.append("system")
     for number, message in enumerate(body.messages):
         at = f"messages[{number}]"
         for one in _messages_of(message, at):
             found.append(one)
             places.append(at)
+    last = found[-1]
+    if last.tool_calls:
+        raise invalid(places[-1], "the results of the calls in the last message must follow it")
     config = body.output_config or OutputConfig()
-    choice, tools = body.tool_choice or ToolChoice(type="auto"), body.tools
+    choice = body.tool_choice or ToolChoice(type="auto")
     thinks, switches, effort = _thinking(body.thinking, config, variables)
     chat = ChatBody(
         model=body.model,
         messages=found,
-        tools=None if tools is None else [_tool(tool) for tool in tools],
+        tools=[_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=_choice(choice),
         parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
         response_format=_format(config.format),
         reasoning_effort=effort,
         chat_template_kwargs=switches,
         include_reasoning=thinks,
-        continue_final_message=bool(found[-1].role == "assistant" and found[-1].content),
+        continue_final_message=bool(last.role == "assistant" and last.content),
     )
     if isinstance(body, MessagesBody):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences or None
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
-        chat.user = None if body.metadata is None else body.metadata.user_id
     return chat, places
 
 
@@ -300,6 +323,15 @@ def _messages_of(message: InputMessage, at: str) -> list[Message]:
     elif texts or not found:
         found.append(Message(role=role, content="".join(texts)))
     return found
+
+
+def _system_text(system: str | list[Block]) -> str:
+    """The system prompt, without what would make each request's prefix a new one. Raises
+    `APIError`."""
+    if isinstance(system, list):
+        empty = Block(type="text", text="")
+        system = [empty if (one.text or "").startswith(_BILLING) else one for one in system]
+    return _text(system, "system")
 
 
 def _text(content: str | list[Block], at: str) -> str:

@@ -44,6 +44,8 @@ class ResponseWriter:
         self._sequence_number = 0
         self._open: dict[str, Any] | None = None
         """The item that grows."""
+        self._pieces: list[str] = []
+        """Its text, or the arguments of its call."""
 
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after those that begin
@@ -68,8 +70,7 @@ class ResponseWriter:
         events = b""
         if self._open is None or self._open["type"] != kind:
             events += self._begin_message() if kind == "message" else self._begin_reasoning()
-        assert self._open is not None
-        self._open["content"][0]["text"] += text
+        self._pieces.append(text)
         name, fields = _TEXT_EVENTS[kind]
         where = self._where() | {"content_index": 0}
         return events + self._event(f"{name}.delta", **where, delta=text, **fields)
@@ -88,8 +89,7 @@ class ResponseWriter:
                 }
             )
         if call.arguments:
-            assert self._open is not None
-            self._open["arguments"] += call.arguments
+            self._pieces.append(call.arguments)
             events += self._event(
                 "response.function_call_arguments.delta", **self._where(), delta=call.arguments
             )
@@ -149,7 +149,7 @@ class ResponseWriter:
     def _begin(self, item: dict[str, Any]) -> bytes:
         events = self._close("completed")
         self._output.append(item)
-        self._open, index = item, len(self._output) - 1
+        self._open, self._pieces, index = item, [], len(self._output) - 1
         return events + self._event("response.output_item.added", output_index=index, item=item)
 
     def _close(self, status: str) -> bytes:
@@ -158,18 +158,21 @@ class ResponseWriter:
             return b""
         events, where = b"", self._where()
         item["status"], self._open = status, None
+        written = "".join(self._pieces)
         if item["type"] == "function_call":
+            item["arguments"] = written
             events += self._event(
                 "response.function_call_arguments.done",
                 **where,
                 name=item["name"],
-                arguments=item["arguments"],
+                arguments=written,
             )
         else:
             (part,) = item["content"]
+            part["text"] = written
             inside = where | {"content_index": 0}
             name, fields = _TEXT_EVENTS[item["type"]]
-            events += self._event(f"{name}.done", **inside, text=part["text"], **fields)
+            events += self._event(f"{name}.done", **inside, text=written, **fields)
             events += self._event("response.content_part.done", **inside, part=part)
         return events + self._event(
             "response.output_item.done", output_index=where["output_index"], item=item

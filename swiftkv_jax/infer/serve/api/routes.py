@@ -99,7 +99,7 @@ class Endpoint:
         exchange = HTTPExchange(scope, receive, send, write_timeout=app.options.write_timeout)
         if app.service.state == "draining":
             exchange.extra["connection"] = "close"
-        if self._route.startswith("/v1/messages"):
+        if f"{scope['path']}/".startswith("/v1/messages/"):
             use_message_errors(exchange)
         try:
             try:
