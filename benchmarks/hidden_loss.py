@@ -99,7 +99,10 @@ def hidden_loss(document: dict[str, Any]) -> str:
         f"sharing, after {document['steps']} steps from the closed form, on the same files as in "
         f"the table above; `python -m benchmarks.hidden_loss`. The weight is that of `swiftkv "
         f"train --hidden-loss-weight`. The columns are the perplexity above the teacher's for each "
-        f"seed, its mean, and the means of the nats lost on far tokens and of the KL.",
+        f"seed, its mean, and the means of the nats lost on far tokens and of the KL. "
+        f"Perplexity and KL are lowest at weight 1, by less than the spread over seeds, and the "
+        f"far loss at 0. "
+        f"Other cuts were not measured.",
         table(("weight", "above the teacher", "mean", "far", "KL"), rows),
     )
 

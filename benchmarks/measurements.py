@@ -272,7 +272,7 @@ def predictions() -> str:
 def sources() -> str:
     return section(
         "Files",
-        "Each result file holds its command, versions and commit. "
+        "Each result file holds its command, versions and, if it ran in a checkout, commit. "
         f"[All result files]({TABLES}/{FILES}).",
     )
 

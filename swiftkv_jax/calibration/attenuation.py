@@ -70,6 +70,10 @@ def scale_delta_queries(
             1 / MIN_SLOPE,
         )
     slopes = np.clip(slopes, MIN_SLOPE, 1)
+    logger.info(
+        "queries of the shared caches are scaled by %.2f to %.2f, %.2f on average",
+        *(1 / slopes.max(), 1 / slopes.min(), (1 / slopes).mean()),
+    )
     return _divided(config, delta, jnp.asarray(slopes, jnp.float32))
 
 

@@ -331,6 +331,10 @@ def add_dtype(parser: argparse._ActionsContainer, whose: str = "weights") -> Non
     )
 
 
+_NEEDED = {"data": "`data` (a path, or stdlib)", "output_dir": "`output_dir`"}
+"""What a model that is not the demo's needs."""
+
+
 def make_recipe(
     args: argparse.Namespace, given: dict[str, Any], *, demo: Recipe, command: str
 ) -> Recipe:
@@ -351,7 +355,7 @@ def make_recipe(
             f"`model`={args.model}: the name of a shape, for `dry_run` only; {command} needs a "
             f"checkpoint directory"
         )
-    elif missing := [f"`{name}`" for name in ("data", "output_dir") if getattr(args, name) is None]:
+    elif missing := [text for name, text in _NEEDED.items() if getattr(args, name) is None]:
         raise UsageError(f"`model` also needs {' and '.join(missing)}")
     return Recipe(**given)
 

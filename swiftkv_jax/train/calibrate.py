@@ -199,6 +199,13 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
     results = {}
+    if eval_data is not None and config.exact_tail >= recipe.max_length // 2:
+        logger.warning(
+            "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
+            "keys and values, so nothing can be lost",
+            config.exact_tail,
+            recipe.max_length,
+        )
     if eval_data is not None:
         if keep_delta:
             students = {"as it was": given, "scaled": calibrated}

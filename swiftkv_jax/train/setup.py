@@ -52,6 +52,11 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
             f"`max_length`={recipe.max_length}: this model has {config.max_position_embeddings} "
             f"positions"
         )
+    if config.exact_tail > config.max_position_embeddings:
+        raise UsageError(
+            f"`exact_tail`={config.exact_tail}: this model has {config.max_position_embeddings} "
+            f"positions"
+        )
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
         raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")

@@ -82,7 +82,14 @@ def run(model_runners, monkeypatch) -> Callable[..., int]:
     engine of its own."""
 
     def from_model(
-        model, options=None, *, swiftkv=None, mesh=None, attention=None, donate=False
+        model,
+        options=None,
+        *,
+        swiftkv=None,
+        mesh=None,
+        attention=None,
+        donate=False,
+        on_compile=None,
     ) -> Engine:
         options = options or EngineOptions()
         embed = float(model.llama.embed.sum())

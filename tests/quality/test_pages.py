@@ -13,6 +13,7 @@ from swiftkv_jax.cache import answer_bytes_per_token, bytes_per_token
 from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.train.serving_plan import decode_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent
@@ -124,10 +125,15 @@ def test_generated_keys_and_values():
         opposite = demo[4, group, "closed-form", 64, "own+64", "train-own", "distillation"]
         scaled = demo[4, group, "closed-form", 64, "own+64", "own", "distillation"]
         assert f"{far(opposite):+.3f}" in text and far(opposite) > far(scaled)
-    student, trained = (
-        demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64)
+    student, short, long = (
+        demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64, 512)
     )
-    assert above(trained) > above(student) and far(trained) > far(student), "did not improve"
+    assert all(above(one) > above(student) and far(one) > far(student) for one in (short, long))
+    assert (
+        f"{above(short):+.2%} and {far(short):.3f} nats on far tokens after 64 steps, "
+        f"{above(long):+.2%} and {far(long):.3f} nats after 512, and {above(student):+.2%} and "
+        f"{far(student):.3f} nats without"
+    ) in " ".join(text.replace(" %", "%").split())
 
 
 def test_the_cost_of_generated_keys_and_values():
@@ -152,7 +158,12 @@ def test_the_cost_of_generated_keys_and_values():
             f"{bytes_of(config, jnp.dtype(jnp.bfloat16), swiftkv=True) / 1024:.0f} KiB"
             for bytes_of in (bytes_per_token, answer_bytes_per_token)
         )
-        cells = lower, group, f"`{mode}`", tail, f"{prefill:.3f}", f"{decode:.3f}", prompt, answer
+        read, floor = (
+            decode_bytes(config, jnp.dtype(jnp.bfloat16), 8192, swiftkv=swiftkv)
+            for swiftkv in (True, False)
+        )
+        counts = (f"{count:.3f}" for count in (prefill, decode, read / floor))
+        cells = lower, group, f"`{mode}`", tail, *counts, prompt, answer
         assert f"| {' | '.join(map(str, cells))} |" in text
     short = [
         cost.prefill_flops(config, 1024, swiftkv=True)

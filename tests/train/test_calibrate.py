@@ -107,6 +107,14 @@ def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
     assert own["far_tokens"] == boundary["far_tokens"] > 0
 
 
+def test_a_tail_that_covers_the_measured_prompt_is_said(folder, capsys):
+    flags = ["--num-key-value-layers", "2", "--generated-kv", "own", "--max-length", "32"]
+    rest = ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "tail")]
+    assert calibrate(folder, *flags, *rest, "--exact-tail", "16") == 0
+    said = capsys.readouterr().err
+    assert "--exact-tail 16: a measured prompt, half of --max-length 32, keeps all" in said
+
+
 def test_queries_of_a_given_delta_are_scaled(folder, capsys):
     """As if it had been calibrated for own keys and values at once; all else stays."""
     flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
@@ -191,6 +199,7 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
 
 BAD_INPUT = {
     "--exact-tail 4 --output-dir out": "--exact-tail 4 needs --generated-kv own",
+    "--generated-kv own --exact-tail 9999 --output-dir out": "--exact-tail 9999: this model has",
     "--topology h200:1 --output-dir out": "--topology goes with --dry-run",
     "--num-key-value-layers 6 --output-dir out": "nothing is left to distil",
     "--model llama-3.1-8b": "the name of a shape, for --dry-run only",

@@ -11,6 +11,7 @@ from swiftkv_jax.infer.serve.api.messages import (
     ContentBlock,
     InputMessage,
     MessagesBody,
+    OutputConfig,
     Thinking,
     chat_body,
 )
@@ -160,6 +161,9 @@ def test_messages_become_those_of_a_chat():
     assert places == ["system", *(f"messages[{number}]" for number in (0, 1, 2, 2, 2))]
     assert chat.chat_template_kwargs == {"enable_thinking": True}
     assert chat_body(body, ())[0].chat_template_kwargs is None
+    body.output_config = OutputConfig(effort="max")
+    assert chat_body(body, {"reasoning_effort"})[0].reasoning_effort == "xhigh"
+    assert chat_body(body, ())[0].reasoning_effort is None
 
 
 def test_the_number_of_a_request_is_no_part_of_its_prompt(server):
@@ -236,7 +240,6 @@ def result(*content: Any) -> Any:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`"),
         ({"tools": [FORECAST], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
-        ({"output_config": {"effort": "high"}}, "output_config.effort: this model's"),
         ({"mcp_servers": [{"name": "a"}]}, "`mcp_servers` is not supported"),
         ({"thread": {"type": "create"}}, "thread: conversations are not kept"),
         ({"speed": "fast"}, "`speed` is not supported"),
@@ -266,6 +269,7 @@ def test_what_asks_for_nothing(server):
         "speed": "standard",
         "mcp_servers": [],
         "container": None,
+        "output_config": {"effort": "high"},
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"} | cached]}],
         "system": [{"type": "text", "text": "be kind"} | cached],
         "tools": [FORECAST | cached | {"type": "custom"}],

@@ -69,7 +69,7 @@ class MessageWriter:
         self._has_begun = self._is_open = False
         self._index = -1
         """Of the last block in events. `answer` leaves some out."""
-        self._pieces: list[str] = []
+        self._texts: list[str] = []
         """Text of the block that is open, or arguments of its call."""
 
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
@@ -97,7 +97,7 @@ class MessageWriter:
         if not self._is_open or self._content[-1]["type"] != kind:
             block = {"type": kind, kind: ""}
             events += self._begin(block | ({"signature": ""} if kind == "thinking" else {}))
-        self._pieces.append(text)
+        self._texts.append(text)
         return events + self._delta({"type": _TEXT_DELTAS[kind], kind: text})
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
@@ -107,7 +107,7 @@ class MessageWriter:
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             )
         if call.arguments:
-            self._pieces.append(call.arguments)
+            self._texts.append(call.arguments)
             events += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return events
 
@@ -144,7 +144,7 @@ class MessageWriter:
         events = self._close()
         self._content.append(block)
         self._index += 1
-        self._is_open, self._pieces = True, []
+        self._is_open, self._texts = True, []
         return events + self._event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
@@ -156,7 +156,7 @@ class MessageWriter:
             return b""
         self._is_open = False
         events = self._event("content_block_stop", index=self._index)
-        block, written = self._content[-1], "".join(self._pieces)
+        block, written = self._content[-1], "".join(self._texts)
         if block["type"] != "tool_use":
             block[block["type"]] = written
             return events

@@ -182,7 +182,7 @@ _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
 _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
+    "reasoning_effort": "thinking",
     "chat_template_kwargs": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "parameters": "input_schema",
@@ -208,7 +208,7 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
         try:
             prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
         except APIError as error:
-            raise renamed(error, _names(body), places) from None
+            raise renamed(error, _NAMES, places) from None
     await exchange.send_json(200, {"input_tokens": len(prompt.token_ids)})
 
 
@@ -221,16 +221,9 @@ async def _prepare(
         refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
     except APIError as error:
-        raise renamed(error, _names(body), places) from None
+        raise renamed(error, _NAMES, places) from None
     model = body.model or app.model_names[0]
     return generation, MessageWriter(exchange.request_id, model)
-
-
-def _names(body: CountTokensBody) -> Mapping[str, str]:
-    """Fields of a chat -> those of this body."""
-    if body.thinking is not None and body.thinking.type == "disabled":
-        return _NAMES | {"reasoning_effort": "thinking"}
-    return _NAMES
 
 
 def _refuse(body: CountTokensBody) -> None:
@@ -358,8 +351,10 @@ def _check_block(block: Block, at: str, kinds: Collection[str], where: str) -> N
 def _thinking(
     thinking: Thinking | None, config: OutputConfig, variables: Collection[str]
 ) -> tuple[bool | None, dict[str, Any] | None, Effort | None]:
-    """(whether the answer shows its reasoning, switches of the chat template, effort)."""
+    """(whether the answer shows its reasoning, switches of the chat template, effort). The effort
+    is advice: a template that reads none goes without."""
     effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
+    effort = effort if "reasoning_effort" in variables else None
     if thinking is None:
         return None, None, effort
     if thinking.type == "disabled":

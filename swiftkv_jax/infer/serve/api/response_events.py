@@ -44,7 +44,7 @@ class ResponseWriter:
         self._sequence_number = 0
         self._open: dict[str, Any] | None = None
         """The item that grows."""
-        self._pieces: list[str] = []
+        self._texts: list[str] = []
         """Its text, or the arguments of its call."""
 
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
@@ -70,7 +70,7 @@ class ResponseWriter:
         events = b""
         if self._open is None or self._open["type"] != kind:
             events += self._begin_message() if kind == "message" else self._begin_reasoning()
-        self._pieces.append(text)
+        self._texts.append(text)
         name, fields = _TEXT_EVENTS[kind]
         where = self._where() | {"content_index": 0}
         return events + self._event(f"{name}.delta", **where, delta=text, **fields)
@@ -89,7 +89,7 @@ class ResponseWriter:
                 }
             )
         if call.arguments:
-            self._pieces.append(call.arguments)
+            self._texts.append(call.arguments)
             events += self._event(
                 "response.function_call_arguments.delta", **self._where(), delta=call.arguments
             )
@@ -149,7 +149,7 @@ class ResponseWriter:
     def _begin(self, item: dict[str, Any]) -> bytes:
         events = self._close("completed")
         self._output.append(item)
-        self._open, self._pieces, index = item, [], len(self._output) - 1
+        self._open, self._texts, index = item, [], len(self._output) - 1
         return events + self._event("response.output_item.added", output_index=index, item=item)
 
     def _close(self, status: str) -> bytes:
@@ -158,7 +158,7 @@ class ResponseWriter:
             return b""
         events, where = b"", self._where()
         item["status"], self._open = status, None
-        written = "".join(self._pieces)
+        written = "".join(self._texts)
         if item["type"] == "function_call":
             item["arguments"] = written
             events += self._event(
