@@ -188,7 +188,8 @@ def limits(document: dict[str, Any]) -> str:
         "keys and values of each upper layer; those of the first are exact. The rows with exact "
         "keys or values use the teacher's for all tokens instead of the fitted ones. No engine "
         "could serve that; it separates the two parts of the loss. `far` are the nats lost on far "
-        "tokens; the last two columns are for serving `own`.",
+        "tokens; the last two columns are for serving the same students, fitted to `boundary`, "
+        "with `own`.",
         table(
             "calibration tokens, exact, R² of keys, R² of values, above the teacher, far, "
             "`own`: after the prompt, far".split(", "),

@@ -127,8 +127,9 @@ def pages(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         if teacher != "demo":
             command = f"`python -m benchmarks.quality --teacher FOLDER`. {made_by(document)}"
         merging = (
-            "The table joins all runs. If a student was measured more than once, it shows the best "
-            "learning rate, then the row of more seeds, then the newest."
+            "The table joins all runs, whose commands, with their cuts, steps and learning rates, "
+            "are in [the result files](files.md). If a student was measured more than once, it "
+            "shows the best learning rate, then the row of more seeds, then the newest."
         )
         about = f"{describe(document)} {describe_answers(document)}"
         parts = [about, f"Made by {command}", merging, LEGEND]
