@@ -127,11 +127,11 @@ def open_tokenizer(recipe: Recipe) -> Any:
 def load_data(recipe: Recipe, tokenizer: Any) -> tuple[DatasetMixture, DatasetMixture | None]:
     """Training data, and held-out data if there is any; prepared once, then kept in the output
     folder. Raises `DataError` and `UsageError`."""
+    held_out = None
+    if recipe.eval_data is not None:  # before the training data, which takes longer
+        held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
     training = _mixture(recipe.data, recipe, tokenizer, held_out=False)
-    if recipe.eval_data is None:
-        return training, None
-    held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
-    if held_out.datasets[0].manifest.fingerprint in {
+    if held_out is not None and held_out.datasets[0].manifest.fingerprint in {
         dataset.manifest.fingerprint for dataset in training.datasets
     }:
         logger.warning(
