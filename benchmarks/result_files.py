@@ -82,7 +82,8 @@ def files_page() -> str:
         [
             "# Result files",
             "The pages of measurements are made from these results. Each file holds its command, "
-            "versions and commit. Older files call modules by the names that they had then.",
+            "versions and, if it ran in a checkout, commit. Older files call modules by the names "
+            "that they had then.",
             table(("subject", "file", "device", "versions", "date"), rows),
         ]
     )
