@@ -45,8 +45,10 @@ def responses(content: bytes, *, head: bool = False) -> Iterator[Response]:
             continue
         if headers.get("transfer-encoding") == "chunked" and not head:
             body, content, is_whole = _chunks(rest)
+        elif "content-length" not in headers and not head:  # to a client of HTTP/1.0: until the end
+            body, content, is_whole = rest, b"", True
         else:
-            length = 0 if head else int(headers.get("content-length", 0))
+            length = 0 if head else int(headers["content-length"])
             body, content, is_whole = rest[:length], rest[length:], len(rest) >= length
         yield Response(status, headers, body, bool(found) and is_whole)
 

@@ -29,6 +29,8 @@ LAST_EVENTS = (
     "error",
 )
 """Types of the last event of a stream of the Responses and Messages APIs, which have no [DONE]."""
+MESSAGE = {"type", "message"}
+"""Fields of an error of the Messages API; some have `details`."""
 GOOD = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
 
 
@@ -140,7 +142,7 @@ def _complaint(one: Raw, answer) -> str:
         error = found["error"]
     except (ValueError, KeyError, TypeError):
         return f"not of the shape of errors: {answer.body[:200]!r}"
-    if found.keys() == {"type", "error", "request_id"} and error.keys() == {"type", "message"}:
+    if found.keys() == {"type", "error", "request_id"} and error.keys() - {"details"} == MESSAGE:
         names = ": " in error["message"] or "`" in error["message"]  # of /v1/messages
         return f"names no field: {error}" if answer.status == 400 and not names else ""
     if error.keys() != {"message", "type", "param", "code"}:
