@@ -48,12 +48,10 @@ CAUSES = {
         f"function of one hidden state, and the rest of what upper layers compute is lost. [More "
         f"calibration tokens]{_LINEAR} change little. Training wins a part of it back."
     ),
-    "other": (
+    "t1": (
         f"Why bars are not met: as for the demo model, untrained students lose what is not "
         f"linear in one hidden state. For this teacher the parts of the loss were not separated "
-        f"as [there]{_LINEAR}. Its trained students were measured at one cut, with one seed, and "
-        f"not after 512 steps; own keys and values with groups were measured for the authors' "
-        f"recipe alone."
+        f"as [there]{_LINEAR}."
     ),
 }
 """Teacher -> what is known of the cause."""
@@ -72,9 +70,8 @@ def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
         )
         bars = [f"- {line}" for line in verdict(document["rows"])[0] if " (bar " in line]
         bars.append(f"- {describe_comparisons(document['rows'])}")
-        cause = ""
-        if any(line.startswith("- not met") for line in bars):
-            cause = " " + CAUSES["demo" if teacher == "demo" else "other"]
+        missed = any(line.startswith("- not met") for line in bars)
+        cause = f" {CAUSES[teacher]}" if missed and teacher in CAUSES else ""
         parts = [describe(document), table, summary_table(document["rows"])]
         if teacher == "demo":
             parts = [

@@ -70,9 +70,12 @@ def scale_delta_queries(
             1 / MIN_SLOPE,
         )
     slopes = np.clip(slopes, MIN_SLOPE, 1)
+    scales = 1 / slopes
     logger.info(
         "queries of the shared caches are scaled by %.2f to %.2f, %.2f on average",
-        *(1 / slopes.max(), 1 / slopes.min(), (1 / slopes).mean()),
+        scales.min(),
+        scales.max(),
+        scales.mean(),
     )
     return _divided(config, delta, jnp.asarray(slopes, jnp.float32))
 

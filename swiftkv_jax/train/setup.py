@@ -47,16 +47,10 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
     config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
     if recipe.init == "closed-form" and not has_same_delta(found, config):
         check_closed_form(config)
-    if recipe.max_length > config.max_position_embeddings:
-        raise UsageError(
-            f"`max_length`={recipe.max_length}: this model has {config.max_position_embeddings} "
-            f"positions"
-        )
-    if config.exact_tail > config.max_position_embeddings:
-        raise UsageError(
-            f"`exact_tail`={config.exact_tail}: this model has {config.max_position_embeddings} "
-            f"positions"
-        )
+    positions = config.max_position_embeddings
+    for name, value in (("max_length", recipe.max_length), ("exact_tail", config.exact_tail)):
+        if value > positions:
+            raise UsageError(f"`{name}`={value}: this model has {positions} positions")
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
         raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import UsageError
@@ -92,7 +93,16 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
     return invalid(param, text, code)
 
 
-def renamed(error: APIError, names: Mapping[str, str], places: Sequence[str]) -> APIError:
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str], places: Sequence[str]) -> Iterator[None]:
+    """Errors of a chat leave the block in the names of another body: see `_renamed`."""
+    try:
+        yield
+    except APIError as error:
+        raise _renamed(error, names, places) from None
+
+
+def _renamed(error: APIError, names: Mapping[str, str], places: Sequence[str]) -> APIError:
     """An error of a chat in the names of another body. `names` maps fields of a chat to those of
     the body, `places` are where its messages come from. Only what `param` names is renamed, and
     what is in backticks: the rest of a message may be the client's own words."""

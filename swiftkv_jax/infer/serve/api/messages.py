@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..app import App
-from ..bodies.params import asks_for_something, refuse_unsupported
+from ..bodies.forms import check_takes_tools
+from ..bodies.params import refuse_fields, refuse_unsupported
 from ..bodies.template_options import SWITCHES
-from ..errors import APIError, invalid, renamed, unsupported
+from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
     MAX_MESSAGES,
@@ -203,12 +204,9 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
     async with counted_body(app, exchange, CountTokensBody) as body:
         _refuse(body)
         chat, places = chat_body(body, app.template_variables)
-        if chat.tools is not None and app.tool_format is None:
-            raise unsupported("tools", "this model's chat template takes no tools")
-        try:
+        check_takes_tools(chat.tools, app.tool_format)
+        with renaming(_NAMES, places):
             prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
-        except APIError as error:
-            raise renamed(error, _NAMES, places) from None
     await exchange.send_json(200, {"input_tokens": len(prompt.token_ids)})
 
 
@@ -217,11 +215,9 @@ async def _prepare(
 ) -> tuple[Generation, MessageWriter]:
     _refuse(body)
     chat, places = chat_body(body, app.template_variables)
-    try:
+    with renaming(_NAMES, places):
         refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
-    except APIError as error:
-        raise renamed(error, _NAMES, places) from None
     model = body.model or app.model_names[0]
     return generation, MessageWriter(exchange.request_id, model)
 
@@ -230,9 +226,7 @@ def _refuse(body: CountTokensBody) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
     if body.thread is not None:
         raise invalid("thread", "conversations are not kept: send all messages", NO_THREADS)
-    for name, nothing in _ASK_FOR_NOTHING.items():
-        if asks_for_something(getattr(body, name, None), nothing):
-            raise unsupported(name)
+    refuse_fields(body, _ASK_FOR_NOTHING)
 
 
 # The chat ------------------------------------------------------------------------------

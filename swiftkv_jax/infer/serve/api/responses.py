@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from ..app import App
-from ..bodies.params import asks_for_something, refuse_unsupported
-from ..errors import APIError, invalid, renamed, unsupported
+from ..bodies.params import refuse_fields, refuse_unsupported
+from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
     MAX_MESSAGES,
@@ -167,20 +167,16 @@ async def responses(app: App, exchange: HTTPExchange) -> None:
 async def _prepare(
     app: App, exchange: HTTPExchange, body: ResponsesBody, reservation: Reservation
 ) -> tuple[Generation, ResponseWriter]:
-    for name, nothing in _ASK_FOR_NOTHING.items():
-        if asks_for_something(getattr(body, name), nothing):
-            raise unsupported(name, _STATELESS.get(name, ""))
+    refuse_fields(body, _ASK_FOR_NOTHING, _STATELESS)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
     for name in ("summary", "generate_summary"):
         if body.reasoning is not None and getattr(body.reasoning, name) is not None:
             raise unsupported(f"reasoning.{name}", "reasoning is not summarized: it is all there")
     chat, items = chat_body(body)
-    try:
+    with renaming(_NAMES, items):
         refuse_unsupported(chat)
         generation, params = await chat_generation(app, exchange, chat, reservation)
-    except APIError as error:
-        raise renamed(error, _NAMES, items) from None
     facts = {
         "id": f"resp_{exchange.request_id}",
         "created_at": int(time.time()),

@@ -6,7 +6,8 @@ import functools
 from typing import Any
 
 from ..app import App
-from ..errors import APIError, invalid, unsupported
+from ..bodies.forms import check_takes_tools
+from ..errors import APIError, invalid
 from ..http.exchange import HTTPExchange
 from ..protocol import DetokenizeBody, TokenizeBody
 from .run import counted_body
@@ -37,8 +38,7 @@ def _spellings(app: App, ids: list[int]) -> list[str]:
 async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of `prompt` and `messages` is needed")
-    if body.tools is not None and app.tool_format is None:
-        raise unsupported("tools", "this model's chat template takes no tools")
+    check_takes_tools(body.tools, app.tool_format)
     if body.prompt is None:
         prompt = await app.encode_chat(body, "", exchange.num_bytes_in, counting=True)
     else:

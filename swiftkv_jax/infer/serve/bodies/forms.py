@@ -14,7 +14,7 @@ from ...structured_outputs import (
     json_options,
 )
 from ..errors import invalid, unsupported
-from ..protocol import ChatBody, NamedToolChoice, Sampling
+from ..protocol import ChatBody, NamedToolChoice, Sampling, Tool
 from ..text.tool_calls import ToolCallParser
 
 MAX_TOOLS = 128
@@ -118,13 +118,18 @@ def _structured(body: Sampling) -> tuple[str | None, str]:
         raise invalid(param, f"`{param}`: {error}", "invalid_grammar") from None
 
 
+def check_takes_tools(tools: list[Tool] | None, tool_format: str | None) -> None:
+    """Raise `APIError` for tools of a body whose model takes none, in any format."""
+    if tools is not None and tool_format is None:
+        raise unsupported("tools", "this model's chat template takes no tools")
+
+
 def _check_tools(body: ChatBody, tool_format: str | None) -> list[str]:
     """The names of the tools. Raises `APIError`."""
     tools = body.tools or []
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise invalid("tools", f"`tools` must have 1 to {MAX_TOOLS} tools")
-    if tool_format is None:
-        raise unsupported("tools", "this model's chat template takes no tools")
+    check_takes_tools(tools, tool_format)
     names = [tool.function.name for tool in tools]
     for number, tool in enumerate(tools):
         param = f"tools[{number}].function"

@@ -11,7 +11,7 @@ from ....errors import UsageError
 from ...engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 from ..errors import invalid, of_usage, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
-from ..protocol import ChatBody, CompletionBody, Sampling
+from ..protocol import Body, ChatBody, CompletionBody, Sampling
 from ..text.prompts import Truncation
 
 MAX_STOP_CHARACTERS = 512
@@ -51,36 +51,37 @@ _REASONS = {
     },
 }
 
-_REFUSED = sorted(
-    {
-        "audio",
-        "chat_template",
-        "function_call",
-        "functions",
-        "kv_transfer_params",
-        "moderation",
-        "prediction",
-        "prompt_embeds",
-        "repetition_detection",
-        "stream_interval",
-        "thinking",
-        "thinking_token_budget",
-        "verbosity",
-        "vllm_xargs",
-        "web_search_options",
-        *(f"guided_{kind}" for kind in ("choice", "grammar", "json", "regex")),
-        *_ASK_FOR_NOTHING,
-    }
-)
+_REFUSED = {
+    name: _ASK_FOR_NOTHING.get(name, ())
+    for name in sorted(
+        {
+            "audio",
+            "chat_template",
+            "function_call",
+            "functions",
+            "kv_transfer_params",
+            "moderation",
+            "prediction",
+            "prompt_embeds",
+            "repetition_detection",
+            "stream_interval",
+            "thinking",
+            "thinking_token_budget",
+            "verbosity",
+            "vllm_xargs",
+            "web_search_options",
+            *(f"guided_{kind}" for kind in ("choice", "grammar", "json", "regex")),
+            *_ASK_FOR_NOTHING,
+        }
+    )
+}
+_REFUSED_BUT_ECHO = {name: nothing for name, nothing in _REFUSED.items() if name != "echo"}
 
 
 def refuse_unsupported(body: Sampling) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
-    for name in _REFUSED:
-        if name == "echo" and isinstance(body, CompletionBody):
-            continue
-        if asks_for_something(getattr(body, name, None), _ASK_FOR_NOTHING.get(name, ())):
-            raise unsupported(name, _REASONS.get(name, ""))
+    refused = _REFUSED_BUT_ECHO if isinstance(body, CompletionBody) else _REFUSED
+    refuse_fields(body, refused, _REASONS)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "`best_of` must be equal to `n`")
     stream = body.stream_options
@@ -109,7 +110,17 @@ def priority_of(body: Sampling, options: ServerOptions) -> int:
     return priority
 
 
-def asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
+def refuse_fields(
+    body: Body, refused: Mapping[str, tuple[Any, ...]], reasons: Mapping[str, str] | None = None
+) -> None:
+    """Raise `APIError` for a field that asks for something. `refused` maps fields to the values
+    besides null at which they change nothing, `reasons` some of them to a message."""
+    for name, nothing in refused.items():
+        if _asks_for_something(getattr(body, name, None), nothing):
+            raise unsupported(name, (reasons or {}).get(name, ""))
+
+
+def _asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
     """Whether a value is neither null nor one of those that change nothing."""
     # `True == 1`: a bool is no number here.
     return value is not None and not any(
