@@ -82,10 +82,14 @@ def _commit(root: Path = ROOT) -> str | None:
     refuses a checkout that belongs to another user, as copied ones do."""
     git = root / ".git"
     try:
+        if git.is_file():  # of a worktree: "gitdir: PATH"
+            git = root / git.read_text().removeprefix("gitdir:").strip()
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
             return head
         name = head.removeprefix("ref: ")
+        if (git / "commondir").exists():
+            git = git / (git / "commondir").read_text().strip()
         if (git / name).exists():
             return (git / name).read_text().strip()
         packed = [line.split() for line in (git / "packed-refs").read_text().splitlines()]

@@ -41,5 +41,19 @@ def test_the_commit_is_read_without_git(files, tmp_path):
     assert _commit(tmp_path) == COMMIT
 
 
+@pytest.mark.parametrize("head", [COMMIT, "ref: refs/heads/main"], ids=["detached", "branch"])
+def test_the_commit_of_a_worktree_is_read(head, tmp_path):
+    of_worktree = tmp_path / "clone" / ".git" / "worktrees" / "w"
+    for file, content in {
+        tmp_path / "w" / ".git": f"gitdir: {of_worktree}\n",
+        of_worktree / "HEAD": f"{head}\n",
+        of_worktree / "commondir": "../..\n",
+        tmp_path / "clone" / ".git" / "refs" / "heads" / "main": f"{COMMIT}\n",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    assert _commit(tmp_path / "w") == COMMIT
+
+
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     assert _commit(tmp_path) is None
