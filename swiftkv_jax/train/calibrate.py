@@ -259,16 +259,19 @@ def _check_kept(source: Source, config: Config) -> None:
 def measure(
     recipe: Recipe, students: dict[str, Model], data: DatasetMixture, mesh: Mesh
 ) -> dict[str, dict[str, Any]]:
-    """For each student of one teacher: perplexities, divergence and agreement on held-out rows, and
-    the nats lost on the predictions that depend on the far prompt, of which there may be none."""
+    """For each student of one teacher: the number of predictions on held-out rows, perplexities,
+    divergence and agreement on them, and the nats lost on those that depend on the far prompt, of
+    which there may be none."""
     first = next(iter(students.values()))
     rows = load_held_out(recipe, first.config, first.llama, data, mesh)
     step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
     results = {}
     for name, student in students.items():
         step = functools.partial(step_of(student.config), student.swiftkv, student.llama)
-        means, (far_tokens, far_nats) = sums(step, rows.batches).means(), far_loss(step, rows)
+        total, (far_tokens, far_nats) = sums(step, rows.batches), far_loss(step, rows)
+        means = total.means()
         results[name] = {
+            "tokens": int(total.targets),
             "teacher_perplexity": math.exp(means["teacher_loss"]),
             "perplexity": math.exp(means["student_loss"]),
             "kl": float(means["logits_loss"]),
@@ -284,7 +287,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     *_, last = results.values()
     teacher = last["teacher_perplexity"]
     lines = [
-        f"held-out text; teacher's perplexity {teacher:,.3f}",
+        f"{last['tokens']:,} tokens of held-out text; teacher's perplexity {teacher:,.3f}",
         "projections  perplexity  above the teacher      KL  agreement  far tokens, nats lost",
     ]
     for name, row in results.items():

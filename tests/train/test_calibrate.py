@@ -60,7 +60,10 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert held_out["calibrated"]["kl"] < held_out["copied"]["kl"]
     assert held_out["calibrated"]["far_tokens"] == held_out["copied"]["far_tokens"]
     table = capsys.readouterr().out
-    assert f"teacher's perplexity {held_out['copied']['teacher_perplexity']:,.3f}" in table
+    copied = held_out["copied"]
+    assert copied["tokens"] > 100
+    title = f"{copied['tokens']:,} tokens of held-out text; teacher's perplexity "
+    assert f"{title}{copied['teacher_perplexity']:,.3f}" in table
     assert re.search(rf"^calibrated .* {held_out['calibrated']['kl']:.4f} ", table, re.M)
     model = skv.load(folder / "out" / "model")
     assert model.config.num_key_value_layers == 2 and model.config.shared_kv_heads is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from .mix import fold_mix, order_heads
 from .model_runner import ModelRunner
 from .shapes import Shapes, choose_shapes, kv_programs, serves_two_caches, with_contexts
 from .weights import served_config, serving_weights, shard_model
+
+logger = logging.getLogger(__name__)
 
 
 def build_model_runner(
@@ -52,6 +55,11 @@ def build_model_runner(
     served = served_config(
         config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed, mesh=mesh
     )
+    if swiftkv and config.generated_kv == "own" and served.generated_kv == "boundary":
+        logger.warning(
+            "`generated_kv`=boundary: this model was made for own, with keys or queries scaled for "
+            "it; measure it before you rely on its answers"
+        )
     kv = kv_programs(served, mixed=mixed)
     two_caches = serves_two_caches(served, kv)
     if kv != "boundary":

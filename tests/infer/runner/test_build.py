@@ -91,3 +91,12 @@ def test_pages_are_gathered_for_a_kernel_that_would_widen_all(device):
 def test_pages_are_not_gathered_on_a_mesh_of_cpus():
     served = model("float32", 8)
     assert programs(served, "fp8", mesh_shape=(2, 2)) == programs(served, "auto", mesh_shape=(2, 2))
+
+
+@pytest.mark.parametrize(("generated_kv", "warned"), [(None, 0), ("own", 0), ("boundary", 1)])
+def test_serving_a_model_for_own_with_boundary_is_warned_of(generated_kv, warned, caplog):
+    found = model("float32", 8)
+    made_for_own = dataclasses.replace(found.config, generated_kv="own", exact_tail=2)
+    options = EngineOptions(max_model_len=64, max_num_seqs=1, generated_kv=generated_kv)
+    build_model_runner(dataclasses.replace(found, config=made_for_own), options)
+    assert sum("was made for own" in record.message for record in caplog.records) == warned
