@@ -64,7 +64,8 @@ def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
             f"The table has the students with K at half of the layers. `above the teacher` is how "
             f"far their perplexity is above the teacher's on all tokens, `after the prompt` the "
             f"same on the tokens after the prompt. These columns are for serving `boundary`; the "
-            f"last four are for `own+64`, with closed-form students that are fitted to `own`. "
+            f"last four are for `own+64`, with closed-form students that are fitted to `own`; `at "
+            f"0.0001` means that these were trained at this learning rate, not at that of `steps`. "
             f"Empty cells were not measured. [All students](results/{page_name(teacher)}) are on "
             f"another page, with intervals."
         )
@@ -198,17 +199,21 @@ def _summary_line(boundary: Row | None, own: Row | None, shown: dict) -> tuple[s
         steps_of(row),
         f"{whole['above']['value']:+.2%}" if whole else "",
         *_summary_cells(boundary, shown),
-        *_summary_cells(own, shown),
+        *_summary_cells(own, shown, beside=row),
     )
 
 
-def _summary_cells(row: Row | None, shown: dict[tuple, str]) -> tuple[str, ...]:
-    """After the prompt: perplexity above the teacher, KL, nats lost on far tokens; the verdict."""
+def _summary_cells(
+    row: Row | None, shown: dict[tuple, str], beside: Row | None = None
+) -> tuple[str, ...]:
+    """After the prompt: perplexity above the teacher, KL, nats lost on far tokens; the verdict. The
+    learning rate is named where it is not that of `beside`."""
     if row is None:
         return ("",) * 4
-    answers = row["answers"]
+    answers, rate = row["answers"], row["learning_rate"]
+    other = row["steps"] and beside is not None and rate != beside["learning_rate"]
     return (
-        f"{answers['above']['value']:+.2%}",
+        f"{answers['above']['value']:+.2%}" + (f" at {rate:g}" if other else ""),
         f"{answers['kl']['value']:.4f}",
         f"{row['far']['difference']['value']:+.3f}" if row["far"] else "",
         shown[key(row)],

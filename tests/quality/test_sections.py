@@ -1,5 +1,7 @@
 """Sections and pages of each teacher: the summary, the full table, how the teacher is made."""
 
+import pytest
+
 from benchmarks.quality import plot, students, table
 from benchmarks.quality.sections import made_by, page_name, pages, sections, summary_table
 from swiftkv_jax.config import GENERATED_KV
@@ -63,6 +65,17 @@ def test_the_summary_has_half_of_the_layers():
         f"| 1 | `closed-form` | 0 | {figures} |",
         "| 2 | `authors` | 0 | +34.99% | +34.99% | 0.1000 | +0.000 |  |  |  |  |  |",
     ]
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(4e-3, ""), (1e-4, " at 0.0001")])
+def test_the_summary_names_the_rate_of_own_where_it_is_another(rate, shown):
+    modes = ("boundary", "own", "own+64")
+    plain, fitted = (
+        rows(students.Arm(4, 1, "closed-form", 64, kv), cell(2.1, rate=each, modes=modes))
+        for kv, each in zip(GENERATED_KV, (4e-3, rate), strict=True)
+    )
+    line = summary_table([*plain, *fitted]).splitlines()[-1]
+    assert "| 64 at 0.004 | +10.52% | +10.52% |" in line and f"| +10.52%{shown} |" in line
 
 
 def test_a_line_of_the_plot_is_one_group_size():
