@@ -92,6 +92,13 @@ def test_meshes_agree(mesh, data, uninterrupted, tmp_path):
     np.testing.assert_allclose(ours, single, rtol=2e-4)
 
 
+def test_training_counts_with_the_exact_keys_and_values_of_answers(data, uninterrupted, tmp_path):
+    output = tmp_path / "run"
+    flags = {"generated-kv": "own", "exact-tail": 4, "max-steps": 1}
+    assert main(arguments(data, output, **flags)) == 0
+    assert 0 < losses(output)[0][1] < 0.5 * losses(uninterrupted)[0][1]
+
+
 def test_the_teacher_is_unchanged_by_training(uninterrupted):
     before, after = (
         load_file(demo.LLAMA / "model.safetensors"),

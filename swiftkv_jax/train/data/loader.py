@@ -131,7 +131,13 @@ def batches(
         chosen = [choose(batch * batch_size + at, mixture.proportions) for at in positions]
         return [shuffled[dataset][index] for dataset, index in chosen]
 
-    stack = functools.partial(_stack, length=mixture.length, loss_mask=loss_mask, padding=padding)
+    stack = functools.partial(
+        _stack,
+        length=mixture.length,
+        loss_mask=loss_mask,
+        padding=padding,
+        own_tail=own_tail,
+    )
     found = grain.MapDataset.range(start, stop).map(read)
     dataset = (
         _in_processes(found.to_iter_dataset(_READ), workers).map(stack)

@@ -81,6 +81,20 @@ def test_the_loss_mask_is_chosen(mixture):
     assert masks["shifted"][:, :-1].all() and not masks["shifted"][:, -1].any()
 
 
+@pytest.mark.parametrize("tail", [None, 0, 2])
+def test_rows_mark_the_tokens_that_keep_their_own_keys_and_values(mixture, tail):
+    rows = {f"{data.name}#{i}": data[i] for data in mixture.datasets for i in range(len(data))}
+    options = {"positions": range(4), "own_tail": tail}
+    for found in (
+        next(batches(mixture, 4, seed=1, stop=1, **options)),
+        next(first_batches(mixture, 4, limit=1, **options)),
+    ):
+        expected = [rows[row_id].fields(LENGTH, own_tail=tail) for row_id in found.row_ids]
+        assert (found.batch.own is None) == (tail is None)
+        for name in expected[0]:
+            assert np.array_equal(getattr(found.batch, name), [row[name] for row in expected])
+
+
 def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
     whole = ids(read(mixture, 4, stop=30))
     assert ids(read(mixture, 4, start=11, stop=30)) == whole[11:]
