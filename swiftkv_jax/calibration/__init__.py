@@ -49,8 +49,8 @@ def check_groups(config: Config) -> None:
     if config.key_value_group_size > 1 and config.qk_norm is not None:
         raise ConfigError(
             f"key_value_group_size={config.key_value_group_size}: there is no closed form for "
-            f"groups of layers whose keys have norms; start them from their first layer or their "
-            f"mean (`init`=leader or authors), or take groups of 1"
+            f"groups of layers whose keys have norms; train them from their first layer or their "
+            f"mean (swiftkv train --init leader or authors), or take groups of 1"
         )
 
 

@@ -173,6 +173,8 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
         _check_kept(source, config)
     else:
         check_closed_form(config)
+        if source.has_delta:
+            logger.warning("the model has a delta already, which a new fit replaces")
     exported = recipe.output_dir / EXPORT
     with removed_if_empty(recipe.output_dir):
         prepare_folder(recipe.output_dir, recipe.model)
@@ -199,13 +201,6 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
     results = {}
-    if eval_data is not None and config.exact_tail >= recipe.max_length // 2:
-        logger.warning(
-            "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
-            "keys and values, so nothing can be lost",
-            config.exact_tail,
-            recipe.max_length,
-        )
     if eval_data is not None:
         if keep_delta:
             students = {"as it was": given, "scaled": calibrated}
@@ -298,11 +293,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             + ("none" if row["far_nats"] is None else f"{row['far_nats']:+.3f}").rjust(21)
         )
     far, lost = last["far_tokens"], last["far_nats"]
-    lines.append(
-        f"far tokens: the {far:,} on which the teacher loses more than {FAR_NATS:g} nat without "
-        f"the far part of the row"
-        + ("; below 0 is no gain" if lost is not None and lost < 0 else "")
-    )
+    which = f"on which the teacher loses more than {FAR_NATS:g} nat without the far part of the row"
+    if lost is None:
+        lines.append(f"far tokens: there is none {which}; measure on more text, or longer rows")
+    else:
+        lines.append(f"far tokens: the {far:,} {which}" + "; below 0 is no gain" * (lost < 0))
     return "\n".join(lines)
 
 

@@ -41,7 +41,14 @@ def load_held_out(
     recipe: Recipe, config: Config, llama: Llama, data: DatasetMixture, mesh: Mesh
 ) -> HeldOut:
     """The first rows of `data`, as many as the recipe evaluates. The teacher runs on them twice to
-    find the far-dependent predictions."""
+    find the far-dependent predictions. Logs a warning if the exact tail covers the prompts."""
+    if config.exact_tail >= recipe.max_length // 2:
+        logger.warning(
+            "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
+            "keys and values, so nothing can be lost",
+            config.exact_tail,
+            recipe.max_length,
+        )
     batches = list(_batches(recipe, config, data, mesh))
     # The same rows with all predictions: far tokens are found by halves of a row, whatever the
     # roles of its tokens are.

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -73,16 +74,19 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert "it holds a model already" in capsys.readouterr().err
 
 
-def test_a_shared_basis_that_the_model_has_is_left_behind(folder):
+def test_a_shared_basis_that_the_model_has_is_left_behind(folder, capsys):
     """The copy and the fit are those of the teacher, whatever heads the old delta's layers read."""
     flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
     flags += ["--eval-data", str(folder / "text.txt")]
     assert calibrate(folder, *flags, "--output-dir", str(folder / "first")) == 0
+    replaced = "warning: the model has a delta already, which a new fit replaces"
+    assert replaced not in capsys.readouterr().err
     model = skv.load(folder / "first" / "model")
     turned = dataclasses.replace(model.config, shared_kv_heads=((0, 1), (1, 0)) * 2)
     skv.save_hf(dataclasses.replace(model, config=turned), folder / "turned")
     given = ["--model", str(folder / "turned")]
     assert calibrate(folder, *given, *flags, "--output-dir", str(folder / "again")) == 0
+    assert replaced in capsys.readouterr().err
     first, again = (
         json.loads((folder / name / "calibration.json").read_text())["held_out"]
         for name in ("first", "again")
@@ -111,11 +115,20 @@ def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
 
 
 def test_a_tail_that_covers_the_measured_prompt_is_said(folder, capsys):
+    """By both commands."""
     flags = ["--num-key-value-layers", "2", "--generated-kv", "own", "--max-length", "32"]
     rest = ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "tail")]
     assert calibrate(folder, *flags, *rest, "--exact-tail", "16") == 0
-    said = capsys.readouterr().err
-    assert "--exact-tail 16: a measured prompt, half of --max-length 32, keeps all" in said
+    warning = "--exact-tail 16: a measured prompt, half of --max-length 32, keeps all"
+    assert warning in capsys.readouterr().err
+    text, run = str(folder / "text.txt"), str(folder / "trained for a tail")
+    train = ["--model", str(folder / "teacher"), "--data", text, "--eval-data", text, *flags]
+    train += ["--batch-size", "4", "--max-steps", "1", "--output-dir", run]
+    assert main([*train, "--exact-tail", "15"]) == 0
+    assert "a measured prompt" not in capsys.readouterr().err
+    shutil.rmtree(run)
+    assert main([*train, "--exact-tail", "16"]) == 0
+    assert warning in capsys.readouterr().err
 
 
 def test_queries_of_a_given_delta_are_scaled(folder, capsys):
@@ -178,6 +191,21 @@ def test_far_predictions_are_found_once(folder, monkeypatch):
         assert student["far_tokens"] == sum(found)
         lost = math.log(student["perplexity"] / student["teacher_perplexity"])
         assert student["far_nats"] == pytest.approx(lost, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lost", "cell", "sentence"),
+    [
+        (0, None, "none", "there is none on which .*; measure on more text, or longer rows"),
+        (1200, 0.5, "[+]0.500", "the 1,200 on which .* without the far part of the row"),
+        (9, -0.5, "-0.500", "the 9 on which .* the row; below 0 is no gain"),
+    ],
+)
+def test_the_table_says_what_far_tokens_are(tokens, lost, cell, sentence):
+    row = {"teacher_perplexity": 9.0, "perplexity": 10.0, "kl": 0.1, "agreement": 0.9}
+    row |= {"tokens": 5000, "far_tokens": tokens, "far_nats": lost}
+    table = train_calibrate.table({"copied": row, "calibrated": row})
+    assert re.search(f"^calibrated .* {cell}\nfar tokens: {sentence}$", table, re.M)
 
 
 def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
