@@ -48,13 +48,13 @@ def prepare_folder(folder: Path, model: str) -> None:
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """If the block fails, remove `folder` and its parents as far as it made them and they are
-    empty."""
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    """If the block fails, remove `folder`, its folder of prepared data and its parents as far as it
+    made them and they are empty."""
+    new = [each for each in (folder / DATA, folder, *folder.parents) if not each.exists()]
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # not empty, or not made
-            for each in new:
+        for each in new:
+            with contextlib.suppress(OSError):  # not empty, or not made
                 each.rmdir()
         raise

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -250,11 +251,15 @@ def test_bad_input_is_one_line(flags, folder, capsys):
 
 def test_a_run_without_data_leaves_nothing(folder):
     """Neither the output folder nor parents that it made; a folder that was there stays."""
-    command = ["--model", str(folder / "teacher"), "--data", "/nonexist", "--max-length", "64"]
+    command = ["--model", str(folder / "teacher"), "--max-length", "64"]
     (folder / "old").mkdir()
-    for name in ("new/none", "old/none", "old"):
+    (empty := folder / "empty.txt").touch()
+    for name, (data, code) in itertools.product(
+        ("new/none", "old/none", "old"), {"/nonexist": 2, str(empty): 1}.items()
+    ):
         for start in (["calibrate"], []):
-            assert main([*start, *command, "--output-dir", str(folder / name)]) == 2
+            output = str(folder / name)
+            assert main([*start, *command, "--data", data, "--output-dir", output]) == code
     assert not (folder / "new").exists()
     assert list((folder / "old").iterdir()) == []
 
