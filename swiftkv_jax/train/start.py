@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..attention import Attention
 from ..batch import Batch
 from ..calibration import SLOPE_TOKENS, LayerFit, calibrate, scale_delta_queries
+from ..checkpoints import open_any
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.digest import digest_all
 from ..config import Config
@@ -55,9 +56,17 @@ def start_of_run(
         if found["init"] != recipe.init:
             logger.warning("`init`=%s: the run continues, from %s", recipe.init, found["init"])
         return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
+    source = open_any(recipe.model)
     if model.swiftkv is None:
+        if source.has_delta:
+            logger.warning("the model's delta is of another cut; a new one replaces it")
         model, layers = initialize_delta(recipe, model, data, mesh)
     else:
+        if source.config.generated_kv == "own" and model.config.generated_kv == "boundary":
+            logger.warning(
+                "`generated_kv`=boundary: the model was made for own, with keys or queries scaled "
+                "for it, and the run begins with them"
+            )
         if recipe.init != Recipe.init:
             logger.warning(
                 "`init`=%s: the model has a delta, which the run begins with", recipe.init

@@ -80,6 +80,21 @@ def test_a_start_that_has_no_effect_is_warned_of(folder, capsys):
     assert "--calibration-tokens 64 needs --init closed-form" in capsys.readouterr().err
 
 
+def test_what_becomes_of_a_delta_is_said(folder, capsys):
+    """One of another cut is replaced, and one that is scaled for own is trained for boundary."""
+    trained = ["--model", str(folder / "run" / "model"), "--max-steps", "1"]
+    assert train(folder, "ungrouped", *trained, "--key-value-group-size", "1") == 0
+    assert "the model's delta is of another cut" in capsys.readouterr().err
+    assert train(folder, "same cut", *trained) == 0
+    assert "the model's delta" not in (said := capsys.readouterr().err) and "scaled" not in said
+    shutil.copytree(folder / "run" / "model", folder / "for own")
+    config = json.loads((folder / "for own" / "config.json").read_text())
+    (folder / "for own" / "config.json").write_text(json.dumps(config | {"generated_kv": "own"}))
+    made_for_own = ["--model", str(folder / "for own"), "--max-steps", "1"]
+    assert train(folder, "for boundary", *made_for_own, "--generated-kv", "boundary") == 0
+    assert "--generated-kv boundary: the model was made for own" in capsys.readouterr().err
+
+
 def test_a_run_that_continues_does_not_calibrate_again(folder, monkeypatch):
     """It ends with the same weights, bit for bit, though its text could no longer be fitted to."""
     run = folder / "again"
