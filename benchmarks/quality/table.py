@@ -84,8 +84,8 @@ TERMS = _bullets(
         "`closed-form`",
         "the student starts from a least-squares fit, and is trained with this package's recipe, "
         "at its default learning rate unless the table names another. `closed-form, own` is fitted "
-        "to `own`. With g = 1 it is also trained for `own`; with larger groups it is trained for "
-        "`boundary`, and its queries are scaled for `own` afterwards.",
+        "to `own`. With g = 1 it is also trained for `own`, without an exact tail; with larger "
+        "groups it is trained for `boundary`, and its queries are scaled for `own` afterwards.",
     ),
     ("KL", "KL(teacher \\|\\| student) in nats, the mean over the tokens after the prompt."),
     (

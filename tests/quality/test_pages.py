@@ -13,6 +13,7 @@ from swiftkv_jax.cache import answer_bytes_per_token, bytes_per_token
 from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.serving_plan import decode_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -122,20 +123,25 @@ def test_generated_keys_and_values():
             for steps in (64, 512)
         ]
         assert losses[0] < losses[1], "the longer they are trained"
-        opposite = demo[4, group, "closed-form", 64, "own+64", "train-own", "distillation"]
-        scaled = demo[4, group, "closed-form", 64, "own+64", "own", "distillation"]
-        assert f"{far(opposite):+.3f}" in text and far(opposite) > far(scaled)
-    student, short, long = (
-        demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64, 512)
+    opposite, scaled = (
+        [demo[4, g, "closed-form", 64, "own+64", order, "distillation"] for g in (2, 4)]
+        for order in ("train-own", "own")
     )
-    assert all(above(one) > above(student) - 5e-5 for one in (short, long))
-    assert all(far(one) > far(student) for one in (short, long))
-    assert (
-        f"{above(short):+.2%} and {far(short):.3f} nats on far tokens after 64 steps at a "
-        f"learning rate of {short['learning_rate']:.4f}, {above(long):+.2%} and {far(long):.3f} "
-        f"nats after 512 at the default of {long['learning_rate']:g}, and {above(student):+.2%} "
-        f"and {far(student):.3f} nats without"
-    ) in " ".join(text.replace(" %", "%").split())
+    assert all(far(one) > far(other) for one, other in zip(opposite, scaled, strict=True))
+    of_two, of_four = (f"{far(row):+.3f}" for row in opposite)
+    assert f"{of_two} nats with groups of 2 and {of_four} with groups of 4" in text
+    averages = ", ".join(f"{above(row) * 100:+.2f} %" for row in opposite)
+    of_far = ", ".join(f"{row['far']['kl']['value']:.3f}" for row in opposite)
+    assert f"Perplexity ({averages}) and the KL on far tokens ({of_far})" in text
+    trained = [
+        demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64, 512)
+    ]
+    for row in trained:
+        kl, of_far = row["answers"]["kl"]["value"], row["far"]["kl"]["value"]
+        line = f"| {row['steps']} | {above(row):+.2%} | {kl:.4f} | {far(row):+.3f} | {of_far:.4f} |"
+        assert line in text
+    assert all(far(row) > far(trained[0]) for row in trained[1:])
+    assert {row["learning_rate"] for row in trained[1:]} == {DEMO.learning_rate}
 
 
 def test_the_cost_of_generated_keys_and_values():
