@@ -99,6 +99,26 @@ def test_training_counts_with_the_exact_keys_and_values_of_answers(data, uninter
     assert 0 < losses(output)[0][1] < 0.5 * losses(uninterrupted)[0][1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"mesh": "2x2"},
+        {"mesh": "data=1,fsdp=2,model=2", "gradient-accumulation-steps": 2},
+        {"mesh": "1x2", "shard-sequence": ""},
+    ],
+    ids=lambda flags: flags["mesh"],
+)
+def test_meshes_agree_on_exact_keys_and_values(flags, data, tmp_path):
+    own = {"generated-kv": "own", "exact-tail": 4, "max-steps": 3}
+    found = []
+    for name, more in {"one": {}, "several": flags}.items():
+        given = [part for part in arguments(data, tmp_path / name, **own, **more) if part]
+        assert main(given) == 0
+        found.append(np.array([row[1:] for row in losses(tmp_path / name)]))
+    np.testing.assert_allclose(*found, rtol=2e-4)
+
+
 def test_the_teacher_is_unchanged_by_training(uninterrupted):
     before, after = (
         load_file(demo.LLAMA / "model.safetensors"),
