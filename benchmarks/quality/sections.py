@@ -65,7 +65,7 @@ def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
             f"far their perplexity is above the teacher's on all tokens, `after the prompt` the "
             f"same on the tokens after the prompt. These columns are for serving `boundary`; the "
             f"last four are for `own+64`, with closed-form students that are fitted to `own`; `at "
-            f"0.0001` means that these were trained at this learning rate, not at that of `steps`. "
+            f"0.002` means that these were trained at this learning rate, not at that of `steps`. "
             f"Empty cells were not measured. [All students](results/{page_name(teacher)}) are on "
             f"another page, with intervals."
         )

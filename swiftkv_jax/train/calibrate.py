@@ -295,7 +295,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     far, lost = last["far_tokens"], last["far_nats"]
     which = f"on which the teacher loses more than {FAR_NATS:g} nat without the far part of the row"
     if lost is None:
-        lines.append(f"far tokens: there is none {which}; measure on more text, or longer rows")
+        lines.append(f"far tokens: there are none {which}; measure on more text, or longer rows")
     else:
         lines.append(f"far tokens: the {far:,} {which}" + "; below 0 is no gain" * (lost < 0))
     return "\n".join(lines)

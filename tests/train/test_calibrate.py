@@ -197,7 +197,7 @@ def test_far_predictions_are_found_once(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "lost", "cell", "sentence"),
     [
-        (0, None, "none", "there is none on which .*; measure on more text, or longer rows"),
+        (0, None, "none", "there are none on which .*; measure on more text, or longer rows"),
         (1200, 0.5, "[+]0.500", "the 1,200 on which .* without the far part of the row"),
         (9, -0.5, "-0.500", "the 9 on which .* the row; below 0 is no gain"),
     ],
