@@ -13,6 +13,7 @@ from swiftkv_jax.cache import answer_bytes_per_token, bytes_per_token
 from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
 from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.serving_plan import decode_bytes
 
@@ -142,6 +143,8 @@ def test_generated_keys_and_values():
         assert line in text
     assert all(far(row) > far(trained[0]) for row in trained[1:])
     assert {row["learning_rate"] for row in trained[1:]} == {DEMO.learning_rate}
+    lower = demo[3, 1, "closed-form", 64, "own+64", "own", "distillation"]
+    assert f"{far(lower):+.3f} nats after 64 steps" in text and far(lower) > MAX_FAR_LOSS
 
 
 def test_the_cost_of_generated_keys_and_values():
