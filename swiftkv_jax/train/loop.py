@@ -89,7 +89,8 @@ def run(recipe: Recipe) -> RunResult:
     check_all_take_part(mesh)
     # The recipe is checked again, now that -1 is a number.
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
-    config = cut_model(recipe, open_any(recipe.model).config)
+    source = open_any(recipe.model)
+    config = cut_model(recipe, source.config)
     check_trainable(config)
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
     with removed_if_empty(recipe.output_dir):
@@ -108,7 +109,9 @@ def run(recipe: Recipe) -> RunResult:
     configs = training_configs(config, model.dtype, mesh)
     attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
     recipe = dataclasses.replace(recipe, attention=attention)
-    model, initial_delta_digest = start_of_run(recipe, model, data, mesh, continues=continues)
+    model, initial_delta_digest = start_of_run(
+        recipe, source, model, data, mesh, continues=continues
+    )
     config = model.config
     logger.info("%s", describe_run(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)

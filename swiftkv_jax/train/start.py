@@ -15,9 +15,9 @@ from tqdm import tqdm
 from ..attention import Attention
 from ..batch import Batch
 from ..calibration import SLOPE_TOKENS, LayerFit, calibrate, scale_delta_queries
-from ..checkpoints import open_any
 from ..checkpoints.auxiliary import read_json
 from ..checkpoints.digest import digest_all
+from ..checkpoints.source import Source
 from ..config import Config
 from ..distributed import is_main_process
 from ..initialization import init_swiftkv
@@ -46,17 +46,22 @@ class Start(NamedTuple):
 
 
 def start_of_run(
-    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh, *, continues: bool
+    recipe: Recipe,
+    source: Source,
+    model: Model,
+    data: DatasetMixture,
+    mesh: Mesh,
+    *,
+    continues: bool,
 ) -> Start:
-    """The model with its initial delta: the checkpoint's own if it has one, else as the recipe's
-    `init` says. If the run continues, only the record is read."""
+    """The model with its initial delta: that of `source`, the checkpoint, if it has one of this
+    cut, else as the recipe's `init` says. If the run continues, only the record is read."""
     record = recipe.output_dir / START
     if continues and record.is_file():
         found = read_json(record)
         if found["init"] != recipe.init:
             logger.warning("`init`=%s: the run continues, from %s", recipe.init, found["init"])
         return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
-    source = open_any(recipe.model)
     if model.swiftkv is None:
         if source.has_delta:
             logger.warning("the model's delta is of another cut; a new one replaces it")

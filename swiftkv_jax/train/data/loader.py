@@ -169,7 +169,11 @@ def first_batches(
 
     for batch in range(min(limit, math.ceil(starts[-1] / batch_size))):
         yield _stack(
-            [row(batch * batch_size + at) for at in positions], mixture.length, own_tail=own_tail
+            [row(batch * batch_size + at) for at in positions],
+            length=mixture.length,
+            loss_mask="shifted",
+            padding="separate",
+            own_tail=own_tail,
         )
 
 
@@ -224,10 +228,11 @@ def _ignore_interrupts(worker: int, workers: int) -> None:
 
 def _stack(
     rows: list[_NamedRow],
+    *,
     length: int,
-    loss_mask: LossMask = "shifted",
-    padding: Padding = "separate",
-    own_tail: int | None = None,
+    loss_mask: LossMask,
+    padding: Padding,
+    own_tail: int | None,
 ) -> LocalBatch:
     fields = [row.fields(length, loss_mask, padding, own_tail) for _, row in rows]
     return LocalBatch(
