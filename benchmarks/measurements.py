@@ -22,16 +22,26 @@ from .hf_serve.table import servers
 from .hidden_loss import hidden_loss
 from .http.summary import cost_of_http
 from .markdown import anchor, section, table
+from .on_gpu import full_page as gpu_page
+from .on_gpu import summarised as gpu_summary
 from .predict.page import full_page, summarised
 from .quality import sections as quality
 from .recorded import asserted, demo, shipped
-from .result_files import files_page, is_measured, newest, newest_path, quality_documents
+from .result_files import (
+    ALL_RESULT_NAMES,
+    all_of,
+    files_page,
+    is_measured,
+    newest,
+    newest_path,
+    quality_documents,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "measurements.md"
 TABLES = "results"
 """Folder of the pages with the long tables, beside `PAGE`."""
-PREDICTIONS, FILES = "predicted-h200.md", "files.md"
+H100, PREDICTIONS, FILES = "h100.md", "predicted-h200.md", "files.md"
 GIB = 2**30
 
 COMMAND = "python -m benchmarks.measurements"
@@ -209,10 +219,10 @@ def train_step() -> str:
     return section(
         "The distillation step, by the H200 compiler",
         "The operations that one step saves at Llama-3.1-8B shape, K = 16, against two separate "
-        "models for teacher and student; `python -m benchmarks.train_step`.",
+        "models for teacher and student; `python -m benchmarks.train_step`. The memory that this "
+        f"package plans for {len(result['rows'])} such steps differs from the compiler's peak by "
+        f"{errors[0]:+.1%} to {errors[-1]:+.1%}.",
         table(("`--remat`", "fewer operations"), [(names[key], saved[key]) for key in names]),
-        f"The memory that this package plans for {len(result['rows'])} such steps differs from the "
-        f"compiler's peak by {errors[0]:+.1%} to {errors[-1]:+.1%}.",
     )
 
 
@@ -269,6 +279,11 @@ def predictions() -> str:
     return summarised(newest("predictions"), f"{TABLES}/{PREDICTIONS}")
 
 
+def on_h100() -> str:
+    kernels, serve, train = (all_of(f"{name}, H100") for name in ("kernels", "serve", "train-step"))
+    return gpu_summary(kernels, serve, train, f"{TABLES}/{H100}")
+
+
 def sources() -> str:
     return section(
         "Files",
@@ -278,6 +293,7 @@ def sources() -> str:
 
 
 SECTIONS = (
+    on_h100,
     serving,
     lengths,
     decode_rows,
@@ -306,6 +322,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield PAGE, page()
     tables = [
         *quality.pages(quality_documents()),
+        (H100, gpu_page(*map(all_of, ALL_RESULT_NAMES))),
         (PREDICTIONS, full_page(newest("predictions"))),
         (FILES, files_page()),
     ]
@@ -327,10 +344,10 @@ def page() -> str:
                 "# Measurements",
                 contents,
                 MARK,
-                "Everything was measured on two CPU cores (x86-64, float32), with the commands "
-                'named. **Nothing has run on a GPU or TPU yet.** Sections that say "by the H200 '
-                'compiler" come from programs that were compiled but not run, and the section that '
-                'says "predicted" comes from a performance model.',
+                "The first section was measured on an H100, everything else on two CPU cores "
+                "(x86-64, float32), with the commands named. **Nothing has run on a TPU yet.** "
+                'Sections that say "by the H200 compiler" come from programs that were compiled '
+                'but not run, and the section that says "predicted" from a performance model.',
                 *parts,
             ]
         )

@@ -27,6 +27,11 @@ RESULT_NAMES = {
     "predictions": "predicted-for-h200",
 }
 """Subject -> what the names of its result files begin with; they end in the time."""
+ALL_RESULT_NAMES = {
+    f"{name}, H100": f"{name}-nvidia-h100-80gb-hbm3"
+    for name in ("check-kernels", "kernels", "serve", "train-step")
+}
+"""The same, of subjects of which all files count: each has some of the rows."""
 OPTIONAL = {"hidden loss"}
 """Subjects that may have no result file yet; their sections are left out then."""
 QUALITY = "quality-*.json"
@@ -52,6 +57,15 @@ def newest(subject: str) -> dict[str, Any]:
     return json.loads(newest_path(subject).read_text(encoding="utf-8"))
 
 
+def all_paths(subject: str) -> list[Path]:
+    """The result files of a subject of `ALL_RESULT_NAMES`, oldest first."""
+    return sorted(RESULTS.glob(f"{ALL_RESULT_NAMES[subject]}-2*.json"))
+
+
+def all_of(subject: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in all_paths(subject)]
+
+
 def quality_documents() -> list[dict[str, Any]]:
     """The results of `benchmarks.quality`."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(QUALITY))]
@@ -60,6 +74,7 @@ def quality_documents() -> list[dict[str, Any]]:
 def files_page() -> str:
     rows = []
     paths = [(subject, newest_path(subject)) for subject in RESULT_NAMES if is_measured(subject)]
+    paths += [(subject, path) for subject in ALL_RESULT_NAMES for path in all_paths(subject)]
     paths += [("quality", path) for path in sorted(RESULTS.glob(QUALITY))]
     for subject, path in paths:
         result = json.loads(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from typing import Any
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.config import Config
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.io import provenance
 
 from . import report
 from .markdown import section, table
@@ -77,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serve", description="Prefill, decoding, throughput and latency."
     )
-    report.add_flags(parser, tables=("full", "smoke"), seconds=540, rows=False)
+    report.add_flags(parser, tables=("full", "smoke"), seconds=540)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args), parser)
 
@@ -90,7 +93,7 @@ def _main(args: argparse.Namespace) -> int:
         (folder / "config.json").write_text(json.dumps(config_to_hf(TINY)))
         model = str(folder) if args.shapes == "smoke" else "llama-3.1-8b"
         parts, status = {}, {}
-        for part, flags in (SMOKE if args.shapes == "smoke" else FULL).items():
+        for part, flags in select(SMOKE if args.shapes == "smoke" else FULL, args.only).items():
             left = args.seconds - (time.monotonic() - start)
             if left <= 0:
                 status[part] = "left out: no time"
@@ -99,14 +102,16 @@ def _main(args: argparse.Namespace) -> int:
             status[part], document = _run(part, shlex.split(command), folder / f"{part}.json", left)
             if document is not None:
                 parts[part] = document
-    device = next(
-        (document["device"] for document in parts.values()),
-        {"kind": "no-device", "platform": "none"},
-    )
-    date = next((document["date"] for document in parts.values()), "0000-00-00T00:00:00")
+    first: dict[str, Any] = next(iter(parts.values()), {})
+    device = first.get("device", {"kind": "no-device", "platform": "none"})
+    date = first.get("date", "0000-00-00T00:00:00")
     document = {
+        "benchmark": "serve",
         "date": date,
+        "command": provenance.command(),
         "device": device,
+        "versions": first.get("versions"),
+        "commit": first.get("commit"),
         "seed": seed,
         "model": model,
         "status": status,
@@ -120,6 +125,17 @@ def _main(args: argparse.Namespace) -> int:
         report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK
+
+
+def select(parts: dict[str, str], pattern: str | None) -> dict[str, str]:
+    """The parts whose name matches. Raises `UsageError`."""
+    try:
+        chosen = {name: parts[name] for name in parts if re.search(pattern or "", name)}
+    except re.error as error:
+        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    if not chosen:
+        raise UsageError(f"--only {pattern!r}: no such part; parts: {', '.join(parts)}")
+    return chosen
 
 
 def _run(

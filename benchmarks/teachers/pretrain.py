@@ -33,7 +33,7 @@ from swiftkv_jax.transformer import teacher
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 DECAY_SHARE = 0.3
 SEEDS = 2100, 3000  # of the data order, constant and falling learning rate
-SAVE_STEPS = 100
+SAVE_SECONDS = 120.0
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -128,7 +128,7 @@ def train(
     saved: Path,
 ) -> Llama:
     """Train on `rows` of the two lengths, from the step in the file `saved` if it is there. It is
-    rewritten every `SAVE_STEPS` steps."""
+    rewritten every `SAVE_SECONDS` seconds."""
     optimizer, train_step = make_train_step(recipe)
     rate = recipe.learning_rate()
     llama: Any = init_llama(recipe.config, jax.random.key(0), scale=0.04)
@@ -137,6 +137,7 @@ def train(
     if saved.exists():
         first, state = _restore(saved, state)
     step, started = first, time.perf_counter()
+    saved_at = started
     for data, stop, seed in zip(rows, (recipe.decay_start, recipe.steps), SEEDS, strict=True):
         size = recipe.tokens_per_step // data.length
         for local in batches(
@@ -157,8 +158,9 @@ def train(
                     found = held_out_loss(recipe.config, state[0], held_out)
                     line["held_out_loss"] = round(found, 4)
                 logger.info("%s", json.dumps(line))
-            if step % SAVE_STEPS == 0 or last:
+            if last or time.perf_counter() - saved_at >= SAVE_SECONDS:
                 _save(saved, step, state)
+                saved_at = time.perf_counter()
     return state[0]
 
 

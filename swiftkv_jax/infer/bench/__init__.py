@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(
             "latency is for one process: several would not agree on when a request has arrived"
         )
-    check_memory(source, names, cells, engine_options)
+    check_memory(source, names, options.mode, cells, engine_options)
     devices = 1 if source.mesh is None else source.mesh.size
     roofline = measure_roofline(source.dtype, devices)
     logger.info(

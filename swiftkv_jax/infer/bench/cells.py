@@ -15,6 +15,8 @@ from ...errors import UsageError
 
 Mode = Literal["prefill", "decode", "offline", "latency"]
 MODES: tuple[Mode, ...] = ("prefill", "decode", "offline", "latency")
+QUEUED: tuple[Mode, ...] = ("offline", "latency")
+"""Modes in which requests wait for room in the cache."""
 
 
 @dataclasses.dataclass(frozen=True)

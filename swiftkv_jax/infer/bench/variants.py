@@ -33,7 +33,7 @@ from ..runner.layout import Layout
 from ..runner.memory import host_memory, memory_limit
 from ..runner.model_runner import ModelRunner
 from ..runner.weights import num_bytes, served_config, weight_shapes
-from .cells import Cell, Mode, num_pages
+from .cells import QUEUED, Cell, Mode, num_pages
 from .dummy import dummy_model
 from .options import BenchOptions
 from .summary import STUDENT, TEACHER
@@ -157,9 +157,12 @@ def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
 
 
 def check_memory(
-    source: Source, names: Sequence[str], cells: Sequence[Cell], options: EngineOptions
+    source: Source, names: Sequence[str], mode: Mode, cells: Sequence[Cell], options: EngineOptions
 ) -> None:
-    """Raise `OutOfMemoryError` if weights and cache of a variant alone do not fit a device."""
+    """Raise `OutOfMemoryError` if weights and cache of a variant alone do not fit a device. In a
+    mode with a queue the cache has to hold one sequence."""
+    if mode in QUEUED:
+        options = dataclasses.replace(options, max_num_seqs=1, decode_rows=None)
     available = _available_memory()
     for name in names:
         weights, cache = _needed_memory(source, name, cells, options)
@@ -218,7 +221,7 @@ def build(
 ) -> Engine[ModelRunner]:
     """An engine for one variant. Its cache is as large as the cells can use; `alone`, in a mode
     with a queue, it gets all memory that is left."""
-    if options.kv_cache_memory is None and not (alone and mode in ("offline", "latency")):
+    if options.kv_cache_memory is None and not (alone and mode in QUEUED):
         cache = _cache_bytes(source, name, cells, options)
         options = dataclasses.replace(options, kv_cache_memory=cache)
     logger.info(f"{name}:")
