@@ -70,7 +70,6 @@ SETS: dict[str, Options] = {
     "none": {"xla_gpu_enable_command_buffer": ""},
     "from one kernel on": {"xla_gpu_graph_min_graph_size": 1},
     "with loops": _LOOPS,
-    "with loops, unrolled": _LOOPS | {"xla_gpu_command_buffer_unroll_loops": True},
     "full unrolling": {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL"},
 }
 """Sets of options of XLA by their names in the table; the first is what others are compared

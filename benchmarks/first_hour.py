@@ -56,6 +56,8 @@ class Outcome:
         return self.exit != "0"
 
 
+BENCHMARKS = "kernels", "serve", "train_step", "calibration", "loss", "command_buffers"
+
 DEVICE = Step(
     "device",
     (
@@ -82,7 +84,7 @@ def steps(folder: Path) -> list[Step]:
                 (*python, f"benchmarks.{name}", "--output", str(folder / f"benchmark-{name}.json")),
                 1200,
             )
-            for name in ("kernels", "serve", "train_step", "loss", "command_buffers")
+            for name in BENCHMARKS
         ),
         Step("infer", (*infer, "-p", "def read_lines(path):"), 600),
         Step("infer bench", (*infer, "bench", "prefill", *shape, "-o", prefill), 900),

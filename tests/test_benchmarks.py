@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import hlo, kv_projection, report, timing
+from benchmarks import calibration, hlo, kv_projection, report, serve, timing
+from swiftkv_jax.errors import UsageError
 
 
 class Clock:
@@ -64,6 +65,23 @@ def test_names_of_results_say_what_never_ran():
         target = document.get("compiled_for", "this device")
         assert ("-compiled-for-" in path.name) == (target != "this device"), path
         assert path.name.startswith("predicted-for-") == ("predicted_for" in document), path
+
+
+def test_parts_of_serving_by_name():
+    assert list(serve.select(serve.FULL, "^prefill$")) == ["prefill"]
+    assert serve.select(serve.FULL, None) == serve.FULL
+    for pattern, message in {"fly": "no such part; parts: prefill", "(": "not a regular"}.items():
+        with pytest.raises(UsageError, match=message):
+            serve.select(serve.FULL, pattern)
+
+
+def test_calibration_is_timed(tmp_path, capsys):
+    path = tmp_path / "calibration.json"
+    assert calibration.main(["--shapes", "smoke", "--output", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert document["tokens"] == 256 * 64 and document["finite"] and document["pass_seconds"] > 0
+    assert [one["key_value_group_size"] for one in document["solutions"]] == [1, 2]
+    assert "pass over 16,384 tokens" in capsys.readouterr().out
 
 
 # Compiled programs ------------------------------------------------------------

@@ -18,7 +18,8 @@ import pytest
 import swiftkv_jax as skv
 from benchmarks import measurements, recorded
 from benchmarks.markdown import anchor
-from benchmarks.serve_targets import judge
+from benchmarks.on_gpu import part_rows
+from benchmarks.result_files import all_of
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import main
 from swiftkv_jax.cache import bytes_per_token
@@ -315,10 +316,20 @@ def test_figures_of_the_readme_are_the_measured_ones():
     asserted = dict((what, how) for what, how, _ in recorded.ASSERTED)
     assert "0.535 of the teacher's" in asserted.values()
     assert "0.535 of the teacher's" in readme
-    targets = judge(measurements.newest("predictions")["parts"])
-    predicted = {name: figure for name, _, _, figure in targets}
-    name = "prefill, 8192 in, 1 out, 1 prompts: rate over the teacher's"
-    assert f"8,192 tokens | {predicted[name]} times as fast | **predicted**" in readme
+    rows = part_rows(all_of("serve, H100"), "prefill")
+    student, teacher = (row for row in rows if row["cell"]["input_len"] == 8192)
+    assert (
+        f"8,192 tokens, one H100 | {student['speed_up']:.2f} times as fast: "
+        f"{round(student['tokens_per_s'], -2):,.0f} tokens/s, first token after "
+        f"{1e3 * student['ttft']:.0f} ms (teacher: {1e3 * teacher['ttft']:.0f}) | measured,"
+    ) in readme
+    shares = [
+        1 / row["speed_up"]
+        for part in ("decode", "decode-2k", "decode-2k-fp8")
+        for row in part_rows(all_of("serve, H100"), part)
+        if "speed_up" in row
+    ]
+    assert f"measured on one H100 ({min(shares):.2f} to {max(shares):.2f} of it)" in readme
     config = PRESETS["llama-3.1-8b"]
     whole, two, four = (
         bytes_per_token(config.cut(16, group), jnp.bfloat16) // 1024 for group in (1, 2, 4)

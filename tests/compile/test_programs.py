@@ -215,7 +215,7 @@ def test_kernels_of_a_decode_step():
         ("greedy", "defaults", 0, 1),  # the loop over the steps of a call
         ("greedy", "with loops", 0, 0),
         ("sampling", "defaults", 9, 5),  # and the sampler's, of which most lie in branches
-        ("sampling", "with loops, unrolled", 0, 0),
+        ("sampling", "with loops", 0, 1),
     ],
 )
 def test_branches_and_loops_outside_command_buffers(kind, options, branches, loops):

@@ -9,9 +9,11 @@ import pytest
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import bench
 from swiftkv_jax.infer.__main__ import main
-from swiftkv_jax.infer.bench.cells import MODES, Cell, check_lengths, make_cells, num_pages
+from swiftkv_jax.infer.bench import variants
+from swiftkv_jax.infer.bench.cells import MODES, QUEUED, Cell, check_lengths, make_cells, num_pages
 from swiftkv_jax.infer.bench.plot import draw
 from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER
 from tests.infer.bench.conftest import CONFIG, ROOFLINE
@@ -90,6 +92,24 @@ def test_a_config_that_does_not_fit_is_refused_with_its_needs(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "GiB of weights and 0.00 GiB of KV cache on each device" in error
     assert "--quantization, or split" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_queue_needs_room_for_one_sequence_only(mode, tmp_path, capsys, monkeypatch):
+    """Offline and latency begin where not all sequences fit together; prefill and decode do not."""
+    config = dataclasses.replace(CONFIG, max_position_embeddings=512)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    flags = f"--load-format dummy --config {tmp_path} --compile-cache none --input-len 384"
+    rows = "--max-num-seqs 64" if mode in QUEUED else "--batch 64"
+    monkeypatch.setattr(variants, "_available_memory", lambda: 2**21)
+
+    def begun(dtype, devices):
+        raise UsageError("begun")
+
+    monkeypatch.setattr(bench, "measure_roofline", begun)
+    code = main(["bench", mode, *flags.split(), *rows.split()])
+    error = capsys.readouterr().err
+    assert (code, "begun" in error) == ((2, True) if mode in QUEUED else (cli.OUT_OF_MEMORY, False))
 
 
 NONSENSE = [
