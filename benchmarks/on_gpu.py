@@ -167,6 +167,9 @@ def attention(kernels: Documents) -> str:
         table(
             ("row", "time", "rate", "of roofline", "over predicted", "over cuDNN", "release"), lines
         ),
+        "The times of decoding include the plan of its thread blocks, which an engine makes once a "
+        "step for all layers: by XLA's compiler three small kernels for one sequence and seven for "
+        "64, about 2 us each. `benchmarks.kernels` leaves them out now.",
         f"Others on `prefill 8B 8k`: {beside}.",
         *_footnote(rows),
     )

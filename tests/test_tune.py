@@ -149,6 +149,7 @@ def test_times_of_a_candidate(monkeypatch):
     """On a device: right, and timed on every shape; a wrong result is not timed."""
     job = tune.Job("hopper.decode", 128, "bfloat16")
     op = candidates.op
+    monkeypatch.setattr(tune, "planned", lambda *_, **__: lambda s: s)
     monkeypatch.setattr(tune, "op", lambda shape, *_, **__: op(shape, "xla"))
     arguments = job, job.tuning_class(), "smoke", (0, 0), SMOKE_PLAN, None
     seconds, reason = tune._times(*arguments)

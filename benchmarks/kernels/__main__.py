@@ -37,7 +37,7 @@ from .shapes import TABLES, TARGETS, Shape
 
 CONVENTIONS = (
     "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of "
-    "valid positions and their scales"
+    "valid positions and their scales; decoding has its plan, made once a step, beforehand"
 )
 ROW_SECONDS = 180
 """Time for a row, of which compilation takes most; then its process is ended."""

@@ -9,7 +9,12 @@ from typing import Any, get_args
 
 import jax
 
-from swiftkv_jax.pallas_kernels import Implementation, decode_attention, prefill_attention
+from swiftkv_jax.pallas_kernels import (
+    Implementation,
+    decode_attention,
+    plan_decode,
+    prefill_attention,
+)
 
 from ..timing import Program, jax_program
 from .inputs import Set, draw_one
@@ -71,7 +76,29 @@ def ours(name: str, shape: Shape) -> Candidate:
         raise NotImplementedError(f"its scores are about {score_bytes(shape) / 1e9:.0f} GB")
     # XLA's prefill is slow and large: one call a program is enough.
     calls = 1 if name == "xla" and not isinstance(shape, Decode) else None
-    return Candidate(name, op(shape, name), calls=calls)
+    return Candidate(name, op(shape, name), planned(shape, name), calls=calls)
+
+
+def planned(shape: Shape, implementation: str, **tunings: Any) -> Callable[[Set], Set]:
+    """The preparation of a set of decoding: with its plan, which an engine makes once a step for
+    all layers. `tunings` are the op's `tuning`."""
+    if not isinstance(shape, Decode):
+        return _same
+
+    def prepare(s: Set) -> Set:
+        def plan(length):
+            return plan_decode(
+                s["q"],
+                s["k"],
+                length,
+                page_table=s.get("page_table"),
+                implementation=implementation,  # pyright: ignore
+                **tunings,
+            )
+
+        return s | {"plan": jax.jit(plan)(s["length"])}
+
+    return prepare
 
 
 def op(shape: Shape, implementation: str | None, **tunings: Any) -> Callable[[Set], Any]:
@@ -87,6 +114,7 @@ def op(shape: Shape, implementation: str | None, **tunings: Any) -> Callable[[Se
             s["v"],
             s["length"],
             **{name: s.get(name) for name in names},
+            plan=s.get("plan"),
             implementation=implementation,  # pyright: ignore
             **tunings,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 
 from .shapes import Decode, Prefill, Shape
 
-Set = dict[str, jax.Array]
+Set = dict[str, Any]
 """q `B T N H`; k, v `B K S H`, or a pool `X K page H`; and those of d_out, segment_ids, offset,
 length, k_scale, v_scale and page_table that the shape has."""
 

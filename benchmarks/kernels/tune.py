@@ -44,7 +44,7 @@ from .. import report
 from ..timing import SMOKE_PLAN, Plan, measure
 from ..worker import Worker, WorkerError
 from . import inputs, oracle, sweep
-from .candidates import Candidate, op
+from .candidates import Candidate, op, planned
 from .shapes import Shape
 
 KEEP = 0.99
@@ -319,9 +319,10 @@ def _times(
     seconds: dict[str, float] = {}
     cases = _cases(job, table, draw)
     for shape, sets, wanted in cases:
-        call = op(shape, job.kernel.split(".")[0], **{job.argument: candidate})
+        name, tunings = job.kernel.split(".")[0], {job.argument: candidate}
+        call, prepare = op(shape, name, **tunings), planned(shape, name, **tunings)
         try:
-            program = Candidate(job.name, call).start(sets)
+            program = Candidate(job.name, call, prepare).start(sets)
         except NotImplementedError as error:
             return None, report.reason(error)
         result = program.result if isinstance(program.result, tuple) else (program.result,)
