@@ -49,7 +49,7 @@ def summarised(kernels: Documents, serve: Documents, train: Documents, page: str
         f"({eight[0]['teacher_flops_over_own']:.2f} by operations), at "
         f"{eight[0]['flops_share']:.0%} of the rate of a large matrix product: "
         f"{eight[0]['normalised_flops_per_s'] / 1e12:,.0f} TFLOP/s, normalised to the teacher's "
-        f"operations, for which the paper reports 560. The prefill kernel "
+        f"operations. The prefill kernel "
         f"reached {fast['rate']:.0f} TFLOP/s on rows of 16k, {fast['over_cudnn']:.2f} times "
         f"cuDNN. Decoding one long sequence from an fp8 cache misses its bar: the kernel reads at "
         f"{small['share_of_roofline']:.0%} of the copy's bandwidth. The distillation step of 32 "
