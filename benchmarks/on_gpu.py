@@ -237,6 +237,7 @@ def serving(serve: Documents) -> str:
         "engine of SwiftKV and then one of the teacher. Normalised TFLOP/s are the operations that "
         "the teacher would need, a second. `host %` is the share of time in which the host did "
         "not wait for the device.",
+        "![Rate and speed-up of prefill over the length](../img/prefill-h100.png)",
         *tables,
         "What a release requires was set for an H200, whose memory is 1.43 times as fast:",
         table(("figure", "release", "best", "measured"), judge(parts)),

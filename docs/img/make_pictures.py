@@ -4,7 +4,7 @@
     python docs/img/make_pictures.py pages       one
 
 The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here. The plots
-(`prefill`, `analysis`, `run`, `quality`) are drawn from committed measurements.
+(`prefill`, `prefill-h100`, `analysis`, `run`, `quality`) are drawn from committed measurements.
 """
 
 from __future__ import annotations
@@ -286,6 +286,16 @@ def prefill(path: Path) -> None:
     draw("prefill", rows, path)
 
 
+def prefill_h100(path: Path) -> None:
+    """The same of Llama-3.1-8B on an H100."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    from benchmarks.on_gpu import part_rows
+    from benchmarks.result_files import all_of
+    from swiftkv_jax.infer.bench.plot import draw
+
+    draw("prefill", part_rows(all_of("serve, H100"), "prefill"), path)
+
+
 def analysis(path: Path) -> None:
     """`swiftkv train analyze` of the demo model."""
     from swiftkv_jax.train.plots import draw_analysis
@@ -323,6 +333,7 @@ PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pages": (pages, "svg"),
     "engine-step": (engine_step, "svg"),
     "prefill": (prefill, "png"),
+    "prefill-h100": (prefill_h100, "png"),
     "analysis": (analysis, "png"),
     "run": (run, "svg"),
     "quality": (quality, "png"),
