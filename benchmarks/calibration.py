@@ -5,8 +5,9 @@
 
 A student of half of the layers, without groups and in groups of two, from rows of random tokens:
 the pass over the teacher, which adds up second moments on the device, and the solution on the host.
-The pass's rate stands beside that of a large matrix product. The table goes to stdout, JSON to
-`benchmarks/results/` (from a smoke run only to `--output`). Exit code 1 if a delta is not finite.
+The pass's rate stands beside that of a large matrix product. JSON goes to `benchmarks/results/`
+(from a smoke run only to `--output`), rewritten after every step. A delta that is not finite is an
+error. No solution is begun after --seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from swiftkv_jax import cli
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration.delta import fit_delta
-from swiftkv_jax.calibration.moments import add_batch, zero_moments
+from swiftkv_jax.calibration.moments import Moments, add_batch, zero_moments
 from swiftkv_jax.config import Config
 from swiftkv_jax.cost import calibration_flops_by_part
 from swiftkv_jax.hardware import GIB
 from swiftkv_jax.infer.bench.dummy import dummy_model
+from swiftkv_jax.params import Llama
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.train.start import TOKENS_PER_DIMENSION
 
@@ -62,30 +64,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    seed, size = report.new_seed(args.seed), SIZES[args.shapes]
+    start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
     document, path = report.begin(args, "calibration", seed)
     report.add_roofline(document, report.roofline(args.shapes))
-    document |= measure(size, seed)
-    document["of_product"] = (
-        document["flops"] / document["pass_seconds"] / document["roofline"]["flops"]
-    )
-    print(_text(document), flush=True)
-    report.write_json(path, document)
-    return cli.OK if document["finite"] else cli.ERROR
-
-
-def measure(size: Size, seed: int) -> dict[str, Any]:
-    """Seconds of compilation, pass and solutions, and the peak of memory."""
     config = dataclasses.replace(
         size.config, num_key_value_layers=size.config.num_layers // 2, key_value_group_size=1
     )
     llama = dummy_model(config, size.dtype, student=False).llama
-    rows = -(-TOKENS_PER_DIMENSION * config.embed_dim // size.length)
+    found, moments = time_pass(config, llama, size.length, seed)
+    found["of_product"] = found["flops"] / found["seconds"] / document["roofline"]["flops"]
+    document |= {"pass": found, "solutions": []}
+    print(_pass_line(found), flush=True)
+    report.write_json(path, document)
+    for group_size in GROUPS:
+        if time.monotonic() - start > args.seconds:
+            print(f"groups of {group_size}: the budget of {args.seconds:g} s was spent")
+            continue
+        grouped = dataclasses.replace(config, key_value_group_size=group_size)
+        began = time.perf_counter()
+        jax.block_until_ready(fit_delta(grouped, llama, moments, None).delta)
+        seconds = time.perf_counter() - began
+        document["solutions"].append({"key_value_group_size": group_size, "seconds": seconds})
+        print(f"solution in groups of {group_size}: {seconds:.1f} s", flush=True)
+        report.write_json(path, document)
+    return cli.OK
+
+
+def time_pass(
+    config: Config, llama: Llama, length: int, seed: int
+) -> tuple[dict[str, Any], Moments]:
+    """Figures of the pass over rows of `length` random tokens, after one row that compiles it, and
+    the moments that it gives."""
+    rows = -(-TOKENS_PER_DIMENSION * config.embed_dim // length)
     rng, attention = np.random.default_rng(seed), Attention()
 
     def batch() -> Batch:
-        tokens = rng.integers(0, config.vocab_size, (1, size.length), dtype=np.int32)
-        positions = np.broadcast_to(np.arange(size.length, dtype=np.int32), tokens.shape)
+        tokens = rng.integers(0, config.vocab_size, (1, length), dtype=np.int32)
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
         ids, mask = np.ones_like(tokens), np.ones(tokens.shape, np.float32)
         return jax.device_put(Batch(tokens, positions, ids, mask))
 
@@ -93,48 +108,31 @@ def measure(size: Size, seed: int) -> dict[str, Any]:
     jax.block_until_ready(add_batch(config, attention, zero_moments(config, None), llama, batch()))
     compiled = time.perf_counter()
     moments = zero_moments(config, None)
-    for number in range(rows):
+    for number in range(1, rows + 1):
         moments = add_batch(config, attention, moments, llama, batch())
-        if number % 16 == 15:
+        if number % 16 == 0 or number == rows:
             jax.block_until_ready(moments)
-            cli.log(f"row {number + 1} of {rows}, {time.perf_counter() - compiled:.1f} s")
-    jax.block_until_ready(moments)
-    passed = time.perf_counter()
-    solutions = []
-    for group_size in GROUPS:
-        grouped = dataclasses.replace(config, key_value_group_size=group_size)
-        start = time.perf_counter()
-        delta = jax.block_until_ready(fit_delta(grouped, llama, moments, None).delta)
-        solutions.append(
-            {"key_value_group_size": group_size, "seconds": time.perf_counter() - start}
-            | {"finite": all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(delta))}
-        )
-        del delta
-    per_token = sum(calibration_flops_by_part(config, size.length).values())
-    return {
-        "tokens": rows * size.length,
-        "length": size.length,
-        "flops": per_token * rows * size.length,
-        "first_batch_seconds": compiled - began,
-        "pass_seconds": passed - compiled,
-        "solutions": solutions,
-        "finite": all(one["finite"] for one in solutions),
+            cli.log(f"row {number} of {rows}, {time.perf_counter() - compiled:.1f} s")
+    seconds = time.perf_counter() - compiled
+    per_token = sum(calibration_flops_by_part(config, length).values())
+    found = {
+        "tokens": rows * length,
+        "length": length,
+        "flops": per_token * rows * length,
+        "first_row_seconds": compiled - began,
+        "seconds": seconds,
         "peak_bytes": peak_bytes(),
     }
+    return found, moments
 
 
-def _text(document: dict[str, Any]) -> str:
-    peak = document["peak_bytes"]
-    solutions = ", ".join(
-        f"in groups of {one['key_value_group_size']} {one['seconds']:.1f} s"
-        for one in document["solutions"]
-    )
+def _pass_line(found: dict[str, Any]) -> str:
+    peak = found["peak_bytes"]
     return (
-        f"pass over {document['tokens']:,} tokens {document['pass_seconds']:.1f} s "
-        f"({document['of_product']:.0%} of the matrix product), solution {solutions}; first batch "
-        f"with compilation {document['first_batch_seconds']:.1f} s"
+        f"pass over {found['tokens']:,} tokens: {found['seconds']:.1f} s, "
+        f"{found['of_product']:.0%} of the matrix product; first row with compilation "
+        f"{found['first_row_seconds']:.1f} s"
         + ("" if peak is None else f"; peak of memory {peak / GIB:.1f} GiB")
-        + ("" if document["finite"] else "; NOT FINITE")
     )
 
 

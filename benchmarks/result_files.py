@@ -80,7 +80,7 @@ def files_page() -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         where = result["device"]["kind"]
         for verb in ("compiled", "predicted"):
-            if machine := result.get(f"{verb}_for"):
+            if (machine := result.get(f"{verb}_for", "this device")) != "this device":
                 where = f"{verb} for {machine}"
         versions = result["versions"]
         link = f"[{path.name}](../../benchmarks/results/{path.name})"

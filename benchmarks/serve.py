@@ -1,7 +1,8 @@
 """Serving Llama-3.1-8B with random weights on one GPU or TPU: SwiftKV and its teacher, bfloat16 and
 8-bit KV.
 
-    python -m benchmarks.serve                 about eight minutes on an H200
+    python -m benchmarks.serve                 the most important parts, about ten minutes
+    python -m benchmarks.serve --only latency  one of the others
     python -m benchmarks.serve --shapes smoke  a tiny model, also on a CPU, to see that all runs
 
 Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a

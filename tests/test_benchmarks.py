@@ -79,9 +79,11 @@ def test_calibration_is_timed(tmp_path, capsys):
     path = tmp_path / "calibration.json"
     assert calibration.main(["--shapes", "smoke", "--output", str(path)]) == 0
     document = json.loads(path.read_text())
-    assert document["tokens"] == 256 * 64 and document["finite"] and document["pass_seconds"] > 0
+    assert document["pass"]["tokens"] == 256 * 64 and document["pass"]["seconds"] > 0
     assert [one["key_value_group_size"] for one in document["solutions"]] == [1, 2]
     assert "pass over 16,384 tokens" in capsys.readouterr().out
+    assert calibration.main(["--shapes", "smoke", "--seconds", "0.001"]) == 0
+    assert capsys.readouterr().out.count("was spent") == 2
 
 
 # Compiled programs ------------------------------------------------------------

@@ -85,20 +85,18 @@ def planned(shape: Shape, implementation: str, **tunings: Any) -> Callable[[Set]
     if not isinstance(shape, Decode):
         return _same
 
-    def prepare(s: Set) -> Set:
-        def plan(length):
-            return plan_decode(
-                s["q"],
-                s["k"],
-                length,
-                page_table=s.get("page_table"),
-                implementation=implementation,  # pyright: ignore
-                **tunings,
-            )
+    @jax.jit
+    def plan(s: Set):
+        return plan_decode(
+            s["q"],
+            s["k"],
+            s["length"],
+            page_table=s.get("page_table"),
+            implementation=implementation,  # pyright: ignore
+            **tunings,
+        )
 
-        return s | {"plan": jax.jit(plan)(s["length"])}
-
-    return prepare
+    return lambda s: s | {"plan": plan(s)}
 
 
 def op(shape: Shape, implementation: str | None, **tunings: Any) -> Callable[[Set], Any]:

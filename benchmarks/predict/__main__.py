@@ -5,7 +5,7 @@ products and launches: nothing runs on one.
     python -m benchmarks.predict --only 'decode' -o FILE  some rows, with JSON
 
 Rows have the names that they have there. The tables go to stdout. `devices` has the parameters and
-where they come from; expect times within 15 %, and more at head dims other than 128.
+where they come from, and how close times on an H100 were.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from swiftkv_jax.hardware import Hardware, hardware_of
 
 @dataclasses.dataclass(frozen=True)
 class DeviceModel:
-    """What a prediction takes of a device. On an H100, 15 of 20 times of attention were within 15 %
-    of it, those of one sequence in 8 bits up to a third above, and times of serving within 12 %.
+    """What a prediction takes of a device. On an H100, times of serving were within 12 % of it, and
+    those of attention without a cache in 8 bits within 20 %.
 
     Rates of products and copies are those that an H200 is known to reach. The other values were
     chosen before anything was measured; where they come from:

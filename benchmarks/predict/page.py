@@ -40,11 +40,11 @@ def summarised(document: Mapping[str, Any], page: str) -> str:
 
 
 ORIGIN = (
-    "**Not measured**: nothing has run on an H200. The times follow from counts of bytes, "
-    "products and launches (`python -m benchmarks.predict`, which has the parameters and their "
-    "sources). On an H100, times of attention were 0.95 to 1.33 and times of serving 0.88 to 1.11 "
-    "of what the same model predicts there. It was calibrated for head dim 128 and is least "
-    "uncertain there."
+    "**Not measured**: nothing has run on an H200. The times follow from counts of bytes, products "
+    "and launches (`python -m benchmarks.predict`, which has the parameters and their sources). On "
+    "an H100, times of attention were 0.95 to 1.33 (those of decoding with a plan that the model "
+    "leaves out) and times of serving 0.88 to 1.11 of what it predicts there. It was calibrated "
+    "for head dim 128 and is least uncertain there."
 )
 
 

@@ -5,7 +5,7 @@ waited to learn whether there is another step: some 50 us. A block that takes ab
 most twice as slow as the best for any length: a larger one would be mostly positions that a short
 row does not have. On a CPU a step costs nothing, and a block had better stay in its cache.
 
-The times are reckoned from an A100's bytes per second; none of this has run on a GPU.
+The times are reckoned from an A100's bytes per second; no other sizes were tried on a GPU.
 """
 
 from __future__ import annotations

@@ -161,7 +161,9 @@ def check_memory(
 ) -> None:
     """Raise `OutOfMemoryError` if weights and cache of a variant alone do not fit a device. In a
     mode with a queue the cache has to hold one sequence."""
+    lower = "`input_len` or `batch`"
     if mode in QUEUED:
+        lower = "`input_len` or `output_len`"
         options = dataclasses.replace(options, max_num_seqs=1, decode_rows=None)
     available = _available_memory()
     for name in names:
@@ -170,8 +172,8 @@ def check_memory(
             raise OutOfMemoryError(
                 f"{name} does not fit: {source.description} needs {weights / GIB:.2f} GiB of "
                 f"weights and {cache / GIB:.2f} GiB of KV cache on each device, which has "
-                f"{available / GIB:.2f} GiB: lower `input_len` or `batch`, store weights in 8 bits "
-                f"with `quantization`, or split them over more devices with `mesh`"
+                f"{available / GIB:.2f} GiB: lower {lower}, store weights in 8 bits with "
+                f"`quantization`, or split them over more devices with `mesh`"
             )
 
 
