@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels import candidates, inputs, shapes
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
 from swiftkv_jax.pallas_kernels.device import HEAD_DIMS
 from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
@@ -234,3 +235,12 @@ def test_decode_with_a_window(head_dim, cache_format):
     op = functools.partial(decode_attention, window=WINDOW, implementation="hopper")
     operands = decode_operands(head_dim, cache_format, 64, 2048, True)
     check(lambda q, k, v, length, options: op(q, k, v, length, **options), *operands, kernels=2)
+
+
+@pytest.mark.parametrize("name", ["decode 64x2k fp8 paged", "decode 1x32k bf16"])
+def test_decode_as_the_benchmark_times_it(name):
+    """With a plan made beforehand."""
+    (row,) = (row for row in shapes.FULL if row.name == name)
+    drawn = jax.eval_shape(lambda: inputs.draw_one(row, jax.random.key(0)))
+    prepare, call = candidates.planned(row, "hopper"), candidates.op(row, "hopper")
+    check(lambda drawn: call(prepare(drawn)), drawn, kernels=2)
