@@ -23,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -145,14 +146,20 @@ def _run(
     """Status of a part and its document, None if it failed. Its tables go to standard output."""
     print(f"\n## {part}\n", flush=True)
     command = [sys.executable, "-m", "swiftkv_jax.infer", "bench", *flags, "-o", str(path)]
-    try:
-        code = subprocess.run(
-            command, env=os.environ, cwd=report.ROOT, timeout=seconds + 60
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return f"failed: not done {seconds + 60:.0f} s after it began", None
-    if code != 0:
-        return f"failed with exit code {code}", None
+    last, limit = "", seconds + 60
+    with subprocess.Popen(command, cwd=report.ROOT, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            last = line.strip() or last
+    expired = not timer.is_alive()
+    timer.cancel()
+    if expired:
+        return f"failed: not done {limit:.0f} s after it began", None
+    if process.returncode != 0:
+        return f"failed with exit code {process.returncode}: {last}", None
     return "done", json.loads(path.read_text())
 
 

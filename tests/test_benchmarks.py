@@ -75,6 +75,15 @@ def test_parts_of_serving_by_name():
             serve.select(serve.FULL, pattern)
 
 
+def test_a_part_of_serving_that_fails_says_why(tmp_path, monkeypatch, capfd):
+    flags = ["prefill", "--model", str(tmp_path / "none"), "--input-len", "16"]
+    status, document = serve._run("prefill", flags, tmp_path / "part.json", 60.0)
+    assert status.startswith("failed with exit code 4: error: ") and document is None
+    assert "none" in status and status.partition(": ")[2] in capfd.readouterr().err
+    status, _ = serve._run("prefill", flags, tmp_path / "part.json", -59.99)
+    assert status == "failed: not done 0 s after it began"
+
+
 def test_calibration_is_timed(tmp_path, capsys):
     path = tmp_path / "calibration.json"
     assert calibration.main(["--shapes", "smoke", "--output", str(path)]) == 0
