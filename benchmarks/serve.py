@@ -90,43 +90,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     """Run all parts. This process uses no device: each part needs all of its memory."""
     start, seed = time.monotonic(), report.new_seed(args.seed)
+    if args.output is not None:
+        report.check_writable(args.output)
+    parts, status, path = dict[str, Any](), dict[str, str](), None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config_to_hf(TINY)))
         model = str(folder) if args.shapes == "smoke" else "llama-3.1-8b"
-        parts, status = {}, {}
+        document: dict[str, Any] = {"seed": seed, "model": model, "status": status, "parts": parts}
         for part, flags in select(SMOKE if args.shapes == "smoke" else FULL, args.only).items():
             left = args.seconds - (time.monotonic() - start)
             if left <= 0:
                 status[part] = "left out: no time"
                 continue
             command = f"{flags} --config {shlex.quote(model)} --load-format dummy --seed {seed}"
-            status[part], document = _run(part, shlex.split(command), folder / f"{part}.json", left)
-            if document is not None:
-                parts[part] = document
-    first: dict[str, Any] = next(iter(parts.values()), {})
-    device = first.get("device", {"kind": "no-device", "platform": "none"})
-    date = first.get("date", "0000-00-00T00:00:00")
-    document = {
-        "benchmark": "serve",
-        "date": date,
-        "command": provenance.command(),
-        "device": device,
-        "versions": first.get("versions"),
-        "commit": first.get("commit"),
-        "seed": seed,
-        "model": model,
-        "status": status,
-        "parts": parts,
-    }
-    path = report.output_path(args, "serve", device["kind"], date)
-    report.write_json(path, document)
+            status[part], found = _run(part, shlex.split(command), folder / f"{part}.json", left)
+            if found is None:
+                continue
+            parts[part] = found
+            if path is None:
+                document = _facts(found) | document
+                kind, date = found["device"]["kind"], found["date"]
+                path = report.output_path(args, "serve", kind, date)
+            report.write_json(path, document)
     if args.shapes == "full" and parts:
-        document["predicted"] = predicted_parts(device["kind"], parts)
+        document["predicted"] = predicted_parts(document["device"]["kind"], parts)
         print(beside_predictions(parts, document["predicted"]))
-        report.write_json(path, document)
+    report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK
+
+
+def _facts(part: dict[str, Any]) -> dict[str, Any]:
+    """What a document says of its run, from the first part that was measured."""
+    same = {name: part[name] for name in ("date", "device", "versions", "commit")}
+    return {"benchmark": "serve", "command": provenance.command()} | same
 
 
 def select(parts: dict[str, str], pattern: str | None) -> dict[str, str]:
