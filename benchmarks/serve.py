@@ -105,13 +105,12 @@ def _main(args: argparse.Namespace) -> int:
                 continue
             command = f"{flags} --config {shlex.quote(model)} --load-format dummy --seed {seed}"
             status[part], found = _run(part, shlex.split(command), folder / f"{part}.json", left)
-            if found is None:
-                continue
-            parts[part] = found
-            if path is None:
-                document = _facts(found) | document
-                kind, date = found["device"]["kind"], found["date"]
-                path = report.output_path(args, "serve", kind, date)
+            if found is not None:
+                parts[part] = found
+                if path is None:
+                    document = _facts(found) | document
+                    kind, date = found["device"]["kind"], found["date"]
+                    path = report.output_path(args, "serve", kind, date)
             report.write_json(path, document)
     if args.shapes == "full" and parts:
         document["predicted"] = predicted_parts(document["device"]["kind"], parts)

@@ -84,6 +84,26 @@ def test_a_part_of_serving_that_fails_says_why(tmp_path, monkeypatch, capfd):
     assert status == "failed: not done 0 s after it began"
 
 
+def test_parts_are_kept_when_a_later_one_does_not_end(tmp_path, monkeypatch):
+    path = tmp_path / "serve.json"
+    device = {"kind": "cpu"}
+    facts = {"date": "2026-01-01T00:00:00", "device": device, "versions": {}, "commit": None}
+
+    def run(part, *_):
+        if part == "decode-fp8":
+            return "failed with exit code 5: error: no room", None
+        if part == "latency":
+            kept = json.loads(path.read_text())
+            assert list(kept["parts"]) == ["prefill"] and kept["device"] == device
+            assert "no room" in kept["status"]["decode-fp8"]
+            raise KeyboardInterrupt
+        return "done", facts
+
+    monkeypatch.setattr(serve, "_run", run)
+    assert serve.main(["--shapes", "smoke", "--output", str(path)]) == 130
+    assert serve.main(["--shapes", "smoke", "--output", str(tmp_path)]) == 2
+
+
 def test_calibration_is_timed(tmp_path, capsys):
     path = tmp_path / "calibration.json"
     assert calibration.main(["--shapes", "smoke", "--output", str(path)]) == 0
