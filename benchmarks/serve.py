@@ -146,6 +146,7 @@ def _run(
     last, limit = "", seconds + 60
     with subprocess.Popen(command, cwd=report.ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(limit, process.kill)
+        timer.daemon = True  # so that it does not keep a command that is interrupted
         timer.start()
         assert process.stderr is not None
         for line in process.stderr:

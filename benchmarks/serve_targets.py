@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -50,13 +50,33 @@ _FIGURES: dict[str, tuple[Callable[[Mapping[str, Any]], float], str, str]] = {
 def judge(parts: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(name, release, best, figure) of each target whose cell is among the `parts` of a document of
     `benchmarks.serve`."""
-    found = []
-    for part, input_len, prompts, figure, *values in TARGETS:
-        value_of, text, sign = _FIGURES[figure]
-        for row in parts.get(part, {"rows": ()})["rows"]:
+    judged = []
+    for name, target, value in _found(parts):
+        _, text, sign = _FIGURES[target.figure]
+        limits = (
+            "" if limit is None else f"{sign} {limit:{text}}"
+            for limit in (target.release, target.best)
+        )
+        judged.append((name, *limits, f"{value:{text}}"))
+    return judged
+
+
+def missed(parts: Mapping[str, Any]) -> list[str]:
+    """The names of the targets whose value for a release is missed."""
+    names = []
+    for name, target, value in _found(parts):
+        if target.release is not None:
+            at_least = _FIGURES[target.figure][2] == "≥"
+            if value < target.release if at_least else value > target.release:
+                names.append(name)
+    return names
+
+
+def _found(parts: Mapping[str, Any]) -> Iterator[tuple[str, Target, float]]:
+    """(name, target, figure) of each target whose cell is among the `parts`."""
+    for target in TARGETS:
+        for row in parts.get(target.part, {"rows": ()})["rows"]:
             cell = row["cell"]["input_len"], row["cell"]["prompts"]
-            if row["variant"] == "swiftkv" and cell == (input_len, prompts):
-                name = f"{part}, {row['label']}: {figure}"
-                limits = ("" if value is None else f"{sign} {value:{text}}" for value in values)
-                found.append((name, *limits, f"{value_of(row):{text}}"))
-    return found
+            if row["variant"] == "swiftkv" and cell == (target.input_len, target.prompts):
+                name = f"{target.part}, {row['label']}: {target.figure}"
+                yield name, target, _FIGURES[target.figure][0](row)
