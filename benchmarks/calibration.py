@@ -25,7 +25,7 @@ import numpy as np
 
 from swiftkv_jax import cli
 from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
+from swiftkv_jax.batch import Batch, unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import Moments, add_batch, zero_moments
 from swiftkv_jax.config import Config
@@ -100,9 +100,7 @@ def time_pass(
 
     def batch() -> Batch:
         tokens = rng.integers(0, config.vocab_size, (1, length), dtype=np.int32)
-        positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-        ids, mask = np.ones_like(tokens), np.ones(tokens.shape, np.float32)
-        return jax.device_put(Batch(tokens, positions, ids, mask))
+        return unpacked_batch(jnp.asarray(tokens))
 
     began = time.perf_counter()
     jax.block_until_ready(add_batch(config, attention, zero_moments(config, None), llama, batch()))

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from typing import BinaryIO
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
 
-from .report import ROOT
+from .report import ROOT, matcher
 
 GRACE = 10.0
 """Seconds from the request to end to being killed."""
@@ -109,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     folder = args.folder or ROOT / f"runs/first-hour-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder = folder.absolute()
-    chosen = [step for step in steps(folder) if re.search(args.only or "", step.name)]
+    matches = matcher(args.only)
+    chosen = [step for step in steps(folder) if matches(step.name)]
     if not chosen:
         names = ", ".join(step.name for step in steps(folder))
         raise UsageError(f"--only {args.only!r}: no such step; steps: {names}")

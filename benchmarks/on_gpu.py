@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from swiftkv_jax.hardware import GIB, hardware_of
+from swiftkv_jax.hardware import GIB
 from swiftkv_jax.infer.bench import summary
 
 from . import report
-from .kernels.shapes import TARGETS
+from .kernels.shapes import required
 from .markdown import section, table
+from .predict.devices import H100
 from .serve_targets import judge, missed
 
 TITLE = "Attention, serving and training on an H100"
-DEVICE = "one NVIDIA H100 80GB HBM3"
+DEVICE = f"one {H100.kind}"
 Documents = Sequence[Mapping[str, Any]]
 
 PRINTED = (
@@ -72,7 +73,7 @@ def summarised(kernels: Documents, serve: Documents, train: Documents, page: str
             ),
         ),
     ]
-    bounds = [(row["name"], met) for row in attention_rows(kernels) for _, met in _required(row)]
+    bounds = [(row["name"], met) for row in attention_rows(kernels) for _, met in required(row)]
     below = [name for name, met in bounds if not met]
     return section(
         TITLE,
@@ -82,8 +83,9 @@ def summarised(kernels: Documents, serve: Documents, train: Documents, page: str
         f"Prefill with SwiftKV was {eight[0]['speed_up']:.2f} times as fast "
         f"({eight[0]['teacher_flops_over_own']:.2f} by operations), at "
         f"{eight[0]['flops_share']:.0%} of the rate of a large matrix product and "
-        f"{_of_peak(eight[0]):.0%} of the published peak. Of {len(bounds)} rates that a release "
-        f"requires of the kernels, {len(below)} are missed: {', '.join(below)}. The distillation "
+        f"{eight[0]['flops_per_s'] / H100.published.flops:.0%} of the published peak. Of "
+        f"{len(bounds)} rates that a release requires of the kernels, {len(below)} are "
+        f"missed: {', '.join(below)}. The distillation "
         f"step of 32 layers takes {step['seconds']:.2f} s for 8,192 tokens, "
         f"{step['mfu_of_peak']:.0%} of the published peak, in {step['peak_bytes'] / GIB:.1f} GiB.",
     )
@@ -116,12 +118,6 @@ def full_page(checks: Documents, kernels: Documents, serve: Documents, train: Do
             ),
         ]
     )
-
-
-def _of_peak(row: Mapping[str, Any]) -> float:
-    hardware = hardware_of(DEVICE.removeprefix("one "))
-    assert hardware is not None
-    return row["flops_per_s"] / hardware.flops
 
 
 # Correctness ------------------------------------------------------------------
@@ -192,9 +188,7 @@ def attention(kernels: Documents) -> str:
             f"{row['share_of_roofline']:.0%}",
             f"{row['seconds'] / row['predicted_seconds']:.2f}",
             "" if row["over_op"] is None else f"{row['over_op']:.2f}",
-            "; ".join(
-                f"{bound}, {'met' if met else '**missed**'}" for bound, met in _required(row)
-            ),
+            "; ".join(f"{bound}, {'met' if met else '**missed**'}" for bound, met in required(row)),
         )
         for row in rows
     ]
@@ -210,21 +204,6 @@ def attention(kernels: Documents) -> str:
         table(heading.split(", "), lines),
         *_notes(rows),
     )
-
-
-def _required(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """(what a release requires of a row, whether it is met), as far as that was measured."""
-    found = []
-    for target in TARGETS:
-        value = row.get(target.measure)
-        if target.row == row["name"] and value is not None:
-            bound = {
-                "rate": f"≥ {target.value:g} {row['unit']}",
-                "share_of_roofline": f"≥ {target.value:.0%}",
-                "ratio_to_cudnn": f"≥ {target.value:g} of cuDNN's speed",
-            }[target.measure]
-            found.append((bound, value >= target.value))
-    return found
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -329,6 +308,7 @@ def _steps(train: Documents) -> list[dict[str, Any]]:
 
 
 def training(train: Documents) -> str:
+    steps = _steps(train)
     lines = [
         (
             row["name"],
@@ -339,9 +319,9 @@ def training(train: Documents) -> str:
             f"{row['peak_bytes'] / GIB:.2f} GiB",
             f"{row['plan_error']:+.1%}",
         )
-        for row in _steps(train)
+        for row in steps
     ]
-    measured = {row["name"] for row in _steps(train)}
+    measured = {row["name"] for row in steps}
     missing = dict.fromkeys(row["name"] for document in train for row in document["rows"])
     left_out = "; ".join(name for name in missing if name not in measured)
     return section(

@@ -7,6 +7,8 @@ import argparse
 import hashlib
 import math
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,15 @@ def add_flags(
         metavar="FILE",
         help="JSON file (default: a new one in benchmarks/results; none with smoke)",
     )
+
+
+def matcher(pattern: str | None) -> Callable[[str], bool]:
+    """Whether a name has a match of --only; every name without it. Raises `UsageError`."""
+    try:
+        expression = re.compile(pattern or "")
+    except re.error as error:
+        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    return lambda name: expression.search(name) is not None
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -128,10 +127,8 @@ def _facts(part: dict[str, Any]) -> dict[str, Any]:
 
 def select(parts: dict[str, str], pattern: str | None) -> dict[str, str]:
     """The parts whose name matches. Raises `UsageError`."""
-    try:
-        chosen = {name: parts[name] for name in parts if re.search(pattern or "", name)}
-    except re.error as error:
-        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    matches = report.matcher(pattern)
+    chosen = {name: flags for name, flags in parts.items() if matches(name)}
     if not chosen:
         raise UsageError(f"--only {pattern!r}: no such part; parts: {', '.join(parts)}")
     return chosen

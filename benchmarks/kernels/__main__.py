@@ -18,7 +18,6 @@ rows are measured all the same.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -67,10 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
     """The rows whose name matches. Raises `UsageError`."""
-    try:
-        chosen = [shape for shape in table if re.search(pattern or "", shape.name)]
-    except re.error as error:
-        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    matches = report.matcher(pattern)
+    chosen = [shape for shape in table if matches(shape.name)]
     if not chosen:
         raise UsageError(
             f"--only {pattern!r}: no such row; rows: {', '.join(shape.name for shape in table)}"

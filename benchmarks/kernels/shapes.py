@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -242,6 +244,21 @@ TARGETS = (
         }.items()
     ),
 )
+
+
+def required(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """(what a release requires of a row, whether its figures meet that), as far as it has them: its
+    `name`, `unit`, and fields named like measures of targets."""
+    found = []
+    for target in TARGETS:
+        if target.row == row["name"] and row.get(target.measure) is not None:
+            bound = {
+                "rate": f"≥ {target.value:g} {row['unit']}",
+                "share_of_roofline": f"≥ {target.value:.0%}",
+                "ratio_to_cudnn": f"≥ {target.value:g} of cuDNN's speed",
+            }[target.measure]
+            found.append((bound, row[target.measure] >= target.value))
+    return found
 
 
 def score_bytes(shape: Shape) -> float:

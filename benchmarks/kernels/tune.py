@@ -23,7 +23,6 @@ import functools
 import importlib
 import json
 import math
-import re
 import sys
 import time
 from collections import Counter
@@ -110,10 +109,8 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
         for name in ("prefill", "decode", "prefill.packed", "backward")
         for dtype in (CACHES if name == "decode" else CACHES[:1])
     ]
-    try:
-        chosen = [job for job in found if re.search(pattern or "", job.name)]
-    except re.error as error:
-        raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
+    matches = report.matcher(pattern)
+    chosen = [job for job in found if matches(job.name)]
     if not chosen:
         raise UsageError(
             f"--only {pattern!r}: nothing has such a name; names are like {found[0].name!r}"

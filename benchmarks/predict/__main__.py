@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,11 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     device = DEVICES[args.device]
-    try:
-        rows = [shape for shape in shapes.FULL if re.search(args.only, shape.name)]
-        parts = {part: flags for part, flags in serve.FULL.items() if re.search(args.only, part)}
-    except re.error as error:
-        raise UsageError(f"--only {args.only!r}: not a regular expression ({error})") from error
+    matches = report.matcher(args.only)
+    rows = [shape for shape in shapes.FULL if matches(shape.name)]
+    parts = {part: flags for part, flags in serve.FULL.items() if matches(part)}
     if not rows and not parts:
         raise UsageError(f"--only {args.only!r}: no such row or part")
     if args.output is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from swiftkv_jax.infer.bench import summary
 
 from .. import report
-from ..kernels.shapes import TARGETS
+from ..kernels.shapes import required
 from ..markdown import section, table
 from ..serve_targets import judge
 
@@ -29,9 +29,9 @@ def page(document: Mapping[str, Any]) -> str:
 
 def summarised(document: Mapping[str, Any], page: str) -> str:
     """The section of the page of measurements, which refers to another `page` for the tables."""
-    required = {row["name"]: _required(row) for row in document["rows"]}
-    missed = [name for name, words in required.items() if "missed" in words]
-    met = sum(map(bool, required.values())) - len(missed)
+    bounds = {row["name"]: _required(row) for row in document["rows"]}
+    missed = [name for name, words in bounds.items() if "missed" in words]
+    met = sum(map(bool, bounds.values())) - len(missed)
     return section(
         title(document),
         f"{ORIGIN} Of the rows for which a release requires a rate, {met} are predicted to meet "
@@ -90,14 +90,7 @@ def attention(document: Mapping[str, Any]) -> str:
 
 def _required(row: Mapping[str, Any]) -> str:
     """What a release requires of the row, where that is predicted."""
-    cells = []
-    for target in TARGETS:
-        if target.row == row["name"] and target.measure in row:
-            is_rate = target.measure == "rate"
-            bound = f"{target.value:g} {row['unit']}" if is_rate else f"{target.value:.0%}"
-            missed = "" if row[target.measure] >= target.value else ", missed"
-            cells.append(f"≥ {bound}{missed}")
-    return "; ".join(cells)
+    return "; ".join(bound + ("" if met else ", missed") for bound, met in required(row))
 
 
 def targets(document: Mapping[str, Any]) -> str:

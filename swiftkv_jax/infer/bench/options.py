@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...presets import PRESETS
 from ..commands.engine_options import add_engine_arguments, given_engine_options, token_count
 from ..engine.options import EngineOptions
-from .cells import MODES, Cell, Mode, make_cells
+from .cells import MODES, QUEUED, Cell, Mode, make_cells
 from .summary import STUDENT, TEACHER
 
 VARIANTS = {"on": STUDENT, "off": TEACHER}
@@ -62,7 +62,7 @@ class BenchOptions:
     @property
     def measures_alone(self) -> bool:
         """Whether rows all begin together and nothing else runs: in prefill and decode."""
-        return self.mode in ("prefill", "decode")
+        return self.mode not in QUEUED
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -164,7 +164,7 @@ def check_memory(
     lower = "`input_len` or `batch`"
     if mode in QUEUED:
         lower = "`input_len` or `output_len`"
-        options = dataclasses.replace(options, max_num_seqs=1, decode_rows=None)
+        options = dataclasses.replace(options, max_num_seqs=1)
     available = _available_memory()
     for name in names:
         weights, cache = _needed_memory(source, name, cells, options)
