@@ -94,7 +94,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("generated_kv", "group", "batch_size"),
-    [("own", 2, {}), ("boundary", 1, {"batch_size": 5})],
+    [("own", 2, {}), pytest.param("boundary", 1, {"batch_size": 5}, marks=pytest.mark.long)],
 )
 def test_the_public_function_gives_one_student_on_every_mesh(
     folder, generated_kv, group, batch_size, monkeypatch
@@ -112,7 +112,7 @@ def test_the_public_function_gives_one_student_on_every_mesh(
         )
 
     expected = fitted(None)
-    for mesh in ("1x1", "4x1", "2x2"):
+    for mesh in ("4x1", "2x2"):
         found = fitted(mesh)
         assert found.model.config == expected.model.config
         jax.tree.map(

@@ -40,7 +40,7 @@ def served(model: Model, pages: int, format: KVCacheDtype = "auto", **options) -
 @pytest.mark.parametrize(
     ("window", "format", "swiftkv"),
     [
-        (8, "auto", False),
+        pytest.param(8, "auto", False, marks=pytest.mark.long),
         (7, "auto", True),
         pytest.param(13, "auto", False, marks=pytest.mark.long),
         pytest.param(8, "int8", False, marks=pytest.mark.long),

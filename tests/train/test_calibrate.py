@@ -115,6 +115,7 @@ def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
     assert own["far_tokens"] == boundary["far_tokens"] > 0
 
 
+@pytest.mark.long
 def test_a_tail_that_covers_the_measured_prompt_is_said(folder, capsys):
     """By both commands."""
     flags = ["--num-key-value-layers", "2", "--generated-kv", "own", "--max-length", "32"]

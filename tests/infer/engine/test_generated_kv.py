@@ -195,7 +195,8 @@ def test_shapes_change_nothing(mode, fields):
     assert engine.pages_in_use == 0 and engine.stats.compilations == 0
 
 
-@pytest.mark.parametrize("mode", ["tail 6 g=4", pytest.param("own g=2", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["tail 6 g=4", "own g=2"])
 def test_gathered_pages_change_nothing(mode, monkeypatch):
     """Where attention would widen the whole pool a chunk reads a copy of its pages, own ones
     among them."""

@@ -159,7 +159,7 @@ class Among:
     error = ""
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 2)])
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2), marks=pytest.mark.long)])
 def test_on_a_model(mesh):
     """Where all tokens are possible the draws are the free ones, penalties and log-probabilities
     too; where few are, the largest of their logits."""

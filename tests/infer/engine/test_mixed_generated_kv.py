@@ -167,11 +167,20 @@ def test_pages_of_own_keys_and_values_are_not_shared():
     assert mock.pages_in_use == 0
 
 
-@pytest.mark.parametrize("shape", [pytest.param("g=1", marks=pytest.mark.long), "g=2"])
-def test_requests_choose_their_mode(shape):
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("boundary g=2", "tail 6 g=2"),
+        *(
+            pytest.param(modes, marks=pytest.mark.long)
+            for modes in (tuple(MODES), tuple(name for name in GROUPED if name.endswith("g=2")))
+        ),
+    ],
+    ids=", ".join,
+)
+def test_requests_choose_their_mode(modes):
     """Each in one engine, next to each other and over each other's pages."""
-    engine = mixed_engine(shape)
-    modes = [name for name, mode in (MODES | GROUPED).items() if mode.shape == shape]
+    engine = mixed_engine(mode_of(modes[0]).shape)
     rng, requests, expected = random.Random(8), [], []
     for prompt in prompts_of(8, 24):
         mode = rng.choice(modes)
