@@ -2,8 +2,8 @@
 
 Letters as in `params` and `solve`. Every token counts with the attention that it receives: in layer
 j its weight is the sum over query heads and later tokens m of p_jm^2, where p are the attention
-probabilities, scaled so that a batch's weights sum to its tokens. An error in the keys or values of
-a token that is not attended to costs nothing.
+probabilities, up to `MAX_WEIGHT`, and scaled so that a batch's weights sum to its tokens. An error
+in the keys or values of a token that is not attended to costs nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from ..rope import apply_rope, scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations
 from ..transformer import project_q, run_lower_layers, self_layer
 
+MAX_WEIGHT = 1000.0
+"""The largest weight of a token, in medians of its batch and layer. Where queries attend to the
+first token of a text for want of another (attention sinks: Xiao et al. 2023, arXiv 2309.17453),
+that token would have most of the weight, and R2 would be its R2."""
 PROBABILITIES_PER_CHUNK = 2**26
 """Attention probabilities that a device holds at a time, 256 MiB in float32."""
 
@@ -160,10 +164,10 @@ def layer_moments(
     q = project_q(config, qkv, h, rope)
     k, v = project_heads(h, qkv.k, qkv.k_bias), project_heads(h, qkv.v, qkv.v_bias)
     y, k = jnp.stack([k, v], axis=2), apply_rope(norm_heads(config, k, qkv.k_norm), rope)
-    weight = real * received_attention(
-        q, k, segment_ids, window=window, score_cap=config.score_cap, mesh=mesh
+    weight = token_weights(
+        received_attention(q, k, segment_ids, window=window, score_cap=config.score_cap, mesh=mesh),
+        real,
     )
-    weight *= real.sum() / jnp.maximum(weight.sum(), jnp.finfo(jnp.float32).tiny)
     weighted = s.astype(jnp.float32) * weight[..., None]
     return Moments(
         inputs=_products("BTD,BTE->DE", weighted, s),
@@ -218,6 +222,14 @@ def pair_energy(
     parts = (part for part in jnp.split(squares, [rotated], axis=-1) if part.shape[-1])
     pairs = [a + b for a, b in (jnp.split(part, 2, axis=-1) for part in parts)]
     return jnp.einsum("BTNF,BT->NF", jnp.concatenate(pairs, axis=-1), real)
+
+
+def token_weights(received: Float[Array, "B T"], real: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """`received` up to the limit, scaled to a sum of as many as are `real`; 0 where they are
+    not."""
+    median = jnp.nanmedian(jnp.where(real > 0, received, jnp.nan))
+    weight = real * jnp.fmin(received, MAX_WEIGHT * median)  # without a token, the median is NaN
+    return weight * real.sum() / jnp.maximum(weight.sum(), jnp.finfo(jnp.float32).tiny)
 
 
 def received_attention(

@@ -46,6 +46,15 @@ def test_received_attention(chunk, monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_no_token_outweighs_all_others():
+    received = jnp.array([[1e9, 4.0, 1.0, 2.0], [3.0, 7.0, 7.0, 7.0]])
+    real = jnp.array([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
+    found = np.asarray(moments.token_weights(received, real))
+    expected = np.array([[3000.0, 4, 1, 2], [3, 0, 0, 0]])  # the median is 3
+    np.testing.assert_allclose(found, expected * 5 / expected.sum(), rtol=1e-6)
+    assert not np.asarray(moments.token_weights(received, 0 * real)).any()
+
+
 # Whole models -----------------------------------------------------------------
 
 
