@@ -224,7 +224,7 @@ def test_the_sentences_of_the_readme():
     text, limit = page("../README.md"), verdict.MAX_FAR_LOSS
     demo, t1 = (student(teacher, 1, "closed-form", 0, "own+64") for teacher in HALF)
     both = [f"{100 * above(row):.1f} %, {far(row):.2f} nats" for row in (demo, t1)]
-    assert f"calibration alone gives {both[0]} (demo) and {both[1]} (t1)" in text
+    assert f"last 64 tokens give {both[0]} (demo) and {both[1]} (t1) in answers" in text
     assert f"lose more than {limit} nats there" in text
     # "groups of two pass after 64 steps and groups of four after 512"
     losses = {
