@@ -55,6 +55,8 @@ def choose_generated_kv(
         raise UsageError(f"`exact_tail`={tail!r}: must be a whole number, at least 0")
     if tail and kv == "boundary":
         raise UsageError(f"`exact_tail`={tail} needs `generated_kv`=own")
+    if tail > (positions := config.max_position_embeddings):
+        raise UsageError(f"`exact_tail`={tail}: this model has {positions} positions")
     try:
         return dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
     except ConfigError as error:

@@ -321,8 +321,8 @@ class ExpandedGroups:
 
 def with_expanded_groups(stored: Source) -> Source:
     """The same model without groups: every upper layer with keys and values of its own. Its
-    queries fit those. Where the model attends to two caches (`Config.has_two_caches`), this is the
-    model for `boundary`.
+    queries fit those, and not the teacher's keys: it is for `generated_kv` boundary only. Where
+    the model attends to two caches (`Config.has_two_caches`), its queries stay scaled for that.
 
     Raises `UsageError` if it has mixes and is quantised.
     """
@@ -335,7 +335,8 @@ def with_expanded_groups(stored: Source) -> Source:
     if config.has_two_caches:
         logger.warning(
             "written without groups the model is for generated_kv=boundary: its queries fit the "
-            "shared keys only"
+            "shared keys only, and stay scaled for own; better write the model as it was before "
+            "it was scaled"
         )
         config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
     config = config.cut(config.num_key_value_layers)

@@ -175,6 +175,11 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
         check_closed_form(config)
         if source.has_delta:
             logger.warning("the model has a delta already, which a new fit replaces")
+        if config.has_two_caches:
+            logger.warning(
+                "`generated_kv`=own with layers that share caches: first distil such a model for "
+                "boundary, then scale it with `keep_delta`"
+            )
     exported = recipe.output_dir / EXPORT
     with removed_if_empty(recipe.output_dir):
         prepare_folder(recipe.output_dir, recipe.model)
@@ -212,8 +217,8 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
         del students
     if is_main_process():
         if results:
-            print(table(results))
-            warn_of_losses(results)
+            print(table(results, config))
+            warn_of_losses(results, config, keep_delta=keep_delta)
         write_json(
             recipe.output_dir / CALIBRATION,
             {
@@ -277,12 +282,13 @@ def measure(
     return results
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, Any]], config: Config) -> str:
     """One line per student, the teacher's perplexity in the title."""
     *_, last = results.values()
     teacher = last["teacher_perplexity"]
+    which = ", those after a random point of each text" * (config.generated_kv == "own")
     lines = [
-        f"{last['tokens']:,} tokens of held-out text; teacher's perplexity {teacher:,.3f}",
+        f"{last['tokens']:,} tokens of held-out text{which}; teacher's perplexity {teacher:,.3f}",
         "projections  perplexity  above the teacher      KL  agreement  far tokens, nats lost",
     ]
     for name, row in results.items():
@@ -301,17 +307,20 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def warn_of_losses(results: dict[str, dict[str, Any]]) -> None:
+def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_delta: bool) -> None:
     """Log a warning if the last student should not be served as it is: it loses more than
     `far_tokens.MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without
     losing less there."""
     (before, old), (name, new) = results.items()
     lost, lost_before = new["far_nats"], old["far_nats"]
-    warn_of_far_loss(
-        lost,
-        f"the {name} model",
-        "distil it before you serve it, or keep more layers (`num_key_value_layers`)",
-    )
+    if config.generated_kv == "boundary":
+        remedy = "distil it before you serve it"
+    elif keep_delta or not config.has_two_caches:  # training for own loses more on far tokens
+        remedy = "serve it with `generated_kv`=boundary"
+    else:
+        remedy = "distil it for boundary before you scale it"
+    more = "or keep more layers (`num_key_value_layers`)"
+    warn_of_far_loss(lost, f"the {name} model", f"{remedy}, {more}")
     if new["kl"] > old["kl"] and (lost is None or lost >= lost_before):
         logger.warning(
             "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",

@@ -47,10 +47,11 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
     config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
     if recipe.init == "closed-form" and not has_same_delta(found, config):
         check_closed_form(config)
-    positions = config.max_position_embeddings
-    for name, value in (("max_length", recipe.max_length), ("exact_tail", config.exact_tail)):
-        if value > positions:
-            raise UsageError(f"`{name}`={value}: this model has {positions} positions")
+    if recipe.max_length > (positions := config.max_position_embeddings):
+        default = ", the default" if recipe.max_length == Recipe.max_length else ""
+        raise UsageError(
+            f"`max_length`={recipe.max_length}{default}: this model has {positions} positions"
+        )
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
         raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")

@@ -44,6 +44,10 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     return folder
 
 
+CUT = dataclasses.replace(CONFIG, num_layers=4).cut(2)
+OWN = dataclasses.replace(CUT, generated_kv="own")
+
+
 def calibrate(folder: Path, *flags: str) -> int:
     return main(
         ["calibrate", "--model", str(folder / "teacher"), "--data", str(folder / "text.txt")]
@@ -206,8 +210,11 @@ def test_far_predictions_are_found_once(folder, monkeypatch):
 def test_the_table_says_what_far_tokens_are(tokens, lost, cell, sentence):
     row = {"teacher_perplexity": 9.0, "perplexity": 10.0, "kl": 0.1, "agreement": 0.9}
     row |= {"tokens": 5000, "far_tokens": tokens, "far_nats": lost}
-    table = train_calibrate.table({"copied": row, "calibrated": row})
+    table = train_calibrate.table({"copied": row, "calibrated": row}, CUT)
     assert re.search(f"^calibrated .* {cell}\nfar tokens: {sentence}$", table, re.M)
+    own = train_calibrate.table({"copied": row, "calibrated": row}, OWN)
+    behind = "5,000 tokens of held-out text, those after a random point of each text;"
+    assert behind not in table and behind in own
 
 
 def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
@@ -215,12 +222,12 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
     cases = (0.01, 0.16, 1), (0.03, 0.14, 0), (0.03, 0.31, 2), (0.01, None, 0), (0.03, None, 1)
     for kl, far, warnings in cases:
         caplog.clear()
-        train_calibrate.warn_of_losses(
-            {"copied": before, "calibrated": {"kl": kl, "far_nats": far}}
-        )
+        results = {"copied": before, "calibrated": {"kl": kl, "far_nats": far}}
+        train_calibrate.warn_of_losses(results, CUT, keep_delta=False)
         assert len(caplog.records) == warnings
     caplog.clear()
-    train_calibrate.warn_of_losses({"copied": before, "calibrated": {"kl": 0.03, "far_nats": 0.4}})
+    results = {"copied": before, "calibrated": {"kl": 0.03, "far_nats": 0.4}}
+    train_calibrate.warn_of_losses(results, CUT, keep_delta=False)
     far, kl = caplog.messages
     assert far.startswith("the calibrated model loses 0.40 nats on tokens that depend on the far")
     assert (
@@ -228,6 +235,21 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
         == "the calibrated model's KL from the teacher, 0.0300, is above that of the model "
         + ("copied, 0.0200")
     )
+
+
+@pytest.mark.parametrize(
+    ("group", "keep_delta", "remedy"),
+    [
+        (1, False, "serve it with `generated_kv`=boundary"),
+        (2, False, "distil it for boundary before you scale it"),
+        (2, True, "serve it with `generated_kv`=boundary"),
+    ],
+)
+def test_training_is_no_remedy_for_own(group, keep_delta, remedy, caplog):
+    config = dataclasses.replace(CUT.cut(CUT.num_key_value_layers, group), generated_kv="own")
+    rows = {name: {"kl": 0.1, "far_nats": 0.4} for name in ("one", "other")}
+    train_calibrate.warn_of_losses(rows, config, keep_delta=keep_delta)
+    assert caplog.messages[0].endswith(f": {remedy}, or keep more layers (`num_key_value_layers`)")
 
 
 BAD_INPUT = {

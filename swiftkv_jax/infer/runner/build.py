@@ -61,6 +61,11 @@ def build_model_runner(
             "it; measure it before you rely on its answers"
         )
     kv = kv_programs(served, mixed=mixed)
+    if swiftkv and config.generated_kv == "boundary" and kv != "boundary":
+        logger.warning(
+            "`generated_kv`=own: this model was made for boundary; it may hardly attend to distant "
+            "prompt tokens while its average perplexity is good, so measure it on those"
+        )
     two_caches = serves_two_caches(served, kv)
     if kv != "boundary":
         _check_own_kv(model, two_caches)

@@ -11,6 +11,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.cache import KVCacheDtype
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import PrefillProgram, Program, UpperProgram, lower_all
@@ -100,3 +101,21 @@ def test_serving_a_model_for_own_with_boundary_is_warned_of(generated_kv, warned
     options = EngineOptions(max_model_len=64, max_num_seqs=1, generated_kv=generated_kv)
     build_model_runner(dataclasses.replace(found, config=made_for_own), options)
     assert sum("was made for own" in record.message for record in caplog.records) == warned
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [({}, 0), ({"generated_kv": "own", "exact_tail": 2}, 1), ({"mixed_generated_kv": True}, 1)],
+    ids=str,
+)
+def test_serving_a_model_for_boundary_with_own_is_warned_of(options, warned, caplog):
+    build_model_runner(
+        model("float32", 8), EngineOptions(max_model_len=64, max_num_seqs=1, **options)
+    )
+    assert sum("was made for boundary" in record.message for record in caplog.records) == warned
+
+
+def test_a_tail_beyond_the_positions_is_refused():
+    options = EngineOptions(max_model_len=64, generated_kv="own", exact_tail=10**6)
+    with pytest.raises(UsageError, match=r"`exact_tail`=1000000: this model has \d+ positions"):
+        build_model_runner(model("float32", 8), options)
