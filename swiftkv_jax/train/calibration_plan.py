@@ -33,6 +33,7 @@ from .memory import sharded_bytes
 from .plan import (
     ASSUMED_UTILISATION,
     compile_and_report,
+    count_devices,
     machines_of,
     planned_model,
     table_of_bytes,
@@ -86,7 +87,7 @@ def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
         f"calibration of {config.num_upper_layers} upper layers of {config.num_layers} in groups "
         f"of {config.key_value_group_size} on {tokens:,} tokens: {steps} batches of {rows} rows "
         f"of {recipe.max_length:,}\n"
-        f"mesh {recipe.mesh} ({math.prod(recipe.mesh)} devices), {dtype}; then one factorisation "
+        f"mesh {recipe.mesh} ({count_devices(recipe.mesh)}), {dtype}; then one factorisation "
         f"of {size_of(config):,} x {size_of(config):,} numbers per upper layer on the host"
     )
 

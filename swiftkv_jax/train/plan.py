@@ -109,10 +109,15 @@ def machines_of(mesh: Mesh | AbstractMesh) -> Sequence[Hardware]:
 
 
 def table_of_bytes(title: str, memory: dict[str, float]) -> str:
-    rows = [*memory.items(), ("total", sum(memory.values()))]
+    """In GiB, or in MiB where all is less than one."""
+    rows = [*memory.items(), ("total", total := sum(memory.values()))]
+    unit, size = ("GiB", GIB) if total >= GIB else ("MiB", GIB / 1024)
     width = max(len(title), *(len(name) for name, _ in rows))
     return "\n".join(
-        [f"{title:<{width}}      GiB", *(f"{name:<{width}}  {b / GIB:7.2f}" for name, b in rows)]
+        [
+            f"{title:<{width}}      {unit}",
+            *(f"{name:<{width}}  {b / size:7.2f}" for name, b in rows),
+        ]
     )
 
 
@@ -127,7 +132,7 @@ def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
         f"{frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of "
         f"{config.num_layers} layers own their keys "
         f"and values, groups of {config.key_value_group_size}\n"
-        f"mesh {recipe.mesh} ({math.prod(recipe.mesh)} devices), {dtype}, remat {recipe.remat}; a "
+        f"mesh {recipe.mesh} ({count_devices(recipe.mesh)}), {dtype}, remat {recipe.remat}; a "
         f"step is {recipe.batch_size} rows of "
         f"{recipe.max_length:,} tokens in {recipe.gradient_accumulation_steps} micro-batches, "
         f"{rows} rows to a device"
@@ -135,12 +140,19 @@ def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
 
 
 def table_of_flops(parts: dict[str, float]) -> str:
+    """In GFLOP, or in MFLOP where all is less than one."""
     total, width = sum(parts.values()), max(map(len, parts))
+    unit, size = ("GFLOP", 1e9) if total >= 1e9 else ("MFLOP", 1e6)
     rows = [
-        f"{name:<{width}}  {flops / 1e9:7.1f}  {flops / total:4.0%}"
+        f"{name:<{width}}  {flops / size:7.1f}  {flops / total:4.0%}"
         for name, flops in [*parts.items(), ("total", total)]
     ]
-    return "\n".join([f"{'operations per token':<{width}}    GFLOP", *rows])
+    return "\n".join([f"{'operations per token':<{width}}    {unit}", *rows])
+
+
+def count_devices(mesh: MeshShape) -> str:
+    count = math.prod(mesh)
+    return f"{count} device{'s' * (count > 1)}"
 
 
 def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:

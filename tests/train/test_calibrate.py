@@ -23,7 +23,7 @@ from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train import calibrate as train_calibrate
-from swiftkv_jax.train import evaluation, far_tokens
+from swiftkv_jax.train import evaluation, far_tokens, plan
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
 from tests import tiny
@@ -350,3 +350,16 @@ def test_host_memory_is_what_is_planned(group):
     planned = sum(host_memory(config, jnp.dtype(jnp.float32)).values())
     print(f"peak {peak:,}, planned {planned:,.0f}, ratio {peak / planned:.3f}")
     assert peak == pytest.approx(planned, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("scale", "units"), [(1.0, ("MiB", "MFLOP")), (1024.0, ("GiB", "GFLOP"))], ids=str
+)
+def test_small_models_are_planned_in_small_units(scale, units):
+    tables = (
+        plan.table_of_bytes("memory", {"weights": 3 * 2.0**20 * scale}),
+        plan.table_of_flops({"teacher": 3e6 * scale}),
+    )
+    for table, unit in zip(tables, units, strict=True):
+        title, *rows = table.splitlines()
+        assert title.endswith(unit) and all(re.search(r" 3\.[01]", row) for row in rows)
