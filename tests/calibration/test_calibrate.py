@@ -338,6 +338,12 @@ def test_bad_data_is_one_line(case):
     assert "\n" not in str(error.value)
 
 
+def test_empty_texts_hold_no_token(tokenizer):
+    """Though the tokenizer puts one before every text."""
+    with pytest.raises(skv.UsageError, match="no token"):
+        skv.calibrate(dataclasses.replace(random_teacher(), tokenizer=tokenizer), ["", ""], 2)
+
+
 def test_cuts_that_do_not_fit():
     with pytest.raises(skv.ConfigError, match="must divide"):
         skv.calibrate(random_teacher(), TOKENS, 2, 3)

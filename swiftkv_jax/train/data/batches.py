@@ -42,7 +42,7 @@ def calibration_batches(
 def _texts(texts: list[str], tokenizer: Any) -> list[Example]:
     if tokenizer is None:
         raise UsageError("`data`: texts need a model with a tokenizer; give rows of token ids")
-    documents = (Document(f"text {i}", text=text) for i, text in enumerate(texts))
+    documents = (Document(f"text {i}", text=text) for i, text in enumerate(texts) if text)
     return [found for found in tokenize(documents, tokenizer) if isinstance(found, Example)]
 
 
