@@ -109,9 +109,9 @@ def machines_of(mesh: Mesh | AbstractMesh) -> Sequence[Hardware]:
 
 
 def table_of_bytes(title: str, memory: dict[str, float]) -> str:
-    """In GiB, or in MiB where all is less than one."""
+    """In GiB, or in MiB where all is less than a quarter of one."""
     rows = [*memory.items(), ("total", total := sum(memory.values()))]
-    unit, size = ("GiB", GIB) if total >= GIB else ("MiB", GIB / 1024)
+    unit, size = ("GiB", GIB) if total >= GIB / 4 else ("MiB", GIB / 1024)
     width = max(len(title), *(len(name) for name, _ in rows))
     return "\n".join(
         [
