@@ -22,9 +22,10 @@ def test_logits(case, load):
     np.testing.assert_allclose(logits(load(case)), models.recorded(case).logits, atol=2e-4, rtol=0)
 
 
-SERVED = "qwen2-window qwen3-moe phi4-mini olmo3 gemma2 glm4".split()
-"""Cases that cover the options that the engine has code for; the others are served by `make
-test-all`."""
+SERVED = (
+    "qwen2-window qwen3-moe smollm3 phi4-mini olmo3 gemma2 gemma3 glm4 granite4-unrotated".split()
+)
+"""Cases whose options the engine has code for; the others are served by `make test-all`."""
 
 
 @pytest.mark.parametrize(
