@@ -1,8 +1,9 @@
 """What limits a student in closed form: the number of calibration tokens, or the linear fit.
 
-    python -m benchmarks.closed_form        five minutes on two cores
+    python -m benchmarks.closed_form                        five minutes on two cores
+    python -m benchmarks.closed_form --teacher build/t2     of a teacher by `benchmarks.teachers`
 
-The demo model with half of its layers cut and no groups, without training, on the held-out text of
+A teacher with half of its layers cut and no groups, without training, on the held-out text of
 `python -m benchmarks.quality`: fitted to more and more tokens; and with the teacher's keys, or
 values, of every token in place of the fitted ones, which no engine could serve.
 """
@@ -62,6 +63,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flag = arguments.add_argument
+    flag(
+        "--teacher",
+        type=Path,
+        metavar="FOLDER",
+        help="of `python -m benchmarks.teachers` (default: the demo model and its text)",
+    )
     flag("--rows", type=int, help="held-out rows (default: all of `benchmarks.quality`)")
     flag("--tokens", type=_counts, default=TOKENS, metavar="N,...", help="of calibration")
     flag("--folder", type=Path, default=Path("runs/closed-form"), help="packed training rows")
@@ -81,10 +88,13 @@ def measure(args: argparse.Namespace) -> int:
     emulate_cpu_devices(math.prod(parse_mesh(MESH)))
     facts, mesh = report.environment(seed=0), make_mesh(parse_mesh(MESH))
     kind, date = facts["device"]["kind"], facts["date"]
-    output = args.output or report.default_path("closed-form", kind, date)
+    files = TeacherFiles.demo() if args.teacher is None else TeacherFiles.of(args.teacher)
+    files.check()
+    subject = "closed-form" if args.teacher is None else f"closed-form-{files.name}"
+    output = args.output or report.default_path(subject, kind, date)
     report.check_writable(output)
-    recipe, data, teacher = open_demo(args.folder, mesh, args.rows)
-    document: dict[str, Any] = facts | {"cells": []}
+    recipe, data, teacher = open_teacher(files, args.folder, mesh, args.rows)
+    document: dict[str, Any] = facts | {"teacher": files.description, "cells": []}
     cells = document["cells"]
     for tokens in args.tokens:
         student, r2 = _fitted(recipe, data, mesh, tokens)
@@ -107,10 +117,11 @@ def measure(args: argparse.Namespace) -> int:
     return cli.OK
 
 
-def open_demo(folder: Path, mesh: Mesh, rows: int | None) -> tuple[Recipe, DatasetMixture, Teacher]:
-    """The demo model's recipe, its training rows, packed in `folder`, and the teacher on `rows`
-    held-out rows, with the states that enter its second half."""
-    files = TeacherFiles.demo()
+def open_teacher(
+    files: TeacherFiles, folder: Path, mesh: Mesh, rows: int | None
+) -> tuple[Recipe, DatasetMixture, Teacher]:
+    """A teacher's recipe, its training rows, packed in `folder`, and the teacher on `rows` held-out
+    rows, with the states that enter its second half."""
     recipe = dataclasses.replace(DEMO, model=str(files.model), dtype="float32")
     tokenizer, texts = open_tokenizer(recipe), list(files.held_out_texts())
     training = prepare(files.train, tokenizer, recipe.max_length, folder / "data")

@@ -26,10 +26,11 @@ from swiftkv_jax.train.setup import cut_model, load_model
 from swiftkv_jax.train.start import initialize_delta
 
 from . import report
-from .closed_form import MESH, compared, open_demo
+from .closed_form import MESH, compared, open_teacher
 from .markdown import section, table
 from .quality.scores import MODES, score_student
 from .quality.students import train
+from .teachers.files import TeacherFiles
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -59,7 +60,7 @@ def measure(args: argparse.Namespace) -> int:
     kind, date = facts["device"]["kind"], facts["date"]
     output = args.output or report.default_path("hidden-loss", kind, date)
     report.check_writable(output)
-    recipe, data, teacher = open_demo(args.folder, mesh, args.rows)
+    recipe, data, teacher = open_teacher(TeacherFiles.demo(), args.folder, mesh, args.rows)
     recipe = dataclasses.replace(recipe, key_value_group_size=GROUP, max_steps=args.steps)
     model = load_model(recipe, cut_model(recipe, open_any(recipe.model).config), mesh)
     start, _ = initialize_delta(recipe, model, data, mesh)

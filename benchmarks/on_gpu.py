@@ -25,11 +25,6 @@ Documents = Sequence[Mapping[str, Any]]
 
 PRINTED = (
     (
-        "calibration, the pass over 1,048,576 tokens of Llama-3.1-8B's shape",
-        "58.7 s, 41 % of the rate of a large product; the run ended before the solution",
-        "`python -m benchmarks.calibration`",
-    ),
-    (
         "the check of two configurations when an engine starts",
         "18 s",
         "`python -m benchmarks.serve`",
@@ -46,8 +41,8 @@ PRINTED = (
         "`python -m benchmarks.command_buffers --shapes smoke`",
     ),
     (
-        "training a model of 28M parameters from scratch",
-        "680,000 tokens/s",
+        "training a model of 28.3M parameters from scratch on 131M tokens",
+        "468,000 tokens/s, with a measurement of 0.5M held-out tokens every 250 steps",
         "`python -m benchmarks.teachers t2`",
     ),
     ("the demo model's answer", "128 tokens of Python", "`swiftkv infer`"),
@@ -65,6 +60,14 @@ def summarised(kernels: Documents, serve: Documents, train: Documents, page: str
     lines = [
         ("prefill of 8,192 tokens", *(f"{row['tokens_per_s']:,.0f} tokens/s" for row in eight)),
         ("time to the first token of such a prompt", *(f"{1e3 * r['ttft']:.0f} ms" for r in eight)),
+        (
+            "512 prompts of 2,000 tokens with answers of 250, together",
+            *(
+                f"{row['tokens_per_s']:,.0f} tokens/s, {row['normalised_flops_per_s'] / 1e12:.0f} "
+                "normalised TFLOP/s"
+                for row in part_rows(serve, "offline")
+            ),
+        ),
         (
             "time per output token, 1 and 256 sequences of 1,024 tokens",
             *(
@@ -91,26 +94,38 @@ def summarised(kernels: Documents, serve: Documents, train: Documents, page: str
     )
 
 
-def full_page(checks: Documents, kernels: Documents, serve: Documents, train: Documents) -> str:
-    """The page: kernels, serving, training."""
+def full_page(
+    checks: Documents,
+    kernels: Documents,
+    serve: Documents,
+    train: Documents,
+    calibrations: Documents,
+) -> str:
+    """The page: kernels, serving, training, calibration."""
     facts = kernels[-1]
-    versions, device, roofline = facts["versions"], facts["device"], facts["roofline"]
+    versions, device = facts["versions"], facts["device"]
+    rates, bandwidths = (
+        sorted(document["roofline"][part] for document in kernels)
+        for part in ("flops", "bandwidth")
+    )
     return "\n\n".join(
         [
             f"# {TITLE}",
             f"Measured on {DEVICE} on {facts['date'][:10]}: driver {device['driver']}, CUDA 13.0, "
             f"JAX {versions['jax']}, cuDNN {versions['nvidia-cudnn-cu13']}. One run of each "
             "command, with random weights and inputs. Shares are of what a large bfloat16 product "
-            f"and a large copy reached in the same run, about {roofline['flops'] / 1e12:.0f} "
-            f"TFLOP/s and {roofline['bandwidth'] / 1e9:,.0f} GB/s. Predictions are those of "
+            f"and a large copy reached in the same run: {rates[0] / 1e12:.0f} to "
+            f"{rates[-1] / 1e12:.0f} TFLOP/s and {bandwidths[0] / 1e9:,.0f} to "
+            f"{bandwidths[-1] / 1e9:,.0f} GB/s. Predictions are those of "
             "`python -m benchmarks.predict`, made before any of this was measured.",
-            "The result files name the commit that was checked out. Its copy had two changes that "
-            "were committed afterwards: `benchmarks.serve --only`, and copies of at most 1 GiB in "
-            "the measurement of the roofline.",
+            "The result files name the commit that was checked out. In the runs until 08:33, "
+            "its copy had two changes that were committed afterwards: `benchmarks.serve --only`, "
+            "and copies of at most 1 GiB in the measurement of the roofline.",
             correctness(checks),
             attention(kernels),
             serving(serve),
             training(train),
+            calibration(calibrations[-1]),
             section(
                 "Besides",
                 "These figures were printed by commands and are in no result file.",
@@ -207,11 +222,12 @@ def attention(kernels: Documents) -> str:
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if any(not row["planned_before"] for row in rows if row["name"].startswith("decode")):
+    decode = [row for row in rows if row["name"].startswith("decode")]
+    if planned := [f"`{row['name']}`" for row in decode if not row["planned_before"]]:
         yield (
-            "The times of decoding include the plan of its thread blocks, which an engine makes "
-            "once a step for all layers: by XLA's compiler three small kernels for one sequence "
-            "and seven for 64. The predictions leave them out, and `benchmarks.kernels` does now."
+            f"The times of {' and '.join(planned)} include the plan of the thread blocks, which an "
+            "engine makes once a step for all layers: by XLA's compiler three small kernels for "
+            "one sequence and seven for 64. The predictions and the other rows leave it out."
         )
     for row in rows:
         ours, others = row["seconds"], row["others"]
@@ -257,7 +273,7 @@ def serving(serve: Documents) -> str:
     predicted = {
         (name, row["label"], row["variant"]): row["seconds"]
         for document in serve
-        for name, one in document["predicted"].items()
+        for name, one in document.get("predicted", {}).items()  # a run that ended early has none
         for row in one["rows"]
     }
     ratios = sorted(
@@ -335,4 +351,22 @@ def training(train: Documents) -> str:
             lines,
         ),
         *([f"Not measured, for lack of time: {left_out}."] if left_out else []),
+    )
+
+
+# Calibration ------------------------------------------------------------------
+
+
+def calibration(document: Mapping[str, Any]) -> str:
+    """The pass over the teacher on the device, and the solutions on the host."""
+    found, peak = document["pass"], document["roofline"]["published"]["flops"]
+    first, second = (one["seconds"] for one in document["solutions"])
+    return section(
+        "Calibration",
+        f"`python -m benchmarks.calibration`: Llama-3.1-8B, K = 16, rows of {found['length']:,} "
+        f"tokens. The pass over {found['tokens']:,} tokens took {found['seconds']:.1f} s, "
+        f"{found['of_product']:.0%} of the rate of a large product and "
+        f"{found['flops'] / found['seconds'] / peak:.0%} of the published peak, in "
+        f"{found['peak_bytes'] / GIB:.1f} GiB. The solution on {document['host']['cores']} cores "
+        f"of the host took {first:.1f} s without groups and {second:.1f} s in groups of two.",
     )

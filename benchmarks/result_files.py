@@ -20,6 +20,7 @@ RESULT_NAMES = {
     "HTTP, a model": "http-medium-cpu",
     "8 bits": "kv-quantization-cpu",
     "closed form": "closed-form-cpu",
+    "closed form, t2": "closed-form-t2-cpu",
     "hidden loss": "hidden-loss-cpu",
     "loss": "loss-compiled-for-h200",
     "train step": "train-step-compiled-for-h200",
@@ -29,7 +30,7 @@ RESULT_NAMES = {
 """Subject -> what the names of its result files begin with; they end in the time."""
 ALL_RESULT_NAMES = {
     f"{name}, H100": f"{name}-nvidia-h100-80gb-hbm3"
-    for name in ("check-kernels", "kernels", "serve", "train-step")
+    for name in ("check-kernels", "kernels", "serve", "train-step", "calibration")
 }
 """The same, of subjects of which all files count: each has some of the rows."""
 OPTIONAL = {"hidden loss"}

@@ -4,13 +4,15 @@
     python docs/img/make_pictures.py pages       one
 
 The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here. The plots
-(`prefill`, `prefill-h100`, `analysis`, `run`, `quality`) are drawn from committed measurements.
+(`prefill`, `prefill-h100`, `analysis`, `analysis-t2`, `run`, `quality`) are drawn from committed
+measurements.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -296,12 +298,12 @@ def prefill_h100(path: Path) -> None:
     draw("prefill", part_rows(all_of("serve, H100"), "prefill"), path)
 
 
-def analysis(path: Path) -> None:
-    """`swiftkv train analyze` of the demo model."""
+def analysis(path: Path, data: str = "analysis.json") -> None:
+    """`swiftkv train analyze` of the demo model, or of another with another data file."""
     from swiftkv_jax.train.plots import draw_analysis
     from swiftkv_jax.train.sweep import Analysis, CutResult
 
-    found = json.loads((DATA / "analysis.json").read_text(encoding="utf-8"))
+    found = json.loads((DATA / data).read_text(encoding="utf-8"))
     cuts = [CutResult(**cut) for cut in found["cuts"]]
     names = {field.name for field in dataclasses.fields(Analysis)} - {"cuts"}
     draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts), path)
@@ -335,6 +337,7 @@ PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "prefill": (prefill, "png"),
     "prefill-h100": (prefill_h100, "png"),
     "analysis": (analysis, "png"),
+    "analysis-t2": (functools.partial(analysis, data="analysis-t2.json"), "png"),
     "run": (run, "svg"),
     "quality": (quality, "png"),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
@@ -37,6 +38,8 @@ from .cut_kv import States, calibrated_kv, copied_kv, layer_of
 from .distill import linear_kl
 from .far_tokens import only_far
 from .recipe import Init
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,7 @@ def analyze_cuts(
     if init == "closed-form":
         calibration_tokens = _real_tokens(calibration)
         warn_of_few_tokens(config, calibration_tokens)
+        logger.info("calibrating %d cuts on %d tokens", len(cuts), calibration_tokens)
         fitted_to = functools.partial(states, calibration, "calibrating")
         starts = calibrated_kv(config, llama, groups, fitted_to, attention)
     else:
@@ -149,6 +153,7 @@ def analyze_cuts(
             row = _cut(config, k, g, means, student.layers, prompt_length, llama.embed.dtype)
             results.append(row if far_tokens else dataclasses.replace(row, far_nats=None))
             teacher_nll = float(means[2])
+        logger.info("K=%d measured, %d of %d cuts done", k, len(results), len(cuts))
     return Analysis(
         init=init,
         tokens=int(targets),
