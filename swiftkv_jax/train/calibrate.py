@@ -29,6 +29,7 @@ import jax
 from jax.sharding import Mesh
 
 from .. import cli
+from ..calibration import SLOPE_TOKENS
 from ..checkpoints import open_any, save_hf
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
@@ -51,7 +52,7 @@ from .arguments import (
     make_recipe,
 )
 from .data.loader import DatasetMixture
-from .evaluation import far_loss, load_held_out, sums, warn_of_far_loss
+from .evaluation import ShuffledBatches, far_loss, load_held_out, sums, warn_of_far_loss
 from .far_tokens import FAR_NATS
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
@@ -64,12 +65,15 @@ from .setup import (
     open_tokenizer,
     source_dtype,
 )
-from .start import initialize_delta, scale_queries
+from .start import calibration_tokens, initialize_delta, rows_left, scale_queries
 from .step import make_eval_step
 
 logger = logging.getLogger(__name__)
 
 
+HELD_OUT = "held-out text"
+LEFT = "the data, in rows that were not fitted to"
+"""What a table was measured on."""
 # Arguments that are no fields of `Recipe`.
 _NOT_IN_RECIPE = "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
 
@@ -88,7 +92,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH[:WEIGHT]",
         help="text, in the forms of training data; repeat to mix (demo: stdlib)",
     )
-    flag("--eval-data", metavar="PATH", help="held-out text to measure on (demo: stdlib's)")
+    flag(
+        "--eval-data",
+        metavar="PATH",
+        help="held-out text to measure on (default: rows of "
+        "--data that are not fitted to; demo: stdlib's)",
+    )
     flag("--output-dir", type=Path, help="model, record and prepared data (demo: runs/calibrate)")
     add_cut(result, "fit to, measure with and export")
     flag(
@@ -205,19 +214,28 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
-    results = {}
-    if eval_data is not None:
+    results, chosen = {}, None
+    if eval_data is None:
+        fitted = 0 if keep_delta else calibration_tokens(recipe, config)
+        scaled = SLOPE_TOKENS if config.has_two_caches else 0
+        chosen = rows_left(recipe, data, max(fitted, scaled))
+    if eval_data is None and chosen is None:
+        logger.warning(
+            "nothing is measured, because all of `data` was fitted to: give `eval_data`, more "
+            "`data` or fewer `calibration_tokens`"
+        )
+    else:
         if keep_delta:
             students = {"as it was": given, "scaled": calibrated}
         else:
             copied = dataclasses.replace(recipe, init="authors", calibration_tokens=None)
             copy = initialize_delta(copied, model, data, mesh)[0]
             students = {"copied": copy, "calibrated": calibrated}
-        results = measure(recipe, students, eval_data, mesh)
+        results = measure(recipe, students, eval_data or data, mesh, chosen)
         del students
     if is_main_process():
         if results:
-            print(table(results, config))
+            print(table(results, config, HELD_OUT if chosen is None else LEFT))
             warn_of_losses(results, config, keep_delta=keep_delta)
         write_json(
             recipe.output_dir / CALIBRATION,
@@ -230,6 +248,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
                 "exact_tail": config.exact_tail,
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
+                "measured_on": recipe.eval_data if chosen is None else recipe.data,
                 "seconds": round(seconds, 2),
             },
         )
@@ -257,13 +276,17 @@ def _check_kept(source: Source, config: Config) -> None:
 
 
 def measure(
-    recipe: Recipe, students: dict[str, Model], data: DatasetMixture, mesh: Mesh
+    recipe: Recipe,
+    students: dict[str, Model],
+    data: DatasetMixture,
+    mesh: Mesh,
+    chosen: ShuffledBatches | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """For each student of one teacher: the number of predictions on held-out rows, perplexities,
-    divergence and agreement on them, and the nats lost on those that depend on the far prompt, of
-    which there may be none."""
+    """For each student of one teacher: the number of predictions on held-out rows (those `chosen`,
+    or the first of `data`), perplexities, divergence and agreement on them, and the nats lost on
+    those that depend on the far prompt, of which there may be none."""
     first = next(iter(students.values()))
-    rows = load_held_out(recipe, first.config, first.llama, data, mesh)
+    rows = load_held_out(recipe, first.config, first.llama, data, mesh, chosen)
     step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
     results = {}
     for name, student in students.items():
@@ -282,13 +305,14 @@ def measure(
     return results
 
 
-def table(results: dict[str, dict[str, Any]], config: Config) -> str:
-    """One line per student, the teacher's perplexity in the title."""
+def table(results: dict[str, dict[str, Any]], config: Config, text: str = HELD_OUT) -> str:
+    """One line per student; what `text` they were measured on and the teacher's perplexity in the
+    title."""
     *_, last = results.values()
     teacher = last["teacher_perplexity"]
     which = ", those after a random point of each text" * (config.generated_kv == "own")
     lines = [
-        f"{last['tokens']:,} tokens of held-out text{which}; teacher's perplexity {teacher:,.3f}",
+        f"{last['tokens']:,} tokens of {text}{which}; teacher's perplexity {teacher:,.3f}",
         "projections  perplexity  above the teacher      KL  agreement  far tokens, nats lost",
     ]
     for name, row in results.items():

@@ -20,6 +20,7 @@ from ..params import Llama
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, first_batches
+from .data.loader import batches as shuffled_batches
 from .distill import Sums
 from .far_tokens import MAX_FAR_LOSS, only_far
 from .metrics import EVAL_FAR_NATS, EVAL_LOSS, METRICS, read_metrics
@@ -27,6 +28,15 @@ from .recipe import Recipe
 from .setup import own_tail
 
 logger = logging.getLogger(__name__)
+
+
+class ShuffledBatches(NamedTuple):
+    """Batches `start` to `stop - 1` of shuffled data, in the order in which training reads it."""
+
+    size: int
+    """Rows of a batch, over all devices."""
+    start: int
+    stop: int
 
 
 class HeldOut(NamedTuple):
@@ -38,10 +48,16 @@ class HeldOut(NamedTuple):
 
 
 def load_held_out(
-    recipe: Recipe, config: Config, llama: Llama, data: DatasetMixture, mesh: Mesh
+    recipe: Recipe,
+    config: Config,
+    llama: Llama,
+    data: DatasetMixture,
+    mesh: Mesh,
+    chosen: ShuffledBatches | None = None,
 ) -> HeldOut:
-    """The first rows of `data`, as many as the recipe evaluates. The teacher runs on them twice to
-    find the far-dependent predictions. Logs a warning if the exact tail covers the prompts."""
+    """The first rows of `data`, as many as the recipe evaluates, or those `chosen`. The teacher
+    runs on them twice to find the far-dependent predictions. Logs a warning if the exact tail
+    covers the prompts."""
     if config.exact_tail >= recipe.max_length // 2:
         logger.warning(
             "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
@@ -49,24 +65,39 @@ def load_held_out(
             config.exact_tail,
             recipe.max_length,
         )
-    batches = list(_batches(recipe, config, data, mesh))
+    batches = list(_batches(recipe, config, data, mesh, chosen))
     # The same rows with all predictions: far tokens are found by halves of a row, whatever the
     # roles of its tokens are.
     boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
-    whole = batches if boundary == config else _batches(recipe, boundary, data, mesh)
+    whole = batches if boundary == config else _batches(recipe, boundary, data, mesh, chosen)
     attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
     return HeldOut(batches, [only_far(config, attention, llama, batch) for batch in whole])
 
 
-def _batches(recipe: Recipe, config: Config, data: DatasetMixture, mesh: Mesh) -> Iterator[Batch]:
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
-    for local in first_batches(
-        data,
-        sharder.num_rows,
-        positions=sharder.positions,
-        limit=recipe.eval_batches * recipe.gradient_accumulation_steps,
-        own_tail=own_tail(config),
-    ):
+def _batches(
+    recipe: Recipe,
+    config: Config,
+    data: DatasetMixture,
+    mesh: Mesh,
+    chosen: ShuffledBatches | None,
+) -> Iterator[Batch]:
+    size = recipe.micro_batch_size if chosen is None else chosen.size
+    sharder = BatchSharder(batch_sharding(mesh), (size,))
+    count, positions, tail = sharder.num_rows, sharder.positions, own_tail(config)
+    if chosen is None:
+        limit = recipe.eval_batches * recipe.gradient_accumulation_steps
+        found = first_batches(data, count, positions=positions, limit=limit, own_tail=tail)
+    else:
+        found = shuffled_batches(
+            data,
+            count,
+            positions=positions,
+            seed=recipe.seed,
+            start=chosen.start,
+            stop=chosen.stop,
+            own_tail=tail,
+        )
+    for local in found:
         yield sharder.shard(local.batch)
 
 

@@ -26,6 +26,7 @@ from ..model import Model
 from ..sharding import batch_sharding, swiftkv_shardings
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, batches
+from .evaluation import ShuffledBatches
 from .recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ START = "start.json"
 """The record of a run's initial delta, in its output folder."""
 TOKENS_PER_DIMENSION = 256
 """Calibration tokens per entry of the hidden state, by default."""
+FITTED_PER_MEASURED = 8
+"""Rows that are fitted to for each that is measured, where there is no held-out text."""
 
 
 class Start(NamedTuple):
@@ -142,13 +145,9 @@ def calibration_tokens(recipe: Recipe, config: Config) -> int:
 
 
 def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
-    """Batches of at least `tokens` positions, or as far as the data goes. None of its rows comes
-    twice, unless it has fewer rows than there are data devices."""
-    rows = min(
-        recipe.micro_batch_size, max(1, data.num_rows // recipe.mesh.rows) * recipe.mesh.rows
-    )
-    count = min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
-    sharder = BatchSharder(batch_sharding(mesh), (rows,))
+    """Batches of at least `tokens` positions, or as far as the data goes."""
+    size, count = calibration_batches(recipe, data, tokens)
+    sharder = BatchSharder(batch_sharding(mesh), (size,))
     reading = batches(
         data,
         sharder.num_rows,
@@ -164,6 +163,24 @@ def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> I
             yield sharder.shard(local.batch)
     finally:
         reading.close()
+
+
+def calibration_batches(recipe: Recipe, data: DatasetMixture, tokens: int) -> tuple[int, int]:
+    """(rows of a batch, number of batches) of at least `tokens` positions, or as far as the data
+    goes. None of its rows comes twice, unless it has fewer rows than there are data devices."""
+    rows = min(
+        recipe.micro_batch_size, max(1, data.num_rows // recipe.mesh.rows) * recipe.mesh.rows
+    )
+    return rows, min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
+
+
+def rows_left(recipe: Recipe, data: DatasetMixture, tokens: int) -> ShuffledBatches | None:
+    """Batches to measure on that follow those of `tokens` positions, at most one for each
+    `FITTED_PER_MEASURED` of them; None if the data ends with them."""
+    rows, count = calibration_batches(recipe, data, tokens)
+    left = data.num_distinct_rows // rows - count
+    wanted = min(math.ceil(count / FITTED_PER_MEASURED), left)
+    return ShuffledBatches(rows, count, count + wanted) if wanted > 0 else None
 
 
 def describe_fit(layers: tuple[LayerFit, ...]) -> str:

@@ -23,7 +23,7 @@ from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train import calibrate as train_calibrate
-from swiftkv_jax.train import evaluation, far_tokens, plan
+from swiftkv_jax.train import evaluation, far_tokens, plan, start
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.calibration_plan import host_memory
 from tests import tiny
@@ -77,6 +77,36 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
 
     assert calibrate(folder, *flags) == 2
     assert "it holds a model already" in capsys.readouterr().err
+
+
+def test_rows_that_are_not_fitted_to_are_measured(folder, capsys, monkeypatch):
+    """Without held-out text. The rows that are fitted to and the measured ones are two, and no
+    token of the shuffled text is in both."""
+    read = {"fitted": [], "measured": []}
+    for name, module in ("fitted", start), ("measured", evaluation):
+        function = "batches" if name == "fitted" else "shuffled_batches"
+        whole = getattr(module, function)
+
+        def spy(*args, whole=whole, name=name, **options):
+            for local in whole(*args, **options):
+                read[name].append(local.batch.tokens)
+                yield local
+
+        monkeypatch.setattr(module, function, spy)
+    text = folder / "numbers.txt"
+    text.write_text(" ".join(map(str, range(1000))))
+    flags = ["--data", str(text), "--num-key-value-layers", "2", "--output-dir"]
+    assert calibrate(folder, *flags, str(folder / "left"), "--calibration-tokens", "512") == 0
+    fitted, measured = ({row.tobytes() for row in np.concatenate(read[name])} for name in read)
+    assert (len(fitted), len(measured)) == (8, 4) and not fitted & measured
+    record = json.loads((folder / "left" / "calibration.json").read_text())
+    assert set(record["held_out"]) == {"copied", "calibrated"}
+    assert record["measured_on"] == [str(folder / "text.txt"), str(text)]
+    assert "tokens of the data, in rows that were not fitted to; teacher's" in (
+        capsys.readouterr().out
+    )
+    assert calibrate(folder, *flags, str(folder / "none"), "--calibration-tokens", "99999") == 0
+    assert "nothing is measured, because all of --data was fitted to" in capsys.readouterr().err
 
 
 def test_a_shared_basis_that_the_model_has_is_left_behind(folder, capsys):
@@ -280,9 +310,9 @@ def test_a_run_without_data_leaves_nothing(folder):
     for name, (data, code) in itertools.product(
         ("new/none", "old/none", "old"), {"/nonexist": 2, str(empty): 1}.items()
     ):
-        for start in (["calibrate"], []):
+        for first in (["calibrate"], []):
             output = str(folder / name)
-            assert main([*start, *command, "--data", data, "--output-dir", output]) == code
+            assert main([*first, *command, "--data", data, "--output-dir", output]) == code
     assert not (folder / "new").exists()
     assert list((folder / "old").iterdir()) == []
 

@@ -90,6 +90,15 @@ class DatasetMixture:
         )
 
     @property
+    def num_distinct_rows(self) -> int:
+        """Rows of the shuffled mixture until one of them comes a second time."""
+        total = sum(self.proportions)
+        return min(
+            len(data) * total // part
+            for data, part in zip(self.datasets, self.proportions, strict=True)
+        )
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all datasets, each counted once, without padding."""
         return sum(data.manifest.tokens for data in self.datasets)
