@@ -83,7 +83,7 @@ TERMS = _bullets(
     (
         "`closed-form`",
         "the student starts from a least-squares fit, and is trained with this package's recipe, "
-        "at its default learning rate unless the table names another. `closed-form, own` is fitted "
+        "at a learning rate of 0.002 unless the table names another. `closed-form, own` is fitted "
         "to `own`. With g = 1 it is also trained for `own`, without an exact tail; with larger "
         "groups it is trained for `boundary`, and its queries are scaled for `own` afterwards.",
     ),
@@ -115,7 +115,7 @@ VERDICTS = "\n\n".join(
         "Two figures count as different if they are more than two standard errors over seeds "
         "apart. If both students have one seed, they count as different if the 95 % interval of "
         "their difference over the files does not include 0; where a result has no sums of each "
-        "file (the larger teacher), if their intervals do not overlap. A far loss below 0 counts "
+        "file (t1), if their intervals do not overlap. A far loss below 0 counts "
         "as 0. A lower figure does not count if the best learning rate of the authors' recipe is "
         "the smallest or the largest that was tried, because another rate may be better. The best "
         "rates of both recipes are chosen by the perplexity on the same files that the tables "

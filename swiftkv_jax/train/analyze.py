@@ -322,7 +322,7 @@ def _describe_far(analysis: Analysis) -> str:
         f"than {FAR_NATS:g} nat without the far part of the row"
     )
     if any(_loses_far(cut) for cut in analysis.cuts):
-        text += f"; *: more than {MAX_FAR_LOSS:g}, so distil it before you serve it"
+        text += f"; *: more than {MAX_FAR_LOSS:g}: distil it or keep more layers, and measure again"
     return text
 
 

@@ -102,6 +102,11 @@ def run(recipe: Recipe) -> RunResult:
                 f"another, or remove {exported}"
             )
         data, eval_data = load_data(recipe, open_tokenizer(recipe))
+    if eval_data is None and not continues:
+        logger.warning(
+            "without `eval_data` nothing shows what the student loses on tokens that depend on the "
+            "far prompt"
+        )
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
 
     model = load_model(recipe, config, mesh)

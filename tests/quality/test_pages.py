@@ -57,7 +57,7 @@ def test_calibration():
             for start in ("authors", "closed-form")
         ]
         assert f"| {group} | {' | '.join(cells)} |" in text
-    students = [("closed-form", 0), ("closed-form", 64), ("closed-form", 512)]
+    students = [("authors", 0), ("closed-form", 0), ("closed-form", 64), ("closed-form", 512)]
     students += [("authors", 64), ("authors", 512)]
     for name, lower in ("demo", 4), ("t2", 12), ("t2", 8):
         for group in 1, 2, 4:
@@ -67,6 +67,15 @@ def test_calibration():
     for name, layers in LAYERS.items():
         quarter = [far(row) for key, row in rows[name].items() if key[0] == layers // 4]
         assert quarter and min(quarter) > 1, "every student of both loses more than a nat"
+    copied, fitted = (
+        "{value:.3f} nats [{low:.3f}, {high:.3f}]".format(**found["far"]["difference"])
+        for found in (rows["t2"][10, 1, start, 0, *mode] for start in ("authors", "closed-form"))
+    )
+    assert f"{copied} against {fitted.replace(' nats', '')} at K = 10 of t2" in text
+    for name in HALF:
+        shown = rows[name][HALF[name], 1, "closed-form", 0, *mode]
+        shown = 100 * shown["far"]["tokens"] / shown["answers"]["tokens"]
+        assert f"{shown:.1f} %" in text
     for lower in 12, 10, 8, 6, 4:
         plain, served = (
             rows["t2"][lower, 1, "closed-form", 0, *how, "distillation"]
@@ -258,13 +267,21 @@ def test_the_sentences_of_the_readme():
     assert f"More than {limit} nats there" in text
     # "for `t2` half is too early, also after 512 steps"
     assert far(student("t2", 1, "closed-form", 512)) > limit
+    cuts = {cut["num_key_value_layers"]: cut["prefill_flops_share"] for cut in analysis_of_t2()}
+    assert "leaves {:.0f}, {:.0f} or {:.0f} % of".format(*(100 * cuts[k] for k in (12, 10, 8))) in (
+        text
+    )
+
+
+def analysis_of_t2() -> list[dict]:
+    file = DOCS / "img" / "data" / "analysis-t2.json"
+    return json.loads(file.read_text(encoding="utf-8"))["cuts"]
 
 
 def test_choosing_the_cut():
-    """The analysis of t2, what training makes of the cut in half, and where the loss is."""
-    text, measured = page("training.md"), page("measurements.md")
-    found = json.loads((DOCS / "img" / "data" / "analysis-t2.json").read_text(encoding="utf-8"))
-    cuts = {cut["num_key_value_layers"]: cut for cut in found["cuts"]}
+    """The analysis of t2, and what own keys and values and training make of its cuts."""
+    text = page("training.md")
+    cuts = {cut["num_key_value_layers"]: cut for cut in analysis_of_t2()}
     for k in 6, 8, 9, 10, 11, 12:
         cut, fits = cuts[k], [fit["r2_k"] for fit in cuts[k]["layers"][1:]]
         lost = f"{cut['far_nats']:+.3f}" + " *" * (cut["far_nats"] > MAX_FAR_LOSS)
@@ -274,15 +291,35 @@ def test_choosing_the_cut():
         )
         assert f"| {k} | {cells} |" in text
     assert 0.3 < cuts[10]["far_nats"] / cuts[9]["far_nats"] < 0.36, "falls to a third"
-    trained = student("t2", 1, "closed-form", 512)
-    assert f"still cost {100 * above_all(trained):.1f} % and {far(trained):.2f} nats" in text
+    of_layer = [cuts[k]["layers"][11 - k]["r2_k"] for k in (10, 9)]
+    assert "layer 10 with R² {:.3f}, from that of layer 9 with {:.3f}".format(*of_layer) in text
+    rows, modes = (
+        rows_of("t2"),
+        (("boundary", "boundary"), ("own+64", "own"), ("own+64", "boundary")),
+    )
+    for lower in 12, 10, 8:
+        found = [
+            rows.get((lower, 1, "closed-form", steps, *modes[mode], "distillation"))
+            for steps, mode in ((0, 0), (64, 0), (512, 0), (0, 1), (64, 2))
+        ]
+        cells = (f" {far(row):+.3f}{star(row)} |" if row else " |" for row in found)
+        assert f"| {lower} |{''.join(cells)}" in text
+    plain = rows[10, 1, "closed-form", 0, *modes[0], "distillation"]
+    tokens = f"{plain['far']['tokens']:,}"
+    assert f"K = 10 {far(plain):.3f}" in text and f"On the {tokens} of" in text
+
+
+def test_where_the_loss_of_t2_is():
+    text = page("measurements.md")
     cells = {cell["exact"]: cell for cell in measurements.newest("closed form, t2")["cells"]}
     fitted, keys, values = (
         f"{cells[name]['above']:+.1%} and {cells[name]['far']:.2f} nats"
         for name in ("nothing", "keys", "values")
     )
-    assert f"it is {fitted} on far tokens; {keys} with the teacher's keys in" in measured
-    assert f"in place of the fitted ones; {values} with its values" in measured
+    assert f"it is {fitted} on far tokens; {keys} with the teacher's keys in" in text
+    assert f"in place of the fitted ones; {values} with its values" in text
+    mode = 10, 1, "closed-form", 0, "boundary", "boundary", "distillation"
+    assert f"at 62.5 % ({far(rows_of('t2')[mode]):+.3f} nats) only" in text
 
 
 @pytest.mark.parametrize(
@@ -291,6 +328,10 @@ def test_choosing_the_cut():
 def test_beside_the_authors_recipe(teacher, steps):
     for recipe, start in ("authors", "authors"), ("this package", "closed-form"):
         rows = [student(teacher, group, start, steps) for group in (1, 2, 4)]
+        if recipe == "authors":  # "the best of three or more learning rates"
+            for row in rows:
+                tried = sorted(map(float, row["perplexity_of_rates"]))
+                assert len(tried) >= 3 and row["learning_rate"] in tried[1:-1]
         cells = (f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star(row)}" for row in rows)
         name = f"{teacher}, {recipe}, {steps}"
         assert table_line("docs/training.md", name) == f"| {name} | {' | '.join(cells)} |"

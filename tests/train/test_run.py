@@ -200,7 +200,9 @@ def test_a_finished_model_is_not_taken_for_a_new_runs(data, uninterrupted, tmp_p
 def test_divergence_stops_the_run(data, tmp_path, capsys):
     output = tmp_path / "run"
     assert main(arguments(data, output, **{"learning-rate": 1e30})) == 1
-    assert "error: step " in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err
+    assert "error: step " in error.splitlines()[-1]
+    assert "warning: without --eval-data nothing shows what the student loses" in error
     assert not (output / "model").exists()
 
 
